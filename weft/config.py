@@ -1,0 +1,228 @@
+"""Every setting of Weft: a few frozen structs, each field with its line of documentation.
+
+Flags, environment variables and TOML keys are generated from these fields, so a setting exists in all
+three or in none. Precedence: flag, then environment (WEFT_MAX_NUM_SEQS), then file, then default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct
+
+from weft.errors import ConfigError
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+
+
+def _doc(text: str, **limits: Any) -> Meta:
+    return Meta(description=text, **limits)
+
+
+class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which model, and how it is held."""
+
+    model: Annotated[str, _doc("A name from `weft models`, a GGUF file, a Hugging Face directory or hub id.")] = (
+        "smollm2"
+    )
+    served_model_name: Annotated[str, _doc("The name clients use; empty: the model's own name.")] = ""
+    revision: Annotated[str, _doc("The commit of a hub model; empty: the newest, pinned when it is pulled.")] = ""
+    device: Annotated[Device, _doc("Where the model runs: auto takes a GPU when there is one.")] = "auto"
+    dtype: Annotated[Dtype, _doc("The type of weights and activations; auto: float32 on CPU, bfloat16 on GPU.")] = (
+        "auto"
+    )
+    max_model_len: Annotated[
+        int, _doc("Longest prompt plus output, in tokens; 0: what the model allows and the memory holds.", ge=0)
+    ] = 0
+    threads: Annotated[int, _doc("CPU threads of the engine; 0: one for every core it may use.", ge=0)] = 0
+
+
+class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """The paged key-value cache."""
+
+    block_size: Annotated[int, _doc("Tokens in a cache block.", ge=1, le=256)] = 16
+    num_blocks: Annotated[int, _doc("Blocks in the cache; 0: as many as the memory given to it holds.", ge=0)] = 0
+    kv_cache_memory_mb: Annotated[int, _doc("Memory for the cache on CPU, in MiB.", ge=1)] = 512
+    gpu_memory_utilization: Annotated[
+        float, _doc("Share of the GPU's memory that Weft may use, cache included.", gt=0, le=1)
+    ] = 0.75
+    enable_prefix_caching: Annotated[bool, _doc("Reuse the cached blocks of prompts that begin alike.")] = True
+
+
+class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """How requests share the engine's steps."""
+
+    max_num_seqs: Annotated[int, _doc("Requests that run at the same time; 0: 32 on CPU, 256 on GPU.", ge=0)] = 0
+    max_num_batched_tokens: Annotated[
+        int, _doc("Tokens computed in one step; 0: 2048 on CPU, 8192 on GPU.", ge=0)
+    ] = 0
+    max_prefill_chunk: Annotated[
+        int, _doc("Prompt tokens in a step that also decodes, so that running answers keep flowing.", ge=1)
+    ] = 256
+    max_queued_requests: Annotated[int, _doc("Waiting requests; one more is answered 429.", ge=1)] = 1024
+    max_queued_tokens: Annotated[int, _doc("Prompt tokens of waiting requests; more are answered 429.", ge=1)] = (
+        1_000_000
+    )
+    max_preemptions: Annotated[
+        int, _doc("After so many preemptions a request gets all its blocks at once, or waits.", ge=0)
+    ] = 3
+    force_preempt_every: Annotated[int, _doc("For tests: preempt a request every n steps; 0: never.", ge=0)] = 0
+
+
+class EngineOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """How the engine process is watched."""
+
+    start_timeout_s: Annotated[float, _doc("The engine must be ready by then.", gt=0)] = 600.0
+    heartbeat_timeout_s: Annotated[float, _doc("An engine silent for so long is replaced.", gt=0)] = 10.0
+    step_timeout_s: Annotated[float, _doc("An engine whose step takes longer is replaced.", gt=0)] = 300.0
+    max_restarts: Annotated[
+        int, _doc("Engine deaths in a row, without a token in between, before Weft gives up.", ge=0)
+    ] = 5
+
+
+class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """The HTTP door."""
+
+    host: Annotated[str, _doc("Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _doc("Port to listen on; 0: any free one.", ge=0, le=65535)] = 8000
+    drain_timeout_s: Annotated[float, _doc("How long running requests may go on after SIGTERM.", ge=0)] = 30.0
+    request_timeout_s: Annotated[float, _doc("A request is ended after so long; 0: never.", ge=0)] = 0.0
+    max_body_mb: Annotated[int, _doc("Largest request body, in MiB; a larger one is answered 413.", ge=1)] = 32
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("What is logged.")] = "info"
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    model: ModelOptions = ModelOptions()
+    cache: CacheOptions = CacheOptions()
+    scheduler: SchedulerOptions = SchedulerOptions()
+    engine: EngineOptions = EngineOptions()
+    server: ServerOptions = ServerOptions()
+
+
+class Setting(Struct, frozen=True):
+    """One field of the configuration, as the doors to it need to know it."""
+
+    section: str
+    name: str
+    type: Any
+    default: Any
+    doc: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return "WEFT_" + self.name.upper()
+
+
+def settings(*sections: str) -> Iterator[Setting]:
+    """Every setting of the named sections, or of all of them."""
+    for section, options in get_type_hints(Config).items():
+        if sections and section not in sections:
+            continue
+        for name, hint in get_type_hints(options, include_extras=True).items():
+            bare, meta = get_args(hint)
+            literal = getattr(bare, "__origin__", None) is Literal
+            yield Setting(
+                section=section,
+                name=name,
+                type=str if literal else bare,
+                default=getattr(options(), name),
+                doc=meta.description,
+                choices=get_args(bare) if literal else (),
+            )
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    file: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Config:
+    """The configuration from flags (by field name), environment and file; refuses what it does not know."""
+    known = {setting.name: setting for setting in settings()}
+    raw: dict[str, dict[str, Any]] = {}
+    places: dict[str, str] = {}
+
+    def put(name: str, value: Any, place: str) -> None:
+        if name not in known:
+            raise ConfigError(f"{place}: there is no setting {name!r}.", hint=_nearest(name, known))
+        raw.setdefault(known[name].section, {})[name] = value
+        places[name] = place
+
+    for section, name, value, place in _from_file(file):
+        if name in known and known[name].section != section:
+            raise ConfigError(f"{place}: {name} stands in [{section}].", hint=f"It belongs in [{known[name].section}].")
+        put(name, value, place)
+    for variable, text in (os.environ if env is None else env).items():
+        if variable.startswith("WEFT_") and variable not in RESERVED_ENV:
+            name = variable.removeprefix("WEFT_").lower()
+            if name not in known:
+                raise ConfigError(
+                    f"environment: there is no setting {variable!r}.",
+                    hint=_nearest(variable, [setting.env for setting in known.values()]),
+                )
+            put(name, _parse(known[name], text), f"environment variable {variable}")
+    for name, value in (flags or {}).items():
+        put(name, value, f"flag --{name.replace('_', '-')}")
+    return _convert(raw, places)
+
+
+RESERVED_ENV = frozenset({"WEFT_HOME"})
+"""WEFT_HOME moves the folder of pulled models; it is no setting of the server."""
+
+
+def _from_file(file: Path | None) -> Iterator[tuple[str, str, Any, str]]:
+    if file is None:
+        return
+    try:
+        tables = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}.") from error
+    sections = get_type_hints(Config)
+    for section, table in tables.items():
+        if section not in sections or not isinstance(table, dict):
+            raise ConfigError(f"{file}: there is no section [{section}].", hint=_nearest(section, sections))
+        for name, value in table.items():
+            yield section, name, value, f"{file}, [{section}] {name}"
+
+
+def _parse(setting: Setting, text: str) -> Any:
+    """A string from the environment as the value it means; a wrong one is left for the check to name."""
+    if setting.type is bool:
+        return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}.get(text.lower(), text)
+    try:
+        return setting.type(text)
+    except ValueError:
+        return text
+
+
+def _convert(raw: dict[str, dict[str, Any]], places: dict[str, str]) -> Config:
+    for section, values in raw.items():
+        options = get_type_hints(Config)[section]
+        for name, value in values.items():
+            try:
+                msgspec.convert({name: value}, options)
+            except msgspec.ValidationError as error:
+                setting = next(s for s in settings(section) if s.name == name)
+                reason = str(error).split(" - at ")[0]
+                hint = _nearest(str(value), setting.choices) if setting.choices else ""
+                raise ConfigError(f"{places[name]}: {value!r} is refused: {reason}.", hint=hint) from error
+    return msgspec.convert(raw, Config)
+
+
+def _nearest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"Did you mean {close[0]!r}?" if close else f"Possible: {', '.join(sorted(known))}."

@@ -1,0 +1,84 @@
+"""One error tree. Every error says what was asked, what is possible, and what to change."""
+
+from __future__ import annotations
+
+
+class WeftError(Exception):
+    """An error meant for a user: `message` says what is wrong, `hint` what to do about it."""
+
+    status = 500
+    grpc_code = "INTERNAL"
+    kind = "internal_error"
+
+    def __init__(self, message: str, *, hint: str = "", param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.param = param
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".strip()
+
+
+class InvalidRequest(WeftError):
+    """The request itself is wrong; sending it again unchanged cannot help."""
+
+    status = 400
+    grpc_code = "INVALID_ARGUMENT"
+    kind = "invalid_request_error"
+
+
+class ModelNotFound(WeftError):
+    status = 404
+    grpc_code = "NOT_FOUND"
+    kind = "model_not_found"
+
+
+class Overloaded(WeftError):
+    """The queue is full. `retry_after_s` is a guess at when there will be room."""
+
+    status = 429
+    grpc_code = "RESOURCE_EXHAUSTED"
+    kind = "overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(WeftError):
+    """The server cannot take requests now: starting, draining, or its engine cannot be started."""
+
+    status = 503
+    grpc_code = "UNAVAILABLE"
+    kind = "unavailable"
+
+
+class RequestTimeout(WeftError):
+    status = 504
+    grpc_code = "DEADLINE_EXCEEDED"
+    kind = "timeout"
+
+
+class EngineFault(WeftError):
+    """The engine failed while it worked on this request."""
+
+    kind = "engine_fault"
+
+
+class ConfigError(WeftError):
+    """A flag, an environment variable or a line of a file is wrong."""
+
+    kind = "config_error"
+
+
+class ModelError(WeftError):
+    """A model cannot be found, is damaged, or is of a kind that Weft does not run."""
+
+    kind = "model_error"
+
+
+class OutOfMemory(WeftError):
+    """What was asked does not fit; the message holds the numbers, the hint the flag that would fit."""
+
+    kind = "out_of_memory"

@@ -1,0 +1,60 @@
+"""What the scheduler promises for one step, and what the worker returns for it.
+
+The worker hears of a request in full once, when it is admitted to a row. After that a plan carries
+only what is new: how far to go, and which blocks were added.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from weft.types import SamplingParams, TokenLogprob
+
+
+class Admission(Struct, frozen=True):
+    """A request takes a row of the worker, until `StepPlan.release` names that row."""
+
+    row: int
+    token_ids: list[int]
+    """Everything known: the prompt, then the tokens sampled before a preemption or a restart."""
+    num_prompt_tokens: int
+    params: SamplingParams
+    stop_token_ids: list[int]
+
+
+class Row(Struct, frozen=True):
+    """Compute the known tokens at positions start .. start + count - 1 of one row."""
+
+    row: int
+    start: int
+    count: int
+    new_blocks: list[int]
+    """Block ids to append to the row's table before the step."""
+    samples: bool
+    """The last of these tokens is the last one known: sample the token that follows it."""
+
+
+class StepPlan(Struct, frozen=True):
+    step_id: int
+    release: list[int]
+    """Rows to forget before anything else."""
+    admit: list[Admission]
+    rows: list[Row]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class Sampled(Struct, frozen=True):
+    """What sampling gave one row; `error` instead of a token when its logits were no numbers."""
+
+    token_id: int
+    logprob: TokenLogprob | None = None
+    error: str = ""
+
+
+class StepResult(Struct, frozen=True):
+    step_id: int
+    sampled: list[Sampled]
+    """One for every row of the plan that samples, in the plan's order."""

@@ -1,0 +1,217 @@
+"""What passes between rooms: requests, sampling parameters, deltas, and how a request ends."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from weft.errors import InvalidRequest
+
+
+class FinishReason(enum.StrEnum):
+    """Every request ends exactly once, with one of these."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    REJECTED = "rejected"
+    TIMEOUT = "timeout"
+
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_LOGIT_BIAS = 1024
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True):
+    """How the next token is chosen, and when to stop choosing. The same object serves every door."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """The sampled tokens depend on the seed and the position alone; without one, a random seed is drawn."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    max_tokens: int | None = None
+    """None: up to the end of the context."""
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    """None: no log probabilities. k: the chosen token's, and those of the k likeliest tokens."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest for a value that no model could honour."""
+        _in_range("temperature", self.temperature, 0, 100)
+        _in_range("top_p", self.top_p, 0, 1, open_low=True)
+        _in_range("min_p", self.min_p, 0, 1)
+        _in_range("top_k", self.top_k, 0, 2**31 - 1)
+        _in_range("presence_penalty", self.presence_penalty, -2, 2)
+        _in_range("frequency_penalty", self.frequency_penalty, -2, 2)
+        _in_range("repetition_penalty", self.repetition_penalty, 0, 100, open_low=True)
+        _in_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.seed is not None:
+            _in_range("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest(
+                    f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}).", param="min_tokens"
+                )
+        if self.logprobs is not None:
+            _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"{len(self.stop)} stop strings; at most {MAX_STOP_STRINGS}.", param="stop")
+        if any(not s or len(s) > MAX_STOP_LENGTH for s in self.stop):
+            raise InvalidRequest(f"A stop string must have 1 to {MAX_STOP_LENGTH} characters.", param="stop")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise InvalidRequest(
+                f"{len(self.logit_bias)} logit_bias entries; at most {MAX_LOGIT_BIAS}.", param="logit_bias"
+            )
+        for bias in self.logit_bias.values():
+            _in_range("logit_bias", bias, -100, 100)
+
+    def check_token_ids(self, logits_width: int) -> None:
+        """Raise InvalidRequest for a token id that the model's logits do not have."""
+        for param, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            check_token_ids(ids, logits_width, param)
+
+
+def check_token_ids(ids: Iterable[int], logits_width: int, param: str) -> None:
+    for token in ids:
+        if not 0 <= token < logits_width:
+            raise InvalidRequest(
+                f"{param} has the token id {token}; this model's ids run from 0 to {logits_width - 1}.", param=param
+            )
+
+
+def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+        bound = f"above {low:g}" if open_low else f"at least {low:g}"
+        raise InvalidRequest(f"{name} is {value}; it must be {bound} and at most {high:g}.", param=name)
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """One generation as the engine sees it: integers only, every default resolved."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    """`seed` and `max_tokens` are set."""
+    stop_token_ids: list[int] = []
+    """Ids that end the output: the model's end-of-sequence ids unless ignored, and the request's own."""
+    output_token_ids: list[int] = []
+    """Tokens that the user already has: not empty when a request is resumed in a new engine."""
+    cache_salt: str = ""
+    """Requests share cached prompt blocks only with requests of the same salt."""
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """The log probability of the chosen token, and of the likeliest tokens as (id, logprob)."""
+
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step brought one request. The last event of a request, and no other, has `finish`."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int | None = None
+    """On a request's first event: how many prompt tokens the prefix cache held."""
+    finish: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The token that ended the output, when one did; it is the last of `token_ids`."""
+    error: str = ""
+
+
+class Usage(Struct, frozen=True, kw_only=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Delta(Struct, frozen=True, kw_only=True):
+    """What a client of the text room receives: new text, the tokens behind it, and the end when it comes."""
+
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    finish: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or the stop token id that ended the output, when one did."""
+    error: str = ""
+    usage: Usage = Usage()
+
+
+class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
+    """Counters and gauges of one engine process, as of now."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    blocks_total: int = 0
+    blocks_used: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    steps: int = 0
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True):
+    """What the api process must know of the model that the engine loaded."""
+
+    name: str
+    max_model_len: int
+    logits_width: int
+    eos_token_ids: list[int]
+    num_blocks: int
+    block_size: int
+    device: str
+    dtype: str
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    load_seconds: float = 0.0
+
+
+class TextAssets(Struct, frozen=True, kw_only=True):
+    """Everything the text room needs of a model, free of files and formats."""
+
+    kind: str
+    """json: `tokenizer_json` is a tokenizers file. gpt2, llama: the vocabulary fields are set, as in a GGUF file."""
+    tokenizer_json: str = ""
+    tokens: list[str] = []
+    scores: list[float] = []
+    token_types: list[int] = []
+    """GGUF's: 1 normal, 2 unknown, 3 control, 4 user defined, 5 unused, 6 byte."""
+    merges: list[str] = []
+    pre: str = ""
+    """The name of the pre-tokenizer, for kind gpt2."""
+    add_bos: bool = False
+    add_eos: bool = False
+    add_space_prefix: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    unk_token_id: int | None = None
+    eos_token_ids: list[int] = []
+    """Every id that ends an answer: the tokenizer's, and those of the generation config."""
+    chat_template: str | None = None
