@@ -1,0 +1,47 @@
+"""The shapes that attention kernels share, on every device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class HeadShape(NamedTuple):
+    """How a fused qkv row divides: queries, then keys, then values, head after head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Keys and values together."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+
+class AttentionBatch(NamedTuple):
+    """The sequences of one step. Their new tokens stand one after the other in the step's token dimension.
+
+    Sequences with one new token come first: `num_decodes` of them. A kernel may treat them as a batch.
+    """
+
+    num_decodes: int
+    query_starts: list[int]
+    """Where each sequence's new tokens begin, and the number of tokens in the step last."""
+    lengths: list[int]
+    """Tokens of each sequence that are in the cache once this step's are written."""
+    block_tables: Tensor
+    """[sequences, blocks] int64: the blocks of each sequence, padded with the null block."""
+    slots: Tensor
+    """[tokens] int64: the cache slot (block * block size + offset) of each new token."""
+    lengths_tensor: Tensor
+    """`lengths` as int64."""

@@ -1,0 +1,68 @@
+"""Every op in plain torch: the specification, the path for any device, and the oracle of the other kernels.
+
+A layer's cache is one tensor [blocks, block size, 2, kv heads, head dim]: a token's keys, then its values.
+Rotary pairs are neighbours in a head (dimensions 2i and 2i + 1), whatever the checkpoint's layout was.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.kernels.batch import AttentionBatch, HeadShape
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to the residual in place, and return the normalised sum."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotate_and_store(qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: Tensor, slots: Tensor) -> None:
+    """Rotate the queries and keys of qkv in place by `rotations` [tokens, head dim / 2] (complex), then write
+    its keys and values to their slots."""
+    tokens = qkv.shape[0]
+    rotated = heads.q_size + heads.kv_size // 2
+    pairs = qkv[:, :rotated].float().view(tokens, -1, heads.head_dim // 2, 2)
+    turned = torch.view_as_real(torch.view_as_complex(pairs) * rotations[:, None])
+    qkv[:, :rotated] = turned.flatten(1).to(qkv.dtype)
+    kv.view(-1, heads.kv_size)[slots] = qkv[:, heads.q_size :]
+
+
+def attention(qkv: Tensor, heads: HeadShape, kv: Tensor, batch: AttentionBatch) -> Tensor:
+    """Causal attention of each sequence's new tokens over its cached ones; [tokens, heads * head dim]."""
+    queries = qkv[:, : heads.q_size].view(-1, heads.num_heads, heads.head_dim)
+    out = torch.empty_like(queries)
+    for i, length in enumerate(batch.lengths):
+        start, stop = batch.query_starts[i], batch.query_starts[i + 1]
+        blocks = batch.block_tables[i, : -(-length // kv.shape[1])]
+        keys, values = kv[blocks].flatten(0, 1)[:length].permute(1, 2, 0, 3)
+        count = stop - start
+        mask = None
+        if 1 < count < length:
+            mask = torch.ones(count, length, dtype=torch.bool, device=kv.device).tril(length - count)
+        out[start:stop] = F.scaled_dot_product_attention(
+            queries[start:stop].transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            attn_mask=mask,
+            is_causal=count == length > 1,
+            enable_gqa=heads.num_heads != heads.num_kv_heads,
+        )[0].transpose(0, 1)
+    return out.flatten(1)

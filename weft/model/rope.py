@@ -1,0 +1,46 @@
+"""Rotary positions: the table of rotations for every position, scaled as the family asks."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from weft.model.dense import DenseConfig
+
+
+class RopeScaling(Struct, frozen=True, kw_only=True):
+    """How a model reaches past the length it was first trained at."""
+
+    kind: Literal["default", "linear", "llama3"] = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+def rotations(config: DenseConfig, num_positions: int, factors: Tensor | None) -> Tensor:
+    """[positions, head dim / 2] complex: multiply a pair by it to turn the pair to its position."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    frequencies = _scaled(1.0 / (config.rope_theta**exponents), config.rope_scaling)
+    if factors is not None:
+        frequencies = frequencies / factors.float().cpu()
+    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "llama3":
+        wavelengths = 2 * math.pi / frequencies
+        turns = scaling.original_max_position / wavelengths
+        smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        # 0 where a full turn is longer than the trained context (slow down), 1 where it is short (leave alone).
+        smooth = smooth.clamp(0, 1)
+        return (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
+    return frequencies
