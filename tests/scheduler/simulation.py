@@ -1,0 +1,157 @@
+"""A worker made of dictionaries: it believes the plan and nothing else, and notices every lie in it.
+
+Each cache slot holds the digest of the whole prefix up to its token. A token is sampled from the digests that
+attention would read, so a stale, foreign or missing slot changes the output.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+
+from weft.plan import StepPlan, Sampled, StepResult
+from weft.scheduler.integrity import check_integrity
+from weft.scheduler.scheduler import Scheduler, SchedulerLimits
+from weft.types import Event, Request, SamplingParams
+
+VOCAB = 50
+STOP_TOKEN = 7
+
+
+def limits(**changes: object) -> SchedulerLimits:
+    defaults = dict(
+        num_blocks=33,
+        block_size=4,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_prefill_chunk=16,
+        logits_width=VOCAB,
+    )
+    return SchedulerLimits(**(defaults | changes))
+
+
+def request(name: str, prompt: list[int], max_tokens: int = 8, *, salt: str = "", stop: bool = False) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        params=SamplingParams(seed=0, max_tokens=max_tokens),
+        stop_token_ids=[STOP_TOKEN] if stop else [],
+        cache_salt=salt,
+    )
+
+
+def digest(parent: bytes, token: int) -> bytes:
+    return hashlib.blake2b(parent + token.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the simulated model answers to a sequence: any two sequences differ, as far as digests go."""
+    prefix = b""
+    for token in tokens:
+        prefix = digest(prefix, token)
+    return prefix[0] % VOCAB
+
+
+def expected_output(request: Request, max_model_len: int) -> list[int]:
+    tokens = list(request.prompt_token_ids)
+    limit = min(max_model_len, len(tokens) + (request.params.max_tokens or max_model_len))
+    while len(tokens) < limit:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in request.stop_token_ids:
+            break
+    return tokens[len(request.prompt_token_ids) :]
+
+
+class SimulatedWorker:
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.rows: dict[int, tuple[list[int], list[int]]] = {}
+        self.slots: dict[int, bytes] = {}
+        self.computed = 0
+        self.largest_batch = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for row in plan.release:
+            del self.rows[row]
+        for admission in plan.admit:
+            assert admission.row not in self.rows, "a row was given to two requests"
+            self.rows[admission.row] = (list(admission.token_ids), [])
+        assert len({row.row for row in plan.rows}) == len(plan.rows), "a row is planned twice"
+        self.largest_batch = max(self.largest_batch, len(plan.rows))
+        sampled = []
+        for row in plan.rows:
+            tokens, blocks = self.rows[row.row]
+            blocks += row.new_blocks
+            assert row.count > 0 and row.start + row.count <= len(tokens), "the plan asks for tokens nobody knows"
+            for position in range(row.start, row.start + row.count):
+                before = self._read(blocks, position - 1) if position else b""
+                self.slots[self._slot(blocks, position)] = digest(before, tokens[position])
+            self.computed += row.count
+            if row.samples:
+                assert row.start + row.count == len(tokens), "the plan samples in the middle of a sequence"
+                seen = b""
+                for position, token in enumerate(tokens):
+                    seen = digest(seen, token)
+                    assert self._read(blocks, position) == seen, "attention would read a slot of somebody else"
+                token = seen[0] % VOCAB
+                tokens.append(token)
+                sampled.append(Sampled(token))
+        return StepResult(plan.step_id, sampled)
+
+    def _slot(self, blocks: list[int], position: int) -> int:
+        block = blocks[position // self.block_size]
+        assert block != 0, "a token was written to the null block"
+        return block * self.block_size + position % self.block_size
+
+    def _read(self, blocks: list[int], position: int) -> bytes:
+        return self.slots[self._slot(blocks, position)]
+
+
+class Simulation:
+    """A scheduler and a worker, in lock step or with results `delay` steps late; integrity after every step."""
+
+    def __init__(self, limits: SchedulerLimits, delay: int = 0) -> None:
+        self.scheduler = Scheduler(limits)
+        self.worker = SimulatedWorker(limits.block_size)
+        self.delay = delay
+        self.under_way: deque[tuple[StepPlan, StepResult]] = deque()
+        self.plans: list[StepPlan] = []
+        self.outputs: dict[str, list[int]] = {}
+        self.ends: dict[str, Event] = {}
+        self.events: list[Event] = []
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+            self.outputs[request.request_id] = []
+
+    def abort(self, name: str) -> bool:
+        known = self.scheduler.abort(name)
+        check_integrity(self.scheduler)
+        return known
+
+    def step(self) -> bool:
+        """False when there is nothing left to do."""
+        plan = self.scheduler.schedule()
+        check_integrity(self.scheduler)
+        if plan is not None:
+            self.plans.append(plan)
+            self.under_way.append((plan, self.worker.execute(plan)))
+        if self.under_way and (plan is None or len(self.under_way) > self.delay):
+            for event in self.scheduler.apply(*self.under_way.popleft()):
+                self.events.append(event)
+                assert event.request_id not in self.ends, "a request went on after its end"
+                self.outputs[event.request_id] += event.token_ids
+                if event.finish is not None:
+                    self.ends[event.request_id] = event
+            check_integrity(self.scheduler)
+            return True
+        return plan is not None
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.step():
+                assert not self.scheduler.has_work, "the scheduler gave up with requests open"
+                return
+        raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.cursors}")

@@ -1,0 +1,122 @@
+"""Cache blocks: who holds which, which are free, and which free ones still hold something worth finding.
+
+The free list is threaded through the blocks themselves, so taking a cached block out of its middle is O(1)
+and allocates nothing. Its head is the block that was let go longest ago: the first to be reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+class Block:
+    __slots__ = ("id", "key", "next", "prev", "refs")
+
+    def __init__(self, id: int) -> None:
+        self.id = id
+        self.refs = 0
+        self.key: bytes | None = None
+        """What the block holds, when it is full and may be found by the prefix cache."""
+        self.prev: Block | None = None
+        self.next: Block | None = None
+
+    def __repr__(self) -> str:
+        return f"Block({self.id}, refs={self.refs}, key={self.key.hex()[:8] if self.key else None})"
+
+
+class FreeList:
+    """A doubly linked list with one sentinel before its head and after its tail."""
+
+    def __init__(self) -> None:
+        self._sentinel = Block(-1)
+        self._sentinel.prev = self._sentinel.next = self._sentinel
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Block]:
+        block = self._sentinel.next
+        while block is not None and block is not self._sentinel:
+            yield block
+            block = block.next
+
+    def append(self, block: Block) -> None:
+        last = self._sentinel.prev
+        assert last is not None and block.next is None
+        last.next, block.prev = block, last
+        block.next, self._sentinel.prev = self._sentinel, block
+        self._length += 1
+
+    def remove(self, block: Block) -> None:
+        before, after = block.prev, block.next
+        assert before is not None and after is not None
+        before.next, after.prev = after, before
+        block.prev = block.next = None
+        self._length -= 1
+
+    def popleft(self) -> Block:
+        block = self._sentinel.next
+        assert block is not None and block is not self._sentinel
+        self.remove(block)
+        return block
+
+
+class BlockPool:
+    """All blocks of the cache. Block 0 is the null block: padding is written there, and nobody reads it."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.free = FreeList()
+        self.by_key: dict[bytes, Block] = {}
+        for block in self.blocks[1:]:
+            self.free.append(block)
+
+    @property
+    def num_usable(self) -> int:
+        return len(self.blocks) - 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self.free)
+
+    def allocate(self, count: int) -> list[Block]:
+        """Take free blocks, the longest unused first; what the prefix cache knew of them is forgotten."""
+        if count > len(self.free):
+            raise RuntimeError(f"{count} blocks asked, {len(self.free)} free")
+        taken = [self.free.popleft() for _ in range(count)]
+        for block in taken:
+            self._forget(block)
+            block.refs = 1
+        return taken
+
+    def share(self, block: Block) -> None:
+        """One more holder of a block that the prefix cache found."""
+        if block.refs == 0:
+            self.free.remove(block)
+        block.refs += 1
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """Let go of a chain of blocks. Its tail is freed first, so that its head is the last to be reused."""
+        for block in reversed(blocks):
+            if block.refs <= 0:
+                raise RuntimeError(f"{block} released more often than it was taken")
+            block.refs -= 1
+            if block.refs == 0:
+                self.free.append(block)
+
+    def remember(self, block: Block, key: bytes) -> None:
+        """Make a full block findable. A second block of the same content stays unknown: tables only grow."""
+        if block.key is None and key not in self.by_key:
+            block.key = key
+            self.by_key[key] = block
+
+    def forget_all(self) -> None:
+        for block in list(self.by_key.values()):
+            self._forget(block)
+
+    def _forget(self, block: Block) -> None:
+        if block.key is not None:
+            if self.by_key.get(block.key) is block:
+                del self.by_key[block.key]
+            block.key = None

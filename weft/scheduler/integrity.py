@@ -1,0 +1,55 @@
+"""What must always be true of a scheduler. Runs when the engine is idle, and after every step of the tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from weft.scheduler.scheduler import Scheduler
+
+
+class IntegrityError(AssertionError):
+    """The scheduler's books do not add up: a defect of Weft."""
+
+
+def check_integrity(scheduler: Scheduler) -> None:
+    _check_blocks(scheduler)
+    _check_requests(scheduler)
+    _check_rows(scheduler)
+
+
+def _check_blocks(scheduler: Scheduler) -> None:
+    pool = scheduler.pool
+    held = Counter(block.id for cursor in scheduler.running for block in cursor.blocks)
+    free = [block.id for block in pool.free]
+    _require(len(free) == pool.num_free == len(set(free)), "the free list's length is wrong, or a block is in it twice")
+    _require(0 not in free and held[0] == 0, "the null block is in use")
+    for block in pool.blocks[1:]:
+        _require(block.refs == held[block.id], f"{block} is held {held[block.id]} times")
+    _require(len(free) + len(held) == pool.num_usable, "free and used blocks are not all blocks")
+    _require(not held.keys() & set(free), "a block is both free and used")
+    for key, block in pool.by_key.items():
+        _require(block.key == key, f"{block} is found under a key that is not its own")
+
+
+def _check_requests(scheduler: Scheduler) -> None:
+    waiting, running = set(scheduler.waiting), set(scheduler.running)
+    _require(len(waiting) == len(scheduler.waiting) and len(running) == len(scheduler.running), "a request twice")
+    _require(not waiting & running, "a request both waits and runs")
+    _require(waiting | running == set(scheduler.cursors.values()), "a request neither waits nor runs")
+    for cursor in waiting:
+        _require(cursor.row < 0 and not cursor.blocks and cursor.computed == 0, f"{cursor} waits, but holds something")
+    for cursor in running:
+        room = len(cursor.blocks) * scheduler.limits.block_size
+        _require(cursor.computed <= room, f"{cursor} has more tokens than its blocks hold")
+        _require(cursor.computed <= cursor.known <= cursor.limit, f"{cursor} ran ahead of itself")
+        _require(cursor.limit <= scheduler.limits.max_model_len, f"{cursor} may pass the context limit")
+
+
+def _check_rows(scheduler: Scheduler) -> None:
+    rows = [cursor.row for cursor in scheduler.running] + scheduler.free_rows
+    _require(sorted(rows) == list(range(scheduler.limits.max_num_seqs)), "a row is lost, or has two owners")
+
+
+def _require(truth: bool, otherwise: str) -> None:
+    if not truth:
+        raise IntegrityError(otherwise)

@@ -1,0 +1,44 @@
+"""The prefix cache: full blocks are found again by what they and all blocks before them hold."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+
+from weft.scheduler.blocks import Block, BlockPool
+
+
+def root_key(cache_salt: str, adapter: str = "") -> bytes:
+    """The parent of a sequence's first block: sequences of different roots share nothing."""
+    return hashlib.blake2b(repr((cache_salt, adapter)).encode(), digest_size=32).digest()
+
+
+def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=32).digest()
+
+
+class KeyChain:
+    """The keys of a sequence's full blocks, each computed once, when its tokens are known."""
+
+    def __init__(self, root: bytes, block_size: int) -> None:
+        self._keys = [root]
+        self._block_size = block_size
+
+    def of(self, tokens: Sequence[int], block: int) -> bytes:
+        """The key of a sequence's block, counted from 0; its tokens and all before them must be known."""
+        while len(self._keys) < block + 2:
+            start = (len(self._keys) - 1) * self._block_size
+            self._keys.append(block_key(self._keys[-1], tokens[start : start + self._block_size]))
+        return self._keys[block + 1]
+
+
+def find_prefix(pool: BlockPool, keys: Iterable[bytes]) -> list[Block]:
+    """The longest chain of cached blocks that begins a sequence."""
+    found: list[Block] = []
+    for key in keys:
+        block = pool.by_key.get(key)
+        if block is None:
+            break
+        found.append(block)
+    return found
