@@ -1,0 +1,61 @@
+"""The engine contract: all that a door (HTTP, gRPC, the Python API) knows of whatever generates behind it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from weft.text.tokenizer import Tokenizer
+from weft.types import Delta, EngineStats, ModelInfo, SamplingParams
+
+
+class Health(Struct, frozen=True):
+    """`ready` is true only while the engine's loop beats and takes requests."""
+
+    ready: bool
+    reason: str = ""
+    """Why not, when not: starting, restarting, draining, failed."""
+
+
+class Engine(Protocol):
+    """One model that is served."""
+
+    model: ModelInfo
+    tokenizer: Tokenizer
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The messages as the model's own chat template writes them, in tokens. Raises InvalidRequest."""
+
+    async def submit(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[Delta, None]:
+        """Check and queue one request; its deltas follow, the last one with `finish`.
+
+        Raises InvalidRequest, Overloaded or Unavailable before anything is queued. A delta may carry several
+        tokens: all that came since the last one was taken. Closing the generator early aborts the request.
+        """
+
+    def health(self) -> Health: ...
+
+    def stats(self) -> EngineStats:
+        """Counters go on rising when the engine behind them is replaced."""
+
+    def restarts(self) -> int:
+        """How often the engine process was replaced."""
+
+    def open_requests(self) -> int: ...
+
+    async def close(self) -> None: ...
