@@ -11,6 +11,21 @@ from msgspec import Struct
 from weft.types import SamplingParams, TokenLogprob
 
 
+class Limits(Struct, frozen=True, kw_only=True):
+    """The numbers that scheduler and worker both work within, all of them resolved."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_chunk: int
+    logits_width: int
+    enable_prefix_caching: bool = True
+    max_preemptions: int = 3
+    force_preempt_every: int = 0
+
+
 class Admission(Struct, frozen=True):
     """A request takes a row of the worker, until `StepPlan.release` names that row."""
 

@@ -183,7 +183,6 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     name: str
     max_model_len: int
     logits_width: int
-    eos_token_ids: list[int]
     num_blocks: int
     block_size: int
     device: str

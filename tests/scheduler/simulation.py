@@ -9,16 +9,16 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 
-from weft.plan import StepPlan, Sampled, StepResult
+from weft.plan import Limits, Sampled, StepPlan, StepResult
 from weft.scheduler.integrity import check_integrity
-from weft.scheduler.scheduler import Scheduler, SchedulerLimits
+from weft.scheduler.scheduler import Scheduler
 from weft.types import Event, Request, SamplingParams
 
 VOCAB = 50
 STOP_TOKEN = 7
 
 
-def limits(**changes: object) -> SchedulerLimits:
+def limits(**changes: object) -> Limits:
     defaults = dict(
         num_blocks=33,
         block_size=4,
@@ -28,7 +28,7 @@ def limits(**changes: object) -> SchedulerLimits:
         max_prefill_chunk=16,
         logits_width=VOCAB,
     )
-    return SchedulerLimits(**(defaults | changes))
+    return Limits(**(defaults | changes))
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 8, *, salt: str = "", stop: bool = False) -> Request:
@@ -111,7 +111,7 @@ class SimulatedWorker:
 class Simulation:
     """A scheduler and a worker, in lock step or with results `delay` steps late; integrity after every step."""
 
-    def __init__(self, limits: SchedulerLimits, delay: int = 0) -> None:
+    def __init__(self, limits: Limits, delay: int = 0) -> None:
         self.scheduler = Scheduler(limits)
         self.worker = SimulatedWorker(limits.block_size)
         self.delay = delay

@@ -9,30 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from msgspec import Struct
-
 from weft.errors import InvalidRequest
-from weft.plan import Admission, Row, Sampled, StepPlan, StepResult
+from weft.plan import Admission, Limits, Row, Sampled, StepPlan, StepResult
 from weft.scheduler import policy
 from weft.scheduler.blocks import Block, BlockPool
 from weft.scheduler.cursors import TokenCursor
 from weft.scheduler.prefix import find_prefix
 from weft.types import EngineStats, Event, FinishReason, Request, check_token_ids
-
-
-class SchedulerLimits(Struct, frozen=True, kw_only=True):
-    """The numbers that a scheduler works within, all of them resolved."""
-
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_prefill_chunk: int
-    logits_width: int
-    enable_prefix_caching: bool = True
-    max_preemptions: int = 3
-    force_preempt_every: int = 0
 
 
 class _Step:
@@ -49,7 +32,7 @@ class _Step:
 
 
 class Scheduler:
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: Limits) -> None:
         if -(-limits.max_model_len // limits.block_size) > limits.num_blocks - 1:
             raise ValueError(f"{limits.num_blocks} blocks cannot hold one request of {limits.max_model_len} tokens")
         self.limits = limits
@@ -75,7 +58,8 @@ class Scheduler:
         cursor = TokenCursor(request, max_model_len=self.limits.max_model_len, block_size=self.limits.block_size)
         self.cursors[cursor.id] = cursor
         self.waiting.append(cursor)
-        self._counts["prompt_tokens"] += cursor.num_prompt
+        if not request.output_token_ids:
+            self._counts["prompt_tokens"] += cursor.num_prompt
 
     def abort(self, request_id: str) -> bool:
         """End a request without an event: whoever aborts it knows. False if there is no such request."""

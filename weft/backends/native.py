@@ -1,0 +1,154 @@
+"""Weft's own engine behind the contract: text on this side, integers on the other."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from weft.backends.contract import Health
+from weft.config import Config
+from weft.engine.client import EngineClient
+from weft.engine.journal import Entry
+from weft.engine.launch import EngineProcess, LaunchedEngine
+from weft.errors import InvalidRequest
+from weft.hub.assets import text_assets
+from weft.hub.files import ModelFiles
+from weft.hub.resolve import resolve
+from weft.text.output import OutputText
+from weft.text.template import ChatTemplate
+from weft.text.tokenizer import Tokenizer
+from weft.types import Delta, EngineStats, FinishReason, ModelInfo, Request, SamplingParams, TextAssets, check_token_ids
+
+
+async def start_native(
+    config: Config, files: ModelFiles | None = None, *, launch: Callable[[], LaunchedEngine] = EngineProcess
+) -> NativeEngine:
+    """Load a model and be ready to generate. The engine process and the text room start side by side."""
+    if files is None:
+        files = await asyncio.to_thread(resolve, config.model.model, config.model.revision)
+    client = EngineClient(config, files, launch)
+    (tokenizer, assets), _ = await asyncio.gather(asyncio.to_thread(_text_of, files), client.start())
+    return NativeEngine(client, tokenizer, assets)
+
+
+def _text_of(files: ModelFiles) -> tuple[Tokenizer, TextAssets]:
+    assets = text_assets(files)
+    return Tokenizer.from_assets(assets), assets
+
+
+class NativeEngine:
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, assets: TextAssets) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self._assets = assets
+        self._template: ChatTemplate | None = None
+        self._timeout_s = client.config.server.request_timeout_s
+
+    @property
+    def model(self) -> ModelInfo:
+        return self.client.model
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        if self._template is None:
+            self._template = ChatTemplate.from_assets(self._assets, self.tokenizer)
+        text = self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, extra=template_variables or {}
+        )
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    async def submit(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+    ) -> AsyncGenerator[Delta, None]:
+        self._check(prompt_token_ids, params)
+        room = self.model.max_model_len - len(prompt_token_ids)
+        resolved = replace(
+            params,
+            max_tokens=min(params.max_tokens or room, room),
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+        )
+        ends = () if params.ignore_eos else self.tokenizer.eos_token_ids
+        request = Request(
+            request_id=request_id or uuid.uuid4().hex,
+            prompt_token_ids=prompt_token_ids,
+            params=resolved,
+            stop_token_ids=list(dict.fromkeys((*ends, *params.stop_token_ids))),
+            cache_salt=cache_salt,
+        )
+        return self._deltas(self.client.submit(request))
+
+    async def _deltas(self, entry: Entry) -> AsyncGenerator[Delta, None]:
+        text = OutputText(self.tokenizer, entry.request)
+        deadline = asyncio.get_running_loop().time() + self._timeout_s if self._timeout_s else None
+        try:
+            while not text.ended:
+                async with asyncio.timeout_at(deadline):
+                    events = await entry.take()
+                for delta in text.push(events):
+                    yield delta
+        except TimeoutError:
+            yield text.end(FinishReason.TIMEOUT, f"The request took more than {self._timeout_s:g} s.")
+        finally:
+            self.client.abort(entry.id)
+
+    def health(self) -> Health:
+        if self.client.state != "ready":
+            return Health(False, self.client.state)
+        return Health(True) if self.client.beats else Health(False, "the engine is silent")
+
+    def stats(self) -> EngineStats:
+        return self.client.stats()
+
+    def restarts(self) -> int:
+        return self.client.restarts
+
+    def open_requests(self) -> int:
+        return self.client.num_open
+
+    async def close(self) -> None:
+        await self.client.close()
+        if self._template is not None:
+            self._template.close()
+
+    def _check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        model = self.model
+        params.check()
+        params.check_token_ids(model.logits_width)
+        check_token_ids(prompt_token_ids, model.logits_width, "prompt")
+        length = len(prompt_token_ids)
+        if length == 0:
+            raise InvalidRequest("The prompt is empty.", param="prompt")
+        if length >= model.max_model_len:
+            raise InvalidRequest(
+                f"The prompt has {length} tokens; this model's context is {model.max_model_len} tokens, "
+                "and at least one is needed for the answer.",
+                hint="Shorten the prompt, or serve with a larger --max-model-len.",
+                param="prompt",
+            )
+        if params.max_tokens is not None and length + params.max_tokens > model.max_model_len:
+            raise InvalidRequest(
+                f"The prompt has {length} tokens and max_tokens is {params.max_tokens}; together they exceed "
+                f"this model's context of {model.max_model_len} tokens.",
+                hint=f"Ask for {model.max_model_len - length} tokens or fewer.",
+                param="max_tokens",
+            )
+        if params.min_tokens > model.max_model_len - length:
+            raise InvalidRequest(
+                f"min_tokens is {params.min_tokens}; the context has room for {model.max_model_len - length} more.",
+                param="min_tokens",
+            )

@@ -1,0 +1,302 @@
+"""The api process's side of the engine: supervision and the journal.
+
+The engine is disposable. When it dies, hangs or gives up, another is started and every open request is submitted
+again as its prompt and the tokens already delivered, so its stream goes on as if nothing had happened. Requests
+that were in the dead engine's steps come back one at a time, each alone under suspicion until it gives a token:
+one that takes a second engine down ends with an error, alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+import weft.errors
+from weft.config import Config
+from weft.engine.journal import Entry, Journal, Place
+from weft.engine.launch import EngineProcess, LaunchedEngine
+from weft.engine.wire import (
+    Abort,
+    Beat,
+    BrokenFrame,
+    Failed,
+    Output,
+    Ready,
+    Shutdown,
+    Start,
+    Started,
+    Submit,
+    ToEngine,
+    frame,
+    read,
+)
+from weft.errors import EngineFault, InvalidRequest, Overloaded, Unavailable, WeftError
+from weft.hub.files import ModelFiles
+from weft.types import EngineStats, Event, FinishReason, ModelInfo, Request
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS = 1.0
+SHUTDOWN_SECONDS = 5.0
+COUNTERS = (
+    "prompt_tokens",
+    "computed_tokens",
+    "generation_tokens",
+    "prefix_queries",
+    "prefix_hits",
+    "preemptions",
+    "steps",
+)
+LATE_BEATS = 3
+"""An engine that misses so many beats is not ready, though not yet given up."""
+
+
+class _Connection(Struct):
+    """One engine, while it lives."""
+
+    engine: LaunchedEngine
+    writer: asyncio.StreamWriter
+    reader: asyncio.StreamReader
+    stats: EngineStats = EngineStats()
+    beats_missed: int = 0
+    heard: bool = True
+    """Whether anything came since the last tick."""
+    failure: str = ""
+
+    def send(self, message: ToEngine) -> None:
+        self.writer.write(frame(message))
+
+
+class EngineClient:
+    def __init__(
+        self, config: Config, files: ModelFiles, launch: Callable[[], LaunchedEngine] = EngineProcess
+    ) -> None:
+        self.config = config
+        self.files = files
+        self.restarts = 0
+        self.state = "starting"
+        self.model: ModelInfo
+        self.failed = asyncio.Event()
+        """Set when Weft has given up on starting another engine."""
+        self._launch = launch
+        self._journal = Journal()
+        self._connection: _Connection | None = None
+        self._past = dict.fromkeys(COUNTERS, 0)
+        self._deaths_in_a_row = 0
+        self._supervision: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the first engine; raises what it said, as the error it was."""
+        self.model = await self._connect()
+        self.state = "ready"
+        self._supervision = asyncio.create_task(self._supervise(), name="weft-supervision")
+
+    async def close(self) -> None:
+        """Say goodbye first, then wait, then end it. Open requests end as aborted."""
+        self.state = "closed"
+        self._journal.end_all(FinishReason.ABORT, "The server is shutting down.")
+        if self._connection is not None:
+            self._connection.send(Shutdown())
+        if self._supervision is not None:
+            await self._supervision
+
+    # Requests.
+
+    def submit(self, request: Request) -> Entry:
+        """Queue a request and return where its events arrive, or raise Overloaded or Unavailable."""
+        if self.state in ("failed", "closed", "starting"):
+            raise Unavailable(f"The engine is not available: {self.state}.")
+        if request.request_id in self._journal:
+            raise InvalidRequest(f"There is a request {request.request_id!r} already.", param="request_id")
+        self._check_room(len(request.prompt_token_ids))
+        entry = self._journal.open(request)
+        self._dispatch()
+        return entry
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its blocks are free before the next step."""
+        entry = self._journal.close(request_id)
+        if entry is not None and entry.place is not Place.HELD and self._connection is not None:
+            self._connection.send(Abort([request_id]))
+        self._dispatch()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._journal)
+
+    @property
+    def beats(self) -> bool:
+        return self._connection is not None and self._connection.beats_missed < LATE_BEATS
+
+    @property
+    def engine_pid(self) -> int | None:
+        return None if self._connection is None else self._connection.engine.pid
+
+    def stats(self) -> EngineStats:
+        """Gauges of the living engine; counters of all engines so far."""
+        now = EngineStats() if self._connection is None else self._connection.stats
+        waiting = len(self._journal.at(Place.HELD, Place.QUEUED))
+        return replace(now, waiting=waiting, **{name: getattr(now, name) + past for name, past in self._past.items()})
+
+    def _check_room(self, num_tokens: int) -> None:
+        waiting = self._journal.at(Place.HELD, Place.QUEUED)
+        limits = self.config.scheduler
+        if len(waiting) >= limits.max_queued_requests:
+            raise Overloaded(
+                f"{len(waiting)} requests are waiting already.", hint="Try again later (--max-queued-requests)."
+            )
+        queued = sum(len(entry.request.prompt_token_ids) for entry in waiting)
+        if queued + num_tokens > limits.max_queued_tokens:
+            raise Overloaded(
+                f"Prompts of {queued} tokens are waiting already.", hint="Try again later (--max-queued-tokens)."
+            )
+
+    def _dispatch(self) -> None:
+        """Send what may be sent: everything, or the next suspect alone."""
+        if self._connection is None or self.state != "ready":
+            return
+        held = self._journal.at(Place.HELD)
+        if any(entry.deaths for entry in self._journal.at(Place.QUEUED, Place.STARTED)):
+            return
+        suspects = [entry for entry in held if entry.deaths]
+        sent = suspects[:1] or held
+        for entry in sent:
+            entry.place = Place.QUEUED
+        if sent:
+            self._connection.send(Submit([entry.resumed() for entry in sent]))
+
+    # Supervision.
+
+    async def _connect(self) -> ModelInfo:
+        """Launch an engine and wait until it is ready."""
+        engine = self._launch()
+        reader, writer = await asyncio.open_unix_connection(sock=engine.socket, limit=2**20)
+        connection = _Connection(engine, writer, reader)
+        connection.send(Start(self.config, self.files))
+        try:
+            async with asyncio.timeout(self.config.engine.start_timeout_s):
+                while not isinstance(message := await read(reader), Ready):
+                    if message is None or isinstance(message, Failed):
+                        raise await self._start_error(connection, message)
+        except TimeoutError:
+            await self._bury(connection)
+            raise Unavailable(
+                f"The engine was not ready after {self.config.engine.start_timeout_s:.0f} s.",
+                hint="Give it longer with --start-timeout-s.",
+            ) from None
+        self._connection = connection
+        return message.model
+
+    async def _start_error(self, connection: _Connection, said: Failed | None) -> WeftError:
+        end = await self._bury(connection)
+        if said is None:
+            return EngineFault(f"The engine process ended while it started ({end}).")
+        kind = getattr(weft.errors, said.kind, None)
+        if isinstance(kind, type) and issubclass(kind, WeftError):
+            return kind(said.message, hint=said.hint)
+        return EngineFault(f"The engine could not start: {said.kind}: {said.message}")
+
+    async def _supervise(self) -> None:
+        while self._connection is not None:
+            connection = self._connection
+            watch = asyncio.create_task(self._watch(connection))
+            await self._read_forever(connection)
+            watch.cancel()
+            end = await self._bury(connection)
+            self._connection = None
+            self._past = {name: past + getattr(connection.stats, name) for name, past in self._past.items()}
+            if self.state == "closed":
+                return
+            self._mourn(connection.failure or f"it ended ({end})")
+            await self._replace()
+
+    async def _read_forever(self, connection: _Connection) -> None:
+        try:
+            while (message := await read(connection.reader)) is not None:
+                connection.heard = True
+                match message:
+                    case Output(events=events, stats=stats):
+                        connection.stats = stats
+                        self._deliver(events)
+                    case Started(request_ids=request_ids):
+                        self._journal.started(request_ids)
+                    case Beat(step_seconds=seconds) if seconds > self.config.engine.step_timeout_s:
+                        connection.failure = f"a step took more than {self.config.engine.step_timeout_s:.0f} s"
+                        return
+                    case Failed(kind=kind, message=text):
+                        connection.failure = f"{kind}: {text}"
+        except BrokenFrame as error:
+            connection.failure = f"it sent what is no message: {error}"
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            self._journal.record(event)
+        if events:
+            self._deaths_in_a_row = 0
+            self._dispatch()
+
+    async def _watch(self, connection: _Connection) -> None:
+        """Count missed beats. A tick that comes late itself counts once: a busy api process blames nobody."""
+        allowed = self.config.engine.heartbeat_timeout_s / TICK_SECONDS
+        while connection.beats_missed < allowed:
+            await asyncio.sleep(TICK_SECONDS)
+            connection.beats_missed = 0 if connection.heard else connection.beats_missed + 1
+            connection.heard = False
+        connection.failure = f"it was silent for {self.config.engine.heartbeat_timeout_s:.0f} s"
+        connection.engine.kill()
+
+    def _mourn(self, why: str) -> None:
+        """Note a death, and end the request that caused two of them."""
+        self.state = "restarting"
+        self.restarts += 1
+        self._deaths_in_a_row += 1
+        on_trial = [entry for entry in self._journal.at(Place.STARTED) if entry.deaths]
+        self._journal.engine_died()
+        log.error("The engine died: %s. %d requests are open; another is started.", why, len(self._journal))
+        for entry in on_trial:
+            self._journal.record(
+                Event(
+                    request_id=entry.id,
+                    finish=FinishReason.ERROR,
+                    error="The engine failed twice while it worked on this request.",
+                )
+            )
+
+    async def _replace(self) -> None:
+        while self.state == "restarting":
+            if self._deaths_in_a_row > self.config.engine.max_restarts:
+                self._give_up(f"it died {self._deaths_in_a_row} times in a row")
+                return
+            try:
+                await self._connect()
+            except (EngineFault, Unavailable) as error:
+                self._deaths_in_a_row += 1
+                log.error("The engine could not be started again: %s", error)
+            except WeftError as error:
+                self._give_up(str(error))
+                return
+            else:
+                if self.state == "restarting":
+                    self.state = "ready"
+                    self._dispatch()
+                elif self._connection is not None:
+                    self._connection.send(Shutdown())
+
+    def _give_up(self, why: str) -> None:
+        log.critical("No engine: %s", why)
+        self.state = "failed"
+        self._journal.end_all(FinishReason.ERROR, f"There is no engine any more: {why}.")
+        self.failed.set()
+
+    async def _bury(self, connection: _Connection) -> str:
+        """Make sure that an engine is gone, and say how it ended."""
+        connection.writer.close()
+        end = await asyncio.to_thread(connection.engine.wait, SHUTDOWN_SECONDS)
+        if end is None:
+            connection.engine.kill()
+            end = await asyncio.to_thread(connection.engine.wait, SHUTDOWN_SECONDS)
+        return end or "it could not be ended"

@@ -1,0 +1,105 @@
+"""The journal: every open request, with the tokens its user already has. It is the truth: an engine that dies
+is replaced, and goes on from here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+
+from msgspec.structs import replace
+
+from weft.types import Event, FinishReason, Request
+
+
+class Place(enum.Enum):
+    """Where an open request is, as far as the api process knows."""
+
+    HELD = "not sent to the engine yet"
+    QUEUED = "sent to the engine"
+    STARTED = "in the engine's steps, and no token since"
+    PROVEN = "in the engine's steps, and has given a token to this engine"
+
+
+class Entry:
+    """One open request."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.delivered: list[int] = []
+        self.place = Place.HELD
+        self.deaths = 0
+        """Engines that died while this request was in their steps."""
+        self._events: list[Event] = []
+        self._arrival = asyncio.Event()
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    def resumed(self) -> Request:
+        """The request as an engine must see it to go on where the last one stopped."""
+        return replace(self.request, output_token_ids=list(self.delivered))
+
+    def put(self, event: Event) -> None:
+        self.delivered += event.token_ids
+        if event.token_ids:
+            self.place = Place.PROVEN
+        self._events.append(event)
+        self._arrival.set()
+
+    async def take(self) -> list[Event]:
+        """All events since the last call; waits for one."""
+        await self._arrival.wait()
+        self._arrival.clear()
+        events, self._events = self._events, []
+        return events
+
+
+class Journal:
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    def open(self, request: Request) -> Entry:
+        entry = Entry(request)
+        self._entries[entry.id] = entry
+        return entry
+
+    def close(self, request_id: str) -> Entry | None:
+        return self._entries.pop(request_id, None)
+
+    def started(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            entry = self._entries.get(request_id)
+            if entry is not None and entry.place is not Place.PROVEN:
+                entry.place = Place.STARTED
+
+    def record(self, event: Event) -> Entry | None:
+        """Hand an event to whoever waits for it; None if the request is closed already."""
+        entry = self._entries.get(event.request_id)
+        if entry is not None:
+            entry.put(event)
+            if event.finish is not None:
+                del self._entries[event.request_id]
+        return entry
+
+    def at(self, *places: Place) -> list[Entry]:
+        """The open requests at these places, the oldest first."""
+        return [entry for entry in self._entries.values() if entry.place in places]
+
+    def engine_died(self) -> None:
+        """Everything that was with the engine is to be sent again; what was in its steps is under suspicion."""
+        for entry in self._entries.values():
+            if entry.place in (Place.STARTED, Place.PROVEN):
+                entry.deaths += 1
+            entry.place = Place.HELD
+
+    def end_all(self, reason: FinishReason, error: str) -> None:
+        for entry in list(self._entries.values()):
+            self.record(Event(request_id=entry.id, finish=reason, error=error))

@@ -1,0 +1,52 @@
+"""Serving inside the engine process: load the model, say so, then step until told to stop."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import time
+
+from weft.engine.core import EngineCore
+from weft.engine.line import Line
+from weft.engine.wire import Abort, BrokenFrame, Output, Ready, Shutdown, Start, Started, Submit
+from weft.scheduler.scheduler import Scheduler
+from weft.worker.worker import Worker
+
+
+def serve(start: Start, line: Line) -> None:
+    worker = Worker(start.config, start.files)
+    core = EngineCore(Scheduler(worker.limits), worker.runner, overlap=worker.info.device != "cpu")
+    gc.collect()
+    gc.freeze()
+    line.send(Ready(worker.info))
+    while _drain(core, line):
+        line.step_began = time.monotonic()
+        events = core.step(on_start=lambda request_ids: line.send(Started(request_ids)))
+        line.step_began = 0.0
+        if events:
+            line.send(Output(events, core.stats()))
+
+
+def _drain(core: EngineCore, line: Line) -> bool:
+    """Take in every message that waits; with nothing to compute, sleep until one comes. False: stop."""
+    while True:
+        if core.has_work:
+            try:
+                message = line.inbox.get_nowait()
+            except queue.Empty:
+                return True
+        else:
+            core.settle()
+            message = line.inbox.get()
+        match message:
+            case Submit(requests=requests):
+                refused = core.submit(requests)
+                if refused:
+                    line.send(Output(refused, core.stats()))
+            case Abort(request_ids=request_ids):
+                core.abort(request_ids)
+                line.send(Output([], core.stats()))
+            case Shutdown() | None:
+                return False
+            case Start():
+                raise BrokenFrame("a second start")

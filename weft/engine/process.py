@@ -1,0 +1,65 @@
+"""The engine process: `python -m weft.engine.process FD`. It serves the api process at the other end of the
+socket, dies with it, and tells it why when it cannot go on. `run_engine` is the same for a thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+
+from weft.engine.line import Line
+from weft.engine.wire import Failed, Start
+from weft.errors import WeftError
+
+log = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+
+
+def run_engine(sock: socket.socket, *, owns_process: bool = False) -> None:
+    """Serve one api process. An engine that owns its process ends it at once when the api process is gone,
+    even in the middle of a step."""
+    line = Line(sock)
+    if owns_process:
+        threading.Thread(target=_leave_when, args=(line.closed,), name="weft-engine-watch", daemon=True).start()
+    try:
+        start = line.inbox.get()
+        if isinstance(start, Start):
+            # Only now, and only here, is torch imported: the api process knows this module and stays light.
+            from weft.engine.loop import serve
+
+            serve(start, line)
+    except WeftError as error:
+        line.send(Failed(type(error).__name__, error.message, error.hint))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the api process must hear of it
+        log.error("The engine failed:\n%s", traceback.format_exc())
+        line.send(Failed(type(error).__name__, str(error) or "no message"))
+    finally:
+        line.close()
+
+
+def _leave_when(closed: threading.Event) -> None:
+    closed.wait()
+    # The main thread may be deep in a step: a moment for an orderly end, then none.
+    time.sleep(1.0)
+    os._exit(1)
+
+
+def main() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Ctrl-C in a terminal reaches the whole group; the api process decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine %(message)s")
+    run_engine(socket.socket(fileno=int(sys.argv[1])), owns_process=True)
+
+
+if __name__ == "__main__":
+    main()

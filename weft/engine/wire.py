@@ -1,0 +1,156 @@
+"""The messages between the api process and an engine process, and their frames on a unix socket.
+
+A frame is a length (4 bytes, little endian) and a msgpack message: no pickle, no code, nothing but data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from weft.config import Config
+from weft.hub.files import ModelFiles
+from weft.types import EngineStats, Event, ModelInfo, Request
+
+MAX_FRAME_BYTES = 256 * 2**20
+_LENGTH = struct.Struct("<I")
+
+M = TypeVar("M")
+
+
+class Start(Struct, frozen=True, tag=True):
+    """The first message to an engine."""
+
+    config: Config
+    files: ModelFiles
+
+
+class Submit(Struct, frozen=True, tag=True):
+    requests: list[Request]
+
+
+class Abort(Struct, frozen=True, tag=True):
+    request_ids: list[str]
+
+
+class Shutdown(Struct, frozen=True, tag=True):
+    pass
+
+
+ToEngine = Start | Submit | Abort | Shutdown
+
+
+class Ready(Struct, frozen=True, tag=True):
+    model: ModelInfo
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """The engine cannot go on. `kind` is the name of an error class, of Weft's or of another's."""
+
+    kind: str
+    message: str
+    hint: str = ""
+
+
+class Started(Struct, frozen=True, tag=True):
+    """These requests are in the step that begins now: if the engine dies of it, one of them may be why."""
+
+    request_ids: list[str]
+
+
+class Output(Struct, frozen=True, tag=True):
+    """What one step brought."""
+
+    events: list[Event]
+    stats: EngineStats
+
+
+class Beat(Struct, frozen=True, tag=True):
+    """Sent every second, whatever the engine does."""
+
+    step_seconds: float
+    """How long the step under way has taken so far; 0 between steps."""
+
+
+FromEngine = Ready | Failed | Started | Output | Beat
+
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be sent")
+
+
+def _from_plain(kind: type, value: object) -> object:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise TypeError(f"{kind.__name__} cannot be received")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_decode_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_from_plain).decode
+_decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+
+
+class BrokenFrame(Exception):
+    """The other side sent something that is no message."""
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def receive(sock: socket.socket) -> ToEngine | None:
+    """The engine's side: wait for the next message; None when the api process is gone."""
+    head = _receive_exactly(sock, _LENGTH.size)
+    if head is None:
+        return None
+    body = _receive_exactly(sock, _length(head))
+    if body is None:
+        return None
+    return _decoded(_decode_to_engine, body)
+
+
+async def read(reader: asyncio.StreamReader) -> FromEngine | None:
+    """The api process's side: wait for the next message; None when the engine is gone."""
+    try:
+        body = await reader.readexactly(_length(await reader.readexactly(_LENGTH.size)))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return _decoded(_decode_from_engine, body)
+
+
+def _length(head: bytes) -> int:
+    length: int = _LENGTH.unpack(head)[0]
+    if length > MAX_FRAME_BYTES:
+        raise BrokenFrame(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES}")
+    return length
+
+
+def _decoded(decode: Callable[[bytes], M], body: bytes) -> M:
+    try:
+        return decode(body)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise BrokenFrame(str(error)) from error
+
+
+def _receive_exactly(sock: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        try:
+            part = sock.recv(min(count - len(parts), 1 << 20))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)

@@ -1,0 +1,221 @@
+"""From files to the tensors of a decoder: names mapped, projections fused, rotary pairs made neighbours.
+
+Every tensor is written straight to its place in the fused weights, so that the peak is the model and one tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from weft.errors import ModelError
+from weft.hub import assets, gguf
+from weft.hub.files import ModelFiles
+from weft.kernels.weights import DecoderWeights, LayerWeights
+from weft.model.dense import DenseConfig
+from weft.model.dequant import dequantise
+from weft.model.registry import config_from_gguf, config_from_huggingface, family_of
+
+HUGGINGFACE_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "attention_norm": "model.layers.{}.input_layernorm.weight",
+    "q": "model.layers.{}.self_attn.q_proj.weight",
+    "k": "model.layers.{}.self_attn.k_proj.weight",
+    "v": "model.layers.{}.self_attn.v_proj.weight",
+    "q_bias": "model.layers.{}.self_attn.q_proj.bias",
+    "k_bias": "model.layers.{}.self_attn.k_proj.bias",
+    "v_bias": "model.layers.{}.self_attn.v_proj.bias",
+    "q_norm": "model.layers.{}.self_attn.q_norm.weight",
+    "k_norm": "model.layers.{}.self_attn.k_norm.weight",
+    "output": "model.layers.{}.self_attn.o_proj.weight",
+    "output_bias": "model.layers.{}.self_attn.o_proj.bias",
+    "mlp_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "gate": "model.layers.{}.mlp.gate_proj.weight",
+    "up": "model.layers.{}.mlp.up_proj.weight",
+    "down": "model.layers.{}.mlp.down_proj.weight",
+}
+GGUF_NAMES = {
+    "embedding": "token_embd.weight",
+    "norm": "output_norm.weight",
+    "head": "output.weight",
+    "attention_norm": "blk.{}.attn_norm.weight",
+    "q": "blk.{}.attn_q.weight",
+    "k": "blk.{}.attn_k.weight",
+    "v": "blk.{}.attn_v.weight",
+    "q_bias": "blk.{}.attn_q.bias",
+    "k_bias": "blk.{}.attn_k.bias",
+    "v_bias": "blk.{}.attn_v.bias",
+    "q_norm": "blk.{}.attn_q_norm.weight",
+    "k_norm": "blk.{}.attn_k_norm.weight",
+    "output": "blk.{}.attn_output.weight",
+    "output_bias": "blk.{}.attn_output.bias",
+    "mlp_norm": "blk.{}.ffn_norm.weight",
+    "gate": "blk.{}.ffn_gate.weight",
+    "up": "blk.{}.ffn_up.weight",
+    "down": "blk.{}.ffn_down.weight",
+}
+GGUF_ROPE_FACTORS = "rope_freqs.weight"
+_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|^rope_freqs\.weight$")
+
+
+class Source(Protocol):
+    """Tensors by name, whatever the file format."""
+
+    def names(self) -> set[str]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class SafetensorsSource:
+    def __init__(self, files: ModelFiles, stack: ExitStack) -> None:
+        self._file_of = {}
+        for path in files.weight_files:
+            try:
+                opened = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{path.name} is no readable safetensors file: {error}.") from error
+            self._file_of |= dict.fromkeys(opened.keys(), opened)
+
+    def names(self) -> set[str]:
+        return set(self._file_of)
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+
+class GgufSource:
+    def __init__(self, files: ModelFiles) -> None:
+        self.file = gguf.read_gguf(files.path)
+        self._bytes = torch.from_file(str(files.path), shared=False, size=files.path.stat().st_size, dtype=torch.uint8)
+
+    def names(self) -> set[str]:
+        return set(self.file.tensors)
+
+    def read(self, name: str) -> Tensor:
+        info = self.file.tensors[name]
+        raw = self._bytes[info.offset : info.offset + info.nbytes]
+        return dequantise(raw, info.type.name, info.shape)
+
+
+@contextmanager
+def open_model(files: ModelFiles) -> Iterator[tuple[DenseConfig, Source]]:
+    """The configuration of a model, and its tensors while the context lasts."""
+    with ExitStack() as stack:
+        if files.kind == "gguf":
+            source = GgufSource(files)
+            embedding = source.file.tensors.get(GGUF_NAMES["embedding"])
+            if embedding is None or len(embedding.shape) != 2:
+                raise ModelError(f"{files.path.name} has no embedding {GGUF_NAMES['embedding']!r}.")
+            yield (
+                config_from_gguf(
+                    source.file.metadata,
+                    vocab_size=embedding.shape[0],
+                    tied_embeddings=GGUF_NAMES["head"] not in source.file.tensors,
+                ),
+                source,
+            )
+        else:
+            yield config_from_huggingface(assets.model_facts(files)), SafetensorsSource(files, stack)
+
+
+def load_weights(
+    files: ModelFiles,
+    config: DenseConfig,
+    source: Source,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> DecoderWeights:
+    """Read every tensor of the model; `progress` hears of layers done and layers in all."""
+    return _Loading(files, config, source, dtype, device).decoder(progress)
+
+
+class _Loading:
+    def __init__(
+        self, files: ModelFiles, config: DenseConfig, source: Source, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        is_gguf = files.kind == "gguf"
+        self.config = config
+        self.source = source
+        self.dtype = dtype
+        self.device = device
+        self.names = GGUF_NAMES if is_gguf else HUGGINGFACE_NAMES
+        self.rope_pairs = is_gguf and family_of(config.family).gguf_rope_pairs
+        self.unread = {name for name in source.names() if not _NOT_WEIGHTS.search(name)}
+
+    def decoder(self, progress: Callable[[int, int], None]) -> DecoderWeights:
+        config = self.config
+        table = (config.vocab_size, config.hidden_size)
+        embedding = self.one("embedding", table)
+        layers = []
+        for i in range(config.num_layers):
+            layers.append(self.layer(i))
+            progress(i + 1, config.num_layers)
+        norm = self.one("norm", (config.hidden_size,))
+        if config.tied_embeddings:
+            head = embedding
+            self.unread.discard(self.names["head"])
+        else:
+            head = self.one("head", table)
+        factors = self.source.read(GGUF_ROPE_FACTORS) if GGUF_ROPE_FACTORS in self.source.names() else None
+        if self.unread:
+            some = ", ".join(sorted(self.unread)[:3])
+            raise ModelError(f"The model has {len(self.unread)} tensors that its kind does not know: {some}.")
+        return DecoderWeights(embedding, layers, norm, head, factors)
+
+    def layer(self, i: int) -> LayerWeights:
+        config, heads = self.config, self.config.heads
+        q_rows, kv_rows = heads.q_size, heads.kv_size // 2
+        hidden, middle, per_head = config.hidden_size, config.intermediate_size, (config.head_dim,)
+        with_bias = config.qkv_bias
+        return LayerWeights(
+            attention_norm=self.one("attention_norm", (hidden,), i),
+            qkv=self.fused({"q": q_rows, "k": kv_rows, "v": kv_rows}, (hidden,), i),
+            qkv_bias=self.fused({"q_bias": q_rows, "k_bias": kv_rows, "v_bias": kv_rows}, (), i) if with_bias else None,
+            q_norm=self.one("q_norm", per_head, i) if config.qk_norm else None,
+            k_norm=self.one("k_norm", per_head, i) if config.qk_norm else None,
+            output=self.one("output", (hidden, q_rows), i),
+            output_bias=self.one("output_bias", (hidden,), i) if config.output_bias else None,
+            mlp_norm=self.one("mlp_norm", (hidden,), i),
+            gate_up=self.fused({"gate": middle, "up": middle}, (hidden,), i),
+            down=self.one("down", (hidden, middle), i),
+        )
+
+    def one(self, part: str, shape: tuple[int, ...], layer: int = -1) -> Tensor:
+        return self.fused({part: shape[0]}, shape[1:], layer)
+
+    def fused(self, parts: dict[str, int], rest: tuple[int, ...], layer: int) -> Tensor:
+        """One tensor of several parts, each with its rows, one below the other."""
+        whole = torch.empty((sum(parts.values()), *rest), dtype=self.dtype, device=self.device)
+        start = 0
+        for part, rows in parts.items():
+            whole[start : start + rows] = self.read(part, (rows, *rest), layer)
+            start += rows
+        return whole
+
+    def read(self, part: str, shape: tuple[int, ...], layer: int) -> Tensor:
+        name = self.names[part].format(layer)
+        if name not in self.unread:
+            raise ModelError(f"The model has no tensor {name!r}.", hint="Is a shard missing?")
+        self.unread.discard(name)
+        tensor = self.source.read(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"The tensor {name!r} has the shape {tuple(tensor.shape)}; expected {shape}.")
+        if part.split("_")[0] in ("q", "k") and not self.rope_pairs:
+            return _pairs_from_halves(tensor, self.config.head_dim)
+        return tensor
+
+
+def _pairs_from_halves(tensor: Tensor, head_dim: int) -> Tensor:
+    """Reorder the rows of each head so that the two halves of a rotary pair become neighbours."""
+    return tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)

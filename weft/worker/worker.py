@@ -1,0 +1,126 @@
+"""The worker: a device, a model on it, and the cache beside it."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.config import Config
+from weft.errors import ConfigError
+from weft.hub.files import ModelFiles
+from weft.kernels import ops_for
+fused_decode = lambda *a: None  # TEMPORARY
+from weft.model.dense import DenseConfig, DenseModel
+from weft.model.loader import load_weights, open_model
+from weft.plan import Limits
+from weft.types import ModelInfo
+from weft.worker.memory import MemoryPlan, available_cpu_bytes, plan_memory
+from weft.worker.rows import RowTable
+from weft.worker.runner import FastDecode, Runner
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Worker:
+    """Loads a model and answers what an engine needs to drive it: `limits`, `info` and `runner`."""
+
+    def __init__(self, config: Config, files: ModelFiles) -> None:
+        began = time.perf_counter()
+        device = _device(config)
+        dtype = _dtype(config, device)
+        if config.model.threads:
+            torch.set_num_threads(config.model.threads)
+        with open_model(files) as (geometry, source):
+            plan = plan_memory(
+                geometry,
+                config.cache,
+                max_model_len=config.model.max_model_len,
+                dtype=dtype,
+                available_bytes=_free_bytes(device, config),
+            )
+            weights = load_weights(files, geometry, source, dtype=dtype, device=device)
+        model = DenseModel(geometry, weights, ops_for(device.type), plan.max_model_len)
+        kv_cache = _kv_cache(geometry, plan, config.cache.block_size, dtype, device)
+        self.limits = _limits(config, plan, geometry.vocab_size, device)
+        table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
+        self.runner = Runner(model, kv_cache, table, _fast_decode(model, kv_cache))
+        self.info = ModelInfo(
+            name=config.model.served_model_name or files.name,
+            max_model_len=plan.max_model_len,
+            logits_width=geometry.vocab_size,
+            num_blocks=plan.num_blocks,
+            block_size=config.cache.block_size,
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+            weights_bytes=weights.num_bytes,
+            kv_bytes=plan.kv_bytes,
+            load_seconds=time.perf_counter() - began,
+        )
+
+
+def _device(config: Config) -> torch.device:
+    wanted = config.model.device
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: this machine has no CUDA device that torch can use.", hint="Try --device cpu.")
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(wanted)
+
+
+def _dtype(config: Config, device: torch.device) -> torch.dtype:
+    if config.model.dtype == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    return DTYPES[config.model.dtype]
+
+
+def _free_bytes(device: torch.device, config: Config) -> int:
+    if device.type == "cpu":
+        return available_cpu_bytes()
+    free, total = torch.cuda.mem_get_info(device)
+    return min(free, int(total * config.cache.gpu_memory_utilization))
+
+
+def _kv_cache(
+    geometry: DenseConfig, plan: MemoryPlan, block_size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    shape = (geometry.num_layers, plan.num_blocks, block_size, 2, geometry.num_kv_heads, geometry.head_dim)
+    if device.type == "cpu":
+        # numpy's zeros are untouched pages: memory is used as blocks are, not at the start.
+        return torch.from_numpy(np.zeros(plan.kv_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _limits(config: Config, plan: MemoryPlan, vocab_size: int, device: torch.device) -> Limits:
+    options = config.scheduler
+    on_cpu = device.type == "cpu"
+    max_num_seqs = options.max_num_seqs or (32 if on_cpu else 256)
+    budget = options.max_num_batched_tokens or (2048 if on_cpu else 8192)
+    if budget < max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {budget} is below --max-num-seqs {max_num_seqs}: "
+            "a step could not hold one token of every running request."
+        )
+    return Limits(
+        num_blocks=plan.num_blocks,
+        block_size=config.cache.block_size,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_prefill_chunk=options.max_prefill_chunk,
+        logits_width=vocab_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        max_preemptions=options.max_preemptions,
+        force_preempt_every=options.force_preempt_every,
+    )
+
+
+def _fast_decode(model: DenseModel, kv_cache: Tensor) -> FastDecode | None:
+    if kv_cache.device.type != "cpu":
+        return None
+    return fused_decode(model.weights, model.config.heads, model.config.norm_eps, model.rotations, kv_cache)
