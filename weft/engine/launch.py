@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 from weft.engine.process import run_engine
@@ -28,11 +29,11 @@ class LaunchedEngine(Protocol):
 
 
 class EngineProcess:
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str] = (sys.executable, "-m", "weft.engine.process")) -> None:
         self.socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "weft.engine.process", str(theirs.fileno())],
+                [*command, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=ENGINE_ENV | os.environ,

@@ -1,0 +1,1 @@
+"""Finding, pulling, checking and reading models. Nothing here imports torch."""

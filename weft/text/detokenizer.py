@@ -1,0 +1,53 @@
+"""Token ids to text while they arrive: whole characters only, each once, in time linear in the tokens."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from weft.text.tokenizer import Tokenizer
+
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+_LONGEST_CHARACTER_BYTES = 4
+
+
+class Detokenizer:
+    """The text of one request's output.
+
+    Works on bytes, so the text does not depend on how the tokens are grouped into pushes. It continues the prompt:
+    a space between prompt and output is kept, and a character that the prompt began is emitted when it is complete.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._utf8 = _utf8_decoder(errors="replace")
+        self._utf8.decode(self._end_of(prompt_token_ids))
+        self._strip_space = tokenizer.strips_leading_space and not self._has_bytes(prompt_token_ids)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; empty while a character is still in pieces."""
+        data = b"".join(self._bytes(token_id) for token_id in token_ids)
+        if self._strip_space and data:
+            data = data.removeprefix(b" ")
+            self._strip_space = False
+        return self._utf8.decode(data)
+
+    def flush(self) -> str:
+        """What was held: U+FFFD for a character that was never completed."""
+        return self._utf8.decode(b"", final=True)
+
+    def _bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self._hidden else self._tokenizer.token_bytes(token_id)
+
+    def _has_bytes(self, token_ids: Sequence[int]) -> bool:
+        return any(self._bytes(token_id) for token_id in token_ids)
+
+    def _end_of(self, token_ids: Sequence[int]) -> bytes:
+        end = b""
+        for token_id in reversed(token_ids):
+            end = self._bytes(token_id) + end
+            if len(end) >= _LONGEST_CHARACTER_BYTES:
+                break
+        return end[-_LONGEST_CHARACTER_BYTES:]
