@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from msgspec import Struct
 
 from weft import config as configuration
+from weft.backends.contract import Deltas
 from weft.backends.native import NativeEngine, start_native
 from weft.errors import EngineFault, InvalidRequest, RequestTimeout, WeftError
 from weft.types import Delta, FinishReason, ModelInfo, SamplingParams, TokenLogprob, Usage
@@ -139,7 +140,7 @@ class LLM:
         self._loop.close()
 
 
-async def _next(deltas: AsyncGenerator[Delta, None]) -> Delta | None:
+async def _next(deltas: Deltas) -> Delta | None:
     return await anext(deltas, None)
 
 

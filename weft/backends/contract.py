@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -17,6 +17,17 @@ class Health(Struct, frozen=True):
     ready: bool
     reason: str = ""
     """Why not, when not: starting, restarting, draining, failed."""
+
+
+class Deltas(Protocol):
+    """The answer to one request, as it comes. A delta may carry several tokens: all that came since the last."""
+
+    def __aiter__(self) -> Deltas: ...
+
+    async def __anext__(self) -> Delta: ...
+
+    async def aclose(self) -> None:
+        """End the request, whether or not it was ever iterated; its memory is free before the next step."""
 
 
 class Engine(Protocol):
@@ -41,11 +52,11 @@ class Engine(Protocol):
         *,
         request_id: str | None = None,
         cache_salt: str = "",
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> Deltas:
         """Check and queue one request; its deltas follow, the last one with `finish`.
 
-        Raises InvalidRequest, Overloaded or Unavailable before anything is queued. A delta may carry several
-        tokens: all that came since the last one was taken. Closing the generator early aborts the request.
+        Raises InvalidRequest, Overloaded or Unavailable before anything is queued. Whoever stops reading early
+        must call `aclose`.
         """
 
     def health(self) -> Health: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from weft.backends.contract import Health
 from weft.config import Config
 from weft.engine.client import EngineClient
-from weft.engine.journal import Entry
 from weft.engine.launch import EngineProcess, LaunchedEngine
 from weft.errors import InvalidRequest
 from weft.hub.assets import text_assets
@@ -39,6 +38,38 @@ async def start_native(
 def _text_of(files: ModelFiles) -> tuple[Tokenizer, TextAssets]:
     assets = text_assets(files)
     return Tokenizer.from_assets(assets), assets
+
+
+class NativeDeltas:
+    """The deltas of one request, which is queued when this is made."""
+
+    def __init__(self, client: EngineClient, request: Request, text: OutputText, timeout_s: float) -> None:
+        self._client = client
+        self._text = text
+        self._timeout_s = timeout_s
+        self._deadline = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
+        self._entry = client.submit(request)
+
+    def __aiter__(self) -> NativeDeltas:
+        return self
+
+    async def __anext__(self) -> Delta:
+        delta = None
+        while delta is None:
+            if self._text.ended:
+                raise StopAsyncIteration
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    delta = self._text.push(await self._entry.take())
+            except TimeoutError:
+                delta = self._text.end(FinishReason.TIMEOUT, f"The request took more than {self._timeout_s:g} s.")
+        if delta.finish is not None:
+            self._client.abort(self._entry.id)
+        return delta
+
+    async def aclose(self) -> None:
+        self._text.ended = True
+        self._client.abort(self._entry.id)
 
 
 class NativeEngine:
@@ -74,7 +105,7 @@ class NativeEngine:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> NativeDeltas:
         self._check(prompt_token_ids, params)
         room = self.model.max_model_len - len(prompt_token_ids)
         resolved = replace(
@@ -90,21 +121,7 @@ class NativeEngine:
             stop_token_ids=list(dict.fromkeys((*ends, *params.stop_token_ids))),
             cache_salt=cache_salt,
         )
-        return self._deltas(self.client.submit(request))
-
-    async def _deltas(self, entry: Entry) -> AsyncGenerator[Delta, None]:
-        text = OutputText(self.tokenizer, entry.request)
-        deadline = asyncio.get_running_loop().time() + self._timeout_s if self._timeout_s else None
-        try:
-            while not text.ended:
-                async with asyncio.timeout_at(deadline):
-                    events = await entry.take()
-                for delta in text.push(events):
-                    yield delta
-        except TimeoutError:
-            yield text.end(FinishReason.TIMEOUT, f"The request took more than {self._timeout_s:g} s.")
-        finally:
-            self.client.abort(entry.id)
+        return NativeDeltas(self.client, request, OutputText(self.tokenizer, request), self._timeout_s)
 
     def health(self) -> Health:
         if self.client.state != "ready":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from weft.text.detokenizer import Detokenizer
 from weft.text.stops import StopStrings
@@ -22,8 +22,8 @@ class OutputText:
         self._num_cached = 0
         self.ended = False
 
-    def push(self, events: Sequence[Event]) -> Iterator[Delta]:
-        """One delta for all that these events bring, and none for nothing."""
+    def push(self, events: Sequence[Event]) -> Delta | None:
+        """One delta for all that these events bring; None for nothing."""
         text, tokens = "", list[int]()
         logprobs: list[TokenLogprob] = []
         for event in events:
@@ -36,18 +36,15 @@ class OutputText:
                 found = self._stops.push(self._detokenizer.push([token]))
                 text += found.text
                 if found.matched is not None:
-                    yield self._last(text, tokens, logprobs, FinishReason.STOP, stop_reason=found.matched)
-                    return
+                    return self._last(text, tokens, logprobs, FinishReason.STOP, stop_reason=found.matched)
             if event.finish is not None:
                 if not event.error:
                     rest = self._stops.push(self._detokenizer.flush())
                     text += rest.text + ("" if rest.matched else self._stops.flush())
-                yield self._last(
+                return self._last(
                     text, tokens, logprobs, event.finish, stop_reason=event.stop_token_id, error=event.error
                 )
-                return
-        if text or tokens:
-            yield self._delta(text, tokens, logprobs)
+        return self._delta(text, tokens, logprobs) if text or tokens else None
 
     def end(self, finish: FinishReason, error: str) -> Delta:
         """The last delta of an answer that is ended from this side."""

@@ -1,0 +1,251 @@
+"""The engine process is disposable: killed, hung or broken, it is replaced and every stream goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.engine.faulty import POISON
+from weft.backends.native import NativeEngine, start_native
+from weft.config import load
+from weft.engine.launch import EngineProcess, EngineThread
+from weft.errors import EngineFault, ModelError, OutOfMemory, Overloaded
+from weft.hub.files import ModelFiles
+from weft.types import Delta, FinishReason, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=40, ignore_eos=True)
+PROMPTS = ["The sea was calm that morning, and", "def quicksort(items):", "请介绍一下人工智能的历史。", "Once upon a time"]
+
+
+@asynccontextmanager
+async def serving(files: ModelFiles, launch=EngineProcess, **settings: object) -> AsyncIterator[NativeEngine]:
+    config = load({"kv_cache_memory_mb": 256, "max_model_len": 2048, **settings}, env={})
+    engine = await start_native(config, files, launch=launch)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def answer(engine: NativeEngine, prompt: str | list[int], params: SamplingParams) -> tuple[str, Delta]:
+    tokens = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    text = ""
+    async for delta in await engine.submit(tokens, params):
+        text += delta.text
+    return text, delta
+
+
+async def until(true, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return b"\nState:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
+
+
+def test_killed_in_mid_stream_every_stream_goes_on(smollm2_files: ModelFiles) -> None:
+    async def scenario() -> None:
+        async with serving(smollm2_files) as engine:
+            work = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SEEDED)]
+            undisturbed = [(await answer(engine, *one))[0] for one in work]
+            first_pid = engine.client.engine_pid
+            streams = [asyncio.create_task(answer(engine, *one)) for one in work]
+            generated = engine.stats().generation_tokens
+            await until(lambda: engine.stats().generation_tokens > generated + 40)
+            os.kill(first_pid, signal.SIGKILL)
+            await until(lambda: not engine.health().ready)
+            assert engine.health().reason == "restarting"
+            disturbed = await asyncio.gather(*streams)
+            assert [text for text, _ in disturbed] == undisturbed
+            assert all(last.finish is FinishReason.LENGTH for _, last in disturbed)
+            assert all(last.usage.completion_tokens == 40 for _, last in disturbed)
+            assert engine.restarts() == 1
+            assert engine.health().ready
+            assert not alive(first_pid)
+
+    asyncio.run(scenario())
+
+
+def test_a_stopped_engine_is_noticed_and_replaced(smollm2_files: ModelFiles) -> None:
+    async def scenario() -> None:
+        async with serving(smollm2_files, heartbeat_timeout_s=4) as engine:
+            expected, _ = await answer(engine, PROMPTS[0], GREEDY)
+            pid = engine.client.engine_pid
+            stream = asyncio.create_task(answer(engine, PROMPTS[0], GREEDY))
+            await until(lambda: engine.stats().running)
+            os.kill(pid, signal.SIGSTOP)
+            await until(lambda: not engine.health().ready)
+            assert (await stream)[0] == expected
+            assert engine.restarts() == 1
+            assert not alive(pid)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fault", ["exit", "raise"])
+def test_a_request_that_kills_two_engines_ends_alone(smollm2_files: ModelFiles, fault: str) -> None:
+    launch = partial(EngineProcess, (sys.executable, "-m", "tests.engine.faulty", fault))
+
+    async def scenario() -> None:
+        async with serving(smollm2_files, launch) as engine:
+            expected = [(await answer(engine, prompt, GREEDY))[0] for prompt in PROMPTS]
+            innocent = [asyncio.create_task(answer(engine, prompt, GREEDY)) for prompt in PROMPTS]
+            await until(lambda: engine.stats().running == len(PROMPTS))
+            _, last = await answer(engine, [1, POISON, 2], GREEDY)
+            assert last.finish is FinishReason.ERROR
+            assert "twice" in last.error
+            assert [text for text, _ in await asyncio.gather(*innocent)] == expected
+            assert engine.restarts() == 2
+
+    asyncio.run(scenario())
+
+
+def test_logits_that_are_no_numbers_fail_that_request_alone(smollm2_files: ModelFiles) -> None:
+    launch = partial(EngineProcess, (sys.executable, "-m", "tests.engine.faulty", "nan"))
+
+    async def scenario() -> None:
+        async with serving(smollm2_files, launch) as engine:
+            expected, _ = await answer(engine, PROMPTS[0], GREEDY)
+            (text, ended), (_, broken) = await asyncio.gather(
+                answer(engine, PROMPTS[0], GREEDY), answer(engine, [1, POISON, 2], GREEDY)
+            )
+            assert broken.finish is FinishReason.ERROR
+            assert "not a number" in broken.error
+            assert text == expected and ended.finish is FinishReason.LENGTH
+            assert engine.restarts() == 0
+
+    asyncio.run(scenario())
+
+
+def test_aborted_at_any_stage_the_blocks_come_back(smollm2_files: ModelFiles) -> None:
+    async def scenario() -> None:
+        async with serving(smollm2_files, max_num_seqs=1, max_prefill_chunk=32) as engine:
+            long = engine.tokenizer.encode("word " * 400)
+
+            async def leave(prompt: list[int], when) -> None:
+                stream = await engine.submit(prompt, GREEDY)
+                first = asyncio.create_task(anext(stream))
+                await until(when)
+                first.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await first
+                await stream.aclose()
+
+            await leave(long, lambda: engine.open_requests() == 1 and engine.stats().waiting == 0)
+            await until(lambda: engine.stats().blocks_used == 0 and engine.open_requests() == 0)
+
+            decoding = await engine.submit(long[:20], GREEDY)
+            await anext(decoding)
+            queued = await engine.submit(long[:30], GREEDY)
+            await queued.aclose()
+            await decoding.aclose()
+            await until(lambda: engine.stats().blocks_used == 0 and engine.open_requests() == 0)
+            assert engine.stats().running == 0
+            text, last = await answer(engine, PROMPTS[0], GREEDY)
+            assert last.finish is FinishReason.LENGTH
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_refuses_at_once(smollm2_files: ModelFiles) -> None:
+    async def scenario() -> None:
+        async with serving(smollm2_files, max_num_seqs=1, max_queued_requests=2, max_queued_tokens=100) as engine:
+            streams = [await engine.submit([1, 2, 3], GREEDY)]
+            await until(lambda: engine.stats().waiting == 0)
+            streams += [await engine.submit([1, 2, 3], GREEDY) for _ in range(2)]
+            with pytest.raises(Overloaded, match="2 requests are waiting"):
+                await engine.submit([1, 2, 3], GREEDY)
+            for stream in streams:
+                await stream.aclose()
+            with pytest.raises(Overloaded, match="tokens"):
+                await engine.submit(list(range(101)), GREEDY)
+
+    asyncio.run(scenario())
+
+
+def test_the_engine_dies_with_its_parent(smollm2_files: ModelFiles) -> None:
+    script = (
+        "import asyncio\n"
+        "from weft.backends.native import start_native\n"
+        "from weft.config import load\n"
+        "async def main():\n"
+        "    engine = await start_native(load({'kv_cache_memory_mb': 64, 'max_model_len': 512}, env={}))\n"
+        "    engine.encode_chat([{'role': 'user', 'content': 'hi'}])\n"
+        "    print(engine.client.engine_pid, flush=True)\n"
+        "    await asyncio.sleep(600)\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        engine_pid = int(parent.stdout.readline())
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        assert str(engine_pid) in children
+        parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 3
+    while any(alive(int(pid)) for pid in children):
+        assert time.monotonic() < deadline, f"left behind: {children}"
+        time.sleep(0.05)
+
+
+def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, smollm2_files: ModelFiles) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(smollm2_files.path.read_bytes()[:100_000])
+
+    async def scenario() -> None:
+        with pytest.raises(ModelError, match=r"broken\.gguf"):
+            await start_native(load({"model": str(broken)}, env={}))
+        with pytest.raises(OutOfMemory, match="needs") as error:
+            await start_native(load({"max_model_len": 8192, "kv_cache_memory_mb": 16}, env={}), smollm2_files)
+        assert "--kv-cache-memory-mb" in error.value.hint
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_dies_at_once_is_not_started_for_ever(smollm2_files: ModelFiles) -> None:
+    async def scenario() -> None:
+        with pytest.raises(EngineFault, match="exit code 7"):
+            await start_native(
+                load({}, env={}),
+                smollm2_files,
+                launch=partial(EngineProcess, (sys.executable, "-c", "import os; os._exit(7)")),
+            )
+        async with serving(smollm2_files, max_restarts=1) as engine:
+            engine.client._launch = partial(EngineProcess, (sys.executable, "-c", "import os; os._exit(7)"))
+            stream = asyncio.create_task(answer(engine, PROMPTS[0], GREEDY))
+            await until(lambda: engine.stats().running)
+            os.kill(engine.client.engine_pid, signal.SIGKILL)
+            _, last = await stream
+            assert last.finish is FinishReason.ERROR
+            assert engine.health().reason == "failed"
+
+    asyncio.run(scenario())
+
+
+def test_a_thread_serves_like_a_process(smollm2_files: ModelFiles) -> None:
+    async def scenario() -> None:
+        async with serving(smollm2_files, EngineThread) as engine:
+            text, last = await answer(engine, PROMPTS[0], GREEDY)
+            assert last.usage.completion_tokens == 40
+        assert engine.client.state == "closed"
+
+    asyncio.run(scenario())
