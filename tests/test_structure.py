@@ -1,0 +1,115 @@
+"""The plan of the house, kept by a test: which room may import which, and what nobody may import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import weft
+
+PACKAGE = Path(weft.__file__).parent
+GROUND = {"types", "plan", "errors", "config", "__init__"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "scheduler": set(),
+    "kernels": set(),
+    "text": set(),
+    "hub": set(),
+    "model": {"kernels", "hub"},
+    "worker": {"model", "kernels", "hub"},
+    "engine": {"scheduler", "worker", "hub"},
+    "backends": {"engine", "text", "hub"},
+    "observe": {"backends"},
+    "frontend": {"backends", "text", "observe"},
+    "llm": {"backends"},
+    "bench": {"backends"},
+    "cli": {"frontend", "backends", "text", "hub", "observe", "bench", "llm"},
+    "__main__": {"cli"},
+}
+CORE = [
+    "types.py",
+    "plan.py",
+    "scheduler/cursors.py",
+    "scheduler/blocks.py",
+    "scheduler/prefix.py",
+    "scheduler/scheduler.py",
+    "engine/core.py",
+    "worker/runner.py",
+    "model/dense.py",
+    "kernels/reference.py",
+]
+FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "yaml.load", "os.system"}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_one_way(path: Path) -> None:
+    room = room_of(path)
+    if room == "__init__":
+        return
+    allowed = GROUND | {room} | MAY_IMPORT.get(room, set())
+    for module in imported_modules(ast.parse(path.read_text())):
+        parts = module.split(".")
+        if parts[0] == "weft" and len(parts) > 1 and (PACKAGE / parts[1]).is_dir() | (PACKAGE / f"{parts[1]}.py").exists():
+            assert parts[1] in allowed, f"{room} imports {module}"
+        assert parts[0] not in FORBIDDEN_MODULES, f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_executes_data(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            assert name not in FORBIDDEN_CALLS, f"line {node.lineno}: {name}"
+
+
+def test_the_frontend_knows_only_the_contract() -> None:
+    for path in (PACKAGE / "frontend").rglob("*.py"):
+        for module in imported_modules(ast.parse(path.read_text())):
+            if module.startswith("weft.backends"):
+                assert module.startswith("weft.backends.contract"), f"{path.name} imports {module}"
+
+
+@pytest.mark.parametrize("module", ["weft.cli", "weft.frontend.server", "weft.backends.native", "weft.llm"])
+def test_the_api_process_never_imports_torch(module: str) -> None:
+    script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("room", ["scheduler", "kernels", "model", "worker"])
+def test_what_a_gpu_runs_needs_no_front_end_package(room: str) -> None:
+    modules = [
+        ".".join(("weft", *path.relative_to(PACKAGE).with_suffix("").parts))
+        for path in sorted((PACKAGE / room).rglob("*.py"))
+        if path.name != "__init__.py" and "cpu" not in path.parts
+    ]
+    script = (
+        f"import sys, importlib\n[importlib.import_module(m) for m in {modules}]\n"
+        "front = {'fastapi', 'starlette', 'uvicorn', 'pydantic', 'typer', 'prometheus_client', 'jinja2', 'tokenizers'}\n"
+        "sys.exit(', '.join(front & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_core_stays_readable_in_an_hour() -> None:
+    assert sum(len((PACKAGE / name).read_text().splitlines()) for name in CORE) < 3000
