@@ -28,6 +28,12 @@ class InvalidRequest(WeftError):
     kind = "invalid_request_error"
 
 
+class ContextTooLong(InvalidRequest):
+    """Prompt and answer do not fit in the model's context together."""
+
+    kind = "context_length_exceeded"
+
+
 class ModelNotFound(WeftError):
     status = 404
     grpc_code = "NOT_FOUND"

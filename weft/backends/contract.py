@@ -33,8 +33,11 @@ class Deltas(Protocol):
 class Engine(Protocol):
     """One model that is served."""
 
-    model: ModelInfo
-    tokenizer: Tokenizer
+    @property
+    def model(self) -> ModelInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
 
     def encode_chat(
         self,

@@ -14,14 +14,14 @@ from weft.backends.contract import Health
 from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.engine.launch import EngineProcess, LaunchedEngine
-from weft.errors import InvalidRequest
+from weft.errors import ContextTooLong, InvalidRequest
 from weft.hub.assets import text_assets
 from weft.hub.files import ModelFiles
 from weft.hub.resolve import resolve
 from weft.text.output import OutputText
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
-from weft.types import Delta, EngineStats, FinishReason, ModelInfo, Request, SamplingParams, TextAssets, check_token_ids
+from weft.types import Delta, EngineStats, ModelInfo, Request, SamplingParams, check_token_ids
 
 
 async def start_native(
@@ -31,23 +31,28 @@ async def start_native(
     if files is None:
         files = await asyncio.to_thread(resolve, config.model.model, config.model.revision)
     client = EngineClient(config, files, launch)
-    (tokenizer, assets), _ = await asyncio.gather(asyncio.to_thread(_text_of, files), client.start())
-    return NativeEngine(client, tokenizer, assets)
+    text = asyncio.create_task(asyncio.to_thread(_text_of, files))
+    try:
+        await client.start()
+        tokenizer, template = await text
+    except BaseException:
+        await client.close()
+        raise
+    return NativeEngine(client, tokenizer, template)
 
 
-def _text_of(files: ModelFiles) -> tuple[Tokenizer, TextAssets]:
+def _text_of(files: ModelFiles) -> tuple[Tokenizer, ChatTemplate | None]:
     assets = text_assets(files)
-    return Tokenizer.from_assets(assets), assets
+    tokenizer = Tokenizer.from_assets(assets)
+    return tokenizer, ChatTemplate.from_assets(assets, tokenizer) if assets.chat_template else None
 
 
 class NativeDeltas:
     """The deltas of one request, which is queued when this is made."""
 
-    def __init__(self, client: EngineClient, request: Request, text: OutputText, timeout_s: float) -> None:
+    def __init__(self, client: EngineClient, request: Request, text: OutputText) -> None:
         self._client = client
         self._text = text
-        self._timeout_s = timeout_s
-        self._deadline = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
         self._entry = client.submit(request)
 
     def __aiter__(self) -> NativeDeltas:
@@ -58,11 +63,7 @@ class NativeDeltas:
         while delta is None:
             if self._text.ended:
                 raise StopAsyncIteration
-            try:
-                async with asyncio.timeout_at(self._deadline):
-                    delta = self._text.push(await self._entry.take())
-            except TimeoutError:
-                delta = self._text.end(FinishReason.TIMEOUT, f"The request took more than {self._timeout_s:g} s.")
+            delta = self._text.push(await self._entry.take())
         if delta.finish is not None:
             self._client.abort(self._entry.id)
         return delta
@@ -73,12 +74,10 @@ class NativeDeltas:
 
 
 class NativeEngine:
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, assets: TextAssets) -> None:
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self.client = client
         self.tokenizer = tokenizer
-        self._assets = assets
-        self._template: ChatTemplate | None = None
-        self._timeout_s = client.config.server.request_timeout_s
+        self._template = template
 
     @property
     def model(self) -> ModelInfo:
@@ -92,7 +91,10 @@ class NativeEngine:
         template_variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         if self._template is None:
-            self._template = ChatTemplate.from_assets(self._assets, self.tokenizer)
+            raise InvalidRequest(
+                "This model has no chat template, so it does not know what a conversation looks like.",
+                hint="Send a plain prompt to /v1/completions instead.",
+            )
         text = self._template.render(
             messages, add_generation_prompt=add_generation_prompt, extra=template_variables or {}
         )
@@ -121,7 +123,7 @@ class NativeEngine:
             stop_token_ids=list(dict.fromkeys((*ends, *params.stop_token_ids))),
             cache_salt=cache_salt,
         )
-        return NativeDeltas(self.client, request, OutputText(self.tokenizer, request), self._timeout_s)
+        return NativeDeltas(self.client, request, OutputText(self.tokenizer, request))
 
     def health(self) -> Health:
         if self.client.state != "ready":
@@ -151,14 +153,14 @@ class NativeEngine:
         if length == 0:
             raise InvalidRequest("The prompt is empty.", param="prompt")
         if length >= model.max_model_len:
-            raise InvalidRequest(
+            raise ContextTooLong(
                 f"The prompt has {length} tokens; this model's context is {model.max_model_len} tokens, "
                 "and at least one is needed for the answer.",
                 hint="Shorten the prompt, or serve with a larger --max-model-len.",
                 param="prompt",
             )
         if params.max_tokens is not None and length + params.max_tokens > model.max_model_len:
-            raise InvalidRequest(
+            raise ContextTooLong(
                 f"The prompt has {length} tokens and max_tokens is {params.max_tokens}; together they exceed "
                 f"this model's context of {model.max_model_len} tokens.",
                 hint=f"Ask for {model.max_model_len - length} tokens or fewer.",

@@ -15,7 +15,7 @@ from rich.table import Table
 from weft import config as configuration
 from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
 
-app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app = typer.Typer(help="Measure this machine.", no_args_is_help=True, add_completion=False)
 
 _WORK = OfflineWork()
 

@@ -103,6 +103,8 @@ class EngineClient:
             self._connection.send(Shutdown())
         if self._supervision is not None:
             await self._supervision
+        elif self._connection is not None:
+            await self._bury(self._connection)
 
     # Requests.
 

@@ -46,10 +46,6 @@ class OutputText:
                 )
         return self._delta(text, tokens, logprobs) if text or tokens else None
 
-    def end(self, finish: FinishReason, error: str) -> Delta:
-        """The last delta of an answer that is ended from this side."""
-        return self._last("", [], [], finish, error=error)
-
     def _last(
         self,
         text: str,

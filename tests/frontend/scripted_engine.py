@@ -1,0 +1,156 @@
+"""An engine that plays a script: for errors, timing and odd deltas that no real model gives on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from weft.backends.contract import Health
+from weft.errors import WeftError
+from weft.types import Delta, EngineStats, FinishReason, ModelInfo, SamplingParams, TokenLogprob, Usage
+
+Step = Delta | float | Exception
+"""A delta to give, seconds to wait, or an error to raise."""
+
+
+class ScriptedTokenizer:
+    """A token is a byte."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="replace")
+
+
+class Submitted(Struct, frozen=True):
+    prompt: list[int]
+    params: SamplingParams
+    request_id: str | None
+    cache_salt: str
+
+
+def answer(*texts: str, finish: FinishReason = FinishReason.STOP, prompt_tokens: int = 3) -> list[Step]:
+    """A script that gives these texts, the last one with the end."""
+    completion_tokens = sum(len(text.encode()) for text in texts)
+    usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, cached_tokens=1)
+    steps: list[Step] = [Delta(text=text, token_ids=list(text.encode())) for text in texts[:-1]]
+    last = texts[-1]
+    return [*steps, Delta(text=last, token_ids=list(last.encode()), finish=finish, usage=usage)]
+
+
+def with_logprobs(text: str) -> list[Step]:
+    """A script with a figure for every token: the chosen one's, and those of the tokens `a` and `b`."""
+    logprobs = [TokenLogprob(-0.5, [(97, -0.25), (98, float("-inf"))]) for _ in text]
+    ids = list(text.encode())
+    usage = Usage(prompt_tokens=3, completion_tokens=len(ids))
+    return [
+        Delta(text=text[:1], token_ids=ids[:1], logprobs=logprobs[:1]),
+        Delta(text=text[1:], token_ids=ids[1:], logprobs=logprobs[1:], finish=FinishReason.LENGTH, usage=usage),
+    ]
+
+
+class ScriptedEngine:
+    def __init__(self, script: Sequence[Step] = (), *, refuse: WeftError | None = None) -> None:
+        self.model = ModelInfo(
+            name="scripted",
+            max_model_len=1000,
+            logits_width=256,
+            num_blocks=10,
+            block_size=16,
+            device="cpu",
+            dtype="float32",
+        )
+        self.tokenizer: Any = ScriptedTokenizer()
+        self.script = list(script or answer("Hello", ", ", "world"))
+        self.refuse = refuse
+        self.refuse_from = 0
+        """With `refuse`: the first submission that is refused."""
+        self.state = Health(True)
+        self.submitted: list[Submitted] = []
+        self.open: set[str] = set()
+        self.messages: Sequence[Mapping[str, Any]] = ()
+        self.template_variables: Mapping[str, Any] | None = None
+        self.add_generation_prompt = True
+        self.closed = False
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        self.messages = list(messages)
+        self.add_generation_prompt = add_generation_prompt
+        self.template_variables = template_variables
+        return self.tokenizer.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+
+    async def submit(
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+    ) -> Any:
+        if self.refuse is not None and len(self.submitted) >= self.refuse_from:
+            raise self.refuse
+        request_id = request_id or f"own-{len(self.submitted)}"
+        assert request_id not in self.open
+        self.submitted.append(Submitted(prompt_token_ids, params, request_id, cache_salt))
+        self.open.add(request_id)
+        return _Play(self, request_id)
+
+    def health(self) -> Health:
+        return self.state
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self.open), waiting=2, blocks_total=10, blocks_used=5, prompt_tokens=7, generation_tokens=8,
+            prefix_queries=9, prefix_hits=4, preemptions=3,
+        )  # fmt: skip
+
+    def restarts(self) -> int:
+        return 1
+
+    def open_requests(self) -> int:
+        return len(self.open)
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class _Play:
+    """Closing it ends the request even when nothing was taken from it, as the contract says."""
+
+    def __init__(self, engine: ScriptedEngine, request_id: str) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._steps = iter(engine.script)
+
+    def __aiter__(self) -> _Play:
+        return self
+
+    async def __anext__(self) -> Delta:
+        for step in self._steps:
+            match step:
+                case Delta():
+                    if step.finish:
+                        self._engine.open.discard(self._request_id)
+                    await asyncio.sleep(0)
+                    return step
+                case Exception():
+                    raise step
+                case seconds:
+                    await asyncio.sleep(seconds)
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self._engine.open.discard(self._request_id)

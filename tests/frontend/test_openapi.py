@@ -1,0 +1,45 @@
+"""The description of the interface is served, complete and true."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.frontend.http import CHAT, COMPLETIONS, request
+from tests.frontend.scripted_engine import ScriptedEngine
+from weft.frontend.schemas import ChatRequest, CompletionRequest
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    body: dict[str, Any] = request(ScriptedEngine(), "GET", "/openapi.json").json()
+    return body
+
+
+def test_every_route_is_there(document: dict[str, Any]) -> None:
+    assert set(document["paths"]) == {
+        CHAT, COMPLETIONS, "/v1/models", "/v1/models/{model_id}", "/health", "/health/live", "/metrics",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "schema"), [(CHAT, ChatRequest), (COMPLETIONS, CompletionRequest)])
+def test_request_bodies_are_shown(document: dict[str, Any], path: str, schema: type[ChatRequest]) -> None:
+    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert body == {"$ref": f"#/components/schemas/{schema.__name__}"}
+    shown = document["components"]["schemas"][schema.__name__]
+    assert shown["properties"].keys() == schema.model_fields.keys()
+    assert shown["additionalProperties"] is False
+
+
+def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+    for reference in re.findall(r'"\$ref": "([^"]+)"', json.dumps(document)):
+        place: Any = document
+        for step in reference.removeprefix("#/").split("/"):
+            place = place[step]
+
+
+def test_422_is_never_promised(document: dict[str, Any]) -> None:
+    assert "422" not in json.dumps(document)

@@ -1,0 +1,130 @@
+"""The names, types and labels that dashboards rely on."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.frontend.http import COMPLETIONS, PROMPT, chat, request, request_app
+from tests.frontend.scripted_engine import ScriptedEngine, answer
+from weft.config import load
+from weft.errors import Overloaded
+from weft.frontend.app import build_app
+from weft.observe.histogram import Histogram
+from weft.observe.metrics import Metrics
+from weft.types import FinishReason
+
+CONTRACT = {
+    "weft_num_requests_running": "gauge",
+    "weft_num_requests_waiting": "gauge",
+    "weft_kv_cache_usage_perc": "gauge",
+    "weft_prompt_tokens_total": "counter",
+    "weft_generation_tokens_total": "counter",
+    "weft_prefix_cache_queries_total": "counter",
+    "weft_prefix_cache_hits_total": "counter",
+    "weft_num_preemptions_total": "counter",
+    "weft_engine_restarts_total": "counter",
+    "weft_num_requests_rejected_total": "counter",
+    "weft_request_success_total": "counter",
+    "weft_time_to_first_token_seconds": "histogram",
+    "weft_inter_token_latency_seconds": "histogram",
+    "weft_e2e_request_latency_seconds": "histogram",
+}
+
+
+def samples(text: str) -> dict[str, float]:
+    """Every sample by its name and its labels, the model's own label left out."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "model_name"}
+            found[sample.name + ("" if not labels else str(labels))] = sample.value
+    return found
+
+
+def test_names_types_and_labels() -> None:
+    text = Metrics("m", ScriptedEngine()).exposition().decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    types = {name + ("_total" if family.type == "counter" else ""): family.type for name, family in families.items()}
+    assert types == CONTRACT
+    for family in families.values():
+        assert family.documentation
+        for sample in family.samples:
+            extra = {"le"} if sample.name.endswith("_bucket") else set()
+            extra |= {"finished_reason"} if family.name == "weft_request_success" else set()
+            assert sample.labels.keys() == {"model_name"} | extra
+            assert sample.labels["model_name"] == "m"
+
+
+def test_the_engine_s_figures() -> None:
+    found = samples(Metrics("m", ScriptedEngine()).exposition().decode())
+    assert found["weft_num_requests_waiting"] == 2
+    assert found["weft_kv_cache_usage_perc"] == 0.5
+    assert found["weft_prompt_tokens_total"] == 7
+    assert found["weft_generation_tokens_total"] == 8
+    assert found["weft_prefix_cache_queries_total"] == 9
+    assert found["weft_prefix_cache_hits_total"] == 4
+    assert found["weft_num_preemptions_total"] == 3
+    assert found["weft_engine_restarts_total"] == 1
+
+
+def test_a_served_request_is_counted_once() -> None:
+    app = build_app(ScriptedEngine(answer("ab", "cde", "f")), load({"served_model_name": "mine"}, env={}))
+    for stream in (False, True):
+        body = PROMPT | {"model": "mine", "stream": stream, "prompt": ["a", "b"]}
+        assert request_app(app, "POST", COMPLETIONS, json=body).status_code == 200
+    response = request_app(app, "GET", "/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    found = samples(response.text)
+    assert found["weft_time_to_first_token_seconds_count"] == 4
+    assert found["weft_inter_token_latency_seconds_count"] == 4 * 4, "the tokens after the first delta"
+    assert found["weft_e2e_request_latency_seconds_count"] == 4
+    assert found["weft_request_success_total{'finished_reason': 'stop'}"] == 4
+    assert found["weft_request_success_total{'finished_reason': 'abort'}"] == 0
+    assert 'model_name="mine"' in response.text and "scripted" not in response.text
+
+
+def test_a_client_s_string_is_never_a_label() -> None:
+    app = build_app(ScriptedEngine(), load(env={}))
+    request_app(app, "POST", COMPLETIONS, json=PROMPT | {"model": "evil", "user": "evil", "request_id": "evil"})
+    assert "evil" not in request_app(app, "GET", "/metrics").text
+
+
+def test_rejections_and_failures_are_counted() -> None:
+    app = build_app(ScriptedEngine(refuse=Overloaded("full")), load(env={}))
+    request_app(app, "POST", COMPLETIONS, json=PROMPT)
+    assert samples(request_app(app, "GET", "/metrics").text)["weft_num_requests_rejected_total"] == 1
+    app = build_app(ScriptedEngine([0.0, RuntimeError("broken")]), load(env={}))
+    request_app(app, "POST", COMPLETIONS, json=PROMPT)
+    found = samples(request_app(app, "GET", "/metrics").text)
+    assert found["weft_request_success_total{'finished_reason': 'error'}"] == 1
+    app = build_app(ScriptedEngine([5.0]), load({"request_timeout_s": 0.01}, env={}))
+    request_app(app, "POST", COMPLETIONS, json=PROMPT)
+    found = samples(request_app(app, "GET", "/metrics").text)
+    assert found["weft_request_success_total{'finished_reason': 'timeout'}"] == 1
+
+
+def test_a_scrape_enqueues_nothing() -> None:
+    engine = ScriptedEngine()
+    request(engine, "GET", "/metrics")
+    assert not engine.submitted
+    chat(engine)
+    assert len(engine.submitted) == 1
+
+
+@pytest.mark.parametrize(("value", "bucket"), [(0.5, 0), (1.0, 0), (1.5, 1), (2.0, 1), (9.0, 2)])
+def test_a_histogram_s_bounds_belong_to_their_buckets(value: float, bucket: int) -> None:
+    histogram = Histogram((1.0, 2.0))
+    histogram.observe(value, times=3)
+    assert histogram.total == value * 3
+    assert histogram.buckets() == [
+        (bound, 3 if index >= bucket else 0) for index, bound in enumerate(("1.0", "2.0", "+Inf"))
+    ]
+
+
+def test_every_reason_is_counted() -> None:
+    metrics = Metrics("m", ScriptedEngine())
+    for reason in FinishReason:
+        metrics.finished(reason, 1.0)
+    found = samples(metrics.exposition().decode())
+    assert [found[f"weft_request_success_total{{'finished_reason': '{reason}'}}"] for reason in FinishReason] == [1] * 6

@@ -1,0 +1,287 @@
+"""The command line. Every command imports what it needs when it runs: `weft --help` loads no engine."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from weft import __version__
+from weft.config import Config, Setting, load, settings
+from weft.errors import ConfigError, WeftError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weft.backends.contract import Engine
+    from weft.types import SamplingParams
+
+EPILOG = "Every setting is also an environment variable (WEFT_MAX_NUM_SEQS) and a line of the --config file."
+
+SECTIONS = get_type_hints(Config)
+
+app = typer.Typer(
+    name="weft",
+    help="Weft: one serving engine for generative models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def main() -> None:
+    """Run a command; an error meant for the user is a line or two, and never a traceback."""
+    try:
+        app()
+    except WeftError as error:
+        console = _console(stderr=True)
+        console.print(error.message, style="red", markup=False, highlight=False, soft_wrap=True)
+        if error.hint:
+            console.print(error.hint, markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def configured(*sections: str, positional_model: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a flag for every setting of the sections, and the configuration as its first argument.
+
+    Only flags that the user gave reach the configuration: the rest is for environment, file and defaults to say.
+    """
+    chosen = list(settings(*sections))
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+        def run(*, config_file: Path | None, **values: Any) -> None:
+            flags = {setting.name: values.pop(setting.name) for setting in chosen}
+            if positional_model and (named := values.pop("named_model")) is not None:
+                if flags["model"] not in (None, named):
+                    raise ConfigError(f"The model is {named!r} and --model is {flags['model']!r}.", hint="Give one.")
+                flags["model"] = named
+            given = {name: value for name, value in flags.items() if value is not None}
+            command(load(given, file=config_file), **values)
+
+        first = [_model_argument()] if positional_model else []
+        parameters = [*first, *own, _config_file(), *map(_flag, chosen)]
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+        )
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
+
+
+def _parameter(name: str, annotation: Any, option: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=option)
+
+
+def _flag(setting: Setting) -> inspect.Parameter:
+    switch = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"
+    default = str(setting.default).lower() if setting.type is bool else str(setting.default)
+    about = SECTIONS[setting.section].__doc__
+    option = typer.Option(
+        None,
+        switch if setting.type is bool else setting.flag,
+        help=setting.doc,
+        metavar="|".join(setting.choices) or None,
+        show_default=default or False,
+        rich_help_panel=f"{setting.section.capitalize()}: {about[0].lower()}{about[1:].rstrip('.')}",
+    )
+    return _parameter(setting.name, setting.type | None, option)
+
+
+def _config_file() -> inspect.Parameter:
+    option = typer.Option(None, "--config", help="A TOML file with sections as below.", metavar="FILE")
+    return _parameter("config_file", Path | None, option)
+
+
+def _model_argument() -> inspect.Parameter:
+    argument = typer.Argument(None, help="The same as --model.", metavar="MODEL", show_default=False)
+    return _parameter("named_model", str | None, argument)
+
+
+MaxTokens = Annotated[int | None, typer.Option(help="Longest answer, in tokens; else up to the context's end.")]
+Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
+TopP = Annotated[float, typer.Option(help="Choose among the likeliest tokens that have this share together.")]
+TopK = Annotated[int, typer.Option(help="Choose among so many tokens; 0: all.")]
+MinP = Annotated[float, typer.Option(help="Leave out tokens less likely than this share of the likeliest.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: tokens that were there become less likely.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End the answer at this text; may be repeated.")]
+
+
+def _sampling(
+    max_tokens: int | None,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    repetition_penalty: float,
+    seed: int | None,
+    stop: list[str] | None,
+) -> SamplingParams:
+    from weft.types import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    params.check()
+    return params
+
+
+@app.command(epilog=EPILOG)
+@configured(positional_model=True)
+def serve(config: Config) -> None:
+    """Serve a model over HTTP, as OpenAI's clients expect it."""
+    from weft.frontend.server import serve
+
+    serve(lambda: _start(config), config)
+
+
+@app.command(epilog=EPILOG)
+@configured("model", "cache", "scheduler", "engine")
+def generate(
+    config: Config,
+    prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from standard input.")],
+    raw: Annotated[
+        bool, typer.Option("--raw/--chat", help="Continue the text itself, or answer it as a chat.")
+    ] = False,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> None:
+    """Answer one prompt on standard output."""
+    from weft.frontend import terminal
+    from weft.frontend.local import LocalEngine
+    from weft.observe import logs
+
+    params = _sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    logs.set_up("warning")
+    with LocalEngine(lambda: _start(config)) as local:
+        terminal.generate(local, text, params, raw=raw)
+
+
+@app.command(epilog=EPILOG)
+@configured("model", "cache", "scheduler", "engine", positional_model=True)
+def chat(
+    config: Config,
+    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> None:
+    """Talk with a model."""
+    from weft.frontend import terminal
+    from weft.frontend.local import LocalEngine
+    from weft.observe import logs
+
+    params = _sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
+    logs.set_up("warning")
+    with LocalEngine(lambda: _start(config)) as local:
+        terminal.converse(local, params, _console(), system=system, read_line=input)
+
+
+@app.command()
+def pull(
+    name: Annotated[str, typer.Argument(help="A name from the catalogue, or a hub id.")] = "smollm2",
+    revision: Annotated[str, typer.Option(help="The commit of a hub model; without it the newest.")] = "",
+) -> None:
+    """Fetch a model, unless it is here already."""
+    from weft.hub.resolve import resolve
+
+    files = resolve(name, revision)
+    _console().print(f"{files.name} is at {files.path}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def models() -> None:
+    """List the models on this machine."""
+    from rich.table import Table
+
+    from weft.hub.installed import list_models
+
+    found = list_models()
+    if not found:
+        _console().print("No models here yet. `weft pull` fetches the default one.", highlight=False)
+        return
+    table = Table("name", "kind", "size", "revision", box=None, pad_edge=False)
+    table.add_column("path", overflow="fold")
+    for model in found:
+        table.add_row(
+            model.name, model.kind, f"{model.size_bytes / 2**20:,.0f} MiB", model.revision[:12], str(model.path)
+        )
+    _console().print(table)
+
+
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context) -> None:
+    """Measure this machine."""
+    from weft.bench.cli import app as bench_app
+
+    bench_app(args=context.args, prog_name="weft bench")
+
+
+@app.command()
+def doctor() -> None:
+    """Show what Weft finds on this machine."""
+    from rich.table import Table
+
+    from weft.hub.files import home
+    from weft.hub.installed import list_models
+    from weft.observe.machine import Finding, findings
+
+    names = ", ".join(model.name for model in list_models())
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for finding in (
+        Finding("weft", __version__),
+        *findings(),
+        Finding("home", f"{home()} (WEFT_HOME moves it)"),
+        Finding("models", names or "none; `weft pull` fetches the default one", good=bool(names)),
+    ):
+        table.add_row(finding.name, finding.value, style="" if finding.good else "yellow")
+    _console().print(table)
+
+
+@app.command()
+def version() -> None:
+    """Show which Weft this is."""
+    typer.echo(f"weft {__version__}")
+
+
+async def _start(config: Config) -> Engine:
+    from weft.backends.native import start_native
+    from weft.frontend.threads import in_daemon_thread
+    from weft.hub.resolve import resolve
+
+    files = await in_daemon_thread(lambda: resolve(config.model.model, config.model.revision))
+    return await start_native(config, files)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)

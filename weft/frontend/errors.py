@@ -1,0 +1,115 @@
+"""Every error that HTTP answers, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import msgspec
+from fastapi import Request, Response
+from msgspec import Struct
+from starlette.exceptions import HTTPException
+
+from weft.errors import InvalidRequest, Overloaded, Unavailable, WeftError
+from weft.observe import logs
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+"""When to try again a server that starts, drains or replaces its engine."""
+
+
+class ErrorDetail(Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(Struct, frozen=True):
+    error: ErrorDetail
+
+
+class BodyTooLarge(InvalidRequest):
+    status = 413
+    kind = "body_too_large"
+
+
+class NoRoute(InvalidRequest):
+    status = 404
+    kind = "unknown_url"
+
+
+class WrongMethod(InvalidRequest):
+    status = 405
+    kind = "method_not_allowed"
+
+
+class Unexpected(WeftError):
+    """A defect of Weft's own; what it was is in the log."""
+
+
+def error_body(error: WeftError) -> ErrorBody:
+    kind = _type(error.status)
+    return ErrorBody(
+        ErrorDetail(
+            message=_public_message(error),
+            type=kind,
+            param=error.param,
+            code=None if error.kind == kind else error.kind,
+        )
+    )
+
+
+def error_response(error: WeftError) -> Response:
+    headers: dict[str, str] = {}
+    if isinstance(error, Overloaded):
+        headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, Unavailable):
+        headers["Retry-After"] = str(RETRY_AFTER_S)
+    if isinstance(error, BodyTooLarge):
+        # The rest of the body is not read, so the connection cannot carry another request.
+        headers["Connection"] = "close"
+    return Response(
+        msgspec.json.encode(error_body(error)), error.status, headers=headers, media_type="application/json"
+    )
+
+
+async def answer_weft_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, WeftError)
+    if error.status >= 500 and not isinstance(error, Unavailable):
+        log.error("%s: %s", type(error).__name__, error)
+    return error_response(error)
+
+
+async def answer_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: no such route, no such method on it."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == WrongMethod.status:
+        response = error_response(WrongMethod(f"{request.url.path} does not answer {request.method}."))
+        response.headers.update(error.headers or {})
+        return response
+    return error_response(
+        NoRoute(f"There is no {request.method} {request.url.path}.", hint="GET /openapi.json lists what there is.")
+    )
+
+
+def _type(status: int) -> str:
+    if status == Overloaded.status:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+_PRIVATE = re.compile(r"\n|Traceback|0x[0-9a-fA-F]{4,}|(?:/[\w.-]+){2,}|\w:\\|\d+\.\d+\.\d+\.\d+")
+"""What a client must not learn of the machine: tracebacks, addresses, paths."""
+
+
+def _public_message(error: WeftError) -> str:
+    """A client's own mistakes are told in full; of the server's, only what holds nothing private."""
+    text = str(error)
+    if error.status < 500:
+        return text
+    if _PRIVATE.search(text) or isinstance(error, Unexpected):
+        text = "The server failed while it worked on this request; its log says how."
+    current = logs.request_id.get()
+    return f"{text} (request id {current})" if error.status == 500 and current else text

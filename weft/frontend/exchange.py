@@ -1,0 +1,170 @@
+"""One generation over HTTP, from the request's body to the answer's last byte."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from fastapi import Response
+from msgspec import Struct
+from starlette.types import Receive, Scope, Send
+
+from weft.errors import RequestTimeout, Unavailable, WeftError
+from weft.frontend import sse
+from weft.frontend.answers import Output
+from weft.frontend.body import ClientGone, read_body
+from weft.frontend.errors import Unexpected
+from weft.frontend.gate import Gate, Service
+from weft.frontend.generation import Generation
+from weft.frontend.guard import guarded
+from weft.frontend.translate import Job
+from weft.types import Delta, FinishReason, Usage
+
+log = logging.getLogger(__name__)
+
+JSON_HEADERS = [(b"content-type", b"application/json")]
+
+
+class Writer(Protocol):
+    """How one kind of answer is written."""
+
+    answer_id: str
+
+    def opening(self) -> bytes:
+        """The chunks before the first delta's."""
+
+    def chunks(self, index: int, delta: Delta) -> bytes:
+        """The chunks that a delta gives: none, one, or a last one with the reason why it ended."""
+
+    def usage_chunk(self, usages: Sequence[Usage]) -> bytes: ...
+
+    def whole(self, outputs: Sequence[Output]) -> bytes:
+        """The answer in one piece."""
+
+
+class Order(Struct, frozen=True):
+    job: Job
+    writer: Writer
+
+
+Door = Callable[[bytes, Service], Awaitable[Order]]
+"""Reads one kind of request; raises what is wrong with it."""
+
+
+Guard = Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
+"""Runs work for as long as somebody waits for it."""
+
+
+class Reply:
+    """The answer on its way: headers at the last moment, so that an error before the first token has its status."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def write(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end(self, body: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+class Exchange(Response):
+    """A response that does the work itself, next to the socket: it sees the client hang up."""
+
+    def __init__(self, gate: Gate, door: Door) -> None:
+        super().__init__()
+        self._gate = gate
+        self._door = door
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        arrived = time.perf_counter()
+        with self._gate.admit() as seat:
+            service = seat.service
+            try:
+                body = await read_body(scope, receive, service.options.max_body_mb << 20)
+            except ClientGone:
+                return
+            order = await self._door(body, service)
+            # A client may send the same id twice; the engine must never see it twice.
+            generation = Generation(order.job, service, f"{order.writer.answer_id}-{uuid.uuid4().hex[:8]}", arrived)
+            guard = partial(guarded, receive=receive, aborted=seat.aborted, timeout_s=service.options.request_timeout_s)
+            if order.job.stream:
+                await _stream(order, generation, guard, Reply(send))
+            else:
+                await _whole(order, generation, guard, Reply(send))
+
+
+async def _whole(order: Order, generation: Generation, guard: Guard, reply: Reply) -> None:
+    outputs = [Output() for _ in order.job.prompts]
+    with _counted(generation):
+        await guard(_gather(generation, outputs))
+        body = order.writer.whole(outputs)
+        await reply.start([*JSON_HEADERS, (b"content-length", b"%d" % len(body))])
+        await reply.end(body)
+
+
+async def _stream(order: Order, generation: Generation, guard: Guard, reply: Reply) -> None:
+    """An error before the first byte is raised and gets its status; a later one becomes the stream's last event."""
+    try:
+        with _counted(generation):
+            await guard(_send_chunks(order, generation, reply))
+    except WeftError as error:
+        if not reply.started:
+            raise
+        log.error("a stream ended with %s: %s", type(error).__name__, error)
+        await reply.end(sse.error_event(error))
+    except Exception as error:
+        if not reply.started:
+            raise
+        log.exception("a stream failed")
+        await reply.end(sse.error_event(Unexpected(str(error))))
+
+
+@contextmanager
+def _counted(generation: Generation) -> Iterator[None]:
+    """However the work ends, its prompts are counted as ended. Nobody is left to hear that the client has gone."""
+    try:
+        yield
+    except ClientGone:
+        generation.end(FinishReason.ABORT)
+        log.info("the client hung up")
+    except RequestTimeout:
+        generation.end(FinishReason.TIMEOUT)
+        raise
+    except Exception as error:
+        generation.end(FinishReason.ABORT if isinstance(error, Unavailable) else FinishReason.ERROR)
+        raise
+    finally:
+        generation.end(FinishReason.ABORT)
+
+
+async def _gather(generation: Generation, outputs: list[Output]) -> None:
+    async with aclosing(generation.deltas()) as deltas:
+        async for index, delta in deltas:
+            outputs[index].add(delta)
+
+
+async def _send_chunks(order: Order, generation: Generation, reply: Reply) -> None:
+    usages: list[Usage] = []
+    async with aclosing(generation.deltas()) as deltas:
+        async for index, delta in deltas:
+            if delta.finish:
+                usages.append(delta.usage)
+            chunks = order.writer.chunks(index, delta)
+            if not reply.started:
+                await reply.start(sse.HEADERS)
+                chunks = order.writer.opening() + chunks
+            if chunks:
+                await reply.write(chunks)
+    last = order.writer.usage_chunk(usages) if order.job.include_usage else b""
+    await reply.end(last + sse.DONE)

@@ -1,0 +1,95 @@
+"""The rules for a request's fields that types alone do not say."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import PydanticCustomError
+
+NotYet = Mapping[str, Sequence[object]]
+"""Fields by name, each with the values that ask for nothing and are let through."""
+
+MAX_PROMPTS = 128
+
+
+def without_empty_fields(value: Any, known: Collection[str], not_yet: NotYet) -> Any:
+    """The object without its nulls and without what asks for nothing; refuses what Weft would have to ignore."""
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for name, item in value.items():
+        if name in known:
+            if item is not None:
+                kept[name] = item
+        elif name not in not_yet:
+            raise PydanticCustomError(
+                "unknown_field", "there is no such field.{hint}", {"field": name, "hint": _nearest(name, known)}
+            )
+        elif item is not None and not any(type(item) is type(empty) and item == empty for empty in not_yet[name]):
+            raise PydanticCustomError(
+                "not_supported", "{said} is not supported yet.", {"field": name, "said": _said(item)}
+            )
+    return kept
+
+
+def content_text(value: object) -> str:
+    """A message's content: a string, or text parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("it must be a string or a list of text parts.")
+    return "\n".join(_part_text(part, index) for index, part in enumerate(value))
+
+
+def prompts(value: object) -> list[str | list[int]]:
+    """One prompt or several, each a string or a list of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("it must be a string, a list of strings, a list of token ids, or a list of such lists.")
+    if _are_token_ids(value):
+        return [value]
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"{len(value)} prompts in one request; at most {MAX_PROMPTS}.")
+    if all(isinstance(item, str) for item in value):
+        return value
+    if all(isinstance(item, list) and item and _are_token_ids(item) for item in value):
+        return value
+    raise ValueError("its elements must be all strings, all token ids, or all lists of token ids.")
+
+
+def stop_strings(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise ValueError("it must be a string or a list of strings.")
+
+
+def _are_token_ids(items: list[Any]) -> bool:
+    return all(type(item) is int for item in items)
+
+
+def _part_text(part: object, index: int) -> str:
+    if not isinstance(part, dict):
+        raise ValueError(f"part {index} must be an object with a type.")
+    if part.get("type") != "text":
+        raise ValueError(f"part {index} is of type {part.get('type')!r}; only 'text' is supported yet.")
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"part {index} has no text.")
+    if other := sorted(part.keys() - {"type", "text"}):
+        raise ValueError(f"part {index} has a field that there is not: {other[0]!r}.")
+    text: str = part["text"]
+    return text
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _said(value: object) -> str:
+    """The value when it is short enough to name."""
+    return repr(value) if isinstance(value, str | int | float) and len(repr(value)) < 40 else "it"

@@ -1,0 +1,46 @@
+"""Work that stops when its client hangs up, when its time is over, or when the server will not wait any longer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.types import Receive
+
+from weft.errors import RequestTimeout, Unavailable
+from weft.frontend.body import ClientGone
+
+
+async def guarded(
+    work: Coroutine[Any, Any, None], receive: Receive, *, aborted: asyncio.Future[None], timeout_s: float
+) -> None:
+    """Run the work to its end, or cancel it and raise ClientGone, Unavailable or RequestTimeout (0: no limit)."""
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_hung_up(receive))
+    try:
+        await asyncio.wait({task, gone, aborted}, timeout=timeout_s or None, return_when=asyncio.FIRST_COMPLETED)
+        if task.done() or await _ended_after_all(task):
+            return task.result()
+        if gone.done():
+            gone.result()
+            raise ClientGone
+        if aborted.done():
+            raise Unavailable("The server is shutting down.")
+        raise RequestTimeout(f"The request took longer than {timeout_s:g} s and was ended.")
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.wait({task, gone})
+
+
+async def _ended_after_all(task: asyncio.Task[None]) -> bool:
+    """Cancel the task and wait for it; true when it ended by itself before the word reached it."""
+    task.cancel()
+    await asyncio.wait({task})
+    return not task.cancelled()
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,44 @@
+"""Log probabilities in the two shapes that OpenAI gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.frontend.answers import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from weft.text.tokenizer import Tokenizer
+from weft.types import TokenLogprob
+
+LOWEST = -9999.0
+"""JSON has no minus infinity; OpenAI writes this."""
+
+
+def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+    def entry(token_id: int, logprob: float) -> TopLogprob:
+        return TopLogprob(tokenizer.token_text(token_id), max(logprob, LOWEST), list(tokenizer.token_bytes(token_id)))
+
+    content = []
+    for token_id, chosen in zip(token_ids, logprobs, strict=True):
+        own = entry(token_id, chosen.logprob)
+        content.append(ChatLogprob(own.token, own.logprob, own.bytes, [entry(*top) for top in chosen.top]))
+    return ChatLogprobs(content)
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], text_offset: int
+) -> tuple[CompletionLogprobs, int]:
+    """The tokens' figures, the first of them at `text_offset` characters; and the offset behind the last."""
+    tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
+    offsets = []
+    for token in tokens:
+        offsets.append(text_offset)
+        text_offset += len(token)
+    chosen = [max(entry.logprob, LOWEST) for entry in logprobs]
+    tops = [
+        # The chosen token is there even when it is not among the likeliest.
+        {tokenizer.token_text(top_id): max(top, LOWEST) for top_id, top in entry.top} | {token: own}
+        for token, own, entry in zip(tokens, chosen, logprobs, strict=True)
+    ]
+    return (
+        CompletionLogprobs(tokens=tokens, token_logprobs=chosen, top_logprobs=tops, text_offset=offsets),
+        text_offset,
+    )

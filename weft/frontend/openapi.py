@@ -1,0 +1,56 @@
+"""The description of the HTTP interface, from the very types that requests are checked by and answers made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from msgspec import Struct
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from weft.frontend.answers import ChatCompletion, Completion, ModelCard, ModelList
+from weft.frontend.errors import ErrorBody
+from weft.frontend.schemas import ChatRequest, CompletionRequest
+
+REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest)
+ANSWERS: tuple[type[Struct], ...] = (ChatCompletion, Completion, ModelCard, ModelList, ErrorBody)
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def takes(request: type[BaseModel]) -> dict[str, Any]:
+    """The body of a route that reads its own bytes."""
+    return {"requestBody": {"required": True, "content": {"application/json": _reference(request)}}}
+
+
+def gives(answer: type[Struct], *, streamed: bool = False) -> Responses:
+    """The answers of a route that writes its own bytes."""
+    content = {"application/json": _reference(answer)}
+    if streamed:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    about = "With `stream`: server-sent events, ended by `data: [DONE]`." if streamed else "Found."
+    return {200: {"description": about, "content": content}, **errors()}
+
+
+def errors() -> Responses:
+    return {"default": {"description": "An error.", "content": {"application/json": _reference(ErrorBody)}}}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        _, requests = models_json_schema(
+            [(request, "validation") for request in REQUESTS], ref_template="#/components/schemas/{model}"
+        )
+        _, answers = msgspec.json.schema_components(ANSWERS, ref_template="#/components/schemas/{name}")
+        document["components"] = {"schemas": {**requests["$defs"], **answers}}
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _reference(schema: type[Struct] | type[BaseModel]) -> dict[str, Any]:
+    return {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}

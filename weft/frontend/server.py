@@ -1,0 +1,155 @@
+"""A server's life: bind, start, serve, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+import uvicorn
+
+from weft.backends.contract import Engine
+from weft.config import Config
+from weft.errors import ConfigError, EngineFault, WeftError
+from weft.frontend.app import gated_app
+from weft.frontend.gate import Gate
+from weft.observe import logs
+
+log = logging.getLogger(__name__)
+
+EngineFactory = Callable[[], Awaitable[Engine]]
+
+FAREWELL_S = 2
+"""How long aborted requests have to tell their clients so, and connections to close."""
+
+
+def serve(engine_factory: EngineFactory, config: Config) -> None:
+    """Serve until a signal says stop. Raises ConfigError when the address cannot be had, and what kept the engine
+    from starting."""
+    logs.set_up(config.server.log_level)
+    with bind(config.server.host, config.server.port) as listener:
+        life = _Life(config, listener)
+        with asyncio.Runner(loop_factory=life.loop_factory) as runner:
+            runner.run(life.live(engine_factory))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"{host!r} is no address of this machine: {error.strerror}.", hint="Set --host.") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"Port {port} of {host} is taken by another program.",
+                hint="Stop that one, or choose another port with --port (0: any free one).",
+            ) from error
+        raise ConfigError(
+            f"Cannot listen on {host}, port {port}: {error.strerror}.", hint="Set --host or --port."
+        ) from error
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Signals are `_Life`'s: uvicorn would close the door before the requests inside are done."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Life:
+    def __init__(self, config: Config, listener: socket.socket) -> None:
+        self._config = config
+        self._listener = listener
+        self._gate = Gate(config)
+        options = uvicorn.Config(
+            gated_app(self._gate),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=FAREWELL_S,
+        )
+        self.loop_factory = options.get_loop_factory()
+        self._server = _Server(options)
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def live(self, engine_factory: EngineFactory) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        began = time.monotonic()
+        http = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        http.add_done_callback(lambda _: self._stop.set())
+        try:
+            engine = await self._start(engine_factory)
+            if engine is not None:
+                try:
+                    self._announce(engine, time.monotonic() - began)
+                    await self._stop.wait()
+                    await self._drain()
+                finally:
+                    await engine.close()
+        finally:
+            self._server.should_exit = True
+            await http
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+    async def _start(self, engine_factory: EngineFactory) -> Engine | None:
+        """The engine, or None when the word to stop came first."""
+        starting = asyncio.ensure_future(engine_factory())
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+            if starting.cancelled():
+                return None
+        try:
+            return starting.result()
+        except WeftError:
+            raise
+        except Exception as error:
+            log.exception("the engine did not start")
+            raise EngineFault(f"The engine did not start: {type(error).__name__}: {error}.") from error
+
+    def _announce(self, engine: Engine, seconds: float) -> None:
+        service = self._gate.open(engine)
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        sys.stdout.write(f"Weft serves {service.model_name} at http://{shown}:{port} (ready in {seconds:.1f} s)\n")
+        sys.stdout.flush()
+
+    async def _drain(self) -> None:
+        """Let the requests inside finish, for a while; then end them."""
+        self._gate.drain()
+        log.info("draining: running requests have %g s", self._config.server.drain_timeout_s)
+        done = asyncio.create_task(self._gate.empty())
+        now = asyncio.create_task(self._stop_now.wait())
+        await asyncio.wait(
+            {done, now}, timeout=self._config.server.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        now.cancel()
+        self._gate.abort()
+        await asyncio.wait({done}, timeout=FAREWELL_S)
+        done.cancel()

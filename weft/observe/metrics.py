@@ -1,0 +1,117 @@
+"""What Weft counts, under the names that dashboards know, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from weft.observe.histogram import Histogram
+from weft.types import EngineStats, FinishReason
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+TTFT_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0
+)  # fmt: skip
+ITL_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0
+)  # fmt: skip
+E2E_SECONDS = (
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0
+)  # fmt: skip
+
+StatReader = Callable[[EngineStats], float]
+
+GAUGES: tuple[tuple[str, str, StatReader], ...] = (
+    ("weft_num_requests_running", "Requests in the running batch.", lambda stats: stats.running),
+    ("weft_num_requests_waiting", "Requests in the queue.", lambda stats: stats.waiting),
+    (
+        "weft_kv_cache_usage_perc",
+        "Share of the cache's blocks in use; 1 is full.",
+        lambda stats: stats.blocks_used / max(stats.blocks_total, 1),
+    ),
+)
+
+COUNTERS: tuple[tuple[str, str, StatReader], ...] = (
+    ("weft_prompt_tokens", "Prompt tokens of requests taken.", lambda stats: stats.prompt_tokens),
+    ("weft_generation_tokens", "Tokens generated.", lambda stats: stats.generation_tokens),
+    ("weft_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda stats: stats.prefix_queries),
+    ("weft_prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda stats: stats.prefix_hits),
+    ("weft_num_preemptions", "Requests that had to give up their blocks.", lambda stats: stats.preemptions),
+)
+
+
+class StatsSource(Protocol):
+    """The part of an engine that is read when the metrics are scraped."""
+
+    def stats(self) -> EngineStats: ...
+
+    def restarts(self) -> int: ...
+
+
+class Metrics(Collector):
+    """One served model's figures. `model_name` is the operator's: a client's string never becomes a label."""
+
+    def __init__(self, model_name: str, source: StatsSource) -> None:
+        self._model_name = model_name
+        self._source = source
+        self.time_to_first_token = Histogram(TTFT_SECONDS)
+        self.inter_token_latency = Histogram(ITL_SECONDS)
+        self.e2e_latency = Histogram(E2E_SECONDS)
+        self._finished = dict.fromkeys(FinishReason, 0)
+        self._rejected = 0
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def finished(self, reason: FinishReason, seconds: float) -> None:
+        self._finished[reason] += 1
+        self.e2e_latency.observe(seconds)
+
+    def rejected(self) -> None:
+        self._rejected += 1
+
+    def exposition(self) -> bytes:
+        """The body of an answer to a scrape."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._source.stats()
+        for name, doc, read in GAUGES:
+            gauge = GaugeMetricFamily(name, doc, labels=["model_name"])
+            gauge.add_metric([self._model_name], read(stats))
+            yield gauge
+        for name, doc, read in COUNTERS:
+            yield self._counter(name, doc, read(stats))
+        yield self._counter("weft_engine_restarts", "Times the engine process was replaced.", self._source.restarts())
+        yield self._counter("weft_num_requests_rejected", "Requests answered 429: the queue was full.", self._rejected)
+        yield self._finished_by_reason()
+        yield self._histogram(
+            "weft_time_to_first_token_seconds", "From a request's arrival to its first token.", self.time_to_first_token
+        )
+        yield self._histogram(
+            "weft_inter_token_latency_seconds", "Between a request's tokens.", self.inter_token_latency
+        )
+        yield self._histogram("weft_e2e_request_latency_seconds", "From arrival to the last token.", self.e2e_latency)
+
+    def _counter(self, name: str, doc: str, value: float) -> Metric:
+        counter = CounterMetricFamily(name, doc, labels=["model_name"])
+        counter.add_metric([self._model_name], value)
+        return counter
+
+    def _finished_by_reason(self) -> Metric:
+        counter = CounterMetricFamily(
+            "weft_request_success", "Requests that ended, by reason.", labels=["model_name", "finished_reason"]
+        )
+        for reason, count in self._finished.items():
+            counter.add_metric([self._model_name, reason], count)
+        return counter
+
+    def _histogram(self, name: str, doc: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(name, doc, labels=["model_name"])
+        family.add_metric([self._model_name], histogram.buckets(), histogram.total)
+        return family
