@@ -69,7 +69,11 @@ def test_imports_run_one_way(path: Path) -> None:
     allowed = GROUND | {room} | MAY_IMPORT.get(room, set())
     for module in imported_modules(ast.parse(path.read_text())):
         parts = module.split(".")
-        if parts[0] == "weft" and len(parts) > 1 and (PACKAGE / parts[1]).is_dir() | (PACKAGE / f"{parts[1]}.py").exists():
+        if (
+            parts[0] == "weft"
+            and len(parts) > 1
+            and (PACKAGE / parts[1]).is_dir() | (PACKAGE / f"{parts[1]}.py").exists()
+        ):
             assert parts[1] in allowed, f"{room} imports {module}"
         assert parts[0] not in FORBIDDEN_MODULES, f"{path.name} imports {module}"
 

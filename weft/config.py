@@ -60,11 +60,10 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """How requests share the engine's steps."""
 
     max_num_seqs: Annotated[int, _doc("Requests that run at the same time; 0: 32 on CPU, 256 on GPU.", ge=0)] = 0
-    max_num_batched_tokens: Annotated[
-        int, _doc("Tokens computed in one step; 0: 2048 on CPU, 8192 on GPU.", ge=0)
-    ] = 0
+    max_num_batched_tokens: Annotated[int, _doc("Tokens computed in one step; 0: 2048 on CPU, 8192 on GPU.", ge=0)] = 0
     max_prefill_chunk: Annotated[
-        int, _doc("Prompt tokens in a step that also decodes, so that running answers keep flowing.", ge=1)
+        int,
+        _doc("Prompt tokens of a request in one step, and of all together in a step that also decodes.", ge=1),
     ] = 256
     max_queued_requests: Annotated[int, _doc("Waiting requests; one more is answered 429.", ge=1)] = 1024
     max_queued_tokens: Annotated[int, _doc("Prompt tokens of waiting requests; more are answered 429.", ge=1)] = (

@@ -1,10 +1,10 @@
 """The Python API: the same engine as the server's, without a server.
 
-    from weft import LLM, SamplingParams
+from weft import LLM, SamplingParams
 
-    with LLM("smollm2") as llm:
-        for answer in llm.generate(["The sea is", "The sky is"], SamplingParams(max_tokens=20)):
-            print(answer.text)
+with LLM("smollm2") as llm:
+    for answer in llm.generate(["The sea is", "The sky is"], SamplingParams(max_tokens=20)):
+        print(answer.text)
 """
 
 from __future__ import annotations
@@ -107,9 +107,7 @@ class LLM:
 
         async def all_of_them() -> list[Answer]:
             async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._answer(prompt, p)) for prompt, p in zip(prompts, params, strict=True)
-                ]
+                tasks = [group.create_task(self._answer(prompt, p)) for prompt, p in zip(prompts, params, strict=True)]
             return [task.result() for task in tasks]
 
         try:

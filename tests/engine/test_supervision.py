@@ -26,7 +26,12 @@ from weft.types import Delta, FinishReason, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=40, ignore_eos=True)
-PROMPTS = ["The sea was calm that morning, and", "def quicksort(items):", "请介绍一下人工智能的历史。", "Once upon a time"]
+PROMPTS = [
+    "The sea was calm that morning, and",
+    "def quicksort(items):",
+    "请介绍一下人工智能的历史。",
+    "Once upon a time",
+]
 
 
 @asynccontextmanager

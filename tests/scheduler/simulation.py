@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Sequence
 
-from weft.plan import Limits, Sampled, StepPlan, StepResult
+from weft.plan import Limits, Row, Sampled, StepPlan, StepResult
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
 from weft.types import Event, Request, SamplingParams
@@ -19,24 +20,34 @@ STOP_TOKEN = 7
 
 
 def limits(**changes: object) -> Limits:
-    defaults = dict(
-        num_blocks=33,
-        block_size=4,
-        max_model_len=64,
-        max_num_seqs=4,
-        max_num_batched_tokens=32,
-        max_prefill_chunk=16,
-        logits_width=VOCAB,
-    )
+    defaults = {
+        "num_blocks": 33,
+        "block_size": 4,
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "max_prefill_chunk": 16,
+        "logits_width": VOCAB,
+    }
     return Limits(**(defaults | changes))
 
 
-def request(name: str, prompt: list[int], max_tokens: int = 8, *, salt: str = "", stop: bool = False) -> Request:
+def request(
+    name: str,
+    prompt: list[int],
+    max_tokens: int | None = 8,
+    *,
+    salt: str = "",
+    stop: bool = False,
+    output: Sequence[int] = (),
+    **params: object,
+) -> Request:
     return Request(
         request_id=name,
         prompt_token_ids=prompt,
-        params=SamplingParams(seed=0, max_tokens=max_tokens),
+        params=SamplingParams(seed=0, max_tokens=max_tokens, **params),
         stop_token_ids=[STOP_TOKEN] if stop else [],
+        output_token_ids=list(output),
         cache_salt=salt,
     )
 
@@ -54,13 +65,15 @@ def next_token(tokens: list[int]) -> int:
 
 
 def expected_output(request: Request, max_model_len: int) -> list[int]:
-    tokens = list(request.prompt_token_ids)
-    limit = min(max_model_len, len(tokens) + (request.params.max_tokens or max_model_len))
+    """The whole answer of an undisturbed run: what a request already has, and what is still to come."""
+    num_prompt = len(request.prompt_token_ids)
+    tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    limit = min(max_model_len, num_prompt + (request.params.max_tokens or max_model_len))
     while len(tokens) < limit:
         tokens.append(next_token(tokens))
-        if tokens[-1] in request.stop_token_ids:
+        if tokens[-1] in request.stop_token_ids and len(tokens) - num_prompt > request.params.min_tokens:
             break
-    return tokens[len(request.prompt_token_ids) :]
+    return tokens[num_prompt:]
 
 
 class SimulatedWorker:
@@ -70,6 +83,8 @@ class SimulatedWorker:
         self.slots: dict[int, bytes] = {}
         self.computed = 0
         self.largest_batch = 0
+        self.broken: set[int] = set()
+        """Token ids that make the logits of every sequence they stand in no numbers."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         for row in plan.release:
@@ -96,7 +111,8 @@ class SimulatedWorker:
                     assert self._read(blocks, position) == seen, "attention would read a slot of somebody else"
                 token = seen[0] % VOCAB
                 tokens.append(token)
-                sampled.append(Sampled(token))
+                broken = self.broken.intersection(tokens[:-1])
+                sampled.append(Sampled(-1, error="not a number") if broken else Sampled(token))
         return StepResult(plan.step_id, sampled)
 
     def _slot(self, blocks: list[int], position: int) -> int:
@@ -117,6 +133,8 @@ class Simulation:
         self.delay = delay
         self.under_way: deque[tuple[StepPlan, StepResult]] = deque()
         self.plans: list[StepPlan] = []
+        self.owners: list[dict[int, str]] = []
+        """For each plan: whose row is whose."""
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, Event] = {}
         self.events: list[Event] = []
@@ -137,6 +155,7 @@ class Simulation:
         check_integrity(self.scheduler)
         if plan is not None:
             self.plans.append(plan)
+            self.owners.append({cursor.row: cursor.id for cursor in self.scheduler.running})
             self.under_way.append((plan, self.worker.execute(plan)))
         if self.under_way and (plan is None or len(self.under_way) > self.delay):
             for event in self.scheduler.apply(*self.under_way.popleft()):
@@ -155,3 +174,20 @@ class Simulation:
                 assert not self.scheduler.has_work, "the scheduler gave up with requests open"
                 return
         raise AssertionError(f"not done after {max_steps} steps: {self.scheduler.cursors}")
+
+    def rows_of(self, name: str) -> list[Row]:
+        """Everything that was planned for a request, in order."""
+        return [
+            row
+            for plan, owners in zip(self.plans, self.owners, strict=True)
+            for row in plan.rows
+            if owners[row.row] == name
+        ]
+
+    def admissions(self) -> list[str]:
+        """Requests in the order in which they were given rows."""
+        return [
+            owners[admission.row]
+            for plan, owners in zip(self.plans, self.owners, strict=True)
+            for admission in plan.admit
+        ]

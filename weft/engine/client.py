@@ -72,9 +72,7 @@ class _Connection(Struct):
 
 
 class EngineClient:
-    def __init__(
-        self, config: Config, files: ModelFiles, launch: Callable[[], LaunchedEngine] = EngineProcess
-    ) -> None:
+    def __init__(self, config: Config, files: ModelFiles, launch: Callable[[], LaunchedEngine] = EngineProcess) -> None:
         self.config = config
         self.files = files
         self.restarts = 0

@@ -29,9 +29,7 @@ class EngineCore:
             try:
                 self.scheduler.add(request)
             except InvalidRequest as error:
-                refused.append(
-                    Event(request_id=request.request_id, finish=FinishReason.REJECTED, error=error.message)
-                )
+                refused.append(Event(request_id=request.request_id, finish=FinishReason.REJECTED, error=error.message))
         return refused
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -43,8 +41,8 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._under_way)
 
     def step(self, on_start: Callable[[list[str]], None] = lambda request_ids: None) -> list[Event]:
-        """Advance every request that can be advanced. `on_start` hears of requests that enter a step for the
-        first time, before it is computed."""
+        """Advance every request that can be advanced. `on_start` hears of requests that are admitted, before the
+        step is computed."""
         plan = self.scheduler.schedule()
         if plan is not None:
             if plan.admit:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -82,7 +81,6 @@ class Beat(Struct, frozen=True, tag=True):
 FromEngine = Ready | Failed | Started | Output | Beat
 
 
-
 def _plain(value: object) -> str:
     if isinstance(value, Path):
         return str(value)
@@ -96,8 +94,8 @@ def _from_plain(kind: type, value: object) -> object:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_decode_to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=_from_plain).decode
-_decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode
+_to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine, dec_hook=_from_plain)
+_from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
 class BrokenFrame(Exception):
@@ -117,7 +115,7 @@ def receive(sock: socket.socket) -> ToEngine | None:
     body = _receive_exactly(sock, _length(head))
     if body is None:
         return None
-    return _decoded(_decode_to_engine, body)
+    return _decoded(_to_engine, body)
 
 
 async def read(reader: asyncio.StreamReader) -> FromEngine | None:
@@ -126,7 +124,7 @@ async def read(reader: asyncio.StreamReader) -> FromEngine | None:
         body = await reader.readexactly(_length(await reader.readexactly(_LENGTH.size)))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    return _decoded(_decode_from_engine, body)
+    return _decoded(_from_engine, body)
 
 
 def _length(head: bytes) -> int:
@@ -136,9 +134,9 @@ def _length(head: bytes) -> int:
     return length
 
 
-def _decoded(decode: Callable[[bytes], M], body: bytes) -> M:
+def _decoded(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
     try:
-        return decode(body)
+        return decoder.decode(body)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise BrokenFrame(str(error)) from error
 

@@ -71,5 +71,5 @@ class DenseModel:
         heads = self.config.heads
         keys_end = heads.q_size + heads.kv_size // 2
         for part, weight in ((qkv[:, : heads.q_size], q_norm), (qkv[:, heads.q_size : keys_end], k_norm)):
-            by_head = part.unflatten(1, (-1, heads.head_dim))
+            by_head = part.view(len(part), -1, heads.head_dim)
             by_head.copy_(self.ops.rms_norm(by_head, weight, self.config.norm_eps))

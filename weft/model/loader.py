@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -78,7 +78,7 @@ class Source(Protocol):
 
 class SafetensorsSource:
     def __init__(self, files: ModelFiles, stack: ExitStack) -> None:
-        self._file_of = {}
+        self._file_of: dict[str, Any] = {}
         for path in files.weight_files:
             try:
                 opened = stack.enter_context(safe_open(path, framework="pt"))
@@ -233,4 +233,5 @@ class _Loading:
 
 def _pairs_from_halves(tensor: Tensor, head_dim: int) -> Tensor:
     """Reorder the rows of each head so that the two halves of a rotary pair become neighbours."""
-    return tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    halves = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:])
+    return halves.transpose(1, 2).reshape(tensor.shape)

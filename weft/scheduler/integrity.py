@@ -29,6 +29,8 @@ def _check_blocks(scheduler: Scheduler) -> None:
     _require(not held.keys() & set(free), "a block is both free and used")
     for key, block in pool.by_key.items():
         _require(block.key == key, f"{block} is found under a key that is not its own")
+    findable = sum(block.key is not None for block in pool.blocks[1:])
+    _require(findable == len(pool.by_key), "a block has a key that does not find it")
 
 
 def _check_requests(scheduler: Scheduler) -> None:
@@ -36,6 +38,9 @@ def _check_requests(scheduler: Scheduler) -> None:
     _require(len(waiting) == len(scheduler.waiting) and len(running) == len(scheduler.running), "a request twice")
     _require(not waiting & running, "a request both waits and runs")
     _require(waiting | running == set(scheduler.cursors.values()), "a request neither waits nor runs")
+    for name, cursor in scheduler.cursors.items():
+        _require(cursor.id == name and not cursor.ended, f"{cursor} is filed wrongly, or has ended")
+        _require(0 <= cursor.pending <= scheduler.num_promises(cursor), f"{cursor} expects a token of no step")
     for cursor in waiting:
         _require(cursor.row < 0 and not cursor.blocks and cursor.computed == 0, f"{cursor} waits, but holds something")
     for cursor in running:

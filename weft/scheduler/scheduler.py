@@ -73,6 +73,10 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.cursors)
 
+    def num_promises(self, cursor: TokenCursor) -> int:
+        """Steps under way that advance this request."""
+        return sum(cursor in promised for promised in self._under_way.values())
+
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self.running),
@@ -111,11 +115,13 @@ class Scheduler:
             token = next(sampled) if row.samples else None
             if cursor.ended:
                 continue
+            broken = token is not None and bool(token.error)
             if token is not None:
                 cursor.pending -= 1
-                if not token.error:
+                if not broken:
                     cursor.tokens.append(token.token_id)
-            if cursor.preemptions == preemptions:
+            # What made broken logits is not worth finding again; what a preempted request held is gone.
+            if not broken and cursor.preemptions == preemptions:
                 self._remember_blocks(cursor, row)
             if token is not None:
                 events.append(self._event(cursor, token))
@@ -286,5 +292,6 @@ class Scheduler:
                 "at least one of the answer.",
                 param="prompt",
             )
-        if len(request.output_token_ids) >= (request.params.max_tokens or limits.max_model_len):
+        room = min(request.params.max_tokens or limits.max_model_len, limits.max_model_len - length)
+        if len(request.output_token_ids) >= room:
             raise InvalidRequest("The request has all its tokens already.", param="max_tokens")

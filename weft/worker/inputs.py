@@ -48,8 +48,7 @@ def build_inputs(plan: StepPlan, table: RowTable) -> StepInputs:
         query_starts=starts.tolist(),
         lengths=lengths,
         block_tables=table.blocks[row_ids, :widest],
-        slots=table.blocks[token_rows, positions // table.block_size] * table.block_size
-        + positions % table.block_size,
+        slots=table.blocks[token_rows, positions // table.block_size] * table.block_size + positions % table.block_size,
         lengths_tensor=torch.tensor(lengths, device=device),
     )
     sample_at = [int(starts[i + 1]) - 1 for i, row in enumerate(rows) if row.samples]

@@ -29,8 +29,8 @@ class RowTable:
 
     def update(self, plan: StepPlan) -> None:
         """Take in what is new in a plan, before its step is computed."""
-        for row in plan.release:
-            del self.states[row]
+        for released in plan.release:
+            del self.states[released]
         for admission in plan.admit:
             self._admit(admission)
         for row in plan.rows:

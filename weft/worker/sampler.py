@@ -94,12 +94,12 @@ def _adjusted(logits: Tensor, target: Target) -> Tensor:
         ids = torch.tensor(list(params.logit_bias), device=logits.device)
         logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
     if params.repetition_penalty != 1:
-        seen = history.unique()
+        seen = torch.unique(history)
         logits[seen] = torch.where(
             logits[seen] > 0, logits[seen] / params.repetition_penalty, logits[seen] * params.repetition_penalty
         )
     if params.presence_penalty or params.frequency_penalty:
-        written, counts = history[target.state.num_prompt :].unique(return_counts=True)
+        written, counts = torch.unique(history[target.state.num_prompt :], return_counts=True)
         logits[written] -= params.presence_penalty + params.frequency_penalty * counts
     if _too_short_to_stop(target):
         logits[target.state.stop_token_ids] = float("-inf")

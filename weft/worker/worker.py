@@ -13,6 +13,7 @@ from weft.config import Config
 from weft.errors import ConfigError
 from weft.hub.files import ModelFiles
 from weft.kernels import ops_for
+
 fused_decode = lambda *a: None  # TEMPORARY
 from weft.model.dense import DenseConfig, DenseModel
 from weft.model.loader import load_weights, open_model
@@ -67,7 +68,9 @@ class Worker:
 def _device(config: Config) -> torch.device:
     wanted = config.model.device
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: this machine has no CUDA device that torch can use.", hint="Try --device cpu.")
+        raise ConfigError(
+            "--device cuda: this machine has no CUDA device that torch can use.", hint="Try --device cpu."
+        )
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(wanted)

@@ -1,0 +1,75 @@
+"""A real server in a process of its own, on a free port."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+
+
+class Server:
+    """`weft serve`, ready. A context manager that leaves nothing running."""
+
+    def __init__(self, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "weft", "serve", "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self.log: list[str] = []
+        self._reading = threading.Thread(target=self._read_log, daemon=True)
+        self._reading.start()
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"at (http://\S+)", line)
+        if found is None:
+            self.process.wait(30)
+            self._close()
+            raise AssertionError(f"the server said {line!r}\n" + "".join(self.log))
+        self.url = found[1]
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(30)
+        self._close()
+
+    def _close(self) -> None:
+        self._reading.join(10)
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    def metric(self, name: str) -> float:
+        found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics").text, re.MULTILINE)
+        assert found, f"no metric {name}"
+        return float(found[1])
+
+    def children(self) -> list[int]:
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+
+    def engine_pid(self) -> int:
+        for pid in self.children():
+            if "weft.engine.process" in Path(f"/proc/{pid}/cmdline").read_text():
+                return pid
+        raise AssertionError("there is no engine process")
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        self.log.extend(self.process.stderr)

@@ -1,0 +1,159 @@
+"""A real server under real faults: killed engines, signals, clients that leave, many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server
+from weft.hub.files import ModelFiles
+
+TOPICS = [
+    "the sea", "a red fox", "bread", "the moon", "an old clock", "rivers", "a violin", "winter", "bees", "chess",
+    "the desert", "a lighthouse", "tea", "mountains", "a train", "rain", "paper", "glass", "a garden", "stars",
+    "horses", "the wind", "salt", "bridges", "owls",
+]  # fmt: skip
+
+
+def chat(topic: str, max_tokens: int, **more: object) -> dict:
+    messages = [{"role": "user", "content": f"Tell me about {topic}."}]
+    return {
+        "model": "smollm2",
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        **more,
+    }
+
+
+async def stream(client: httpx.AsyncClient, body: dict) -> str:
+    text = ""
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return text
+            if line.startswith("data: "):
+                chunk = json.loads(line[6:])
+                assert "error" not in chunk, chunk
+                text += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+    raise AssertionError("the stream ended without [DONE]")
+
+
+async def until(true, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not await asyncio.to_thread(true):
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.05)
+
+
+def connect(server: Server) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=server.url, timeout=300, limits=httpx.Limits(max_connections=200))
+
+
+def test_streams_survive_the_death_of_the_engine(server: Server) -> None:
+    bodies = [chat("the sea", 60), chat("bread", 60, temperature=0.8, seed=5), chat("owls", 60, temperature=1, seed=6)]
+
+    async def scenario() -> None:
+        async with connect(server) as client:
+            undisturbed = [await stream(client, body) for body in bodies]
+            before = server.metric("weft_generation_tokens_total")
+            streams = [asyncio.create_task(stream(client, body)) for body in bodies]
+            await until(lambda: server.metric("weft_generation_tokens_total") > before + 30)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            await until(lambda: server.get("/health").status_code == 503)
+            assert server.get("/health/live").status_code == 200
+            assert await asyncio.gather(*streams) == undisturbed
+            assert server.get("/health").status_code == 200
+            assert server.metric("weft_engine_restarts_total") == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_hundred_chats_at_once_are_each_their_solo_run(server: Server) -> None:
+    lengths = (6, 14, 26, 40)
+
+    async def scenario() -> None:
+        most_running = 0.0
+
+        async def watch() -> None:
+            nonlocal most_running
+            while True:
+                most_running = max(most_running, await asyncio.to_thread(server.metric, "weft_num_requests_running"))
+                await asyncio.sleep(0.3)
+
+        async with connect(server) as client:
+            solo = {topic: await stream(client, chat(topic, max(lengths))) for topic in TOPICS}
+            watching = asyncio.create_task(watch())
+            work = [(topic, length) for length in lengths for topic in TOPICS]
+            texts = await asyncio.gather(*(stream(client, chat(topic, length)) for topic, length in work))
+            watching.cancel()
+        assert len(texts) == 100
+        for (topic, length), text in zip(work, texts, strict=True):
+            assert text and solo[topic].startswith(text), f"{topic}, {length} tokens"
+            if length == max(lengths):
+                assert text == solo[topic]
+        assert most_running > 16
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(server: Server, streaming: bool) -> None:
+    async def scenario() -> None:
+        async with connect(server) as client:
+            body = chat("the desert", 2000, ignore_eos=True, stream=streaming)
+            leaving = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+            await until(lambda: server.metric("weft_kv_cache_usage_perc") > 0)
+            leaving.cancel()
+            await until(lambda: server.metric("weft_kv_cache_usage_perc") == 0)
+            assert server.metric("weft_num_requests_running") == 0
+
+    asyncio.run(scenario())
+
+
+def test_terminated_it_finishes_what_runs_and_takes_nothing_new(smollm2_files: ModelFiles) -> None:
+    async def scenario() -> None:
+        with Server("--drain-timeout-s", "60") as server:
+            children = server.children()
+            async with connect(server) as client:
+                running = asyncio.create_task(stream(client, chat("tea", 60, ignore_eos=True)))
+                await until(lambda: server.metric("weft_generation_tokens_total") > 3)
+                server.process.send_signal(signal.SIGTERM)
+                await until(lambda: server.get("/health").status_code == 503)
+                refused = await client.post("/v1/chat/completions", json=chat("tea", 4))
+                assert refused.status_code == 503
+                assert "shutting down" in refused.json()["error"]["message"]
+                assert len(await running) > 60
+            assert await asyncio.to_thread(server.process.wait, 30) == 0
+            assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
+
+    asyncio.run(scenario())
+
+
+def test_terminated_twice_it_ends_at_once(smollm2_files: ModelFiles) -> None:
+    async def scenario() -> None:
+        with Server("--drain-timeout-s", "600") as server:
+            async with connect(server) as client:
+                running = asyncio.create_task(stream(client, chat("tea", 4000, ignore_eos=True)))
+                await until(lambda: server.metric("weft_generation_tokens_total") > 3)
+                server.process.send_signal(signal.SIGTERM)
+                await until(lambda: server.get("/health").status_code == 503)
+                server.process.send_signal(signal.SIGTERM)
+                with pytest.raises((AssertionError, httpx.HTTPError)):
+                    await running
+            assert await asyncio.to_thread(server.process.wait, 30) == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_server_that_cannot_start_says_why_and_exits(smollm2_files: ModelFiles) -> None:
+    with pytest.raises(AssertionError, match="--max-model-len"):
+        Server("--max-model-len", "8192", "--kv-cache-memory-mb", "8")
