@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -23,14 +24,8 @@ TOPICS = [
 
 def chat(topic: str, max_tokens: int, **more: object) -> dict:
     messages = [{"role": "user", "content": f"Tell me about {topic}."}]
-    return {
-        "model": "smollm2",
-        "messages": messages,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "stream": True,
-        **more,
-    }
+    asked = {"model": "smollm2", "messages": messages, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    return asked | more
 
 
 async def stream(client: httpx.AsyncClient, body: dict) -> str:
@@ -133,7 +128,7 @@ def test_terminated_it_finishes_what_runs_and_takes_nothing_new(smollm2_files: M
                 assert "shutting down" in refused.json()["error"]["message"]
                 assert len(await running) > 60
             assert await asyncio.to_thread(server.process.wait, 30) == 0
-            assert not any(os.path.exists(f"/proc/{pid}") for pid in children)
+            assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
     asyncio.run(scenario())
 

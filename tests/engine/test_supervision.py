@@ -165,7 +165,7 @@ def test_aborted_at_any_stage_the_blocks_come_back(smollm2_files: ModelFiles) ->
             await decoding.aclose()
             await until(lambda: engine.stats().blocks_used == 0 and engine.open_requests() == 0)
             assert engine.stats().running == 0
-            text, last = await answer(engine, PROMPTS[0], GREEDY)
+            _, last = await answer(engine, PROMPTS[0], GREEDY)
             assert last.finish is FinishReason.LENGTH
 
     asyncio.run(scenario())
@@ -249,7 +249,7 @@ def test_an_engine_that_dies_at_once_is_not_started_for_ever(smollm2_files: Mode
 def test_a_thread_serves_like_a_process(smollm2_files: ModelFiles) -> None:
     async def scenario() -> None:
         async with serving(smollm2_files, EngineThread) as engine:
-            text, last = await answer(engine, PROMPTS[0], GREEDY)
+            _, last = await answer(engine, PROMPTS[0], GREEDY)
             assert last.usage.completion_tokens == 40
         assert engine.client.state == "closed"
 

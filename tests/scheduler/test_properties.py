@@ -18,8 +18,8 @@ def workloads(draw: st.DrawFn) -> dict[str, object]:
     block_size = draw(st.sampled_from([1, 2, 4, 16]))
     max_model_len = draw(st.integers(8, 64))
     smallest_pool = -(-max_model_len // block_size) + 1
-    return dict(
-        limits=limits(
+    return {
+        "limits": limits(
             block_size=block_size,
             max_model_len=max_model_len,
             num_blocks=smallest_pool + draw(st.integers(0, 20)),
@@ -30,12 +30,12 @@ def workloads(draw: st.DrawFn) -> dict[str, object]:
             max_preemptions=draw(st.integers(0, 3)),
             force_preempt_every=draw(st.sampled_from([0, 0, 1, 2, 3, 7])),
         ),
-        delay=draw(st.integers(0, 2)),
-        num_requests=draw(st.integers(1, 14)),
-        arrivals_per_step=draw(st.sampled_from([0.2, 1.0, 5.0])),
-        abort_share=draw(st.sampled_from([0.0, 0.1, 0.5])),
-        seed=draw(st.integers(0, 2**32)),
-    )
+        "delay": draw(st.integers(0, 2)),
+        "num_requests": draw(st.integers(1, 14)),
+        "arrivals_per_step": draw(st.sampled_from([0.2, 1.0, 5.0])),
+        "abort_share": draw(st.sampled_from([0.0, 0.1, 0.5])),
+        "seed": draw(st.integers(0, 2**32)),
+    }
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,0 +1,84 @@
+"""Models that many rooms' tests share. Nothing here imports torch before a test asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from weft.errors import ModelError
+from weft.hub.assets import text_assets
+from weft.hub.files import ModelFiles
+from weft.hub.resolve import resolve
+from weft.types import TextAssets
+
+# torch counts the cores of the machine, not those this process may use; read by it, and by engine processes, at start.
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+os.environ.setdefault(
+    "OMP_NUM_THREADS", str(max(1, min(4, _CORES // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))))
+)
+
+
+@pytest.fixture(scope="session")
+def smollm2_files() -> ModelFiles:
+    """The default model. `make test` pulls it before the tests."""
+    try:
+        return resolve("smollm2", progress=False)
+    except ModelError as error:
+        pytest.skip(f"the default model is not installed and cannot be pulled: {error}")
+
+
+@pytest.fixture(scope="session")
+def smollm2_assets(smollm2_files: ModelFiles) -> TextAssets:
+    return text_assets(smollm2_files)
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A Hugging Face directory of one of tests.tiny_models.SPECS, made once. Copy it before changing it."""
+    from tests import tiny_models
+
+    made: dict[str, Path] = {}
+
+    def directory(name: str) -> Path:
+        if name not in made:
+            made[name] = tiny_models.save_directory(name, tmp_path_factory.mktemp("tiny") / name)
+        return made[name]
+
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """A GGUF file of one of tests.tiny_models.SPECS in a block format, made once."""
+    from tests import tiny_models
+
+    made: dict[tuple[str, str], Path] = {}
+
+    def file(name: str, type_name: str = "F32") -> Path:
+        key = (name, type_name)
+        if key not in made:
+            path = tmp_path_factory.mktemp("tiny") / f"{name}.{type_name}.gguf"
+            made[key] = tiny_models.save_gguf(name, path, type_name)
+        return made[key]
+
+    return file
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_directory: Callable[[str], Path]) -> Path:
+    """The tiny model for tests that need any model at all: a directory with tokenizer and chat template."""
+    return tiny_directory("smollm2")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny models: torch's threads would wait for each other longer than they work."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

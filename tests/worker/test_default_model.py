@@ -1,0 +1,54 @@
+"""The default model gives, token for token, what transformers gives for its exactly dequantised weights: alone, in
+company, in pieces, cached, preempted or resumed. A step takes long, so several conditions share a run.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.worker.driving import load, run
+from tests.worker.subjects import Subject, alone, cached_chunks, late_strangers, preempted, tiny_pool
+from weft.hub.files import ModelFiles
+from weft.text.tokenizer import Tokenizer
+from weft.types import TextAssets
+
+TEXTS = [
+    "<|im_start|>user\nWhat is a loom, and why does it have a warp and a weft?<|im_end|>\n<|im_start|>assistant\n",
+    "<|im_start|>user\n请用中文介绍一下长城。<|im_end|>\n<|im_start|>assistant\n",
+    "def fibonacci(n):\n    ",
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_files: ModelFiles, smollm2_assets: TextAssets) -> Subject:
+    tokenizer = Tokenizer.from_assets(smollm2_assets)
+    driven = load(smollm2_files, num_blocks=128, max_model_len=512)
+    return alone(driven, [tokenizer.encode(text) for text in TEXTS], 48)
+
+
+def test_with_strangers_and_late_results(smollm2: Subject) -> None:
+    smollm2.check(late_strangers(smollm2))
+
+
+def test_in_chunks_over_a_cached_prefix(smollm2: Subject) -> None:
+    smollm2.check(cached_chunks(smollm2))
+
+
+def test_preempted_every_third_step(smollm2: Subject) -> None:
+    smollm2.check(preempted(smollm2))
+
+
+def test_preempted_by_a_tiny_pool(smollm2: Subject) -> None:
+    smollm2.check(tiny_pool(smollm2))
+
+
+def test_resumed(smollm2: Subject) -> None:
+    smollm2.check(run(smollm2.driven, smollm2.requests(29)), 29)
+
+
+def test_writes_what_transformers_writes(smollm2: Subject, smollm2_files: ModelFiles) -> None:
+    from tests.model import reference_models
+
+    reference = reference_models.from_llama_gguf(smollm2_files.path)
+    for i, prompt in enumerate(smollm2.prompts):
+        assert smollm2.alone[f"greedy {i}"] == reference_models.greedy(reference, prompt, smollm2.num_tokens)
