@@ -10,6 +10,8 @@ import gguf
 import torch
 from torch import Tensor
 
+from weft.hub.gguf import map_tensors, read_gguf
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
@@ -39,9 +41,11 @@ def from_state(config: Any, state: dict[str, Tensor]) -> Any:
 
 
 def from_llama_gguf(path: Path) -> Any:
-    """A Llama with the weights of a GGUF file, exactly as the gguf package dequantises them."""
-    reader = gguf.GGUFReader(path)
-    facts = {key.removeprefix("llama."): field.contents() for key, field in reader.fields.items()}
+    """A Llama with the weights of a GGUF file, exactly as the gguf package dequantises them. The header is read by
+    Weft: the package's own reader takes seconds for a large vocabulary."""
+    file = read_gguf(path)
+    raw = map_tensors(file)
+    facts: dict[str, Any] = {key.removeprefix("llama."): value for key, value in file.metadata.items()}
     heads, kv_heads = facts["attention.head_count"], facts["attention.head_count_kv"]
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, facts["block_count"])
     config = transformers.LlamaConfig(
@@ -54,24 +58,24 @@ def from_llama_gguf(path: Path) -> Any:
         max_position_embeddings=facts["context_length"],
         rms_norm_eps=facts["attention.layer_norm_rms_epsilon"],
         rope_parameters={"rope_type": "default", "rope_theta": facts["rope.freq_base"]},
-        tie_word_embeddings=all(tensor.name != "output.weight" for tensor in reader.tensors),
+        tie_word_embeddings="output.weight" not in raw,
     )
     with torch.device("meta"):
         wanted = transformers.LlamaForCausalLM(config).state_dict()
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
     state = {}
     for name in wanted:
         written = names.get_name(name, try_suffixes=(".weight",))
         if written == "output.weight" and config.tie_word_embeddings:
             continue
-        tensor = tensors.pop(written)
-        data = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
+        tensor = file.tensors[written]
+        rows = raw.pop(written).reshape(*tensor.shape[:-1], -1)
+        data = torch.from_numpy(gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[tensor.type.name]).copy())
         for part, part_heads in (("q_proj", heads), ("k_proj", kv_heads)):
             if part in name:
                 # Rotary pairs are neighbours in the file; transformers has them half a head apart.
                 data = data.unflatten(0, (part_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
         state[name] = data.contiguous()
-    assert not tensors, f"not understood: {sorted(tensors)}"
+    assert not raw, f"not understood: {sorted(raw)}"
     return from_state(config, state)
 
 

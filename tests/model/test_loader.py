@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tests import tiny_models
 from weft.errors import ModelError
-from weft.hub.files import ModelFiles
 from weft.hub.resolve import resolve
 from weft.kernels.weights import DecoderWeights
 from weft.model.dense import DenseConfig
@@ -299,10 +298,3 @@ def test_rope_factors_of_a_wrong_shape(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=r"rope_freqs\.weight"):
         read(gguf_with(tmp_path, add_factors))
-
-
-def test_files_are_closed_again(tiny_directory: Callable[[str], Path]) -> None:
-    files: ModelFiles = resolve(str(tiny_directory("llama3")))
-    with open_model(files) as (_, source):
-        first = source.read("model.norm.weight")
-    assert torch.equal(first, tiny_models.state("llama3")["model.norm.weight"])

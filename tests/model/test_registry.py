@@ -172,7 +172,7 @@ def test_a_description_that_cannot_be_is_refused(changes: dict[str, Any], messag
         {"num_key_value_heads": [2, 2, 2]},
         {"head_dim": 16.5},
         {"rms_norm_eps": "small"},
-        {"rms_norm_eps": None},
+        {"rms_norm_eps": float("nan")},
         {"rope_scaling": "linear"},
         {"rope_scaling": {"type": "linear"}},
         {"rope_scaling": {"type": "linear", "factor": 0}},

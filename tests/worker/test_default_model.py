@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tests.worker.driving import load, run
-from tests.worker.subjects import Subject, alone, cached_chunks, late_strangers, preempted, tiny_pool
+from tests.worker.subjects import Subject, alone, cached_chunks, late_strangers, tiny_pool
 from weft.hub.files import ModelFiles
 from weft.text.tokenizer import Tokenizer
 from weft.types import TextAssets
@@ -34,12 +34,8 @@ def test_in_chunks_over_a_cached_prefix(smollm2: Subject) -> None:
     smollm2.check(cached_chunks(smollm2))
 
 
-def test_preempted_every_third_step(smollm2: Subject) -> None:
-    smollm2.check(preempted(smollm2))
-
-
-def test_preempted_by_a_tiny_pool(smollm2: Subject) -> None:
-    smollm2.check(tiny_pool(smollm2))
+def test_preempted_every_third_step_and_by_a_tiny_pool(smollm2: Subject) -> None:
+    smollm2.check(tiny_pool(smollm2, force_preempt_every=3))
 
 
 def test_resumed(smollm2: Subject) -> None:
@@ -51,4 +47,7 @@ def test_writes_what_transformers_writes(smollm2: Subject, smollm2_files: ModelF
 
     reference = reference_models.from_llama_gguf(smollm2_files.path)
     for i, prompt in enumerate(smollm2.prompts):
-        assert smollm2.alone[f"greedy {i}"] == reference_models.greedy(reference, prompt, smollm2.num_tokens)
+        tokens = smollm2.alone[f"greedy {i}"]
+        # Each is the reference's choice after the ones before it: the reference would have written the same.
+        logits = reference_models.logits(reference, prompt + tokens)[len(prompt) - 1 : -1]
+        assert tokens == logits.argmax(-1).tolist()

@@ -161,8 +161,10 @@ def test_temperature(temperature: float, num_draws: int) -> None:
     assert_distribution(draws(LOGITS, num_draws, temperature=temperature), softmax(LOGITS, temperature))
 
 
-def test_tiny_temperature_is_greedy() -> None:
-    assert set(draws(LOGITS, 200, temperature=1e-4)) == {1}
+@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-40, 1e-300])
+def test_tiny_temperature_is_greedy(temperature: float) -> None:
+    assert set(draws(LOGITS, 100, temperature=temperature)) == {1}
+    assert set(draws(LOGITS, 100, temperature=temperature, top_p=0.9, min_p=0.1)) == {1}
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 8, 1000])

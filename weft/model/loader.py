@@ -184,7 +184,10 @@ class _Loading:
     def rope_factors(self) -> Tensor | None:
         if GGUF_ROPE_FACTORS not in self.source.names():
             return None
-        factors = torch.empty(self.source.shape(GGUF_ROPE_FACTORS))
+        shape, expected = self.source.shape(GGUF_ROPE_FACTORS), (self.config.head_dim // 2,)
+        if shape != expected:
+            raise ModelError(f"The tensor {GGUF_ROPE_FACTORS!r} has the shape {shape}; expected {expected}.")
+        factors = torch.empty(shape)
         self.source.read_into(factors, GGUF_ROPE_FACTORS)
         return factors
 

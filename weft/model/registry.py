@@ -5,6 +5,7 @@ A family differs from another by data alone. To add one: a line in FAMILIES, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,10 +50,10 @@ def config_from_huggingface(facts: Mapping[str, Any]) -> DenseConfig:
     if facts.get("mlp_bias"):
         raise ModelError("Models with biases in their MLP are not supported.")
     hidden, heads = _need(facts, "hidden_size", int), _need(facts, "num_attention_heads", int)
-    rope = dict(facts.get("rope_scaling") or {}) | dict(facts.get("rope_parameters") or {})
+    rope = {**_get(facts, "rope_scaling", dict, {}), **_get(facts, "rope_parameters", dict, {})}
     bias = bool(facts.get("attention_bias", False))
     max_position = _need(facts, "max_position_embeddings", int)
-    window = facts.get("sliding_window")
+    window = _get(facts, "sliding_window", int, 0)
     if window and facts.get("use_sliding_window", name == "mistral"):
         max_position = min(max_position, window)
     return _checked(
@@ -61,13 +62,13 @@ def config_from_huggingface(facts: Mapping[str, Any]) -> DenseConfig:
             hidden_size=hidden,
             num_layers=_need(facts, "num_hidden_layers", int),
             num_heads=heads,
-            num_kv_heads=facts.get("num_key_value_heads") or heads,
-            head_dim=facts.get("head_dim") or hidden // heads,
+            num_kv_heads=_get(facts, "num_key_value_heads", int, heads),
+            head_dim=_get(facts, "head_dim", int, hidden // max(heads, 1)),
             intermediate_size=_need(facts, "intermediate_size", int),
             vocab_size=_need(facts, "vocab_size", int),
             max_position=max_position,
-            norm_eps=float(facts.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta") or facts.get("rope_theta") or 10000.0),
+            norm_eps=_positive(facts, "rms_norm_eps", 1e-6),
+            rope_theta=_positive(rope, "rope_theta", _positive(facts, "rope_theta", 10000.0)),
             rope_scaling=_rope_scaling(rope, max_position),
             qkv_bias=family.qkv_bias or bias,
             output_bias=bias and not family.qkv_bias,
@@ -91,7 +92,7 @@ def config_from_gguf(facts: Mapping[str, Any], *, vocab_size: int, tied_embeddin
     if facts.get(f"{name}.rope.scaling.type") not in (None, "none"):
         scaling = {
             "rope_type": facts[f"{name}.rope.scaling.type"],
-            "factor": facts.get(f"{name}.rope.scaling.factor", 1.0),
+            "factor": _positive(facts, f"{name}.rope.scaling.factor", 1.0),
         }
     return _checked(
         DenseConfig(
@@ -99,13 +100,13 @@ def config_from_gguf(facts: Mapping[str, Any], *, vocab_size: int, tied_embeddin
             hidden_size=hidden,
             num_layers=need("block_count"),
             num_heads=heads,
-            num_kv_heads=int(facts.get(f"{name}.attention.head_count_kv", heads)),
-            head_dim=int(facts.get(f"{name}.attention.key_length", hidden // heads)),
+            num_kv_heads=_get(facts, f"{name}.attention.head_count_kv", int, heads),
+            head_dim=_get(facts, f"{name}.attention.key_length", int, hidden // max(heads, 1)),
             intermediate_size=need("feed_forward_length"),
             vocab_size=vocab_size,
             max_position=max_position,
-            norm_eps=float(facts.get(f"{name}.attention.layer_norm_rms_epsilon", 1e-6)),
-            rope_theta=float(facts.get(f"{name}.rope.freq_base", 10000.0)),
+            norm_eps=_positive(facts, f"{name}.attention.layer_norm_rms_epsilon", 1e-6),
+            rope_theta=_positive(facts, f"{name}.rope.freq_base", 10000.0),
             rope_scaling=_rope_scaling(scaling, max_position),
             qkv_bias=family.qkv_bias,
             qk_norm=family.qk_norm,
@@ -119,14 +120,14 @@ def _rope_scaling(rope: Mapping[str, Any], max_position: int) -> RopeScaling:
     if kind == "default":
         return RopeScaling()
     if kind == "linear":
-        return RopeScaling(kind="linear", factor=float(rope["factor"]))
+        return RopeScaling(kind="linear", factor=_positive(rope, "factor"))
     if kind == "llama3":
         return RopeScaling(
             kind="llama3",
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_position=int(rope.get("original_max_position_embeddings", max_position)),
+            factor=_positive(rope, "factor"),
+            low_freq_factor=_positive(rope, "low_freq_factor"),
+            high_freq_factor=_positive(rope, "high_freq_factor"),
+            original_max_position=_get(rope, "original_max_position_embeddings", int, max_position),
         )
     raise ModelError(f"The rope scaling {kind!r} is not supported.", hint="Supported: default, linear, llama3.")
 
@@ -154,6 +155,20 @@ def _checked(config: DenseConfig) -> DenseConfig:
             f"over {config.num_kv_heads} key-value heads."
         )
     return config
+
+
+def _get(facts: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
+    """A fact that may be absent, or null."""
+    return default if facts.get(key) is None else _need(facts, key, kind)
+
+
+def _positive(facts: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = facts.get(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"The model's configuration has no usable {key!r} (found {value!r}).")
+    return float(value)
 
 
 def _need(facts: Mapping[str, Any], key: str, kind: type) -> Any:

@@ -31,6 +31,10 @@ def plan_memory(
     """
     block_bytes = kv_bytes_per_token(config, dtype) * cache.block_size
     num_blocks = cache.num_blocks or max(2, cache.kv_cache_memory_mb * MIB // block_bytes)
+    if num_blocks < 2:
+        raise OutOfMemory(
+            f"{num_blocks} cache block holds no context: one block is padding.", hint="Set --num-blocks 2 or more."
+        )
     capacity = (num_blocks - 1) * cache.block_size
     wanted = max_model_len or min(config.max_position, capacity)
     if wanted > config.max_position:
@@ -40,10 +44,12 @@ def plan_memory(
         )
     if wanted > capacity:
         needed = -(-wanted // cache.block_size) + 1
+        more = f"--num-blocks {needed} or more"
+        if not cache.num_blocks:
+            more += f", or --kv-cache-memory-mb {-(-needed * block_bytes // MIB)} or more"
         raise OutOfMemory(
             f"A context of {wanted} tokens needs {needed} cache blocks; there are {num_blocks}.",
-            hint=f"Set --max-model-len {capacity} or less, --num-blocks {needed} or more, or "
-            f"--kv-cache-memory-mb {-(-needed * block_bytes // MIB)} or more.",
+            hint=f"Set --max-model-len {capacity} or less, or {more}.",
         )
     weights = num_parameters(config) * dtype.itemsize
     kv_bytes = num_blocks * block_bytes

@@ -20,8 +20,8 @@ class FastDecode(Protocol):
 
     max_rows: int
 
-    def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:
-        """The logits of every row; writes the cache as the model's own forward pass does."""
+    def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
+        """The logits of the tokens at `rows`; writes the cache as the model's own forward pass does."""
 
 
 class Pending(NamedTuple):
@@ -60,8 +60,8 @@ class Runner:
 
     def _logits(self, inputs: StepInputs) -> Tensor:
         fast = self.fast_decode
-        if fast is not None and inputs.only_decodes and len(inputs.rows) <= fast.max_rows:
-            return fast(inputs.tokens, inputs.positions, inputs.batch)
+        if fast is not None and len(inputs.tokens) <= fast.max_rows:
+            return fast(inputs.tokens, inputs.positions, inputs.batch, inputs.sample_at)
         hidden = self.model.forward(inputs.tokens, inputs.positions, self.kv_cache, inputs.batch)
         return self.model.logits(hidden[inputs.sample_at])
 

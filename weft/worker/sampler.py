@@ -77,7 +77,8 @@ def _choose(logits: Tensor, target: Target) -> Tensor:
     logits = _adjusted(logits.clone(), target)
     if params.temperature == 0:
         return logits.argmax()
-    logits /= params.temperature
+    # From the largest down, and not by less than 1e-30: the quotients stay numbers.
+    logits = (logits - logits.max()) / max(params.temperature, 1e-30)
     if params.min_p > 0:
         logits[logits < logits.max() + torch.tensor(params.min_p).log()] = float("-inf")
     if params.top_k > 0 or params.top_p < 1:

@@ -13,8 +13,7 @@ from weft.config import Config
 from weft.errors import ConfigError
 from weft.hub.files import ModelFiles
 from weft.kernels import ops_for
-
-fused_decode = lambda *a: None  # TEMPORARY
+from weft.kernels.cpu import fused_decode
 from weft.model.dense import DenseConfig, DenseModel
 from weft.model.loader import load_weights, open_model
 from weft.plan import Limits

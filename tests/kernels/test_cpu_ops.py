@@ -1,0 +1,79 @@
+"""Each op of the CPU's table, and each native kernel by itself, against torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.steps import config, random_cache, random_step
+from weft.kernels import REFERENCE, ops_for, reference
+from weft.kernels.cpu import argmax_rows
+
+OPS = ops_for("cpu")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 31, 64, 65])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_linear(rows: int, bias: bool, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(rows, 37, dtype=dtype), torch.randn(53, 37, dtype=dtype)
+    b = torch.randn(53, dtype=dtype) if bias else None
+    y = OPS.linear(x, weight, b)
+    assert y.is_contiguous()
+    torch.testing.assert_close(
+        y, reference.linear(x, weight, b), atol=1e-4 if dtype == torch.float32 else 0.2, rtol=0.02
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_silu_mul(rows: int) -> None:
+    gate_up = torch.randn(rows, 2 * 77) * 10
+    torch.testing.assert_close(OPS.silu_mul(gate_up), reference.silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [{}, {"num_heads": 3, "num_kv_heads": 3, "head_dim": 34}])
+def test_rotate_and_store(shape: dict[str, int], dtype: torch.dtype) -> None:
+    c = config(**shape)
+    cache = random_cache(c, 16, 16)[0].to(dtype)
+    step = random_step(c, [1, 1, 20], [31, 32, 40], random_cache(c, 16, 16))
+    qkv = torch.randn(22, c.heads.q_size + c.heads.kv_size, dtype=dtype)
+    rotations = torch.polar(torch.ones(22, c.head_dim // 2), torch.randn(22, c.head_dim // 2))
+    wanted_qkv, wanted_cache = qkv.clone(), cache.clone()
+    REFERENCE.rotate_and_store(wanted_qkv, c.heads, rotations, wanted_cache, step.batch.slots)
+    OPS.rotate_and_store(qkv, c.heads, rotations, cache, step.batch.slots)
+    torch.testing.assert_close(qkv, wanted_qkv)
+    torch.testing.assert_close(cache, wanted_cache)
+
+
+def test_other_devices_have_the_reference() -> None:
+    assert ops_for("meta") is REFERENCE
+
+
+def test_argmax_rows() -> None:
+    logits = torch.randn(9, 1003)
+    assert torch.equal(argmax_rows(logits), logits.argmax(-1))
+    logits[0, [70, 900]] = float("nan")
+    logits[1] = float("-inf")
+    logits[2, [300, 301, 999]] = 50
+    logits[3, 1002] = float("inf")
+    logits[4] = float("nan")
+    assert argmax_rows(logits)[:5].tolist() == [70, 0, 300, 1002, 0]
+    assert argmax_rows(logits[:, ::2]).shape == (9,)
+    assert argmax_rows(logits[:0]).shape == (0,)
+
+
+def test_exp() -> None:
+    numba = pytest.importorskip("numba")
+    from weft.kernels.cpu.rows import exp
+
+    x = torch.cat([torch.linspace(-87, 88, 20001), torch.linspace(-1, 1, 2001)])
+    native = numba.vectorize(["float32(float32)"])(exp.py_func)  # type: ignore[attr-defined]
+    got = torch.from_numpy(native(x.numpy())).double()
+    wanted = x.double().exp()
+    assert ((got - wanted).abs() / wanted).max() < 4e-7
+    with np.errstate(invalid="ignore"):
+        edges = native(np.array([-np.inf, -1e4, np.nan], np.float32))
+    assert 0 <= edges[0] < 1e-37 and 0 <= edges[1] < 1e-37 and edges[2] != edges[2]

@@ -1,0 +1,208 @@
+"""The native step gives the reference's logits and the reference's cache."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("numba")
+
+from tests.kernels.steps import MAX_MODEL_LEN, Step, config, random_cache, random_step, random_weights
+from weft.kernels import REFERENCE
+from weft.kernels.cpu import argmax_rows, fused_decode
+from weft.kernels.cpu.fused_decode import FusedDecode
+from weft.kernels.weights import DecoderWeights
+from weft.model.dense import DenseConfig, DenseModel
+
+FAMILIES = {
+    "gqa": {},
+    "mha": {"num_heads": 3, "num_kv_heads": 3},
+    "mqa": {"num_heads": 5, "num_kv_heads": 1},
+    "wide group": {"num_heads": 20, "num_kv_heads": 1},
+    "tied": {"tied_embeddings": True},
+    "biases": {"qkv_bias": True, "output_bias": True},
+    "qk norm": {"qk_norm": True, "head_dim": 64},
+    "everything": {"qkv_bias": True, "output_bias": True, "qk_norm": True, "tied_embeddings": True},
+    "odd sizes": {"hidden_size": 37, "intermediate_size": 59, "head_dim": 34, "vocab_size": 211},
+    "wide heads": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 256, "hidden_size": 130},
+    "large": {"hidden_size": 192, "intermediate_size": 768, "vocab_size": 1003, "num_layers": 3},
+}
+
+STEPS = {
+    "one decode": ([1], [40]),
+    "first token": ([1], [1]),
+    "block borders": ([1] * 5, [15, 16, 17, 32, 33]),
+    "parts": ([1] * 4, [128, 129, 300, 127]),
+    "seven decodes": ([1] * 7, [3, 90, 41, 200, 1, 16, 77]),
+    "prompt": ([33], [33]),
+    "chunk": ([21], [150]),
+    "mixed": ([1, 1, 1, 9, 40], [50, 130, 257, 9, 200]),
+}
+
+
+def expected(c: DenseConfig, weights: DecoderWeights, cache: Tensor, step: Step) -> Tensor:
+    model = DenseModel(c, weights, REFERENCE, MAX_MODEL_LEN)
+    return model.logits(model.forward(step.tokens, step.positions, cache, step.batch))
+
+
+def native(c: DenseConfig, weights: DecoderWeights, cache: Tensor, num_threads: int = 2) -> FusedDecode:
+    rotations = DenseModel(c, weights, REFERENCE, MAX_MODEL_LEN).rotations
+    return FusedDecode(weights, c.heads, c.norm_eps, rotations, cache, num_threads)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no kernel has written is NaN."""
+    empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> Tensor:
+        tensor = empty(*args, **kwargs)  # type: ignore[call-overload]
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize("step_name", STEPS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_cache_are_the_references(family: str, step_name: str) -> None:
+    c = config(**FAMILIES[family])
+    weights = random_weights(c)
+    cache = random_cache(c, 64, 16)
+    # Nothing may be read from the null block.
+    cache[:, 0] = float("nan")
+    step = random_step(c, *STEPS[step_name], cache)
+    wanted_cache = cache.clone()
+    wanted = expected(c, weights, wanted_cache, step)
+    run = native(c, weights, cache)
+    logits = run(step.tokens, step.positions, step.batch)
+    run.close()
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(cache, wanted_cache, atol=1e-4, rtol=1e-4, equal_nan=True)
+    assert torch.equal(argmax_rows(logits), wanted.argmax(-1))
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 8, 32])
+def test_block_sizes(block_size: int) -> None:
+    c = config()
+    weights = random_weights(c)
+    cache = random_cache(c, 1 + 600 // block_size, block_size)
+    step = random_step(c, [1, 1, 7], [140, 33, 60], cache)
+    wanted = expected(c, weights, cache.clone(), step)
+    run = native(c, weights, cache)
+    torch.testing.assert_close(run(*step), wanted, atol=1e-4, rtol=1e-4)
+    run.close()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+def test_thread_counts_agree_to_the_bit(num_threads: int) -> None:
+    c = config(hidden_size=96, intermediate_size=200)
+    weights = random_weights(c)
+    cache = random_cache(c, 64, 16)
+    step = random_step(c, [1] * 9, [5, 16, 90, 128, 129, 17, 60, 1, 33], cache)
+    alone, team = native(c, weights, cache, 1), native(c, weights, cache, num_threads)
+    wanted = alone(*step)
+    for _ in range(20):
+        assert torch.equal(team(*step), wanted)
+    team.close()
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    c = config(hidden_size=96, intermediate_size=200)
+    cache = random_cache(c, 64, 16)
+    run = native(c, random_weights(c), cache)
+    lengths = [5, 16, 90, 128, 200, 17, 60, 1, 33]
+    step = random_step(c, [1] * len(lengths), lengths, cache)
+    together = run(*step)
+    for i, length in enumerate(lengths):
+        batch = step.batch._replace(
+            num_decodes=1,
+            query_starts=[0, 1],
+            lengths=[length],
+            block_tables=step.batch.block_tables[i : i + 1],
+            slots=step.batch.slots[i : i + 1],
+            lengths_tensor=step.batch.lengths_tensor[i : i + 1],
+        )
+        assert torch.equal(run(step.tokens[i : i + 1], step.positions[i : i + 1], batch)[0], together[i])
+    run.close()
+
+
+def test_rows_choose_the_logits() -> None:
+    c = config()
+    cache = random_cache(c, 64, 16)
+    run = native(c, random_weights(c), cache)
+    step = random_step(c, [1, 12, 30], [44, 12, 90], cache)
+    every = run(*step)
+    assert torch.equal(run(*step, step.last_rows), every[step.last_rows])
+    assert run(*step, torch.tensor([], dtype=torch.int64)).shape == (0, c.vocab_size)
+    run.close()
+
+
+def test_one_after_the_other_from_several_threads() -> None:
+    c = config()
+    cache = random_cache(c, 64, 16)
+    run = native(c, random_weights(c), cache)
+    steps = [random_step(c, [1] * n, [40 + n] * n, cache, seed=n) for n in (1, 4, 3, 6)]
+    wanted = [run(*step) for step in steps]
+    results: list[Tensor | None] = [None] * len(steps)
+
+    def work(i: int) -> None:
+        results[i] = run(*steps[i])
+
+    # The steps write the same values again, so that their order does not matter; some of them meet at the door.
+    for _ in range(5):
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(steps))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(torch.isfinite(result).all() for result in results if result is not None)
+    assert [run(*step).shape for step in steps] == [logits.shape for logits in wanted]
+    run.close()
+
+
+def test_overflow_is_seen() -> None:
+    c = config()
+    weights = random_weights(c)
+    weights.layers[1].down[3, 5] = float("nan")
+    cache = random_cache(c, 16, 16)
+    run = native(c, weights, cache)
+    assert run(*random_step(c, [1], [20], cache)).isnan().all()
+    run.close()
+
+
+@pytest.mark.parametrize("what", ["tokens", "positions", "slots", "block_tables"])
+@pytest.mark.parametrize("value", [-1, 10**6])
+def test_nothing_points_outside(what: str, value: int) -> None:
+    c = config()
+    cache = random_cache(c, 16, 16)
+    run = native(c, random_weights(c), cache)
+    step = random_step(c, [1, 1], [20, 33], cache)
+    target = getattr(step, what) if what in step._fields else getattr(step.batch, what)
+    target.view(-1)[1] = value
+    with pytest.raises(IndexError, match=what.replace("_", " ")):
+        run(*step)
+    run.close()
+
+
+def test_closed_is_closed() -> None:
+    c = config()
+    cache = random_cache(c, 16, 16)
+    run = native(c, random_weights(c), cache)
+    run.close()
+    run.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        run(*random_step(c, [1], [20], cache))
+
+
+def test_only_float32_has_a_native_step() -> None:
+    c = config()
+    weights = random_weights(c)
+    cache = random_cache(c, 16, 16)
+    rotations = DenseModel(c, weights, REFERENCE, MAX_MODEL_LEN).rotations
+    assert fused_decode(weights, c.heads, c.norm_eps, rotations, cache.bfloat16()) is None
+    run = fused_decode(weights, c.heads, c.norm_eps, rotations, cache)
+    assert run is not None and run.max_rows >= 64
+    run.close()
