@@ -22,6 +22,7 @@ class Ops(NamedTuple):
     silu_mul: Callable[[Tensor], Tensor]
     rotate_and_store: Callable[[Tensor, HeadShape, Tensor, Tensor, Tensor], None]
     attention: Callable[[Tensor, HeadShape, Tensor, AttentionBatch], Tensor]
+    greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 REFERENCE = Ops(
@@ -31,9 +32,19 @@ REFERENCE = Ops(
     silu_mul=reference.silu_mul,
     rotate_and_store=reference.rotate_and_store,
     attention=reference.attention,
+    greedy=reference.greedy,
 )
 
 
 def ops_for(device: str) -> Ops:
     """The fastest ops that this machine has for a device."""
+    if device == "cpu":
+        from weft.kernels.cpu import cpu_ops
+
+        return cpu_ops()
+    if device == "cuda":
+        from weft.kernels.triton import has_triton, triton_ops
+
+        if has_triton():
+            return triton_ops()
     return REFERENCE

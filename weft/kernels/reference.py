@@ -66,3 +66,9 @@ def attention(qkv: Tensor, heads: HeadShape, kv: Tensor, batch: AttentionBatch) 
             enable_gqa=heads.num_heads != heads.num_kv_heads,
         )[0].transpose(0, 1)
     return out.flatten(1)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row and its logit; a row with a NaN gives NaN as the logit."""
+    peaks, tokens = logits.max(dim=-1)
+    return tokens, peaks

@@ -15,8 +15,8 @@ from weft.worker.rows import RowTable
 from weft.worker.sampler import SampledBatch, Target, sample
 
 
-class FastDecode(Protocol):
-    """A decode step that was prepared beforehand, for batches up to a size: native code, a captured graph."""
+class FastStep(Protocol):
+    """A whole step that was prepared beforehand, for steps up to a size: native code, a captured graph."""
 
     max_rows: int
 
@@ -39,11 +39,11 @@ class Pending(NamedTuple):
 
 
 class Runner:
-    def __init__(self, model: DenseModel, kv_cache: Tensor, table: RowTable, fast_decode: FastDecode | None) -> None:
+    def __init__(self, model: DenseModel, kv_cache: Tensor, table: RowTable, fast_step: FastStep | None) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.table = table
-        self.fast_decode = fast_decode
+        self.fast_step = fast_step
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Pending:
@@ -53,13 +53,14 @@ class Runner:
         logits = self._logits(inputs)
         if not inputs.sampling:
             return Pending(plan, inputs, None)
-        sampled = sample(logits, [self._target(row.row, row.start + row.count) for row in inputs.sampling])
+        targets = [self._target(row.row, row.start + row.count) for row in inputs.sampling]
+        sampled = sample(logits, targets, self.model.ops.greedy)
         rows = torch.tensor([row.row for row in inputs.sampling], device=logits.device)
         self.table.tokens[rows, inputs.positions[inputs.sample_at] + 1] = sampled.tokens
         return Pending(plan, inputs, sampled)
 
     def _logits(self, inputs: StepInputs) -> Tensor:
-        fast = self.fast_decode
+        fast = self.fast_step
         if fast is not None and len(inputs.tokens) <= fast.max_rows:
             return fast(inputs.tokens, inputs.positions, inputs.batch, inputs.sample_at)
         hidden = self.model.forward(inputs.tokens, inputs.positions, self.kv_cache, inputs.batch)

@@ -4,11 +4,13 @@ batch, the step or the process. Parameters that nobody uses cost nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from weft.kernels import reference
 from weft.plan import Sampled
 from weft.types import SamplingParams, TokenLogprob
 from weft.worker.rows import RowState
@@ -49,9 +51,11 @@ class SampledBatch(NamedTuple):
         return read
 
 
-def sample(logits: Tensor, targets: list[Target]) -> SampledBatch:
+def sample(
+    logits: Tensor, targets: list[Target], greedy: Callable[[Tensor], tuple[Tensor, Tensor]] = reference.greedy
+) -> SampledBatch:
     """One token for each row of logits [rows, vocabulary]."""
-    peaks, tokens = logits.max(dim=-1)
+    tokens, peaks = greedy(logits)
     logprobs: list[tuple[Tensor, Tensor, Tensor] | None] = []
     for i, target in enumerate(targets):
         params = target.state.params

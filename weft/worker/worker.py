@@ -20,7 +20,7 @@ from weft.plan import Limits
 from weft.types import ModelInfo
 from weft.worker.memory import MemoryPlan, available_cpu_bytes, plan_memory
 from weft.worker.rows import RowTable
-from weft.worker.runner import FastDecode, Runner
+from weft.worker.runner import FastStep, Runner
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Worker:
         kv_cache = _kv_cache(geometry, plan, config.cache.block_size, dtype, device)
         self.limits = _limits(config, plan, geometry.vocab_size, device)
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
-        self.runner = Runner(model, kv_cache, table, _fast_decode(model, kv_cache))
+        self.runner = Runner(model, kv_cache, table, _fast_step(model, kv_cache))
         self.info = ModelInfo(
             name=config.model.served_model_name or files.name,
             max_model_len=plan.max_model_len,
@@ -122,7 +122,7 @@ def _limits(config: Config, plan: MemoryPlan, vocab_size: int, device: torch.dev
     )
 
 
-def _fast_decode(model: DenseModel, kv_cache: Tensor) -> FastDecode | None:
+def _fast_step(model: DenseModel, kv_cache: Tensor) -> FastStep | None:
     if kv_cache.device.type != "cpu":
         return None
     return fused_decode(model.weights, model.config.heads, model.config.norm_eps, model.rotations, kv_cache)

@@ -1,0 +1,189 @@
+"""One table of what each kernel takes at the shapes of both models: `python3 -m tests.gpu.bench_kernels [part]`.
+
+Each figure is the median over replays of a CUDA graph that runs the kernel once on each of several sets of inputs,
+together larger than the L2 cache. GB is what must be moved, GFLOP what must be multiplied.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.kernels import HeadShape
+from weft.kernels.triton import activation, gemv, launch, norm, sampling
+from weft.kernels.triton.decode_attention import decode_attention
+from weft.kernels.triton.prefill_attention import prefill_attention
+from weft.kernels.triton.rope_store import norm_rotate_and_store, rotate_and_store
+
+COLD_BYTES = 256 << 20
+"""The sets of inputs of one measurement take at least so much together: four times the L2."""
+MODELS = {
+    "7b": (HeadShape(32, 32, 128), 4096, 11008, 102400),
+    "14b": (HeadShape(40, 8, 128), 5120, 17408, 151936),
+}
+ONLY = sys.argv[1] if len(sys.argv) > 1 else ""
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def microseconds(calls: list[Callable[[], object]]) -> float:
+    """Of one call."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    rounds = max(1, 20 // len(calls))
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    times = []
+    graph.replay()
+    for _ in range(7):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1000 / (rounds * len(calls)))
+    return statistics.median(times)
+
+
+def report(name: str, make: Callable[[], Callable[[], object]], moved: float, multiplied: float = 0.0) -> None:
+    """`make` allocates a set of inputs and returns the call on it."""
+    if ONLY not in name:
+        return
+    sets = min(64, max(2, int(COLD_BYTES // max(moved, 1)) + 1))
+    took = microseconds([make() for _ in range(sets)])
+    rate = f"{multiplied / took / 1e6:8.1f} TFLOP/s" if multiplied else f"{moved / took / 1e6:8.2f} TB/s"
+    print(f"{name:<44} {took:9.1f} us {rate}", flush=True)
+
+
+def decode_call(heads: HeadShape, rows: int, context: int, kv: Tensor, max_context: int) -> Callable[[], object]:
+    each = -(-context // 16)
+    qkv = randn(rows, heads.q_size + heads.kv_size)
+    tables = torch.zeros(rows, -(-max_context // 16), dtype=torch.int64, device="cuda")
+    tables[:, :each] = torch.randperm(kv.shape[0] - 1, device="cuda")[: rows * each].view(rows, each) + 1
+    lengths = torch.full((rows,), context, device="cuda")
+    return lambda: decode_attention(qkv, heads, kv, tables, lengths)
+
+
+def prefill_call(heads: HeadShape, tokens: int, kv: Tensor) -> Callable[[], object]:
+    qkv = randn(tokens, heads.q_size + heads.kv_size)
+    tables = (torch.randperm(kv.shape[0] - 1, device="cuda")[: tokens // 16] + 1).view(1, -1)
+    lengths = torch.tensor([tokens], device="cuda")
+    starts = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
+    return lambda: prefill_attention(qkv, heads, kv, tables, lengths, starts, tokens)
+
+
+def bench_attention(model: str, heads: HeadShape) -> None:
+    kv = torch.randn(6400, 16, 2, heads.num_kv_heads, heads.head_dim, device="cuda", dtype=torch.bfloat16)
+    for rows, context in ((1, 200), (8, 200), (32, 200), (128, 200), (256, 200), (1, 4096), (8, 4096)):
+        moved = 2.0 * rows * (context * heads.kv_size + 2 * heads.q_size)
+        report(
+            f"{model} decode {rows} x {context}",
+            lambda rows=rows, context=context: decode_call(heads, rows, context, kv, 4096),
+            moved,
+        )
+    for tokens in (128, 512, 2048):
+        flops = 4.0 * heads.q_size * tokens * (tokens + 1) / 2
+        report(
+            f"{model} prefill {tokens}",
+            lambda tokens=tokens: prefill_call(heads, tokens, kv),
+            2e7 * tokens / 128,
+            flops,
+        )
+
+
+def bench_small(model: str, heads: HeadShape, hidden: int, width: int, vocabulary: int) -> None:
+    size = heads.q_size + heads.kv_size
+    kv = randn(400, 16, 2, heads.num_kv_heads, heads.head_dim)
+
+    def add_norm(rows: int) -> Callable[[], object]:
+        x, residual, weight = randn(rows, hidden), randn(rows, hidden), randn(hidden)
+        return lambda: norm.add_rms_norm(x, residual, weight, 1e-6)
+
+    def silu(rows: int) -> Callable[[], object]:
+        x = randn(rows, 2 * width)
+        return lambda: activation.silu_mul(x)
+
+    def rope(rows: int) -> Callable[[], object]:
+        qkv, scale = randn(rows, size), randn(heads.head_dim)
+        turns = torch.view_as_complex(torch.randn(rows, heads.head_dim // 2, 2, device="cuda"))
+        slots = torch.randperm(6399, device="cuda")[:rows] + 1
+        if model == "14b":
+            return lambda: norm_rotate_and_store(qkv, heads, turns, kv, slots, scale, scale, 1e-6)
+        return lambda: rotate_and_store(qkv, heads, turns, kv, slots)
+
+    def greedy(rows: int) -> Callable[[], object]:
+        logits = randn(rows, vocabulary)
+        return lambda: sampling.argmax(logits)
+
+    def gumbel(rows: int) -> Callable[[], object]:
+        logits, ones = randn(rows, vocabulary), torch.ones(rows, device="cuda")
+        seeds = torch.arange(rows, device="cuda")
+        return lambda: sampling.gumbel_sample(logits, ones, seeds, seeds)
+
+    for rows in (1, 256, 2048):
+        report(f"{model} add_rms_norm {rows}", lambda rows=rows: add_norm(rows), 8.0 * rows * hidden)
+        report(f"{model} silu_mul {rows}", lambda rows=rows: silu(rows), 6.0 * rows * width)
+        report(f"{model} rope_store {rows}", lambda rows=rows: rope(rows), 4.0 * rows * size)
+    for rows in (1, 256):
+        report(f"{model} argmax {rows}", lambda rows=rows: greedy(rows), 2.0 * rows * vocabulary)
+        report(f"{model} gumbel {rows}", lambda rows=rows: gumbel(rows), 2.0 * rows * vocabulary)
+
+
+def bench_linear(model: str, heads: HeadShape, hidden: int, width: int, vocabulary: int) -> None:
+    shapes = {
+        "qkv": (heads.q_size + heads.kv_size, hidden), "o": (hidden, heads.q_size), "gate_up": (2 * width, hidden),
+        "down": (hidden, width), "head": (vocabulary, hidden),
+    }  # fmt: skip
+    for name, (n, k) in shapes.items():
+        moved = 2.0 * n * k
+        weights = [randn(n, k) for _ in range(max(2, int(COLD_BYTES // moved) + 1))]
+        for rows in (1, 4):
+            x, scale, total = randn(rows, k), randn(k), randn(rows, n)
+            turn = iter(range(10**9))
+
+            def by(call: Callable[[Tensor], object], turn=turn, weights=weights) -> Callable[[], Callable[[], object]]:
+                def make() -> Callable[[], object]:
+                    weight = weights[next(turn) % len(weights)]
+                    return lambda: call(weight)
+
+                return make
+
+            label = f"{model} {name} {n}x{k} rows {rows}"
+            report(f"{label} cublas", by(lambda w, x=x: F.linear(x, w)), moved)
+            report(f"{label} gemv", by(lambda w, x=x: gemv.gemv(x, w)), moved)
+            if name in ("o", "down"):
+                report(f"{label} gemv_add", by(lambda w, x=x, t=total: gemv.gemv_add(x, w, None, t)), moved)
+            if name in ("qkv", "head"):
+                report(f"{label} norm_gemv", by(lambda w, x=x, s=scale: gemv.norm_gemv(x, s, 1e-6, w)), moved)
+            if name == "gate_up":
+                report(
+                    f"{label} norm_gate_up", by(lambda w, x=x, s=scale: gemv.norm_gate_up_gemv(x, s, 1e-6, w)), moved
+                )
+        del weights
+
+
+def main() -> None:
+    began = time.monotonic()
+    torch.manual_seed(0)
+    for model, (heads, hidden, width, vocabulary) in MODELS.items():
+        bench_attention(model, heads)
+        bench_small(model, heads, hidden, width, vocabulary)
+        bench_linear(model, heads, hidden, width, vocabulary)
+    print(f"{time.monotonic() - began:.0f} s; launches overlap: {launch.launch_options()['PDL']}")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

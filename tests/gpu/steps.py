@@ -1,0 +1,81 @@
+"""Random steps over a paged cache in which everything that no sequence owns is NaN, and how results are compared."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from weft.kernels import AttentionBatch, HeadShape
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+# ||out - reference|| / ||reference||, the reference computed in float32 from the same rounded inputs.
+# The interpreter cuts float32 to bfloat16 where hardware rounds.
+TOLERANCE = {torch.bfloat16: 1.6e-2 if INTERPRETED else 8e-3, torch.float16: 2e-3, torch.float32: 2e-5}
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=torch.float32).to(dtype)
+
+
+def assert_near(out: Tensor, wanted: Tensor, tolerance: float) -> None:
+    assert out.shape == wanted.shape, f"{tuple(out.shape)} is not {tuple(wanted.shape)}"
+    assert bool(wanted.isfinite().all()), "the reference is not finite"
+    assert bool(out.isfinite().all()), f"{int((~out.isfinite()).sum())} of {out.numel()} are not finite"
+    error = float((out.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
+    assert error <= tolerance, f"relative error {error:.2e} > {tolerance:.2e}"
+    worst = float((out.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp_min(1e-30))
+    assert worst <= 8 * tolerance, f"an element is off by {worst:.2e} of the largest"
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """What kernels allocate and never write is NaN, or a number that no result has."""
+    empty = torch.empty
+
+    def filled(*args: object, **kwargs: object) -> Tensor:
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else -7)
+
+    torch.empty = filled
+    try:
+        yield
+    finally:
+        torch.empty = empty
+
+
+def paged(
+    heads: HeadShape, news: list[int], lengths: list[int], dtype: torch.dtype, block_size: int = 16, seed: int = 0
+) -> tuple[Tensor, Tensor, AttentionBatch]:
+    """(qkv, kv, batch): sequences with so many new tokens at such lengths, in shuffled blocks. One column of every
+    table, and whatever is past a length, is NaN in the cache."""
+    rng = random.Random(seed)
+    counts = [-(-length // block_size) for length in lengths]
+    free = list(range(1, sum(counts) + 1))
+    rng.shuffle(free)
+    tables = [[free.pop() for _ in range(count)] for count in counts]
+    width = max(counts) + 1
+    kv = torch.full((sum(counts) + 1, block_size, 2, heads.num_kv_heads, heads.head_dim), float("nan"), device=DEVICE)
+    slots: list[int] = []
+    starts = [0]
+    for new, length, table in zip(news, lengths, tables, strict=True):
+        at = [table[p // block_size] * block_size + p % block_size for p in range(length)]
+        if at:
+            flat = kv.view(-1, heads.kv_size)
+            flat[torch.tensor(at, device=DEVICE)] = torch.randn(length, heads.kv_size, device=DEVICE)
+        slots += at[length - new :] if length else [0] * new
+        starts.append(starts[-1] + new)
+    batch = AttentionBatch(
+        num_decodes=sum(new == 1 for new in news),
+        query_starts=starts,
+        lengths=lengths,
+        block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], device=DEVICE),
+        slots=torch.tensor(slots, device=DEVICE),
+        lengths_tensor=torch.tensor(lengths, device=DEVICE),
+    )
+    return randn(starts[-1], heads.q_size + heads.kv_size, dtype=dtype), kv.to(dtype), batch

@@ -1,0 +1,176 @@
+"""The native step, as Python calls it: a decoder bound to its weights, its cache, and a team of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.kernels.batch import AttentionBatch, HeadShape
+from weft.kernels.cpu.attention import KEYS, QUERIES
+from weft.kernels.cpu.job import ITEM, JOB, LAYER
+from weft.kernels.cpu.step import step
+from weft.kernels.cpu.team import Job, Team
+from weft.kernels.weights import DecoderWeights
+
+
+class FusedDecode:
+    """Steps of one model, of any mix of decodes and prompt chunks. A token's logits do not depend on what else is in
+    its step."""
+
+    max_rows = 65536
+    """The largest step that this should be asked for. No size is known at which torch's ops are faster."""
+
+    def __init__(
+        self,
+        weights: DecoderWeights,
+        heads: HeadShape,
+        eps: float,
+        rotations: Tensor,
+        kv_cache: Tensor,
+        num_threads: int | None = None,
+    ) -> None:
+        self._team = Team(num_threads or torch.get_num_threads())
+        self._heads = heads
+        self._vocab_size, self._hidden_size = weights.head.shape
+        self._intermediate_size = weights.layers[0].down.shape[1]
+        # Native code holds only addresses: these keep what lies there alive.
+        self._weights, self._rotations, self._kv_cache = weights, rotations.contiguous(), kv_cache
+        self._layers = np.zeros(len(weights.layers), LAYER)
+        for i, layer in enumerate(weights.layers):
+            for name, tensor in layer._asdict().items():
+                self._layers[i][name] = 0 if tensor is None else _address(tensor)
+            self._layers[i]["kv_cache"] = _address(kv_cache[i])
+        group = heads.num_heads // heads.num_kv_heads
+        self._tile_tokens = max(1, QUERIES // group)
+        most = max(QUERIES, group)
+        scratch = most * (2 * heads.head_dim + 2 + KEYS)
+        self._scratch = torch.empty(self._team.num_threads, -(-scratch // 64) * 64)
+        self._jobs = np.zeros(1, JOB)
+        self._set(
+            cells=self._team.cells_address,
+            num_threads=self._team.num_threads,
+            scratch=_address(self._scratch),
+            scratch_stride=self._scratch.stride(0) * 4,
+            hidden_size=self._hidden_size,
+            num_heads=heads.num_heads,
+            num_kv_heads=heads.num_kv_heads,
+            head_dim=heads.head_dim,
+            intermediate_size=self._intermediate_size,
+            vocab_size=self._vocab_size,
+            num_layers=len(weights.layers),
+            block_size=kv_cache.shape[2],
+            embedding=_address(weights.embedding),
+            norm=_address(weights.norm),
+            head=_address(weights.head),
+            rotations=_address(self._rotations),
+            eps=eps,
+            scale=heads.scale,
+        )
+        self._reserved_tokens = self._reserved_parts = 0
+
+    def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None = None) -> Tensor:
+        """The logits of the step's tokens, or of those at `rows`. Writes keys and values at batch.slots."""
+        if len(tokens) == 0:
+            return torch.empty(0, self._vocab_size)
+        if rows is None:
+            rows = torch.arange(len(tokens))
+        inputs = [t.to(torch.int64).contiguous() for t in (tokens, positions, batch.slots, batch.block_tables, rows)]
+        items = np.array(list(_attention_items(batch, self._tile_tokens)), ITEM)
+        num_parts = int(items["part"].max(initial=-1)) + 1
+        self._check(batch, *inputs)
+        logits = torch.empty(len(rows), self._vocab_size)
+
+        def make_job() -> Job:
+            self._reserve(len(tokens), num_parts)
+            self._set(
+                claims=self._team.claims,
+                num_tokens=len(tokens),
+                tokens=_address(inputs[0]),
+                positions=_address(inputs[1]),
+                slots=_address(inputs[2]),
+                tables=_address(inputs[3]),
+                table_stride=inputs[3].shape[1],
+                num_items=len(items),
+                num_parts=num_parts,
+                outputs=_address(inputs[4]),
+                num_outputs=len(rows),
+                logits=_address(logits),
+            )
+            return lambda thread: step(self._jobs, self._layers, items, thread)
+
+        self._team.run(make_job)
+        return logits
+
+    def close(self) -> None:
+        self._team.close()
+
+    def _check(
+        self, batch: AttentionBatch, tokens: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, rows: Tensor
+    ) -> None:
+        """Native code reads and writes where it is told to: nothing may point outside."""
+        num_blocks, block_size = self._kv_cache.shape[1:3]
+        limits = (
+            ("tokens", tokens, self._vocab_size),
+            ("positions", positions, len(self._rotations)),
+            ("slots", slots, num_blocks * block_size),
+            ("block tables", tables, num_blocks),
+            ("rows", rows, len(tokens)),
+        )
+        for name, tensor, limit in limits:
+            values = tensor.numpy()
+            if values.min(initial=0) < 0 or values.max(initial=0) >= limit:
+                raise IndexError(f"The {name} of a step must be from 0 to {limit - 1}.")
+        if not len(tokens) == len(positions) == len(slots) == batch.query_starts[-1]:
+            raise IndexError("A step's tokens, positions and slots must be as many as its sequences' new tokens.")
+        if max(batch.lengths) > tables.shape[1] * block_size:
+            raise IndexError("A sequence is longer than its block table.")
+
+    def _set(self, **fields: float) -> None:
+        for name, value in fields.items():
+            self._jobs[0][name] = value
+
+    def _reserve(self, num_tokens: int, num_parts: int) -> None:
+        """Room for what passes between a layer's parts."""
+        heads = self._heads
+        if num_tokens > self._reserved_tokens:
+            self._reserved_tokens = num_tokens
+            sizes = {
+                "residual": self._hidden_size,
+                "x": self._hidden_size,
+                "y": self._hidden_size,
+                "qkv": heads.q_size + heads.kv_size,
+                "attended": heads.q_size,
+                "gate_up": 2 * self._intermediate_size,
+                "gated": self._intermediate_size,
+            }
+            self._buffers = {name: torch.empty(num_tokens, size) for name, size in sizes.items()}
+            self._set(**{name: _address(buffer) for name, buffer in self._buffers.items()})
+        if num_parts > self._reserved_parts:
+            self._reserved_parts = num_parts
+            self._parts = torch.empty(num_parts, heads.num_heads, heads.head_dim + 2)
+            self._set(parts=_address(self._parts))
+
+
+def _attention_items(batch: AttentionBatch, tile_tokens: int) -> Iterator[tuple[int, ...]]:
+    """The attention of a step as items of `ITEM`. A decode's long run of keys is cut into parts, so that one sequence
+    alone keeps every thread busy; where it is cut does not depend on what else is in the step."""
+    part = 0
+    for sequence, length in enumerate(batch.lengths):
+        start, stop = batch.query_starts[sequence], batch.query_starts[sequence + 1]
+        first_position = length - (stop - start)
+        if stop - start == 1 and length > KEYS:
+            for first in range(0, length, KEYS):
+                yield start, 1, sequence, first, min(length, first + KEYS), first_position, part
+                part += 1
+            continue
+        for token in range(start, stop, tile_tokens):
+            count = min(tile_tokens, stop - token)
+            position = first_position + token - start
+            yield token, count, sequence, 0, position + count, position, -1
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr()

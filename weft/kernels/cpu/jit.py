@@ -1,0 +1,67 @@
+"""How native code is made: numba's compiler behind two typed decorators, and a cache of what it has compiled."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+# numba's types know nothing of its configuration, and llvmlite has none.
+numba: Any = import_module("numba")
+types: Any = import_module("numba.types")
+cgutils: Any = import_module("numba.core.cgutils")
+ir: Any = import_module("llvmlite.ir")
+llvm: Any = import_module("llvmlite.binding")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# What lets sums be vectorised and multiplied-and-added at once. NaN and infinity keep their meaning: a model that
+# overflows must be seen to.
+REORDER = frozenset({"reassoc", "contract", "nsz", "arcp"})
+IN_ORDER = frozenset({"contract"})
+
+
+def cache_directory() -> Path:
+    """Where compiled code is kept, under a digest of this package's sources.
+
+    numba looks only at the file of the outermost function to see whether its cached code is still true, not at the
+    files of what it calls.
+    """
+    home = os.environ.get("WEFT_HOME")
+    root = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return root / "kernels" / digest.hexdigest()[:16]
+
+
+def entry(signature: str | Any) -> Callable[[Function], Function]:
+    """A function that Python calls: compiled now or taken from the cache, and run without the GIL."""
+    numba.config.CACHE_DIR = str(_CACHE)
+    wrap: Callable[[Function], Function] = numba.njit(
+        signature, cache=True, nogil=True, error_model="numpy", fastmath=set(REORDER)
+    )
+    return wrap
+
+
+def inner(function: Function, *, fastmath: frozenset[str] = REORDER) -> Function:
+    """A function that only native code calls: compiled into each of its callers."""
+    wrapped: Function = numba.njit(function, error_model="numpy", fastmath=set(fastmath))
+    return wrapped
+
+
+def in_order(function: Function) -> Function:
+    """As `inner`, where the order of the operations carries the precision."""
+    return inner(function, fastmath=IN_ORDER)
+
+
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that native code calls, given as the LLVM instructions it stands for."""
+    wrapped: Callable[..., Any] = import_module("numba.extending").intrinsic(function)
+    return wrapped
+
+
+_CACHE = cache_directory()

@@ -1,0 +1,50 @@
+"""What one step's native code is told: records of addresses and sizes, laid out for numpy and for numba alike."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import from_dtype
+
+
+def _integers(names: str) -> list[tuple[str, type]]:
+    return [(name, np.int64) for name in names.split()]
+
+
+JOB = np.dtype(
+    [
+        *_integers("cells num_threads claims scratch scratch_stride"),
+        # The sizes of the model, and its own memory.
+        *_integers("hidden_size num_heads num_kv_heads head_dim intermediate_size vocab_size num_layers block_size"),
+        *_integers("embedding norm head rotations"),
+        # What is asked in this step: tokens, attention to be done for them, and whose logits are wanted.
+        *_integers("num_tokens tokens positions slots num_items num_parts tables table_stride num_outputs outputs"),
+        # What passes from one phase to the next, and what comes out.
+        *_integers("residual x qkv attended gate_up gated y parts logits"),
+        ("eps", np.float32),
+        ("scale", np.float32),
+    ]
+)
+
+LAYER = np.dtype(
+    _integers("attention_norm qkv qkv_bias q_norm k_norm output output_bias mlp_norm gate_up down kv_cache")
+)
+"""Addresses: 0 for what a layer does not have."""
+
+ITEM = np.dtype(_integers("token num_tokens sequence first stop position part"))
+"""Attention of a few tokens of a sequence over a run of its keys. `part` is where the unfinished result goes to be
+joined with those of the token's other runs, or -1 where there is only one run."""
+
+JOBS, LAYERS, ITEMS = (from_dtype(dtype)[::1] for dtype in (JOB, LAYER, ITEM))
+"""What numba calls arrays of these."""
+
+
+class Here(NamedTuple):
+    """What native code is at."""
+
+    job: Any
+    layer: Any
+    items: Any
+    scratch: int
+    """The address of the thread's own memory."""

@@ -1,0 +1,119 @@
+"""Raw memory in native code: pointers from addresses, bits, and what threads need to meet.
+
+Kernels index pointers and not arrays: an array's signed index may wrap round, which LLVM does not vectorise.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, TypeAlias
+
+from weft.kernels.cpu.emit import prefetch as emit_prefetch
+from weft.kernels.cpu.jit import cgutils, intrinsic, ir, types
+
+Float: TypeAlias = Any
+"""A float32, and so of numpy's type before the code is compiled."""
+Floats: TypeAlias = Any
+"""A pointer to float32."""
+Ints: TypeAlias = Any
+"""A pointer to int64."""
+
+FLOATS = types.CPointer(types.float32)
+INTS = types.CPointer(types.int64)
+
+# On Arm the barrier of instructions: its `yield` does nothing.
+_ARM = platform.machine() in ("aarch64", "arm64")
+_PAUSE, _PAUSE_ARGS = ("llvm.aarch64.isb", [ir.IntType(32)(15)]) if _ARM else ("llvm.x86.sse2.pause", [])
+
+
+@intrinsic
+def floats(typing: Any, address: Any) -> Any:
+    """The float32s at an address."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
+
+    return FLOATS(types.int64), emit
+
+
+@intrinsic
+def ints(typing: Any, address: Any) -> Any:
+    """The int64s at an address."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+
+    return INTS(types.int64), emit
+
+
+@intrinsic
+def at(typing: Any, pointer: Any, offset: Any) -> Any:
+    """The pointer `offset` elements further on."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.gep(args[0], [args[1]])
+
+    return pointer(pointer, types.int64), emit
+
+
+@intrinsic
+def prefetch(typing: Any, pointer: Any) -> Any:
+    """Ask for the cache line at a pointer."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit_prefetch(builder, args[0])
+        return context.get_dummy_value()
+
+    return types.void(pointer), emit
+
+
+@intrinsic
+def float_of_bits(typing: Any, bits: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), emit
+
+
+@intrinsic
+def fetch_add(typing: Any, cell: Any, amount: Any) -> Any:
+    """Add to a shared cell, and return what it held before."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", args[0], args[1], "acq_rel")
+
+    return types.int64(INTS, types.int64), emit
+
+
+@intrinsic
+def load_acquire(typing: Any, cell: Any) -> Any:
+    """Read a shared cell, and see all that was written before it was."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(args[0], "acquire", align=8)
+
+    return types.int64(INTS), emit
+
+
+@intrinsic
+def pause(typing: Any) -> Any:
+    """Leave the core's other work a moment, between two looks at a shared cell."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in _PAUSE_ARGS])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, _PAUSE), _PAUSE_ARGS)
+        return context.get_dummy_value()
+
+    return types.void(), emit
+
+
+@intrinsic
+def give_way(typing: Any) -> Any:
+    """Let another thread have this core."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(32), [])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
+        return context.get_dummy_value()
+
+    return types.void(), emit

@@ -1,0 +1,218 @@
+"""The phases of a decoder's step, each as what one thread does with one piece of it.
+
+Between two phases all threads meet. A piece is a token, some output rows of a matrix, or an item of attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from weft.kernels.cpu import attention, rows
+from weft.kernels.cpu.crew import spread
+from weft.kernels.cpu.jit import inner
+from weft.kernels.cpu.job import Here
+from weft.kernels.cpu.memory import at, floats, ints
+from weft.kernels.cpu.tile import stream_dots
+
+_ONE = np.float32(1)
+# A quarter of a megabyte: the second-level caches of server cores have one or two.
+_CACHED_FLOATS = 65536
+
+
+@spread
+def embed(here: Here, token: int) -> None:
+    job = here.job
+    size = job.hidden_size
+    source = floats(job.embedding + 4 * size * ints(job.tokens)[token])
+    rows.copy(source, at(floats(job.residual), token * size), size)
+
+
+@inner
+def _norm(job: Any, weight: int, source: int, target: int) -> None:
+    """Norm a row of the residual, to a row of x."""
+    size = job.hidden_size
+    x = at(floats(job.residual), source * size)
+    rows.rms_norm(x, floats(weight), job.eps, at(floats(job.x), target * size), size)
+
+
+@spread
+def attention_norm(here: Here, token: int) -> None:
+    _norm(here.job, here.layer.attention_norm, token, token)
+
+
+@spread
+def mlp_norm(here: Here, token: int) -> None:
+    _norm(here.job, here.layer.mlp_norm, token, token)
+
+
+@spread
+def final_norm(here: Here, output: int) -> None:
+    _norm(here.job, here.job.norm, ints(here.job.outputs)[output], output)
+
+
+@inner
+def _piece_rows(job: Any, num_rows: int, row_size: int) -> Any:
+    """Rows of a matrix that a thread takes at a time: enough for one stream of memory to get going, few enough to stay
+    in a core's own cache while all tokens pass, and as many pieces for every thread: three or more."""
+    most = max(4, min(96, _CACHED_FLOATS // row_size))
+    turns = max(3, -(-num_rows // (most * job.num_threads)))
+    return (num_rows // (turns * job.num_threads) + 4) // 4 * 4
+
+
+@inner
+def num_pieces(job: Any, num_rows: int, row_size: int) -> Any:
+    piece_rows = _piece_rows(job, num_rows, row_size)
+    return (num_rows + piece_rows - 1) // piece_rows
+
+
+@inner
+def _linear(weight: int, x: int, y: int, num_tokens: int, in_size: int, out_size: int, first: int, count: int) -> None:
+    """y[:, first : first + count] of x times the weight transposed."""
+    matrix = floats(weight + 4 * first * in_size)
+    stream_dots(matrix, count, floats(x), num_tokens, in_size, floats(y + 4 * first), out_size)
+
+
+@inner
+def _add_bias(bias: int, y: int, num_tokens: int, out_size: int, first: int, count: int) -> None:
+    if bias:
+        for token in range(num_tokens):
+            rows.add(floats(bias + 4 * first), floats(y + 4 * (token * out_size + first)), count)
+
+
+@inner
+def _add_to_residual(job: Any, first: int, count: int) -> None:
+    for token in range(job.num_tokens):
+        start = token * job.hidden_size + first
+        rows.add(at(floats(job.y), start), at(floats(job.residual), start), count)
+
+
+@spread
+def qkv(here: Here, piece: int) -> None:
+    job, layer = here.job, here.layer
+    out_size = (job.num_heads + 2 * job.num_kv_heads) * job.head_dim
+    piece_rows = _piece_rows(job, out_size, job.hidden_size)
+    first = piece * piece_rows
+    count = min(piece_rows, out_size - first)
+    _linear(layer.qkv, job.x, job.qkv, job.num_tokens, job.hidden_size, out_size, first, count)
+    _add_bias(layer.qkv_bias, job.qkv, job.num_tokens, out_size, first, count)
+
+
+@spread
+def rotate_and_store(here: Here, token: int) -> None:
+    """Norm and turn a token's queries and keys, scale its queries, and write its keys and values to the cache."""
+    job, layer = here.job, here.layer
+    dim, scale = job.head_dim, job.scale
+    q_size, kv_size = job.num_heads * dim, 2 * job.num_kv_heads * dim
+    row = at(floats(job.qkv), token * (q_size + kv_size))
+    rotation = at(floats(job.rotations), ints(job.positions)[token] * dim)
+    for head in range(job.num_heads + job.num_kv_heads):
+        x = at(row, head * dim)
+        norm = layer.q_norm if head < job.num_heads else layer.k_norm
+        if norm:
+            rows.rms_norm(x, floats(norm), job.eps, x, dim)
+        rows.rotate(x, rotation, dim)
+    for i in range(q_size):
+        row[i] *= scale
+    rows.copy(at(row, q_size), at(floats(layer.kv_cache), ints(job.slots)[token] * kv_size), kv_size)
+
+
+@spread
+def attend(here: Here, piece: int) -> None:
+    """One item of attention, for one kv head."""
+    job = here.job
+    item = here.items[piece // job.num_kv_heads]
+    kv_head = piece % job.num_kv_heads
+    dim, group = job.head_dim, job.num_heads // job.num_kv_heads
+    q_size, kv_size = job.num_heads * dim, 2 * job.num_kv_heads * dim
+    most = max(attention.QUERIES, group)
+    queries = floats(here.scratch)
+    out = at(queries, most * dim)
+    highest = at(out, most * dim)
+    totals = at(highest, most)
+    scores = at(totals, most)
+    for t in range(item.num_tokens):
+        source = at(floats(job.qkv), (item.token + t) * (q_size + kv_size) + kv_head * group * dim)
+        rows.copy(source, at(queries, t * group * dim), group * dim)
+    keys = at(floats(here.layer.kv_cache), kv_head * dim)
+    table = at(ints(job.tables), item.sequence * job.table_stride)
+    attention.attend(
+        queries, item.num_tokens, group,
+        keys, at(keys, kv_size // 2), kv_size, dim, table, job.block_size,
+        item.first, item.stop, item.position,
+        scores, out, highest, totals,
+    )  # fmt: skip
+    for q in range(item.num_tokens * group):
+        head = kv_head * group + q % group
+        if item.part < 0:
+            target = at(floats(job.attended), (item.token + q // group) * q_size + head * dim)
+            rows.scale(at(out, q * dim), _ONE / totals[q], target, dim)
+        else:
+            target = at(floats(job.parts), (item.part * job.num_heads + head) * (dim + 2))
+            target[0], target[1] = highest[q], totals[q]
+            rows.copy(at(out, q * dim), at(target, 2), dim)
+
+
+@spread
+def join(here: Here, piece: int) -> None:
+    """Join the parts of a token's attention, from its first item on."""
+    job = here.job
+    item = here.items[piece]
+    if item.part < 0 or item.first > 0:
+        return
+    num_parts = 1
+    while piece + num_parts < job.num_items and here.items[piece + num_parts].token == item.token:
+        num_parts += 1
+    dim, num_heads = job.head_dim, job.num_heads
+    stride = num_heads * (dim + 2)
+    for head in range(num_heads):
+        part = at(floats(job.parts), item.part * stride + head * (dim + 2))
+        target = at(floats(job.attended), (item.token * num_heads + head) * dim)
+        attention.join(part, stride, num_parts, dim, target)
+
+
+@spread
+def output(here: Here, piece: int) -> None:
+    job, layer = here.job, here.layer
+    in_size, size = job.num_heads * job.head_dim, job.hidden_size
+    piece_rows = _piece_rows(job, size, in_size)
+    first = piece * piece_rows
+    count = min(piece_rows, size - first)
+    _linear(layer.output, job.attended, job.y, job.num_tokens, in_size, size, first, count)
+    _add_bias(layer.output_bias, job.y, job.num_tokens, size, first, count)
+    _add_to_residual(job, first, count)
+
+
+@spread
+def gate_up(here: Here, piece: int) -> None:
+    """Rows of the gate and the same ones of up, so that one thread has both."""
+    job, layer = here.job, here.layer
+    size = job.intermediate_size
+    piece_rows = _piece_rows(job, size, job.hidden_size)
+    first = piece * piece_rows
+    count = min(piece_rows, size - first)
+    _linear(layer.gate_up, job.x, job.gate_up, job.num_tokens, job.hidden_size, 2 * size, first, count)
+    _linear(layer.gate_up, job.x, job.gate_up, job.num_tokens, job.hidden_size, 2 * size, size + first, count)
+    for token in range(job.num_tokens):
+        gate = at(floats(job.gate_up), token * 2 * size + first)
+        rows.silu_mul(gate, at(gate, size), at(floats(job.gated), token * size + first), count)
+
+
+@spread
+def down(here: Here, piece: int) -> None:
+    job, layer = here.job, here.layer
+    piece_rows = _piece_rows(job, job.hidden_size, job.intermediate_size)
+    first = piece * piece_rows
+    count = min(piece_rows, job.hidden_size - first)
+    _linear(layer.down, job.gated, job.y, job.num_tokens, job.intermediate_size, job.hidden_size, first, count)
+    _add_to_residual(job, first, count)
+
+
+@spread
+def head(here: Here, piece: int) -> None:
+    job = here.job
+    piece_rows = _piece_rows(job, job.vocab_size, job.hidden_size)
+    first = piece * piece_rows
+    count = min(piece_rows, job.vocab_size - first)
+    _linear(job.head, job.x, job.logits, job.num_outputs, job.hidden_size, job.vocab_size, first, count)

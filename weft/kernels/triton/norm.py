@@ -1,0 +1,73 @@
+"""RMSNorm, alone and with the residual's sum. Sums and scales in float32, rounds where the reference rounds."""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.triton.launch import launch_options, wait_for_inputs
+
+_MAX_HIDDEN = 16384
+_SMALL_TILE = 1024
+"""Rows shorter than this share a program."""
+
+
+@triton.jit
+def _norm_kernel(
+    x, residual, weight, out, num_rows, hidden, x_stride, residual_stride, eps,
+    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = (rows < num_rows) & (columns < hidden)
+    scale = tl.load(weight + columns, mask=columns < hidden, other=0.0)
+    wait_for_inputs(PDL)
+    value = tl.load(x + rows * x_stride + columns, mask=inside, other=0.0)
+    if ADD:
+        at = residual + rows * residual_stride + columns
+        value = (value.to(tl.float32) + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
+        tl.store(at, value, mask=inside)
+    wide = value.to(tl.float32)
+    spread = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / hidden + eps)
+    normal = (wide * spread).to(value.dtype).to(tl.float32) * scale.to(tl.float32)
+    tl.store(out + rows * hidden + columns, normal.to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The result is contiguous. The weight has x's dtype."""
+    return _launch(x, None, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add x to the residual in place, and return the normalised sum."""
+    return _launch(x, residual, weight, eps)
+
+
+def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    hidden = x.shape[-1]
+    if hidden > _MAX_HIDDEN:
+        raise ValueError(f"rows of {hidden} elements; a program holds {_MAX_HIDDEN}")
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, hidden).contiguous()
+    if residual is None:
+        kept = rows
+    else:
+        kept = residual.view(-1, hidden)
+        if kept.stride(1) != 1:
+            raise ValueError("the residual's rows are not contiguous")
+    num_rows = rows.shape[0]
+    if num_rows == 0:
+        return out
+    block = max(64, triton.next_power_of_2(hidden))
+    per_program = max(1, _SMALL_TILE // block)
+    _norm_kernel[(triton.cdiv(num_rows, per_program),)](
+        rows, kept, weight, out, num_rows, hidden, rows.stride(0), kept.stride(0), eps,
+        ADD=residual is not None, ROWS=per_program, BLOCK=block,
+        num_warps=min(16, max(4, per_program * block // 256)),
+        **launch_options(),
+    )  # fmt: skip
+    return out
