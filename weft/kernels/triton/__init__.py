@@ -24,6 +24,7 @@ def triton_ops() -> Ops:
     from weft.kernels.triton.gemv import linear
     from weft.kernels.triton.norm import add_rms_norm, rms_norm
     from weft.kernels.triton.rope_store import rotate_and_store
+    from weft.kernels.triton.sampling import argmax
 
     return Ops(
         rms_norm=rms_norm,
@@ -32,4 +33,5 @@ def triton_ops() -> Ops:
         silu_mul=silu_mul,
         rotate_and_store=rotate_and_store,
         attention=attention,
+        greedy=argmax,
     )
