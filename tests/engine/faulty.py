@@ -16,10 +16,7 @@ POISON = 4242
 def install(fault: str) -> None:
     from weft.worker.runner import Runner
 
-    execute, compute_logits = Runner.execute, Runner._logits
-
-    def poisoned_rows(runner: Runner, rows: list) -> list[int]:
-        return [i for i, row in enumerate(rows) if POISON in runner.table.tokens[row.row, : row.start + row.count]]
+    execute, finish = Runner.execute, Runner._finish
 
     def faulty_execute(runner, plan):
         if any(POISON in admission.token_ids for admission in plan.admit):
@@ -29,14 +26,13 @@ def install(fault: str) -> None:
                 raise ArithmeticError("the poison worked")
         return execute(runner, plan)
 
-    def faulty_logits(runner, inputs):
-        logits = compute_logits(runner, inputs)
-        if fault == "nan":
-            for i in poisoned_rows(runner, inputs.sampling):
-                logits[i] = float("nan")
-        return logits
+    def faulty_finish(runner, plan, rows, logits, tokens, peaks):
+        for i, row in enumerate(rows):
+            if fault == "nan" and POISON in runner.table.tokens[row.row, : row.start + row.count]:
+                peaks[i] = logits[i, 0] = float("nan")
+        return finish(runner, plan, rows, logits, tokens, peaks)
 
-    Runner.execute, Runner._logits = faulty_execute, faulty_logits
+    Runner.execute, Runner._finish = faulty_execute, faulty_finish
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def under_reference(driven: Driven) -> Driven:
     loaded, limits = driven.runner.model, driven.limits
     model = DenseModel(loaded.config, loaded.weights, REFERENCE, limits.max_model_len)
     table = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, torch.device("cpu"))
-    return Driven(Runner(model, torch.zeros_like(driven.runner.kv_cache), table, None), limits)
+    return Driven(Runner(model, torch.zeros_like(driven.runner.kv_cache), table), limits)
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int, *, done: Sequence[int] = (), **params: Any) -> Request:
@@ -132,9 +132,9 @@ def watched_logits() -> Iterator[list[Tensor]]:
     seen: list[Tensor] = []
     sample = runner_module.sample
 
-    def watching(logits: Tensor, targets: list[Any]) -> Any:
+    def watching(logits: Tensor, *rest: Any) -> Any:
         seen.append(logits.clone())
-        return sample(logits, targets)
+        return sample(logits, *rest)
 
     runner_module.sample = watching
     try:

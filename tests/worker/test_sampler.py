@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.kernels import reference
 from weft.plan import Sampled
 from weft.types import SamplingParams
 from weft.worker import sampler
-from weft.worker.rows import RowState
-from weft.worker.sampler import Target, gumbel_noise, sample
+from weft.worker.rows import RowState, RowTable
+from weft.worker.sampler import SampledBatch, Target, gumbel_noise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,7 +32,19 @@ def target(
     """A row whose next token follows `history`; greedy unless `params` says otherwise."""
     tokens = [0, 0, 0] if history is None else history
     chosen = SamplingParams(**({"temperature": 0.0, "seed": 0} | params))
-    return Target(RowState(chosen, num_prompt, stops or []), torch.tensor(tokens), len(tokens))
+    return Target(table_of(tokens, RowState(chosen, num_prompt, stops or [])), 0, len(tokens))
+
+
+def table_of(tokens: list[int], state: RowState, length: int = 0) -> RowTable:
+    """A table of one row."""
+    table = RowTable(1, max(length, len(tokens) + 1), 1, torch.device("cpu"))
+    table.tokens[0, : len(tokens)] = torch.tensor(tokens)
+    table.states[0] = state
+    return table
+
+
+def sample(logits: Tensor, targets: list[Target]) -> SampledBatch:
+    return sampler.sample(logits, *reference.greedy(logits), targets)
 
 
 def choose(logits: Tensor, *targets: Target) -> list[Sampled]:
@@ -46,8 +59,8 @@ def greedy(logits: Tensor, **how: Any) -> int:
 def draws(logits: Tensor, num_draws: int = NUM_DRAWS, *, seed: int = 7, **params: Any) -> list[int]:
     """Tokens at as many positions, of one seed."""
     state = RowState(SamplingParams(**({"temperature": 1.0, "seed": seed} | params)), 0, [])
-    history = torch.tensor([], dtype=torch.int64)
-    rows = [Target(state, history, position) for position in range(num_draws)]
+    table = table_of([], state, num_draws)
+    rows = [Target(table, 0, position) for position in range(num_draws)]
     return sample(logits.expand(num_draws, -1).clone(), rows).tokens.tolist()
 
 

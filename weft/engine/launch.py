@@ -13,8 +13,9 @@ from typing import Protocol
 
 from weft.engine.process import run_engine
 
-ENGINE_ENV: dict[str, str] = {}
-"""Environment that the engine process needs before torch is imported."""
+ENGINE_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
+"""What the engine process needs before torch is imported: torch's threads sleep between its operators instead of
+spinning, and leave the cores to the native step; weights lie in large pages. What the operator has set is kept."""
 
 
 class LaunchedEngine(Protocol):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import queue
 import time
 
 from weft.engine.core import EngineCore
 from weft.engine.line import Line
-from weft.engine.wire import Abort, BrokenFrame, Output, Ready, Shutdown, Start, Started, Submit
+from weft.engine.wire import Abort, BrokenFrame, Output, Ready, Shutdown, Start, Started, Submit, ToEngine
 from weft.scheduler.scheduler import Scheduler
 from weft.worker.worker import Worker
 
@@ -27,6 +28,14 @@ def serve(start: Start, line: Line) -> None:
             line.send(Output(events, core.stats()))
 
 
+def _idle(core: EngineCore, line: Line) -> ToEngine | None:
+    """Wait for a message; while none comes, prepare what makes later steps faster."""
+    while core.runner.prepare():
+        with contextlib.suppress(queue.Empty):
+            return line.inbox.get_nowait()
+    return line.inbox.get()
+
+
 def _drain(core: EngineCore, line: Line) -> bool:
     """Take in every message that waits; with nothing to compute, sleep until one comes. False: stop."""
     while True:
@@ -37,7 +46,7 @@ def _drain(core: EngineCore, line: Line) -> bool:
                 return True
         else:
             core.settle()
-            message = line.inbox.get()
+            message = _idle(core, line)
         match message:
             case Submit(requests=requests):
                 refused = core.submit(requests)

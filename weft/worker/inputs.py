@@ -1,4 +1,4 @@
-"""From a plan to the tensors that the model takes."""
+"""From a plan to the tensors that the model takes: one packed copy to the device, the rest is gathered there."""
 
 from __future__ import annotations
 
@@ -10,53 +10,75 @@ from torch import Tensor
 
 from weft.kernels import AttentionBatch
 from weft.plan import Row, StepPlan
-from weft.worker.rows import RowTable
+from weft.worker.rows import Ints, RowTable, runs
 
 
 class StepInputs(NamedTuple):
     tokens: Tensor
     positions: Tensor
     batch: AttentionBatch
-    rows: list[Row]
-    """The plan's rows in the order of the batch: those with one token first."""
     sampling: list[Row]
-    """Those of `rows` that sample, in the same order."""
+    """The rows that sample, in the order of the batch: rows with one token first."""
+    sampling_rows: Tensor
+    """Their numbers."""
     sample_at: Tensor
-    """Where the last tokens of `sampling` stand among the step's tokens."""
-
-    @property
-    def only_decodes(self) -> bool:
-        """Every row has one token and samples: the step of a batch that is all answers and no prompts."""
-        return self.batch.num_decodes == len(self.rows) == len(self.sampling)
+    """Where their last tokens stand among the step's tokens."""
 
 
 def build_inputs(plan: StepPlan, table: RowTable) -> StepInputs:
-    """One packed copy to the device (row and position of every token), everything else is gathered there."""
     rows = sorted(plan.rows, key=lambda row: row.count > 1)
-    counts = np.array([row.count for row in rows])
-    starts = np.concatenate(([0], np.cumsum(counts)))
-    packed = np.empty((2, starts[-1]), dtype=np.int64)
-    packed[0] = np.repeat([row.row for row in rows], counts)
-    packed[1] = np.arange(starts[-1]) + np.repeat([row.start for row in rows] - starts[:-1], counts)
-    device = table.tokens.device
-    token_rows, positions = torch.from_numpy(packed).to(device)
+    counts = [row.count for row in rows]
+    starts = [0, *np.cumsum(counts).tolist()]
+    numbers = np.array([row.row for row in rows], dtype=np.int64)
     lengths = [row.start + row.count for row in rows]
-    row_ids = torch.tensor([row.row for row in rows], device=device)
+    samples = np.array([row.samples for row in rows])
+    writes = table.take_in(plan)
+    token_rows, positions, numbers_there, lengths_there, sample_at, sampling_rows, *written = to_device(
+        [
+            np.repeat(numbers, counts),
+            runs([row.start for row in rows], counts),
+            numbers,
+            np.array(lengths, dtype=np.int64),
+            np.array(starts[1:], dtype=np.int64)[samples] - 1,
+            numbers[samples],
+            writes.token_rows,
+            writes.token_positions,
+            writes.tokens,
+            writes.block_rows,
+            writes.block_positions,
+            writes.blocks,
+        ],
+        table.device,
+    )
+    table.write(*written)
     widest = -(-max(lengths) // table.block_size)
     batch = AttentionBatch(
-        num_decodes=sum(row.count == 1 for row in rows),
-        query_starts=starts.tolist(),
+        num_decodes=counts.count(1),
+        query_starts=starts,
         lengths=lengths,
-        block_tables=table.blocks[row_ids, :widest],
-        slots=table.blocks[token_rows, positions // table.block_size] * table.block_size + positions % table.block_size,
-        lengths_tensor=torch.tensor(lengths, device=device),
+        block_tables=table.blocks[numbers_there, :widest],
+        slots=slots_of(table, token_rows, positions),
+        lengths_tensor=lengths_there,
     )
-    sample_at = [int(starts[i + 1]) - 1 for i, row in enumerate(rows) if row.samples]
     return StepInputs(
         tokens=table.tokens[token_rows, positions],
         positions=positions,
         batch=batch,
-        rows=rows,
         sampling=[row for row in rows if row.samples],
-        sample_at=torch.tensor(sample_at, dtype=torch.int64, device=device),
+        sampling_rows=sampling_rows,
+        sample_at=sample_at,
     )
+
+
+def slots_of(table: RowTable, rows: Tensor, positions: Tensor) -> Tensor:
+    """The cache slots of tokens, by row and position."""
+    return table.blocks[rows, positions // table.block_size] * table.block_size + positions % table.block_size
+
+
+def to_device(arrays: list[Ints], device: torch.device) -> list[Tensor]:
+    """Arrays as tensors on the device, by one copy that nobody waits for."""
+    packed = torch.from_numpy(np.concatenate(arrays))
+    if device.type != "cpu":
+        # Pinned memory is fresh every step: the copy of the last one may still be under way.
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    return list(torch.split(packed, [len(array) for array in arrays]))

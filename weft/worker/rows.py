@@ -6,11 +6,16 @@ its inputs from them, so the next step can be launched before anybody has read w
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from msgspec import Struct
+from numpy.typing import NDArray
+from torch import Tensor
 
-from weft.plan import Admission, StepPlan
+from weft.plan import StepPlan
 from weft.types import SamplingParams
+
+Ints = NDArray[np.int64]
 
 
 class RowState(Struct):
@@ -20,28 +25,73 @@ class RowState(Struct):
     num_blocks: int = 0
 
 
+class RowWrites(Struct, frozen=True):
+    """What a plan adds to the table: where each token and each block goes, and what it is."""
+
+    token_rows: Ints
+    token_positions: Ints
+    tokens: Ints
+    block_rows: Ints
+    block_positions: Ints
+    blocks: Ints
+
+
 class RowTable:
     def __init__(self, num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
-        self.tokens = torch.zeros(num_rows, max_model_len, dtype=torch.int64, device=device)
-        self.blocks = torch.zeros(num_rows, -(-max_model_len // block_size), dtype=torch.int64, device=device)
+        self.device = device
+        self.padding_row = num_rows
+        """A row of nobody's: its blocks are the null block."""
+        self.tokens = torch.zeros(num_rows + 1, max_model_len, dtype=torch.int64, device=device)
+        self.blocks = torch.zeros(num_rows + 1, -(-max_model_len // block_size), dtype=torch.int64, device=device)
         self.states: dict[int, RowState] = {}
 
-    def update(self, plan: StepPlan) -> None:
-        """Take in what is new in a plan, before its step is computed."""
+    def take_in(self, plan: StepPlan) -> RowWrites:
+        """Note what is new in a plan; the writes must reach the device before its step is computed."""
         for released in plan.release:
             del self.states[released]
         for admission in plan.admit:
-            self._admit(admission)
-        for row in plan.rows:
-            if row.new_blocks:
-                state = self.states[row.row]
-                end = state.num_blocks + len(row.new_blocks)
-                self.blocks[row.row, state.num_blocks : end] = torch.tensor(row.new_blocks)
-                state.num_blocks = end
+            self.states[admission.row] = RowState(
+                admission.params, admission.num_prompt_tokens, admission.stop_token_ids
+            )
+        lengths = [len(admission.token_ids) for admission in plan.admit]
+        grown = [row for row in plan.rows if row.new_blocks]
+        counts = [len(row.new_blocks) for row in grown]
+        firsts = []
+        for row in grown:
+            state = self.states[row.row]
+            firsts.append(state.num_blocks)
+            state.num_blocks += len(row.new_blocks)
+        return RowWrites(
+            token_rows=np.repeat(_ints([admission.row for admission in plan.admit]), lengths),
+            token_positions=runs([0] * len(lengths), lengths),
+            tokens=_ints([token for admission in plan.admit for token in admission.token_ids]),
+            block_rows=np.repeat(_ints([row.row for row in grown]), counts),
+            block_positions=runs(firsts, counts),
+            blocks=_ints([block for row in grown for block in row.new_blocks]),
+        )
 
-    def _admit(self, admission: Admission) -> None:
-        row = admission.row
-        self.states[row] = RowState(admission.params, admission.num_prompt_tokens, admission.stop_token_ids)
-        self.tokens[row, : len(admission.token_ids)] = torch.tensor(admission.token_ids)
-        self.blocks[row] = 0
+    def write(
+        self, token_rows: Tensor, token_positions: Tensor, tokens: Tensor, block_rows: Tensor, block_positions: Tensor,
+        blocks: Tensor,
+    ) -> None:  # fmt: skip
+        """Carry out writes, on the device."""
+        if len(tokens):
+            self.tokens[token_rows, token_positions] = tokens
+        self.write_blocks(block_rows, block_positions, blocks)
+
+    def write_blocks(self, rows: Tensor, positions: Tensor, blocks: Tensor) -> None:
+        if len(blocks):
+            self.blocks[rows, positions] = blocks
+
+
+def runs(firsts: list[int], counts: list[int]) -> Ints:
+    """first, first + 1, … for every first, each as often as its count says, one run after the other."""
+    lengths = _ints(counts)
+    begins = np.cumsum(lengths) - lengths
+    values: Ints = np.arange(lengths.sum()) + np.repeat(_ints(firsts) - begins, lengths)
+    return values
+
+
+def _ints(values: list[int]) -> Ints:
+    return np.array(values, dtype=np.int64)

@@ -4,44 +4,53 @@ batch, the step or the process. Parameters that nobody uses cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from weft.kernels import reference
 from weft.plan import Sampled
 from weft.types import SamplingParams, TokenLogprob
-from weft.worker.rows import RowState
+from weft.worker.rows import RowState, RowTable
 
+BROKEN = -1
 FIRST_CANDIDATES = 1024
 """top_p looks at so many of the likeliest tokens before it sorts the whole vocabulary."""
 
 
 class Target(NamedTuple):
-    """A row that samples: its state, the tokens before the sampled one, and the position of the sampled one."""
+    """A row that samples, and the position of the token that it samples."""
 
-    state: RowState
-    history: Tensor
+    table: RowTable
+    row: int
     position: int
+
+    @property
+    def state(self) -> RowState:
+        return self.table.states[self.row]
+
+    @property
+    def history(self) -> Tensor:
+        """The tokens before the sampled one."""
+        return self.table.tokens[self.row, : self.position]
 
 
 class SampledBatch(NamedTuple):
-    """Results on the device; `read` waits for them."""
+    """What a step sampled, on its way to the host; `read` waits for it."""
 
     tokens: Tensor
-    peaks: Tensor
-    """The largest logit of each row: no finite number when the row's logits are broken."""
+    """On the host, once `arrived`: the sampled tokens, and BROKEN for a row whose logits are no numbers."""
+    arrived: torch.cuda.Event | None
     logprobs: list[tuple[Tensor, Tensor, Tensor] | None]
     """For rows that asked: the chosen token's log probability, and the likeliest ids with theirs."""
 
     def read(self) -> list[Sampled]:
-        usable = self.peaks.isfinite().tolist()
+        if self.arrived is not None:
+            self.arrived.synchronize()
         read = []
-        for token, is_usable, logprob in zip(self.tokens.tolist(), usable, self.logprobs, strict=True):
-            if not is_usable:
-                read.append(Sampled(-1, error="The model's output for this request is not a number."))
+        for token, logprob in zip(self.tokens.tolist(), self.logprobs, strict=True):
+            if token == BROKEN:
+                read.append(Sampled(token, error="The model's output for this request is not a number."))
             elif logprob is None:
                 read.append(Sampled(token))
             else:
@@ -51,18 +60,27 @@ class SampledBatch(NamedTuple):
         return read
 
 
-def sample(
-    logits: Tensor, targets: list[Target], greedy: Callable[[Tensor], tuple[Tensor, Tensor]] = reference.greedy
-) -> SampledBatch:
-    """One token for each row of logits [rows, vocabulary]."""
-    tokens, peaks = greedy(logits)
+def sample(logits: Tensor, tokens: Tensor, peaks: Tensor, targets: list[Target]) -> SampledBatch:
+    """From logits [rows, vocabulary] and the likeliest token and the largest logit of each row: one token a row.
+    Rows that do not want the likeliest one get theirs written to the row table."""
     logprobs: list[tuple[Tensor, Tensor, Tensor] | None] = []
     for i, target in enumerate(targets):
-        params = target.state.params
+        wanted = target.state.params.logprobs
         if not _is_plain_greedy(target):
             tokens[i] = _choose(logits[i].float(), target)
-        logprobs.append(None if params.logprobs is None else _logprobs(logits[i].float(), tokens[i], params.logprobs))
-    return SampledBatch(tokens, peaks, logprobs)
+            target.table.tokens[target.row, target.position] = tokens[i]
+        logprobs.append(None if wanted is None else _logprobs(logits[i].float(), tokens[i], wanted))
+    return _on_the_way(torch.where(peaks.isfinite(), tokens, BROKEN), logprobs)
+
+
+def _on_the_way(tokens: Tensor, logprobs: list[tuple[Tensor, Tensor, Tensor] | None]) -> SampledBatch:
+    if tokens.device.type == "cpu":
+        return SampledBatch(tokens, None, logprobs)
+    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    host.copy_(tokens, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+    return SampledBatch(host, arrived, logprobs)
 
 
 def _is_plain_greedy(target: Target) -> bool:

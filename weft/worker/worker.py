@@ -13,11 +13,12 @@ from weft.config import Config
 from weft.errors import ConfigError
 from weft.hub.files import ModelFiles
 from weft.kernels import ops_for
-from weft.kernels.cpu import fused_decode
+from weft.kernels.cpu import native_step
 from weft.model.dense import DenseConfig, DenseModel
 from weft.model.loader import load_weights, open_model
 from weft.plan import Limits
 from weft.types import ModelInfo
+from weft.worker.graphs import DecodeGraphs
 from weft.worker.memory import MemoryPlan, available_cpu_bytes, plan_memory
 from weft.worker.rows import RowTable
 from weft.worker.runner import FastStep, Runner
@@ -49,7 +50,13 @@ class Worker:
         kv_cache = _kv_cache(geometry, plan, config.cache.block_size, dtype, device)
         self.limits = _limits(config, plan, geometry.vocab_size, device)
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
-        self.runner = Runner(model, kv_cache, table, _fast_step(model, kv_cache))
+        self.runner = Runner(
+            model,
+            kv_cache,
+            table,
+            fast_step=_fast_step(model, kv_cache),
+            graphs=DecodeGraphs(model, kv_cache, table, self.limits.max_num_seqs) if device.type == "cuda" else None,
+        )
         self.info = ModelInfo(
             name=config.model.served_model_name or files.name,
             max_model_len=plan.max_model_len,
@@ -125,4 +132,4 @@ def _limits(config: Config, plan: MemoryPlan, vocab_size: int, device: torch.dev
 def _fast_step(model: DenseModel, kv_cache: Tensor) -> FastStep | None:
     if kv_cache.device.type != "cpu":
         return None
-    return fused_decode(model.weights, model.config.heads, model.config.norm_eps, model.rotations, kv_cache)
+    return native_step(model.weights, model.config.heads, model.config.norm_eps, model.rotations, kv_cache)

@@ -16,9 +16,9 @@ from weft.kernels.cpu import ops
 from weft.kernels.weights import DecoderWeights
 
 if TYPE_CHECKING:
-    from weft.kernels.cpu.fused_decode import FusedDecode
+    from weft.kernels.cpu.fused_step import FusedStep
 
-__all__ = ["argmax_rows", "cpu_ops", "fused_decode", "has_native_code"]
+__all__ = ["argmax_rows", "cpu_ops", "has_native_code", "native_step"]
 
 
 @cache
@@ -33,9 +33,9 @@ def cpu_ops() -> Ops:
     )
 
 
-def fused_decode(
+def native_step(
     weights: DecoderWeights, heads: HeadShape, eps: float, rotations: Tensor, kv_cache: Tensor
-) -> FusedDecode | None:
+) -> FusedStep | None:
     """The native step of a model, or None where there can be none: without numba, and for all but float32.
 
     The first call on a machine compiles for some 15 s; later ones find what it compiled.
@@ -43,9 +43,9 @@ def fused_decode(
     tensors = [weights.embedding, weights.norm, weights.head, kv_cache, *(t for layer in weights.layers for t in layer)]
     if not has_native_code() or any(t is not None and not _is_plain(t) for t in tensors):
         return None
-    from weft.kernels.cpu.fused_decode import FusedDecode
+    from weft.kernels.cpu.fused_step import FusedStep
 
-    return FusedDecode(weights, heads, eps, rotations, kv_cache)
+    return FusedStep(weights, heads, eps, rotations, kv_cache)
 
 
 def argmax_rows(logits: Tensor) -> Tensor:

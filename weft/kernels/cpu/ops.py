@@ -1,6 +1,6 @@
 """The ops of a CPU in torch, where a faster way than the reference's is known.
 
-They serve what `FusedDecode` does not: dtypes other than float32, and machines without numba.
+They serve what `FusedStep` does not: dtypes other than float32, and machines without numba.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from torch import Tensor
 from weft.kernels import reference
 from weft.kernels.batch import HeadShape
 
-# Past this many rows OpenBLAS is as fast the usual way round.
-_MOST_TURNED_ROWS = 64
+# With fewer rows, or more, OpenBLAS is as fast the usual way round.
+_TURNED_ROWS = range(9, 65)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product taken as weight times x transposed where x has few rows: on a Neoverse-N1 67 GFlop/s for 32 rows
-    where the usual way round has 39."""
-    if x.dtype != torch.float32 or x.dim() != 2 or not 1 < x.shape[0] <= _MOST_TURNED_ROWS:
+    """The product taken as weight times x transposed where x has few rows: 150 ms instead of 182 for those of a step of
+    32 sequences (SmolLM2-135M, two Neoverse-N1 cores)."""
+    if x.dtype != torch.float32 or x.dim() != 2 or x.shape[0] not in _TURNED_ROWS:
         return F.linear(x, weight, bias)
     y = torch.mm(weight, x.t()).t().contiguous()
     return y if bias is None else y.add_(bias)

@@ -21,7 +21,7 @@ _BIAS, _MANTISSA_BITS = np.int32(127), np.int32(23)
 
 @in_order
 def exp(x: Float) -> Float:
-    """e**x within 2e-7 of itself, from e**-87 up to e**88. libm's takes ten times as long in a vectorised loop."""
+    """e**x within 4e-7 of itself, from e**-87 up to e**88. libm's is a call, and no loop with a call is vectorised."""
     x = min(max(x, _LOWEST), _HIGHEST)
     power = np.floor(x * _LOG2_E + _HALF)
     r = x - power * _LN2_HIGH - power * _LN2_LOW

@@ -38,7 +38,7 @@ def _tile(num_rows: int, num_others: int, ahead: int = 0) -> Callable[..., Any]:
     """out[j * out_stride + i] = the dot product of row i with other j, over `size` elements.
 
     `ahead` is for rows that come from memory, one after the other: how many floats further on to ask for them. The
-    processor foresees one stream well, and four poorly: 12 GB/s a core without, 18 with.
+    processor foresees four rows at once poorly: 12 GB/s a core, and 18 for one row at a time with requests ahead.
     """
     # Vectors taken from each row in a turn, so that turns with a request ahead take whole cache lines.
     unroll = max(1, LINE // (num_rows * VECTOR.count)) if ahead else 1

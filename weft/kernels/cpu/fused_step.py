@@ -16,12 +16,9 @@ from weft.kernels.cpu.team import Job, Team
 from weft.kernels.weights import DecoderWeights
 
 
-class FusedDecode:
+class FusedStep:
     """Steps of one model, of any mix of decodes and prompt chunks. A token's logits do not depend on what else is in
     its step."""
-
-    max_rows = 65536
-    """The largest step that this should be asked for. No size is known at which torch's ops are faster."""
 
     def __init__(
         self,
