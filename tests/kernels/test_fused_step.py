@@ -207,5 +207,5 @@ def test_only_float32_has_a_native_step() -> None:
     rotations = DenseModel(c, weights, REFERENCE, MAX_MODEL_LEN).rotations
     assert native_step(weights, c.heads, c.norm_eps, rotations, cache.bfloat16()) is None
     run = native_step(weights, c.heads, c.norm_eps, rotations, cache)
-    assert run is not None and run.max_rows >= 64
+    assert run is not None
     run.close()
