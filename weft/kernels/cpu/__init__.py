@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import sys
 from functools import cache
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ from weft.kernels.weights import DecoderWeights
 
 if TYPE_CHECKING:
     from weft.kernels.cpu.fused_step import FusedStep
+
+log = logging.getLogger(__name__)
 
 __all__ = ["argmax_rows", "cpu_ops", "has_native_code", "native_step"]
 
@@ -43,6 +46,10 @@ def native_step(
     tensors = [weights.embedding, weights.norm, weights.head, kv_cache, *(t for layer in weights.layers for t in layer)]
     if not has_native_code() or any(t is not None and not _is_plain(t) for t in tensors):
         return None
+    from weft.kernels.cpu.jit import cache_directory
+
+    if not cache_directory().exists():
+        log.info("Compiling the kernels for this machine's CPU: some 20 s, once.")
     from weft.kernels.cpu.fused_step import FusedStep
 
     return FusedStep(weights, heads, eps, rotations, kv_cache)
