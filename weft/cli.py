@@ -273,11 +273,10 @@ def version() -> None:
 
 
 async def _start(config: Config) -> Engine:
-    from weft.backends.native import start_native
+    from weft.backends.native import find_model, start_native
     from weft.frontend.threads import in_daemon_thread
-    from weft.hub.resolve import resolve
 
-    files = await in_daemon_thread(lambda: resolve(config.model.model, config.model.revision))
+    files = await in_daemon_thread(lambda: find_model(config))
     return await start_native(config, files)
 
 

@@ -34,6 +34,9 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
     )
     served_model_name: Annotated[str, _doc("The name clients use; empty: the model's own name.")] = ""
     revision: Annotated[str, _doc("The commit of a hub model; empty: the newest, pinned when it is pulled.")] = ""
+    load_format: Annotated[
+        Literal["auto", "dummy"], _doc("dummy: random weights for the shape in a config.json, to measure with.")
+    ] = "auto"
     device: Annotated[Device, _doc("Where the model runs: auto takes a GPU when there is one.")] = "auto"
     dtype: Annotated[Dtype, _doc("The type of weights and activations; auto: float32 on CPU, bfloat16 on GPU.")] = (
         "auto"
@@ -49,7 +52,9 @@ class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     block_size: Annotated[int, _doc("Tokens in a cache block.", ge=1, le=256)] = 16
     num_blocks: Annotated[int, _doc("Blocks in the cache; 0: as many as the memory given to it holds.", ge=0)] = 0
-    kv_cache_memory_mb: Annotated[int, _doc("Memory for the cache on CPU, in MiB.", ge=1)] = 512
+    kv_cache_memory_mb: Annotated[
+        int, _doc("Memory for the cache, in MiB; 0: 512 on CPU, what --gpu-memory-utilization leaves on GPU.", ge=0)
+    ] = 0
     gpu_memory_utilization: Annotated[
         float, _doc("Share of the GPU's memory that Weft may use, cache included.", gt=0, le=1)
     ] = 0.75
@@ -63,8 +68,12 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Annotated[int, _doc("Tokens computed in one step; 0: 2048 on CPU, 8192 on GPU.", ge=0)] = 0
     max_prefill_chunk: Annotated[
         int,
-        _doc("Prompt tokens of a request in one step, and of all together in a step that also decodes.", ge=1),
-    ] = 256
+        _doc(
+            "Prompt tokens of a request in one step, and of all together in a step that also decodes; "
+            "0: 256 on CPU, 2048 on GPU.",
+            ge=0,
+        ),
+    ] = 0
     max_queued_requests: Annotated[int, _doc("Waiting requests; one more is answered 429.", ge=1)] = 1024
     max_queued_tokens: Annotated[int, _doc("Prompt tokens of waiting requests; more are answered 429.", ge=1)] = (
         1_000_000
@@ -177,8 +186,9 @@ def load(
     return _convert(raw, places)
 
 
-RESERVED_ENV = frozenset({"WEFT_HOME"})
-"""WEFT_HOME moves the folder of pulled models; it is no setting of the server."""
+RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_TRITON_PDL"})
+"""No settings of the server: WEFT_HOME moves the folder of pulled models, WEFT_TRITON_PDL=0 keeps kernels from
+overlapping."""
 
 
 def _from_file(file: Path | None) -> Iterator[tuple[str, str, Any, str]]:

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from weft.engine.client import EngineClient
 from weft.engine.launch import EngineProcess, LaunchedEngine
 from weft.errors import ContextTooLong, InvalidRequest
 from weft.hub.assets import text_assets
-from weft.hub.files import ModelFiles
+from weft.hub.files import ModelFiles, dummy_files
 from weft.hub.resolve import resolve
 from weft.text.output import OutputText
 from weft.text.template import ChatTemplate
@@ -29,7 +30,7 @@ async def start_native(
 ) -> NativeEngine:
     """Load a model and be ready to generate. The engine process and the text room start side by side."""
     if files is None:
-        files = await asyncio.to_thread(resolve, config.model.model, config.model.revision)
+        files = await asyncio.to_thread(find_model, config)
     client = EngineClient(config, files, launch)
     text = asyncio.create_task(asyncio.to_thread(_text_of, files))
     try:
@@ -39,6 +40,13 @@ async def start_native(
         await client.close()
         raise
     return NativeEngine(client, tokenizer, template)
+
+
+def find_model(config: Config) -> ModelFiles:
+    """The files of the model that a configuration names, pulled if need be."""
+    if config.model.load_format == "dummy":
+        return dummy_files(Path(config.model.model))
+    return resolve(config.model.model, config.model.revision)
 
 
 def _text_of(files: ModelFiles) -> tuple[Tokenizer, ChatTemplate | None]:

@@ -93,7 +93,7 @@ async def run_offline(config: Config, work: OfflineWork, tick: Tick = lambda nam
 
 
 def num_runs(work: OfflineWork) -> int:
-    return work.runs * (len(work.batch_sizes) + len(work.prompt_lengths) + 1)
+    return (work.runs + 1) * (len(work.batch_sizes) + len(work.prompt_lengths) + 1)
 
 
 class _Bench:
@@ -157,8 +157,11 @@ class _Bench:
 
 async def _measure(name: str, unit: str, once: Callable[[], Awaitable[float]], runs: int, tick: Tick) -> Figure:
     values = []
-    for _ in range(runs):
-        values.append(await once())
+    for run in range(runs + 1):
+        value = await once()
+        # The first run compiles, captures and fills caches; it is not counted.
+        if run:
+            values.append(value)
         tick(name)
     median = statistics.median(values)
     return Figure(name=name, value=median, unit=unit, spread=(max(values) - min(values)) / median, runs=values)

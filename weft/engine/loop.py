@@ -13,6 +13,9 @@ from weft.engine.wire import Abort, BrokenFrame, Output, Ready, Shutdown, Start,
 from weft.scheduler.scheduler import Scheduler
 from weft.worker.worker import Worker
 
+QUIET_SECONDS = 0.5
+"""Idle for so long, the engine has time for more than the next request."""
+
 
 def serve(start: Start, line: Line) -> None:
     worker = Worker(start.config, start.files)
@@ -29,10 +32,13 @@ def serve(start: Start, line: Line) -> None:
 
 
 def _idle(core: EngineCore, line: Line) -> ToEngine | None:
-    """Wait for a message; while none comes, prepare what makes later steps faster."""
+    """Wait for a message. Meanwhile prepare what makes later steps faster; then check the books."""
     while core.runner.prepare():
         with contextlib.suppress(queue.Empty):
             return line.inbox.get_nowait()
+    with contextlib.suppress(queue.Empty):
+        return line.inbox.get(timeout=QUIET_SECONDS)
+    core.settle()
     return line.inbox.get()
 
 
@@ -45,7 +51,6 @@ def _drain(core: EngineCore, line: Line) -> bool:
             except queue.Empty:
                 return True
         else:
-            core.settle()
             message = _idle(core, line)
         match message:
             case Submit(requests=requests):

@@ -16,6 +16,8 @@ def text_assets(files: ModelFiles) -> TextAssets:
     """The tokenizer and the chat template."""
     if files.kind == "gguf":
         return gguf_text_assets(read_gguf(files.path))
+    if files.kind == "dummy":
+        return _numbered_words(int(model_facts(files)["vocab_size"]))
     return directory_text_assets(files.path)
 
 
@@ -24,6 +26,11 @@ def model_facts(files: ModelFiles) -> dict[str, Any]:
     if files.kind == "gguf":
         return gguf_facts(read_gguf(files.path))
     return read_object(files.path / "config.json")
+
+
+def _numbered_words(vocab_size: int) -> TextAssets:
+    """A vocabulary for a model that has none: each token is written as its number."""
+    return TextAssets(kind="gpt2", tokens=[f"Ġ{i}" for i in range(vocab_size)], token_types=[1] * vocab_size)
 
 
 def gguf_facts(file: GgufFile) -> dict[str, Any]:

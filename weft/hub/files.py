@@ -8,7 +8,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-Kind = Literal["gguf", "huggingface"]
+from weft.errors import ModelError
+
+Kind = Literal["gguf", "huggingface", "dummy"]
 
 
 class ModelFiles(Struct, frozen=True, kw_only=True):
@@ -22,6 +24,14 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     weight_files: list[Path]
     revision: str = ""
     """The commit of a hub model, the version of a catalogue model; empty for a path."""
+
+
+def dummy_files(path: Path) -> ModelFiles:
+    """A model of which there is only config.json: random weights, and numbers for words."""
+    folder = path.absolute()
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder}: there is no config.json.", hint="--load-format dummy needs nothing else.")
+    return ModelFiles(name=folder.name, kind="dummy", path=folder, weight_files=[])
 
 
 class InstalledModel(Struct, frozen=True, kw_only=True):

@@ -96,6 +96,22 @@ class SafetensorsSource:
         out.copy_(self._file_of[name].get_tensor(name))
 
 
+class NoSource:
+    """No tensors at all: the weights of a dummy model are drawn, not read."""
+
+    def __init__(self, files: ModelFiles, stack: ExitStack) -> None:
+        pass
+
+    def names(self) -> set[str]:
+        return set()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        raise KeyError(name)
+
+    def read_into(self, out: Tensor, name: str) -> None:
+        raise KeyError(name)
+
+
 class GgufSource:
     def __init__(self, files: ModelFiles) -> None:
         self.file = gguf.read_gguf(files.path)
@@ -133,7 +149,8 @@ def open_model(files: ModelFiles) -> Iterator[tuple[DenseConfig, Source]]:
                 source,
             )
         else:
-            yield config_from_huggingface(assets.model_facts(files)), SafetensorsSource(files, stack)
+            source_of = NoSource if files.kind == "dummy" else SafetensorsSource
+            yield config_from_huggingface(assets.model_facts(files)), source_of(files, stack)
 
 
 def load_weights(
@@ -146,7 +163,8 @@ def load_weights(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DecoderWeights:
     """Read every tensor of the model; `progress` hears of layers done and layers in all."""
-    return _Loading(files, config, source, dtype, device).decoder(progress)
+    loading = _DummyLoading if files.kind == "dummy" else _Loading
+    return loading(files, config, source, dtype, device).decoder(progress)
 
 
 class _Loading:
@@ -232,6 +250,14 @@ class _Loading:
         self.source.read_into(out, name)
         if part.split("_")[0] in ("q", "k") and not self.rope_pairs:
             out.copy_(_pairs_from_halves(out, self.config.head_dim))
+
+
+class _DummyLoading(_Loading):
+    def read_into(self, out: Tensor, part: str, layer: int) -> None:
+        if part.endswith("norm"):
+            out.fill_(1)
+        else:
+            out.normal_(std=0.02)
 
 
 def _pairs_from_halves(tensor: Tensor, head_dim: int) -> Tensor:

@@ -23,14 +23,26 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
 
 
 def plan_memory(
-    config: DenseConfig, cache: CacheOptions, *, max_model_len: int, dtype: torch.dtype, available_bytes: int
+    config: DenseConfig,
+    cache: CacheOptions,
+    *,
+    max_model_len: int,
+    dtype: torch.dtype,
+    available_bytes: int,
+    kv_memory_bytes: int | None = None,
 ) -> MemoryPlan:
     """Blocks and context that fit, or OutOfMemory with the numbers and the flags that would help.
 
-    `max_model_len` 0 takes the longest context that the model allows and the cache holds.
+    `max_model_len` 0 takes the longest context that the model allows and the cache holds. The cache gets
+    `kv_memory_bytes` unless the operator says otherwise; None: all that the weights leave.
     """
     block_bytes = kv_bytes_per_token(config, dtype) * cache.block_size
-    num_blocks = cache.num_blocks or max(2, cache.kv_cache_memory_mb * MIB // block_bytes)
+    weights = num_parameters(config) * dtype.itemsize
+    if cache.kv_cache_memory_mb:
+        kv_memory_bytes = cache.kv_cache_memory_mb * MIB
+    elif kv_memory_bytes is None:
+        kv_memory_bytes = max(0, available_bytes - weights)
+    num_blocks = cache.num_blocks or max(2, kv_memory_bytes // block_bytes)
     if num_blocks < 2:
         raise OutOfMemory(
             f"{num_blocks} cache block holds no context: one block is padding.", hint="Set --num-blocks 2 or more."
@@ -51,7 +63,6 @@ def plan_memory(
             f"A context of {wanted} tokens needs {needed} cache blocks; there are {num_blocks}.",
             hint=f"Set --max-model-len {capacity} or less, or {more}.",
         )
-    weights = num_parameters(config) * dtype.itemsize
     kv_bytes = num_blocks * block_bytes
     if weights + kv_bytes > available_bytes:
         raise OutOfMemory(

@@ -14,6 +14,7 @@ from weft.worker.graphs import DecodeGraphs
 from weft.worker.inputs import build_inputs
 from weft.worker.rows import RowTable
 from weft.worker.sampler import SampledBatch, Target, sample
+from weft.worker.warmup import WarmUp
 
 
 class FastStep(Protocol):
@@ -46,12 +47,14 @@ class Runner:
         *,
         fast_step: FastStep | None = None,
         graphs: DecodeGraphs | None = None,
+        warm_up: WarmUp | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.table = table
         self.fast_step = fast_step
         self.graphs = graphs
+        self.warm_up = warm_up
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Pending:
@@ -73,6 +76,8 @@ class Runner:
     @torch.inference_mode()
     def prepare(self) -> bool:
         """Do a piece of work that makes later steps faster; False when there is none left."""
+        if self.warm_up is not None and self.warm_up.next():
+            return True
         return self.graphs is not None and self.graphs.capture_next()
 
     def _finish(self, plan: StepPlan, rows: list[Row], logits: Tensor, tokens: Tensor, peaks: Tensor) -> Pending:

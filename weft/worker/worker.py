@@ -22,9 +22,13 @@ from weft.worker.graphs import DecodeGraphs
 from weft.worker.memory import MemoryPlan, available_cpu_bytes, plan_memory
 from weft.worker.rows import RowTable
 from weft.worker.runner import FastStep, Runner
+from weft.worker.warmup import WarmUp
 
 log = logging.getLogger(__name__)
 
+DEFAULT_CPU_CACHE_BYTES = 512 * 2**20
+GPU_WORKSPACE_BYTES = 4 * 2**30
+"""For activations, graphs and the libraries' own buffers."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -44,19 +48,19 @@ class Worker:
                 max_model_len=config.model.max_model_len,
                 dtype=dtype,
                 available_bytes=_free_bytes(device, config),
+                kv_memory_bytes=DEFAULT_CPU_CACHE_BYTES if device.type == "cpu" else None,
             )
             weights = load_weights(files, geometry, source, dtype=dtype, device=device)
         model = DenseModel(geometry, weights, ops_for(device.type), plan.max_model_len)
         kv_cache = _kv_cache(geometry, plan, config.cache.block_size, dtype, device)
         self.limits = _limits(config, plan, geometry.vocab_size, device)
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
-        self.runner = Runner(
-            model,
-            kv_cache,
-            table,
-            fast_step=_fast_step(model, kv_cache),
-            graphs=DecodeGraphs(model, kv_cache, table, self.limits.max_num_seqs) if device.type == "cuda" else None,
-        )
+        if device.type == "cpu":
+            self.runner = Runner(model, kv_cache, table, fast_step=_native_step(model, kv_cache))
+        else:
+            graphs = DecodeGraphs(model, kv_cache, table, self.limits.max_num_seqs)
+            self.runner = Runner(model, kv_cache, table, graphs=graphs, warm_up=WarmUp(model, kv_cache, table))
+            self.runner.prepare()
         self.info = ModelInfo(
             name=config.model.served_model_name or files.name,
             max_model_len=plan.max_model_len,
@@ -92,7 +96,7 @@ def _free_bytes(device: torch.device, config: Config) -> int:
     if device.type == "cpu":
         return available_cpu_bytes()
     free, total = torch.cuda.mem_get_info(device)
-    return min(free, int(total * config.cache.gpu_memory_utilization))
+    return min(free, int(total * config.cache.gpu_memory_utilization)) - GPU_WORKSPACE_BYTES
 
 
 def _kv_cache(
@@ -121,7 +125,7 @@ def _limits(config: Config, plan: MemoryPlan, vocab_size: int, device: torch.dev
         max_model_len=plan.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
-        max_prefill_chunk=options.max_prefill_chunk,
+        max_prefill_chunk=options.max_prefill_chunk or (256 if on_cpu else 2048),
         logits_width=vocab_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_preemptions=options.max_preemptions,
@@ -129,7 +133,5 @@ def _limits(config: Config, plan: MemoryPlan, vocab_size: int, device: torch.dev
     )
 
 
-def _fast_step(model: DenseModel, kv_cache: Tensor) -> FastStep | None:
-    if kv_cache.device.type != "cpu":
-        return None
+def _native_step(model: DenseModel, kv_cache: Tensor) -> FastStep | None:
     return native_step(model.weights, model.config.heads, model.config.norm_eps, model.rotations, kv_cache)
