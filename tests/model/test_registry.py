@@ -244,7 +244,7 @@ def test_a_gguf_value_of_the_wrong_type_is_a_model_error(changes: dict[str, Any]
 
 
 def test_rotations_are_of_every_position_and_pair() -> None:
-    table = rotations(configured(rope_theta=100.0, head_dim=4), 8, None)
+    table = rotations(4, 100.0, RopeScaling(), 8)
     assert table.shape == (8, 2)
     assert table[0].tolist() == [1, 1]
     assert table[5, 0].angle().item() == pytest.approx(5 - 2 * 3.14159265, abs=1e-5)
@@ -252,6 +252,6 @@ def test_rotations_are_of_every_position_and_pair() -> None:
 
 
 def test_linear_scaling_slows_every_pair() -> None:
-    plain = rotations(configured(head_dim=8), 16, None)
-    scaled = rotations(configured(head_dim=8, rope_scaling={"type": "linear", "factor": 4.0}), 64, None)
+    plain = rotations(8, 10000.0, RopeScaling(), 16)
+    scaled = rotations(8, 10000.0, RopeScaling(kind="linear", factor=4.0), 64)
     assert scaled[::4].real == pytest.approx(plain.real, abs=1e-5)

@@ -44,7 +44,9 @@ class DenseModel:
         self.weights = weights
         self.ops = ops
         device = weights.embedding.device
-        self.rotations = rotations(config, max_model_len, weights.rope_factors).to(device)
+        self.rotations = rotations(
+            config.head_dim, config.rope_theta, config.rope_scaling, max_model_len, weights.rope_factors
+        ).to(device)
 
     def forward(self, tokens: Tensor, positions: Tensor, kv_cache: Tensor, batch: AttentionBatch) -> Tensor:
         """The final hidden states of the step's tokens. Writes their keys and values to the cache

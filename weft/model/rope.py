@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from msgspec import Struct
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from weft.model.dense import DenseConfig
 
 
 class RopeScaling(Struct, frozen=True, kw_only=True):
@@ -23,10 +20,12 @@ class RopeScaling(Struct, frozen=True, kw_only=True):
     original_max_position: int = 8192
 
 
-def rotations(config: DenseConfig, num_positions: int, factors: Tensor | None) -> Tensor:
+def rotations(
+    head_dim: int, theta: float, scaling: RopeScaling, num_positions: int, factors: Tensor | None = None
+) -> Tensor:
     """[positions, head dim / 2] complex: multiply a pair by it to turn the pair to its position."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = _scaled(1.0 / (config.rope_theta**exponents), config.rope_scaling)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = _scaled(1.0 / (theta**exponents), scaling)
     if factors is not None:
         frequencies = frequencies / factors.float().cpu()
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)

@@ -81,16 +81,20 @@ class DecodeGraphs:
         return self._sizes[bisect_left(self._sizes, num_rows)]
 
     def _capture(self, size: int) -> None:
+        # Triton is there only where CUDA is.
+        from weft.kernels.triton.launch import overlapping_launches
+
         inputs = torch.zeros(2, size, dtype=torch.int64, device=self._table.device)
         inputs[0] = self._table.padding_row
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step(inputs)
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-            logits, tokens, peaks = self._step(inputs)
+        with overlapping_launches():
+            with torch.cuda.stream(stream):
+                self._step(inputs)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                logits, tokens, peaks = self._step(inputs)
         self._captured[size] = Captured(graph, inputs, logits, tokens, peaks)
 
     def _step(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:

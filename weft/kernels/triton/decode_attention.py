@@ -78,7 +78,7 @@ def _combine(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables", "lengths", "counters", "table_stride", "num_splits", "min_tiles"])
 def _vector_kernel(
     q, kv, tables, lengths, out, partials, statistics, counters,
     q_stride, block_stride, token_stride, table_stride, out_stride, num_heads, num_splits, min_tiles, scale,
@@ -153,7 +153,7 @@ def _vector_kernel(
     tl.store(out_row + own[:, None] * DIM + columns, result.to(out.dtype.element_ty), mask=own_inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables", "lengths", "counters", "table_stride", "num_splits", "min_tiles"])
 def _matrix_kernel(
     q, kv, tables, lengths, out, partials, statistics, counters,
     q_stride, block_stride, token_stride, table_stride, out_stride, num_heads, num_splits, min_tiles, scale,

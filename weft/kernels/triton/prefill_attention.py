@@ -55,7 +55,7 @@ def _attend(
     return sums, total, peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables", "lengths", "query_starts", "table_stride"])
 def _prefill_kernel(
     q, kv, tables, lengths, query_starts, out,
     q_stride, block_stride, token_stride, table_stride, out_stride, scale,

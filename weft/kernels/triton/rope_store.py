@@ -25,7 +25,7 @@ def _normalised(x, weight, columns, inside, eps, dim):
     return ((wide * spread).to(x.dtype).to(tl.float32) * scale).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _rope_store_kernel(
     qkv, rotations, kv, slots, q_norm, k_norm, qkv_stride, rotation_stride, slot_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
