@@ -107,9 +107,9 @@ def check_padding(heads: HeadShape, dtype: torch.dtype) -> None:
 def check_split_plans() -> None:
     for programs in (1, 8, 16, 128, 512, 1024, 4096, 100000):
         for context in (16, 200, 4096, 131072):
-            plan = decode_attention.split_plan(programs, context, 16)
+            plan = decode_attention.split_plan(programs, context, 16, 528)
             assert 1 <= plan.num_splits <= decode_attention.MAX_SPLITS and plan.min_tokens % 16 == 0
-    assert decode_attention.split_plan(2048, 4096, 16).num_splits == 1
+    assert decode_attention.split_plan(2048, 4096, 16, 528).num_splits == 1
 
 
 def check_graph_replay(heads: HeadShape) -> None:

@@ -21,8 +21,9 @@ from weft.kernels.triton.launch import launch_options, wait_for_inputs
 
 MAX_SPLITS = 32
 _MAX_COUNTERS = 1 << 16
-_FULL_CHIP = 1056
-"""Programs that fill an H200: eight of four warps on each of its 132 multiprocessors."""
+_FULL_CHIP_VECTOR, _FULL_CHIP_MATRIX = 528, 132
+"""Programs up to which a split pays on an H200 (132 multiprocessors): measured at 1 to 64 rows of 200 to 1,000 tokens.
+More splits lose more in the combination than they win in the reading."""
 _LONG = 4096
 """Tokens that one program may be left alone with, however many programs there are."""
 _LOG2_E = 1.4426950408889634
@@ -224,9 +225,9 @@ class SplitPlan(NamedTuple):
     """No split is shorter, but a sequence's last."""
 
 
-def split_plan(num_programs: int, max_context: int, tile: int) -> SplitPlan:
+def split_plan(num_programs: int, max_context: int, tile: int, full_chip: int) -> SplitPlan:
     """`num_programs` there would be without splits; `max_context` is the longest the launch must be ready for."""
-    fill = _FULL_CHIP // num_programs
+    fill = full_chip // num_programs
     if fill < 2:
         wanted, min_tokens = triton.cdiv(max_context, _LONG), 1024
     else:
@@ -275,7 +276,8 @@ def decode_attention(
     together = min(256 // padded, triton.next_power_of_2(heads.num_heads)) if is_vector else 1
     tile = 16 if is_vector else 32
     groups = triton.cdiv(heads.num_kv_heads, together)
-    plan = split_plan(rows * groups, block_tables.shape[1] * block_size, tile)
+    full_chip = _FULL_CHIP_VECTOR if is_vector else _FULL_CHIP_MATRIX
+    plan = split_plan(rows * groups, block_tables.shape[1] * block_size, tile, full_chip)
     is_split = plan.num_splits > 1
     if is_split:
         partials = torch.empty(
