@@ -25,14 +25,14 @@ IN_ORDER = frozenset({"contract"})
 
 
 def cache_directory() -> Path:
-    """Where compiled code is kept, under a digest of this package's sources.
+    """Where compiled code is kept, under a digest of this package's place and sources.
 
-    numba looks only at the file of the outermost function to see whether its cached code is still true, not at the
-    files of what it calls.
+    numba finds its cached code by the place of the outermost function's file, and looks only at that file to see
+    whether it is still true, not at the files of what it calls.
     """
     home = os.environ.get("WEFT_HOME")
     root = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(__file__.encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return root / "kernels" / digest.hexdigest()[:16]
