@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from msgspec import Struct
 
 from weft import config as configuration
-from weft.backends.contract import Deltas
+from weft.backends.contract import Deltas, failure_of
 from weft.backends.native import NativeEngine, start_native
-from weft.errors import EngineFault, InvalidRequest, RequestTimeout, WeftError
+from weft.errors import InvalidRequest
 from weft.types import Delta, FinishReason, ModelInfo, SamplingParams, TokenLogprob, Usage
 
 T = TypeVar("T")
@@ -75,7 +75,8 @@ class LLM:
         deltas = self._wait(self._engine.submit(self._tokens_of(prompt), params or SamplingParams()))
         try:
             while (delta := self._wait(_next(deltas))) is not None:
-                _raise_if_failed(delta)
+                if failure := failure_of(delta):
+                    raise failure
                 yield delta
         finally:
             self._wait(deltas.aclose())
@@ -118,7 +119,8 @@ class LLM:
     async def _answer(self, prompt: list[int], params: SamplingParams) -> Answer:
         deltas = [delta async for delta in await self._engine.submit(prompt, params)]
         last = deltas[-1]
-        _raise_if_failed(last)
+        if failure := failure_of(last):
+            raise failure
         assert last.finish is not None
         logprobs = [logprob for delta in deltas for logprob in delta.logprobs or ()]
         return Answer(
@@ -146,16 +148,3 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-_FAILURES: dict[FinishReason, type[WeftError]] = {
-    FinishReason.ERROR: EngineFault,
-    FinishReason.ABORT: EngineFault,
-    FinishReason.REJECTED: InvalidRequest,
-    FinishReason.TIMEOUT: RequestTimeout,
-}
-
-
-def _raise_if_failed(delta: Delta) -> None:
-    if delta.finish in _FAILURES:
-        raise _FAILURES[delta.finish](delta.error)

@@ -72,7 +72,7 @@ def test_what_the_engine_refuses(
         (FinishReason.TIMEOUT, 504),
         (FinishReason.ERROR, 500),
         (FinishReason.ABORT, 503),
-        (FinishReason.REJECTED, 429),
+        (FinishReason.REJECTED, 400),
     ],
 )
 def test_an_answer_that_ends_badly(finish: FinishReason, status: int) -> None:

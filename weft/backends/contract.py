@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from weft.errors import EngineFault, InvalidRequest, RequestTimeout, Unavailable, WeftError
 from weft.text.tokenizer import Tokenizer
-from weft.types import Delta, EngineStats, ModelInfo, SamplingParams
+from weft.types import Delta, EngineStats, FinishReason, ModelInfo, SamplingParams
 
 
 class Health(Struct, frozen=True):
@@ -73,3 +74,18 @@ class Engine(Protocol):
     def open_requests(self) -> int: ...
 
     async def close(self) -> None: ...
+
+
+def failure_of(delta: Delta) -> WeftError | None:
+    """The error that a request's last delta stands for; None for an answer that ended as it should."""
+    match delta.finish:
+        case None | FinishReason.STOP | FinishReason.LENGTH:
+            return None
+        case FinishReason.TIMEOUT:
+            return RequestTimeout(delta.error or "The request took too long and was ended.")
+        case FinishReason.REJECTED:
+            return InvalidRequest(delta.error or "The engine refused the request.")
+        case FinishReason.ABORT:
+            return Unavailable(delta.error or "The server ended the request.")
+        case FinishReason.ERROR:
+            return EngineFault(delta.error or "The engine failed while it worked on this request.")

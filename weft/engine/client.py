@@ -78,8 +78,6 @@ class EngineClient:
         self.restarts = 0
         self.state = "starting"
         self.model: ModelInfo
-        self.failed = asyncio.Event()
-        """Set when Weft has given up on starting another engine."""
         self._launch = launch
         self._journal = Journal()
         self._connection: _Connection | None = None
@@ -160,14 +158,13 @@ class EngineClient:
         if self._connection is None or self.state != "ready":
             return
         held = self._journal.at(Place.HELD)
-        if any(entry.deaths for entry in self._journal.at(Place.QUEUED, Place.STARTED)):
+        if not held or any(entry.deaths for entry in self._journal.at(Place.QUEUED, Place.STARTED)):
             return
         suspects = [entry for entry in held if entry.deaths]
         sent = suspects[:1] or held
         for entry in sent:
             entry.place = Place.QUEUED
-        if sent:
-            self._connection.send(Submit([entry.resumed() for entry in sent]))
+        self._connection.send(Submit([entry.resumed() for entry in sent]))
 
     # Supervision.
 
@@ -290,7 +287,6 @@ class EngineClient:
         log.critical("No engine: %s", why)
         self.state = "failed"
         self._journal.end_all(FinishReason.ERROR, f"There is no engine any more: {why}.")
-        self.failed.set()
 
     async def _bury(self, connection: _Connection) -> str:
         """Make sure that an engine is gone, and say how it ended."""

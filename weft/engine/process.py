@@ -32,6 +32,8 @@ def run_engine(sock: socket.socket, *, owns_process: bool = False) -> None:
     try:
         start = line.inbox.get()
         if isinstance(start, Start):
+            if owns_process:
+                logging.getLogger("weft").setLevel(start.config.server.log_level.upper())
             # Only now, and only here, is torch imported: the api process knows this module and stays light.
             from weft.engine.loop import serve
 

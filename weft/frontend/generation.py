@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 
-from weft.backends.contract import Deltas
+from weft.backends.contract import Deltas, failure_of
 from weft.errors import EngineFault, Overloaded
 from weft.frontend.gate import Service
 from weft.frontend.merge import merged
-from weft.frontend.outcome import failure_of
 from weft.frontend.translate import Job
 from weft.observe.metrics import Metrics
 from weft.types import Delta, FinishReason

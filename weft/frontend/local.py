@@ -10,8 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from weft.backends.contract import Engine
-from weft.frontend.outcome import failure_of
+from weft.backends.contract import Engine, failure_of
 from weft.types import Delta, SamplingParams
 
 T = TypeVar("T")

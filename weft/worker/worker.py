@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 
 import numpy as np
@@ -23,8 +22,6 @@ from weft.worker.memory import MemoryPlan, available_cpu_bytes, plan_memory
 from weft.worker.rows import RowTable
 from weft.worker.runner import FastStep, Runner
 from weft.worker.warmup import WarmUp
-
-log = logging.getLogger(__name__)
 
 DEFAULT_CPU_CACHE_BYTES = 512 * 2**20
 GPU_WORKSPACE_BYTES = 4 * 2**30
