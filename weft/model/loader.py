@@ -6,7 +6,7 @@ Every tensor is written straight to its place in the fused weights, so that the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -160,10 +160,11 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DecoderWeights:
-    """Read every tensor of the model."""
+    """Read every tensor of the model; `progress` hears of layers done and layers in all."""
     loading = _DummyLoading if files.kind == "dummy" else _Loading
-    return loading(files, config, source, dtype, device).decoder()
+    return loading(files, config, source, dtype, device).decoder(progress)
 
 
 class _Loading:
@@ -179,11 +180,14 @@ class _Loading:
         self.rope_pairs = is_gguf and family_of(config.family).gguf_rope_pairs
         self.unread = {name for name in source.names() if not _NOT_WEIGHTS.search(name)}
 
-    def decoder(self) -> DecoderWeights:
+    def decoder(self, progress: Callable[[int, int], None]) -> DecoderWeights:
         config = self.config
         table = (config.vocab_size, config.hidden_size)
         embedding = self.one("embedding", table)
-        layers = [self.layer(i) for i in range(config.num_layers)]
+        layers = []
+        for i in range(config.num_layers):
+            layers.append(self.layer(i))
+            progress(i + 1, config.num_layers)
         norm = self.one("norm", (config.hidden_size,))
         if config.tied_embeddings:
             head = embedding
