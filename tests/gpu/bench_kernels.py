@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels import HeadShape
-from weft.kernels.triton import activation, gemv, launch, norm, sampling
+from weft.kernels import HeadNorms, HeadShape
+from weft.kernels.triton import activation, launch, linears, norm, sampling
 from weft.kernels.triton.decode_attention import decode_attention
 from weft.kernels.triton.prefill_attention import prefill_attention
-from weft.kernels.triton.rope_store import norm_rotate_and_store, rotate_and_store
+from weft.kernels.triton.rope_store import rotate_and_store
 
 COLD_BYTES = 256 << 20
 """The sets of inputs of one measurement take at least so much together: four times the L2."""
@@ -76,29 +76,29 @@ def decode_call(heads: HeadShape, rows: int, context: int, kv: Tensor, max_conte
     return lambda: decode_attention(qkv, heads, kv, tables, lengths)
 
 
-def prefill_call(heads: HeadShape, tokens: int, kv: Tensor) -> Callable[[], object]:
-    qkv = randn(tokens, heads.q_size + heads.kv_size)
-    tables = (torch.randperm(kv.shape[0] - 1, device="cuda")[: tokens // 16] + 1).view(1, -1)
-    lengths = torch.tensor([tokens], device="cuda")
-    starts = torch.tensor([0, tokens], dtype=torch.int32, device="cuda")
-    return lambda: prefill_attention(qkv, heads, kv, tables, lengths, starts, tokens)
+def prefill_call(heads: HeadShape, prompts: int, tokens: int, kv: Tensor) -> Callable[[], object]:
+    qkv = randn(prompts * tokens, heads.q_size + heads.kv_size)
+    tables = (torch.randperm(kv.shape[0] - 1, device="cuda")[: prompts * tokens // 16] + 1).view(prompts, -1)
+    lengths = torch.full((prompts,), tokens, device="cuda")
+    starts = torch.arange(0, prompts * tokens + 1, tokens, device="cuda")
+    return lambda: prefill_attention(qkv, heads, kv, tables, lengths, starts)
 
 
 def bench_attention(model: str, heads: HeadShape) -> None:
     kv = torch.randn(6400, 16, 2, heads.num_kv_heads, heads.head_dim, device="cuda", dtype=torch.bfloat16)
-    for rows, context in ((1, 200), (8, 200), (32, 200), (128, 200), (256, 200), (1, 4096), (8, 4096)):
+    for rows, context in [(rows, 200) for rows in (1, 8, 16, 32, 64, 128, 256)] + [(32, 640), (1, 4096), (8, 4096)]:
         moved = 2.0 * rows * (context * heads.kv_size + 2 * heads.q_size)
         report(
             f"{model} decode {rows} x {context}",
             lambda rows=rows, context=context: decode_call(heads, rows, context, kv, 4096),
             moved,
         )
-    for tokens in (128, 512, 2048):
-        flops = 4.0 * heads.q_size * tokens * (tokens + 1) / 2
+    for prompts, tokens in ((1, 128), (1, 512), (1, 2048), (4, 512), (16, 512)):
+        flops = 4.0 * heads.q_size * prompts * tokens * (tokens + 1) / 2
         report(
-            f"{model} prefill {tokens}",
-            lambda tokens=tokens: prefill_call(heads, tokens, kv),
-            2e7 * tokens / 128,
+            f"{model} prefill {prompts} x {tokens}",
+            lambda prompts=prompts, tokens=tokens: prefill_call(heads, prompts, tokens, kv),
+            2e7 * prompts * tokens / 128,
             flops,
         )
 
@@ -107,9 +107,9 @@ def bench_small(model: str, heads: HeadShape, hidden: int, width: int, vocabular
     size = heads.q_size + heads.kv_size
     kv = randn(400, 16, 2, heads.num_kv_heads, heads.head_dim)
 
-    def add_norm(rows: int) -> Callable[[], object]:
-        x, residual, weight = randn(rows, hidden), randn(rows, hidden), randn(hidden)
-        return lambda: norm.add_rms_norm(x, residual, weight, 1e-6)
+    def normed(rows: int) -> Callable[[], object]:
+        x, weight = randn(rows, hidden), randn(hidden)
+        return lambda: norm.rms_norm(x, weight, 1e-6)
 
     def silu(rows: int) -> Callable[[], object]:
         x = randn(rows, 2 * width)
@@ -119,9 +119,8 @@ def bench_small(model: str, heads: HeadShape, hidden: int, width: int, vocabular
         qkv, scale = randn(rows, size), randn(heads.head_dim)
         turns = torch.view_as_complex(torch.randn(rows, heads.head_dim // 2, 2, device="cuda"))
         slots = torch.randperm(6399, device="cuda")[:rows] + 1
-        if model == "14b":
-            return lambda: norm_rotate_and_store(qkv, heads, turns, kv, slots, scale, scale, 1e-6)
-        return lambda: rotate_and_store(qkv, heads, turns, kv, slots)
+        norms = HeadNorms(scale, scale, 1e-6) if model == "14b" else None
+        return lambda: rotate_and_store(qkv, heads, turns, kv, slots, norms)
 
     def greedy(rows: int) -> Callable[[], object]:
         logits = randn(rows, vocabulary)
@@ -130,10 +129,10 @@ def bench_small(model: str, heads: HeadShape, hidden: int, width: int, vocabular
     def gumbel(rows: int) -> Callable[[], object]:
         logits, ones = randn(rows, vocabulary), torch.ones(rows, device="cuda")
         seeds = torch.arange(rows, device="cuda")
-        return lambda: sampling.gumbel_sample(logits, ones, seeds, seeds)
+        return lambda: sampling.gumbel_sample(logits, ones, ones, seeds, seeds)
 
     for rows in (1, 256, 2048):
-        report(f"{model} add_rms_norm {rows}", lambda rows=rows: add_norm(rows), 8.0 * rows * hidden)
+        report(f"{model} rms_norm {rows}", lambda rows=rows: normed(rows), 4.0 * rows * hidden)
         report(f"{model} silu_mul {rows}", lambda rows=rows: silu(rows), 6.0 * rows * width)
         report(f"{model} rope_store {rows}", lambda rows=rows: rope(rows), 4.0 * rows * size)
     for rows in (1, 256):
@@ -149,7 +148,7 @@ def bench_linear(model: str, heads: HeadShape, hidden: int, width: int, vocabula
     for name, (n, k) in shapes.items():
         moved = 2.0 * n * k
         weights = [randn(n, k) for _ in range(max(2, int(COLD_BYTES // moved) + 1))]
-        for rows in (1, 4):
+        for rows in (1, 8, 32, 128):
             x, scale, total = randn(rows, k), randn(k), randn(rows, n)
             turn = iter(range(10**9))
 
@@ -162,15 +161,12 @@ def bench_linear(model: str, heads: HeadShape, hidden: int, width: int, vocabula
 
             label = f"{model} {name} {n}x{k} rows {rows}"
             report(f"{label} cublas", by(lambda w, x=x: F.linear(x, w)), moved)
-            report(f"{label} gemv", by(lambda w, x=x: gemv.gemv(x, w)), moved)
-            if name in ("o", "down"):
-                report(f"{label} gemv_add", by(lambda w, x=x, t=total: gemv.gemv_add(x, w, None, t)), moved)
             if name in ("qkv", "head"):
-                report(f"{label} norm_gemv", by(lambda w, x=x, s=scale: gemv.norm_gemv(x, s, 1e-6, w)), moved)
-            if name == "gate_up":
-                report(
-                    f"{label} norm_gate_up", by(lambda w, x=x, s=scale: gemv.norm_gate_up_gemv(x, s, 1e-6, w)), moved
-                )
+                report(f"{label} norm_linear", by(lambda w, x=x, s=scale: linears.norm_linear(x, s, 1e-6, w)), moved)
+            elif name == "gate_up":
+                report(f"{label} norm_gate_up", by(lambda w, x=x, s=scale: linears.norm_gate_up(x, s, 1e-6, w)), moved)
+            else:
+                report(f"{label} linear_add", by(lambda w, x=x, t=total: linears.linear_add(x, w, None, t)), moved)
         del weights
 
 

@@ -72,10 +72,37 @@ def paged(
         starts.append(starts[-1] + new)
     batch = AttentionBatch(
         num_decodes=sum(new == 1 for new in news),
-        query_starts=starts,
-        lengths=lengths,
+        query_starts=torch.tensor(starts, device=DEVICE),
+        lengths=torch.tensor(lengths, device=DEVICE),
         block_tables=torch.tensor([table + [0] * (width - len(table)) for table in tables], device=DEVICE),
         slots=torch.tensor(slots, device=DEVICE),
-        lengths_tensor=torch.tensor(lengths, device=DEVICE),
     )
     return randn(starts[-1], heads.q_size + heads.kv_size, dtype=dtype), kv.to(dtype), batch
+
+
+def padded(
+    qkv: Tensor, batch: AttentionBatch, decodes: int, prompts: int, prompt_tokens: int
+) -> tuple[Tensor, AttentionBatch, Tensor]:
+    """(qkv, batch, rows): a step in the shape of a captured one, with so many decodes, prompts and prompt tokens and
+    nothing on the host. Its own tokens are in `rows`; the others are NaN, and belong to no sequence or an empty one."""
+    own_decodes, own_sequences, own_tokens = batch.num_decodes, len(batch.lengths), len(qkv)
+    spare = decodes - own_decodes
+    sequences = torch.tensor([*range(own_decodes), *range(decodes, own_sequences + spare)], device=DEVICE)
+    rows = torch.tensor([*range(own_decodes), *range(decodes, own_tokens + spare)], device=DEVICE)
+    wide = torch.full((decodes + prompt_tokens, qkv.shape[1]), float("nan"), dtype=qkv.dtype, device=DEVICE)
+    wide[rows] = qkv
+    tables = torch.zeros(decodes + prompts, batch.block_tables.shape[1], dtype=torch.int64, device=DEVICE)
+    tables[sequences] = batch.block_tables
+    lengths = torch.zeros(decodes + prompts, dtype=torch.int64, device=DEVICE)
+    lengths[sequences] = batch.lengths
+    starts = torch.full((decodes + prompts + 1,), own_tokens + spare, device=DEVICE)
+    starts[:decodes] = torch.arange(decodes, device=DEVICE)
+    starts[decodes : own_sequences + spare] = batch.query_starts[own_decodes:-1] + spare
+    shape = AttentionBatch(
+        num_decodes=decodes,
+        query_starts=starts,
+        lengths=lengths,
+        block_tables=tables,
+        slots=torch.zeros(len(wide), dtype=torch.int64, device=DEVICE),
+    )
+    return wide, shape, rows

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests import tiny_models
-from tests.worker.driving import Driven, load, request, run, under_reference
+from tests.worker.driving import Driven, load, request, run, under_reference, watched_logits
 from weft.config import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.hub.resolve import resolve
 from weft.types import SamplingParams
@@ -94,8 +94,9 @@ def test_a_middle_sized_model_in_bfloat16(tmp_path: Path) -> None:
     from weft.kernels.weights import DecoderWeights, LayerWeights
     from weft.model.dense import DenseConfig, DenseModel
     from weft.plan import Admission, Row, StepPlan
-    from weft.worker.inputs import build_inputs
     from weft.worker.rows import RowTable
+    from weft.worker.runner import Runner
+    from weft.worker.step import Stepper
 
     torch.manual_seed(0)
     config = DenseConfig(
@@ -133,10 +134,9 @@ def test_a_middle_sized_model_in_bfloat16(tmp_path: Path) -> None:
     for model, dtype in ((DenseModel(config, weights, ops_for("cuda"), 512), torch.bfloat16),
                          (DenseModel(replace(config), wide, REFERENCE, 512), torch.float32)):  # fmt: skip
         table = RowTable(4, 512, 16, torch.device("cuda"))
-        inputs = build_inputs(StepPlan(0, [], admit, rows), table)
         cache = torch.zeros(4, 40, 16, 2, 4, 128, device="cuda", dtype=dtype)
-        with torch.inference_mode():
-            hidden = model.forward(inputs.tokens, inputs.positions, cache, inputs.batch)
-            logits.append(model.logits(hidden[inputs.sample_at]).float())
+        with watched_logits() as seen:
+            Runner(Stepper(model, cache, table)).execute(StepPlan(0, [], admit, rows))
+        logits += [step.float() for step in seen]
     error = (logits[0] - logits[1]).norm() / logits[1].norm()
     assert error < 2e-2, error

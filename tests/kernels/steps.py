@@ -22,7 +22,7 @@ class Step(NamedTuple):
 
     @property
     def last_rows(self) -> Tensor:
-        return torch.tensor(self.batch.query_starts[1:]) - 1
+        return self.batch.query_starts[1:] - 1
 
 
 def config(**changes: object) -> DenseConfig:
@@ -86,11 +86,10 @@ def random_step(c: DenseConfig, news: list[int], lengths: list[int], cache: Tens
     padded = torch.tensor([table + [0] * (width - len(table)) for table in tables])
     batch = AttentionBatch(
         num_decodes=sum(new == 1 for new in news),
-        query_starts=starts,
-        lengths=lengths,
+        query_starts=torch.tensor(starts),
+        lengths=torch.tensor(lengths),
         block_tables=padded,
         slots=torch.tensor(slots),
-        lengths_tensor=torch.tensor(lengths),
     )
     tokens = torch.tensor([rng.randrange(c.vocab_size) for _ in positions])
     return Step(tokens, torch.tensor(positions), batch)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.steps import config, random_cache, random_step
-from weft.kernels import REFERENCE, ops_for, reference
+from weft.kernels import REFERENCE, HeadNorms, ops_for, reference
 from weft.kernels.cpu import argmax_rows
 
 OPS = ops_for("cpu")
@@ -27,23 +27,31 @@ def test_linear(rows: int, bias: bool, dtype: torch.dtype) -> None:
     )
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_silu_mul(rows: int) -> None:
-    gate_up = torch.randn(rows, 2 * 77) * 10
-    torch.testing.assert_close(OPS.silu_mul(gate_up), reference.silu_mul(gate_up))
+@pytest.mark.parametrize("rows", [1, 5, 20])
+def test_linear_layers_with_their_neighbours(rows: int) -> None:
+    x, norm, weight, bias = torch.randn(rows, 36), torch.randn(36), torch.randn(54, 36), torch.randn(54)
+    for name, arguments in (("norm_linear", (x, norm, 1e-6, weight, bias)), ("norm_gate_up", (x, norm, 1e-6, weight))):
+        ours, theirs = (getattr(ops, name)(*arguments) for ops in (OPS, REFERENCE))
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    totals = torch.ones(2, rows, 54)
+    for ops, total in zip((OPS, REFERENCE), totals, strict=True):
+        ops.linear_add(x, weight, bias, total)
+    torch.testing.assert_close(*totals, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [{}, {"num_heads": 3, "num_kv_heads": 3, "head_dim": 34}])
-def test_rotate_and_store(shape: dict[str, int], dtype: torch.dtype) -> None:
+def test_rotate_and_store(shape: dict[str, int], dtype: torch.dtype, with_norms: bool) -> None:
     c = config(**shape)
     cache = random_cache(c, 16, 16)[0].to(dtype)
     step = random_step(c, [1, 1, 20], [31, 32, 40], random_cache(c, 16, 16))
     qkv = torch.randn(22, c.heads.q_size + c.heads.kv_size, dtype=dtype)
     rotations = torch.polar(torch.ones(22, c.head_dim // 2), torch.randn(22, c.head_dim // 2))
     wanted_qkv, wanted_cache = qkv.clone(), cache.clone()
-    REFERENCE.rotate_and_store(wanted_qkv, c.heads, rotations, wanted_cache, step.batch.slots)
-    OPS.rotate_and_store(qkv, c.heads, rotations, cache, step.batch.slots)
+    norms = HeadNorms(*torch.randn(2, c.head_dim, dtype=dtype), 1e-6) if with_norms else None
+    REFERENCE.rotate_and_store(wanted_qkv, c.heads, rotations, wanted_cache, step.batch.slots, norms)
+    OPS.rotate_and_store(qkv, c.heads, rotations, cache, step.batch.slots, norms)
     torch.testing.assert_close(qkv, wanted_qkv)
     torch.testing.assert_close(cache, wanted_cache)
 

@@ -113,11 +113,10 @@ def some_rows(step: Step, start: int, stop: int) -> Step:
     """The decodes from `start` to `stop` of a step of decodes."""
     batch = AttentionBatch(
         num_decodes=stop - start,
-        query_starts=list(range(stop - start + 1)),
+        query_starts=torch.arange(stop - start + 1),
         lengths=step.batch.lengths[start:stop],
         block_tables=step.batch.block_tables[start:stop],
         slots=step.batch.slots[start:stop],
-        lengths_tensor=step.batch.lengths_tensor[start:stop],
     )
     return Step(step.tokens[start:stop], step.positions[start:stop], batch)
 

@@ -129,6 +129,19 @@ def test_weights_are_rounded_to_the_type_asked_for(
         assert torch.equal(weights.layers[0].down, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_checkpoint_of_another_type_is_converted(dtype: torch.dtype, copied: Callable[[str], Path]) -> None:
+    folder = copied("mistral")
+    with changed_tensors(folder) as tensors:
+        for name, tensor in tensors.items():
+            tensors[name] = tensor.to(dtype)
+    _, weights = read(folder)
+    queries = tiny_models.state("mistral")["model.layers.1.self_attn.q_proj.weight"].to(dtype).float()
+    by_pairs = queries.view(4, 2, 16, 64).transpose(1, 2).reshape(128, 64)
+    assert torch.equal(weights.layers[1].qkv[:128], by_pairs)
+    assert weights.layers[1].qkv.dtype == weights.embedding.dtype == torch.float32
+
+
 def test_progress_hears_of_every_layer(tiny_directory: Callable[[str], Path]) -> None:
     heard = []
     files = resolve(str(tiny_directory("llama2")))

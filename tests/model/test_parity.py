@@ -100,7 +100,7 @@ def test_gguf_in_blocks(
 def test_one_forward_pass_has_the_same_logits_everywhere(
     name: str, ops: Ops, judge: Any, references: Callable[[str], Any], tiny_directory: Callable[[str], Path]
 ) -> None:
-    loaded = load(tiny_directory(name)).runner
+    loaded = load(tiny_directory(name)).runner.stepper
     model = DenseModel(loaded.model.config, loaded.model.weights, ops, 256)
     prompt = PROMPTS[1]
     length, size = len(prompt), 16
@@ -109,11 +109,10 @@ def test_one_forward_pass_has_the_same_logits_everywhere(
     positions = torch.arange(length)
     batch = AttentionBatch(
         num_decodes=0,
-        query_starts=[0, length],
-        lengths=[length],
+        query_starts=torch.tensor([0, length]),
+        lengths=torch.tensor([length]),
         block_tables=blocks[None],
         slots=blocks[positions // size] * size + positions % size,
-        lengths_tensor=torch.tensor([length]),
     )
     with torch.inference_mode():
         hidden = model.forward(torch.tensor(prompt), positions, torch.zeros_like(loaded.kv_cache), batch)

@@ -25,6 +25,7 @@ from weft.types import EngineStats, FinishReason, Request, SamplingParams, Token
 from weft.worker import runner as runner_module
 from weft.worker.rows import RowTable
 from weft.worker.runner import Runner
+from weft.worker.step import Stepper
 from weft.worker.worker import Worker
 
 MOST_STEPS = 5000
@@ -72,10 +73,10 @@ def load(
 
 def under_reference(driven: Driven) -> Driven:
     """The same weights, with the torch reference for every op and no prepared decode step."""
-    loaded, limits = driven.runner.model, driven.limits
+    loaded, limits = driven.runner.stepper.model, driven.limits
     model = DenseModel(loaded.config, loaded.weights, REFERENCE, limits.max_model_len)
     table = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, torch.device("cpu"))
-    return Driven(Runner(model, torch.zeros_like(driven.runner.kv_cache), table), limits)
+    return Driven(Runner(Stepper(model, torch.zeros_like(driven.runner.stepper.kv_cache), table)), limits)
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int, *, done: Sequence[int] = (), **params: Any) -> Request:

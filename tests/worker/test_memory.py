@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -12,7 +13,22 @@ from msgspec.structs import replace
 from weft.config import CacheOptions
 from weft.errors import OutOfMemory
 from weft.model.dense import DenseConfig
-from weft.worker.memory import MIB, MemoryPlan, available_cpu_bytes, kv_bytes_per_token, num_parameters, plan_memory
+from weft.types import MemoryLedger
+from weft.worker.memory import (
+    GIB,
+    GRAPH_SLACK_BYTES,
+    MIB,
+    MemoryPlan,
+    Room,
+    available_cpu_bytes,
+    cache_shape,
+    gpu_share,
+    graphs_bytes,
+    kv_bytes_per_token,
+    ledger_table,
+    num_parameters,
+    plan_memory,
+)
 
 # 16 KiB of keys and values for a token in float32: 4 layers * 2 * 8 heads * 64 dimensions * 4 bytes.
 GEOMETRY = DenseConfig(
@@ -28,16 +44,17 @@ GEOMETRY = DenseConfig(
     norm_eps=1e-5,
     rope_theta=10000.0,
 )
-PLENTY = 64 * 1024 * MIB
+WEIGHTS = num_parameters(GEOMETRY) * 4
+PLENTY = Room(total=64 * GIB)
+GPU = Room(total=1000 * MIB, share=0.5, others=100 * MIB, libraries=30 * MIB, activations=200 * MIB, graphs=50 * MIB)
+"""Of 500 MiB 220 are left for weights and cache: 44 and 176."""
 
 
-def plan(cache: CacheOptions | None = None, max_model_len: int = 0, available_bytes: int = PLENTY) -> MemoryPlan:
+def plan(
+    cache: CacheOptions | None = None, max_model_len: int = 0, room: Room = PLENTY, dtype: torch.dtype = torch.float32
+) -> MemoryPlan:
     return plan_memory(
-        GEOMETRY,
-        cache or CacheOptions(),
-        max_model_len=max_model_len,
-        dtype=torch.float32,
-        available_bytes=available_bytes,
+        GEOMETRY, cache or CacheOptions(), room, max_model_len=max_model_len, dtype=dtype, weights_bytes=WEIGHTS
     )
 
 
@@ -51,11 +68,9 @@ def test_the_cache_takes_the_memory_it_is_given() -> None:
 
 
 def test_half_precision_holds_twice_as_much() -> None:
-    options = {"max_model_len": 0, "available_bytes": PLENTY}
-    single = plan_memory(GEOMETRY, CacheOptions(kv_cache_memory_mb=16), dtype=torch.float32, **options)
-    half = plan_memory(GEOMETRY, CacheOptions(kv_cache_memory_mb=16), dtype=torch.bfloat16, **options)
+    single = plan(CacheOptions(kv_cache_memory_mb=16))
+    half = plan(CacheOptions(kv_cache_memory_mb=16), dtype=torch.bfloat16)
     assert half.num_blocks == 2 * single.num_blocks
-    assert 2 * half.weights_bytes == single.weights_bytes
 
 
 def test_the_context_is_the_models_where_the_cache_holds_it() -> None:
@@ -111,14 +126,22 @@ def test_the_flags_are_the_nearest_that_fit() -> None:
 def test_one_block_is_too_few_for_any_context() -> None:
     with pytest.raises(OutOfMemory) as caught:
         plan(CacheOptions(num_blocks=1))
-    assert flags_of(caught.value)["num-blocks"] >= 2
+    assert plan(CacheOptions(num_blocks=flags_of(caught.value)["num-blocks"], block_size=1)).max_model_len == 2
+
+
+def test_a_context_of_one_token_is_refused() -> None:
+    """It holds no answer."""
+    with pytest.raises(OutOfMemory, match="no prompt and answer"):
+        plan(max_model_len=1)
+    assert plan(max_model_len=2).max_model_len == 2
 
 
 def test_weights_and_cache_beyond_the_machine_are_refused_with_the_numbers() -> None:
+    machine = Room(total=59 * MIB)
     with pytest.raises(OutOfMemory, match="weights need 44 MiB and the cache 16 MiB; 59 MiB are free") as caught:
-        plan(CacheOptions(kv_cache_memory_mb=16), available_bytes=59 * MIB)
-    assert "--kv-cache-memory-mb" in caught.value.hint
-    assert plan(CacheOptions(kv_cache_memory_mb=8), available_bytes=59 * MIB).num_blocks == 32
+        plan(CacheOptions(kv_cache_memory_mb=16), room=machine)
+    assert "--kv-cache-memory-mb" in caught.value.hint and "--gpu-memory-utilization" not in caught.value.hint
+    assert plan(CacheOptions(kv_cache_memory_mb=8), room=machine).num_blocks == 32
 
 
 def test_parameters_are_counted() -> None:
@@ -129,3 +152,97 @@ def test_parameters_are_counted() -> None:
 
 def test_this_machine_has_memory() -> None:
     assert 0 < available_cpu_bytes() < 2**50
+
+
+def test_the_cache_has_the_size_that_was_planned() -> None:
+    made = plan(CacheOptions(num_blocks=3))
+    assert torch.empty(cache_shape(GEOMETRY, 3, 16)).nbytes == made.kv_bytes
+
+
+# A GPU.
+
+
+def test_the_cache_of_a_gpu_gets_what_is_left_of_the_share() -> None:
+    assert GPU.available == 220 * MIB
+    assert plan(room=GPU).num_blocks == (220 * MIB - WEIGHTS) // (16 * 16 * 1024)
+
+
+def test_what_others_use_of_a_gpu_is_not_ours_to_take() -> None:
+    """Weft may take half of it; another process has more than the other half."""
+    crowded = replace(GPU, others=700 * MIB)
+    assert crowded.available == 50 * MIB
+    assert plan(room=crowded).kv_bytes <= 50 * MIB - WEIGHTS
+
+
+def test_the_ledger_of_a_gpu_adds_up() -> None:
+    made = plan(room=GPU)
+    ledger = GPU.ledger(WEIGHTS, made.kv_bytes)
+    parts = ledger.weights + ledger.activations + ledger.graphs + ledger.kv + ledger.others + ledger.spare
+    assert parts == ledger.total == 1000 * MIB
+    # The other half, without what is used of it already, and less than a block.
+    assert 430 * MIB <= ledger.spare < 430 * MIB + 16 * 16 * 1024
+
+
+def test_the_ledger_is_a_table_that_a_reader_can_add() -> None:
+    ledger = MemoryLedger(total=80 * GIB, weights=14 * GIB, activations=GIB, graphs=GIB, kv=44 * GIB, others=GIB)
+    lines = ledger_table(ledger).splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "weights", "activations", "graphs", "KV", "others", "spare", "total",
+    ]  # fmt: skip
+    sizes = [float(line.split(" GiB")[0].split()[-1]) for line in lines]
+    assert sizes == [14, 1, 1, 44, 1, 19, 80]
+    assert lines[0].endswith("17.5%") and len({len(line) for line in lines}) == 1
+
+
+def test_the_share_that_would_fit_is_named_and_fits() -> None:
+    for cache, context in ((CacheOptions(), 4096), (CacheOptions(kv_cache_memory_mb=300), 0)):
+        small = replace(GPU, share=0.35)
+        with pytest.raises(OutOfMemory) as caught:
+            plan(cache, context, small)
+        (share,) = re.findall(r"--gpu-memory-utilization (\d\.\d\d)", caught.value.hint)
+        plan(cache, context, replace(small, share=float(share)))
+        with pytest.raises(OutOfMemory):
+            plan(cache, context, replace(small, share=float(share) - 0.01))
+
+
+def test_more_blocks_are_no_advice_where_the_share_has_no_room_for_them() -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        plan(room=replace(GPU, share=0.35), max_model_len=4096)
+    flags = flags_of(caught.value)
+    assert "num-blocks" not in flags and "kv-cache-memory-mb" not in flags
+    assert plan(room=replace(GPU, share=0.35), max_model_len=flags["max-model-len"])
+
+
+def test_a_share_that_would_be_lowered_is_named_with_the_flag_that_keeps_it() -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        plan(CacheOptions(kv_cache_memory_mb=600), room=replace(GPU, others=0))
+    assert "--gpu-memory-utilization 0.93 or more with --insist-gpu-memory" in caught.value.hint
+
+
+def test_no_share_is_named_where_the_memory_is_not_there() -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        plan(CacheOptions(kv_cache_memory_mb=700), room=GPU)
+    assert "--gpu-memory-utilization" not in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("asked", "insists", "used"),
+    [
+        (0.75, False, 0.75), (0.88, False, 0.88), (0.90, False, 0.90), (0.91, False, 0.85), (1.0, False, 0.85),
+        (0.91, True, 0.91), (1.0, True, 1.0),
+    ],
+)  # fmt: skip
+def test_a_share_above_what_is_safe_is_lowered_with_a_word(
+    asked: float, insists: bool, used: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert gpu_share(CacheOptions(gpu_memory_utilization=asked, insist_gpu_memory=insists)) == used
+    assert len(caplog.records) == (asked != used)
+    assert all("--insist-gpu-memory" in record.getMessage() for record in caplog.records)
+
+
+def test_graphs_are_kept_room_for_their_logits() -> None:
+    logits = 16 * 64 * GEOMETRY.vocab_size * 2
+    estimate = graphs_bytes(GEOMETRY, torch.bfloat16, 64) - GRAPH_SLACK_BYTES
+    assert logits < estimate < logits + 64 * MIB
+    assert graphs_bytes(GEOMETRY, torch.float32, 64) - GRAPH_SLACK_BYTES == 2 * estimate

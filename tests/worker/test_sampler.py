@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.kernels import reference
+from tests.worker.targets import Target, draws, sample, target
+from weft.kernels import sampling
+from weft.kernels.sampling import gumbel_noise
 from weft.plan import Sampled
-from weft.types import SamplingParams
-from weft.worker import sampler
-from weft.worker.rows import RowState, RowTable
-from weft.worker.sampler import SampledBatch, Target, gumbel_noise
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,42 +24,13 @@ NUM_DRAWS = 1_500
 CHI_SQUARE_999 = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 15: 37.70, 63: 103.44}
 
 
-def target(
-    *, history: list[int] | None = None, num_prompt: int = 3, stops: list[int] | None = None, **params: Any
-) -> Target:
-    """A row whose next token follows `history`; greedy unless `params` says otherwise."""
-    tokens = [0, 0, 0] if history is None else history
-    chosen = SamplingParams(**({"temperature": 0.0, "seed": 0} | params))
-    return Target(table_of(tokens, RowState(chosen, num_prompt, stops or [])), 0, len(tokens))
-
-
-def table_of(tokens: list[int], state: RowState, length: int = 0) -> RowTable:
-    """A table of one row."""
-    table = RowTable(1, max(length, len(tokens) + 1), 1, torch.device("cpu"))
-    table.tokens[0, : len(tokens)] = torch.tensor(tokens)
-    table.states[0] = state
-    return table
-
-
-def sample(logits: Tensor, targets: list[Target]) -> SampledBatch:
-    return sampler.sample(logits, *reference.greedy(logits), targets)
-
-
 def choose(logits: Tensor, *targets: Target) -> list[Sampled]:
     """One row for each target, all of them with the same logits."""
-    return sample(logits.repeat(len(targets), 1), list(targets)).read()
+    return sample(logits.repeat(len(targets), 1), targets).read()
 
 
 def greedy(logits: Tensor, **how: Any) -> int:
     return choose(logits, target(**how))[0].token_id
-
-
-def draws(logits: Tensor, num_draws: int = NUM_DRAWS, *, seed: int = 7, **params: Any) -> list[int]:
-    """Tokens at as many positions, of one seed."""
-    state = RowState(SamplingParams(**({"temperature": 1.0, "seed": seed} | params)), 0, [])
-    table = table_of([], state, num_draws)
-    rows = [Target(table, 0, position) for position in range(num_draws)]
-    return sample(logits.expand(num_draws, -1).clone(), rows).tokens.tolist()
 
 
 def softmax(logits: Tensor, temperature: float = 1.0) -> np.ndarray:
@@ -183,7 +152,7 @@ def test_tiny_temperature_is_greedy(temperature: float) -> None:
 @pytest.mark.parametrize("top_k", [1, 3, 8, 1000])
 def test_top_k(top_k: int) -> None:
     likeliest = set(np.argsort(-LOGITS.numpy())[:top_k].tolist())
-    tokens = draws(LOGITS, top_k=top_k)
+    tokens = draws(LOGITS, NUM_DRAWS, top_k=top_k)
     if top_k == 1:
         assert set(tokens) == {1}
     else:
@@ -205,7 +174,7 @@ def nucleus(probabilities: np.ndarray, top_p: float) -> set[int]:
 @pytest.mark.parametrize("top_p", [1e-6, 0.5, 0.7, 0.9, 0.99])
 def test_top_p(top_p: float) -> None:
     ids = nucleus(softmax(LOGITS), top_p)
-    tokens = draws(LOGITS, top_p=top_p)
+    tokens = draws(LOGITS, NUM_DRAWS, top_p=top_p)
     assert set(tokens) == ids
     if len(ids) > 1:
         assert_distribution(tokens, kept(softmax(LOGITS), ids))
@@ -214,12 +183,12 @@ def test_top_p(top_p: float) -> None:
 @pytest.mark.parametrize("first", [1, 2, 4])
 def test_top_p_looks_further_when_the_first_candidates_are_too_few(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = draws(LOGITS, 500, top_p=0.9)
-    monkeypatch.setattr(sampler, "FIRST_CANDIDATES", first)
+    monkeypatch.setattr(sampling, "FIRST_CANDIDATES", first)
     assert draws(LOGITS, 500, top_p=0.9) == whole
 
 
 def test_top_p_over_a_flat_vocabulary_larger_than_the_first_candidates() -> None:
-    flat = torch.zeros(4 * sampler.FIRST_CANDIDATES)
+    flat = torch.zeros(4 * sampling.FIRST_CANDIDATES)
     tokens = draws(flat, 300, top_p=0.5)
     assert len(set(tokens)) > 200
 
@@ -230,11 +199,23 @@ def test_top_p_is_of_what_top_k_leaves() -> None:
     assert set(draws(LOGITS, 1000, top_k=3, top_p=0.8)) == {1, 4}
 
 
+@pytest.mark.parametrize(
+    "how", [{"top_k": 1}, {"top_k": 2}, {"top_p": 0.2}, {"top_k": 2, "top_p": 0.9}, {"min_p": 1.0}]
+)
+def test_equal_logits_are_kept_together(how: dict[str, Any]) -> None:
+    assert set(draws(torch.tensor([0.0, 2.0, 1.0, 2.0, 2.0]), 200, **how)) == {1, 3, 4}
+
+
+def test_top_p_is_of_all_equal_logits_that_top_k_keeps() -> None:
+    # The first has 0.40 of all five, and 0.58 of the three largest.
+    assert set(draws(torch.tensor([2.0, 1.0, 1.0, 1.0, 1.0]), 200, top_k=2, top_p=0.5)) == {0, 1, 2, 3, 4}
+
+
 @pytest.mark.parametrize("min_p", [0.05, 0.3, 1.0])
 def test_min_p(min_p: float) -> None:
     probabilities = softmax(LOGITS)
     ids = {i for i, p in enumerate(probabilities) if p >= min_p * probabilities.max()}
-    tokens = draws(LOGITS, min_p=min_p)
+    tokens = draws(LOGITS, NUM_DRAWS, min_p=min_p)
     assert set(tokens) == ids
     if len(ids) > 1:
         assert_distribution(tokens, kept(probabilities, ids))
@@ -247,7 +228,7 @@ def test_min_p_is_of_the_heated_distribution() -> None:
 
 
 def test_a_wide_vocabulary_is_drawn_evenly() -> None:
-    buckets = [token * 64 // 4096 for token in draws(torch.zeros(4096))]
+    buckets = [token * 64 // 4096 for token in draws(torch.zeros(4096), NUM_DRAWS)]
     assert_distribution(buckets, np.full(64, 1 / 64))
 
 

@@ -28,20 +28,29 @@ class HeadShape(NamedTuple):
         return float(self.head_dim**-0.5)
 
 
+class HeadNorms(NamedTuple):
+    """RMSNorm of every head of the queries and keys, by weights of [head dim]."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
 class AttentionBatch(NamedTuple):
     """The sequences of one step. Their new tokens stand one after the other in the step's token dimension.
 
-    Sequences with one new token come first: `num_decodes` of them. A kernel may treat them as a batch.
+    Sequences with one new token come first: `num_decodes` of them. A kernel may treat them as a batch. The others may
+    have any number of new tokens, also none; tokens behind the last sequence's are nobody's, and come out finite.
     """
 
     num_decodes: int
-    query_starts: list[int]
-    """Where each sequence's new tokens begin, and the number of tokens in the step last."""
-    lengths: list[int]
-    """Tokens of each sequence that are in the cache once this step's are written."""
+    query_starts: Tensor
+    """[sequences + 1] int64: where each sequence's new tokens begin, and where the last one's end."""
+    lengths: Tensor
+    """[sequences] int64: tokens of each sequence that are in the cache once this step's are written."""
     block_tables: Tensor
     """[sequences, blocks] int64: the blocks of each sequence, padded with the null block."""
     slots: Tensor
     """[tokens] int64: the cache slot (block * block size + offset) of each new token."""
-    lengths_tensor: Tensor
-    """`lengths` as int64."""
+    is_one_prompt: bool = False
+    """The step is one sequence, from its first token on."""

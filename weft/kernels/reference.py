@@ -10,19 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels.batch import AttentionBatch, HeadShape
+from weft.kernels.batch import AttentionBatch, HeadNorms, HeadShape
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return wide.to(x.dtype) * weight
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x to the residual in place, and return the normalised sum."""
-    residual.add_(x)
-    return rms_norm(residual, weight, eps)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -34,9 +28,27 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def rotate_and_store(qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: Tensor, slots: Tensor) -> None:
-    """Rotate the queries and keys of qkv in place by `rotations` [tokens, head dim / 2] (complex), then write
-    its keys and values to their slots."""
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear(rms_norm(x, norm, eps), weight, bias)
+
+
+def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    """The first half of a gated feed-forward layer; the weight's first rows are the gates'."""
+    return silu_mul(norm_linear(x, norm, eps, weight, None))
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+    """Add linear(x, weight, bias) to the residual in place."""
+    residual.add_(linear(x, weight, bias))
+
+
+def rotate_and_store(
+    qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: Tensor, slots: Tensor, norms: HeadNorms | None = None
+) -> None:
+    """Normalise the queries' and keys' heads of qkv in place where the family does so, rotate them by `rotations`
+    [tokens, head dim / 2] (complex), then write keys and values to their slots."""
+    if norms is not None:
+        norm_heads(qkv, heads, norms)
     tokens = qkv.shape[0]
     rotated = heads.q_size + heads.kv_size // 2
     pairs = qkv[:, :rotated].float().view(tokens, -1, heads.head_dim // 2, 2)
@@ -45,12 +57,20 @@ def rotate_and_store(qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: Tenso
     kv.view(-1, heads.kv_size)[slots] = qkv[:, heads.q_size :]
 
 
+def norm_heads(qkv: Tensor, heads: HeadShape, norms: HeadNorms) -> None:
+    keys_end = heads.q_size + heads.kv_size // 2
+    for part, weight in ((qkv[:, : heads.q_size], norms.query), (qkv[:, heads.q_size : keys_end], norms.key)):
+        by_head = part.view(len(part), -1, heads.head_dim)
+        by_head.copy_(rms_norm(by_head, weight, norms.eps))
+
+
 def attention(qkv: Tensor, heads: HeadShape, kv: Tensor, batch: AttentionBatch) -> Tensor:
     """Causal attention of each sequence's new tokens over its cached ones; [tokens, heads * head dim]."""
     queries = qkv[:, : heads.q_size].view(-1, heads.num_heads, heads.head_dim)
     out = torch.empty_like(queries)
-    for i, length in enumerate(batch.lengths):
-        start, stop = batch.query_starts[i], batch.query_starts[i + 1]
+    starts = batch.query_starts.tolist()
+    for i, length in enumerate(batch.lengths.tolist()):
+        start, stop = starts[i], starts[i + 1]
         blocks = batch.block_tables[i, : -(-length // kv.shape[1])]
         keys, values = kv[blocks].flatten(0, 1)[:length].permute(1, 2, 0, 3)
         count = stop - start

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from weft.kernels.batch import HeadNorms
+
 
 class LayerWeights(NamedTuple):
     """One decoder layer. `qkv` and `gate_up` are fused along their output dimension."""
@@ -20,6 +22,11 @@ class LayerWeights(NamedTuple):
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
+
+    def head_norms(self, eps: float) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm, self.k_norm, eps)
 
 
 class DecoderWeights(NamedTuple):

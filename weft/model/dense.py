@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
+
 from msgspec import Struct
 from torch import Tensor
 
@@ -36,6 +37,15 @@ class DenseConfig(Struct, frozen=True, kw_only=True):
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
 
+class LastTokens(NamedTuple):
+    """Tokens of a step, each the last one of its sequence so far."""
+
+    at: Tensor
+    """Where they stand among the step's tokens."""
+    batch: AttentionBatch
+    """Their sequences, each with this one as its new token."""
+
+
 class DenseModel:
     """The forward pass, over a paged cache: no state of its own but weights and rotations."""
 
@@ -48,30 +58,24 @@ class DenseModel:
             config.head_dim, config.rope_theta, config.rope_scaling, max_model_len, weights.rope_factors
         ).to(device)
 
-    def forward(self, tokens: Tensor, positions: Tensor, kv_cache: Tensor, batch: AttentionBatch) -> Tensor:
-        """The final hidden states of the step's tokens. Writes their keys and values to the cache
-        [layers, blocks, block size, 2, kv heads, head dim]."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, kv_cache: Tensor, batch: AttentionBatch, last: LastTokens | None = None
+    ) -> Tensor:
+        """The final hidden states of the step's tokens, or of the `last` ones only: the last layer then computes no
+        others. Writes all their keys and values to the cache [layers, blocks, block size, 2, kv heads, head dim]."""
         ops, eps, heads = self.ops, self.config.norm_eps, self.config.heads
         rotation = self.rotations[positions]
         residual = self.weights.embedding[tokens]
-        x = torch.zeros_like(residual)
+        slots = batch.slots
         for layer, kv in zip(self.weights.layers, kv_cache, strict=True):
-            x = ops.add_rms_norm(x, residual, layer.attention_norm, eps)
-            qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
-            if layer.q_norm is not None and layer.k_norm is not None:
-                self._norm_heads(qkv, layer.q_norm, layer.k_norm)
-            ops.rotate_and_store(qkv, heads, rotation, kv, batch.slots)
-            x = ops.linear(ops.attention(qkv, heads, kv, batch), layer.output, layer.output_bias)
-            x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = ops.linear(ops.silu_mul(ops.linear(x, layer.gate_up, None)), layer.down, None)
-        return ops.add_rms_norm(x, residual, self.weights.norm, eps)
+            qkv = ops.norm_linear(residual, layer.attention_norm, eps, layer.qkv, layer.qkv_bias)
+            ops.rotate_and_store(qkv, heads, rotation, kv, slots, layer.head_norms(eps))
+            if last is not None and layer is self.weights.layers[-1]:
+                qkv, residual, batch = qkv[last.at], residual[last.at], last.batch
+            ops.linear_add(ops.attention(qkv, heads, kv, batch), layer.output, layer.output_bias, residual)
+            hidden = ops.norm_gate_up(residual, layer.mlp_norm, eps, layer.gate_up)
+            ops.linear_add(hidden, layer.down, None, residual)
+        return ops.rms_norm(residual, self.weights.norm, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ops.linear(hidden, self.weights.head, None)
-
-    def _norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
-        heads = self.config.heads
-        keys_end = heads.q_size + heads.kv_size // 2
-        for part, weight in ((qkv[:, : heads.q_size], q_norm), (qkv[:, heads.q_size : keys_end], k_norm)):
-            by_head = part.view(len(part), -1, heads.head_dim)
-            by_head.copy_(self.ops.rms_norm(by_head, weight, self.config.norm_eps))

@@ -1,6 +1,7 @@
 """From files to the tensors of a decoder: names mapped, projections fused, rotary pairs made neighbours.
 
-Every tensor is written straight to its place in the fused weights, so that the peak is the model and one tensor.
+Every tensor is written straight to its place in the fused weights on the device, and what has to be changed in it is
+changed there: the peak is the model and one tensor, on the device and on the host.
 """
 
 from __future__ import annotations
@@ -93,7 +94,10 @@ class SafetensorsSource:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def read_into(self, out: Tensor, name: str) -> None:
-        out.copy_(self._file_of[name].get_tensor(name))
+        # A view of the mapped file: nothing is read before it is copied to its place.
+        mapped = self._file_of[name].get_tensor(name)
+        # A copy between devices that changes the type as well would change it on the host.
+        out.copy_(mapped if mapped.dtype == out.dtype else mapped.to(out.device))
 
 
 class NoSource:

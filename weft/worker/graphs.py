@@ -1,115 +1,124 @@
-"""CUDA graphs of decode steps: the whole step, from the row table to the sampled tokens in it, as one launch.
+"""CUDA graphs of steps: the whole step, from the row table to the sampled tokens in it, as one launch.
 
-A graph is captured for a number of rows and serves every batch up to it; rows to spare are the table's padding row,
-whose blocks are the null block. The server does not wait for graphs: a size is captured in the engine's idle gaps,
-or when it has been wanted a few times; until then its steps run without one.
+A graph is captured for a shape and serves every plan that fits into it. The server does not wait for graphs: a shape is
+captured in the engine's idle gaps, or when it has been wanted a few times; until then its steps run without one.
 """
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from weft.kernels import AttentionBatch
-from weft.model.dense import DenseModel
-from weft.plan import StepPlan
-from weft.worker.inputs import slots_of, to_device
-from weft.worker.rows import RowTable
+from weft.switches import is_on
+from weft.worker.inputs import StepShape, section_sizes, views
+from weft.worker.step import Outcome, Stepper
 
-SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+log = logging.getLogger(__name__)
+
+DECODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+DECODES_BESIDE_PROMPTS = (0, 8, 32, 64, 128, 192, 256, 384, 512)
+PROMPT_TOKENS = (128, 256, 384)
+PROMPTS = 16
+"""In one step; each may be a whole prompt or a chunk of one."""
 WANTED_OFTEN = 3
 
 
 class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
-    """[2, rows]: row numbers and positions; written before a replay."""
-    logits: Tensor
-    tokens: Tensor
-    peaks: Tensor
+    """Packed; written before a replay."""
+    outcome: Outcome
 
 
-class DecodeGraphs:
-    def __init__(self, model: DenseModel, kv_cache: Tensor, table: RowTable, max_rows: int) -> None:
-        self._model = model
-        self._kv_cache = kv_cache
-        self._table = table
-        self._sizes = [size for size in SIZES if size < max_rows] + [max_rows]
-        self._captured: dict[int, Captured] = {}
-        self._wanted = dict.fromkeys(self._sizes, 0)
+class StepGraphs:
+    def __init__(self, stepper: Stepper, max_rows: int) -> None:
+        self._stepper = stepper
+        self._decodes = _up_to(max_rows, DECODES)
+        self._beside_prompts = _up_to(max_rows, DECODES_BESIDE_PROMPTS)
+        self._captured: dict[StepShape, Captured] = {}
+        self._wanted = dict.fromkeys(self._shapes(), 0)
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def accepts(self, plan: StepPlan) -> bool:
-        """Whether a plan decodes only, and the graph for it is there."""
-        if plan.admit or any(row.count != 1 or not row.samples for row in plan.rows):
-            return False
-        size = self._size_for(len(plan.rows))
-        self._wanted[size] += 1
-        if size not in self._captured and self._wanted[size] >= WANTED_OFTEN:
-            self._capture(size)
-        return size in self._captured
+    def shape_for(self, exact: StepShape) -> StepShape | None:
+        """The shape of a captured graph that a plan fits into, or None."""
+        shape = self._padded(exact)
+        if shape is None or shape not in self._wanted:
+            return None
+        self._wanted[shape] += 1
+        if shape not in self._captured and self._wanted[shape] >= WANTED_OFTEN:
+            self._try_capture(shape)
+        return shape if shape in self._captured else None
 
-    def replay(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits, likeliest tokens and largest logits of the plan's rows; the tokens are in the row table too."""
-        num_rows = len(plan.rows)
-        captured = self._captured[self._size_for(num_rows)]
-        writes = self._table.take_in(plan)
-        steps = np.zeros(captured.inputs.shape, dtype=np.int64)
-        steps[0] = self._table.padding_row
-        steps[:, :num_rows] = [[row.row for row in plan.rows], [row.start for row in plan.rows]]
-        inputs, rows, positions, blocks = to_device(
-            [steps.reshape(-1), writes.block_rows, writes.block_positions, writes.blocks], self._table.device
-        )
-        self._table.write_blocks(rows, positions, blocks)
-        captured.inputs.copy_(inputs.view(captured.inputs.shape))
+    def replay(self, shape: StepShape, packed: Tensor) -> Outcome:
+        """What it returns is overwritten by the next replay."""
+        captured = self._captured[shape]
+        captured.inputs.copy_(packed)
         captured.graph.replay()
-        return captured.logits[:num_rows], captured.tokens[:num_rows].clone(), captured.peaks[:num_rows]
+        return captured.outcome
 
     def capture_next(self) -> bool:
-        """Capture one size that is missing, the largest first: the others then fit in its memory."""
-        for size in reversed(self._sizes):
-            if size not in self._captured:
-                self._capture(size)
+        """Capture one shape that is missing, the largest first: the others then fit in its memory."""
+        for shape in self._wanted:
+            if shape not in self._captured:
+                self._try_capture(shape)
                 return True
         return False
 
-    def _size_for(self, num_rows: int) -> int:
-        return self._sizes[bisect_left(self._sizes, num_rows)]
+    def _shapes(self) -> list[StepShape]:
+        shapes = [StepShape(size, 0, 0, size) for size in reversed(self._decodes)]
+        if is_on("prompt-graphs"):
+            shapes += [
+                StepShape(decodes, PROMPTS, tokens, decodes + PROMPTS)
+                for tokens in reversed(PROMPT_TOKENS)
+                for decodes in reversed(self._beside_prompts)
+            ]
+        return shapes
 
-    def _capture(self, size: int) -> None:
+    def _padded(self, exact: StepShape) -> StepShape | None:
+        if exact.samples_all:
+            size = self._decodes[bisect_left(self._decodes, exact.decodes)]
+            return StepShape(size, 0, 0, size)
+        if exact.prompts > PROMPTS or exact.prompt_tokens > PROMPT_TOKENS[-1]:
+            return None
+        decodes = self._beside_prompts[bisect_left(self._beside_prompts, exact.decodes)]
+        tokens = PROMPT_TOKENS[bisect_left(PROMPT_TOKENS, exact.prompt_tokens)]
+        return StepShape(decodes, PROMPTS, tokens, decodes + PROMPTS)
+
+    def _try_capture(self, shape: StepShape) -> None:
+        """A shape for which there is no memory is given up: its steps run without a graph."""
+        try:
+            self._captured[shape] = self._capture(shape)
+        except torch.OutOfMemoryError:
+            log.warning("No memory for a CUDA graph of %d tokens: such steps run without one.", shape.num_tokens)
+            del self._wanted[shape]
+
+    def _capture(self, shape: StepShape) -> Captured:
         # Triton is there only where CUDA is.
         from weft.kernels.triton.launch import overlapping_launches
 
-        inputs = torch.zeros(2, size, dtype=torch.int64, device=self._table.device)
-        inputs[0] = self._table.padding_row
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
+        table = self._stepper.table
+        packed = torch.zeros(sum(section_sizes(shape)), dtype=torch.int64, device=table.device)
+        inputs = views(packed, shape)
+        for rows in (inputs.token_rows, inputs.sequence_rows, inputs.sample_rows):
+            rows.fill_(table.padding_row)
+        inputs.query_starts[: shape.decodes] = torch.arange(shape.decodes, device=table.device)
+        inputs.query_starts[shape.decodes :] = shape.decodes
+        longest = table.tokens.shape[1]
+        self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with overlapping_launches():
-            with torch.cuda.stream(stream):
-                self._step(inputs)
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                logits, tokens, peaks = self._step(inputs)
-        self._captured[size] = Captured(graph, inputs, logits, tokens, peaks)
+            with torch.cuda.stream(self._stream):
+                self._stepper.step(shape, inputs, longest)
+            torch.cuda.current_stream().wait_stream(self._stream)
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                outcome = self._stepper.step(shape, inputs, longest)
+        return Captured(graph, packed, outcome)
 
-    def _step(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        table, (rows, positions) = self._table, inputs
-        size = len(rows)
-        batch = AttentionBatch(
-            num_decodes=size,
-            query_starts=list(range(size + 1)),
-            lengths=[],
-            block_tables=table.blocks[rows],
-            slots=slots_of(table, rows, positions),
-            lengths_tensor=positions + 1,
-        )
-        hidden = self._model.forward(table.tokens[rows, positions], positions, self._kv_cache, batch)
-        logits = self._model.logits(hidden)
-        tokens, peaks = self._model.ops.greedy(logits)
-        table.tokens[rows, positions + 1] = tokens
-        return logits, tokens, peaks
+
+def _up_to(most: int, sizes: tuple[int, ...]) -> list[int]:
+    return [size for size in sizes if size < most] + [most]

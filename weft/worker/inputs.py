@@ -1,4 +1,8 @@
-"""From a plan to the tensors that the model takes: one packed copy to the device, the rest is gathered there."""
+"""From a plan to a step's inputs: one packed copy to the device, the rest is gathered there.
+
+A shape may be larger than what a plan needs: sequences, tokens and samples to spare are the table's padding row, whose
+blocks are the null block. So one CUDA graph serves many plans.
+"""
 
 from __future__ import annotations
 
@@ -8,71 +12,108 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.kernels import AttentionBatch
-from weft.plan import Row, StepPlan
-from weft.worker.rows import Ints, RowTable, runs
+from weft.plan import Row
+from weft.worker.rows import Ints, runs
+
+
+class StepShape(NamedTuple):
+    decodes: int
+    """Sequences with one new token; they come first."""
+    prompts: int
+    """Sequences with more."""
+    prompt_tokens: int
+    samples: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.decodes + self.prompt_tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return self.decodes + self.prompts
+
+    @property
+    def samples_all(self) -> bool:
+        """Every token is sampled from, in the order of the tokens."""
+        return self.prompts == 0 and self.samples == self.decodes
 
 
 class StepInputs(NamedTuple):
-    tokens: Tensor
+    """Row numbers and positions in the row table."""
+
+    token_rows: Tensor
     positions: Tensor
-    batch: AttentionBatch
-    sampling: list[Row]
-    """The rows that sample, in the order of the batch: rows with one token first."""
-    sampling_rows: Tensor
-    """Their numbers."""
+    sequence_rows: Tensor
+    lengths: Tensor
+    """Tokens of each sequence that are in the cache once this step's are written; 0 for one to spare."""
+    query_starts: Tensor
+    """[sequences + 1]: where each sequence's tokens begin. Tokens to spare are behind the last."""
+    sample_rows: Tensor
     sample_at: Tensor
-    """Where their last tokens stand among the step's tokens."""
+    """Which of the step's tokens are sampled from."""
+    sample_positions: Tensor
+    """Their positions: the sampled tokens go to those behind."""
 
 
-def build_inputs(plan: StepPlan, table: RowTable) -> StepInputs:
-    rows = sorted(plan.rows, key=lambda row: row.count > 1)
+def section_sizes(shape: StepShape) -> list[int]:
+    """How many of each there are in a step of a shape."""
+    tokens, sequences, samples = shape.num_tokens, shape.num_sequences, shape.samples
+    return [tokens, tokens, sequences, sequences, sequences + 1, samples, samples, samples]
+
+
+class Layout(NamedTuple):
+    """A step's inputs on the host."""
+
+    shape: StepShape
+    packed: Ints
+    """The fields of StepInputs, one after the other."""
+    sampling: list[Row]
+    """The rows that sample, in the order of the samples."""
+    longest: int
+
+    @property
+    def sections(self) -> list[Ints]:
+        return np.split(self.packed, np.cumsum(section_sizes(self.shape))[:-1])
+
+
+def exact_shape(rows: list[Row]) -> StepShape:
     counts = [row.count for row in rows]
-    starts = [0, *np.cumsum(counts).tolist()]
-    numbers = np.array([row.row for row in rows], dtype=np.int64)
-    lengths = [row.start + row.count for row in rows]
-    samples = np.array([row.samples for row in rows])
-    writes = table.take_in(plan)
-    token_rows, positions, numbers_there, lengths_there, sample_at, sampling_rows, *written = to_device(
-        [
-            np.repeat(numbers, counts),
-            runs([row.start for row in rows], counts),
-            numbers,
-            np.array(lengths, dtype=np.int64),
-            np.array(starts[1:], dtype=np.int64)[samples] - 1,
-            numbers[samples],
-            writes.token_rows,
-            writes.token_positions,
-            writes.tokens,
-            writes.block_rows,
-            writes.block_positions,
-            writes.blocks,
-        ],
-        table.device,
-    )
-    table.write(*written)
-    widest = -(-max(lengths) // table.block_size)
-    batch = AttentionBatch(
-        num_decodes=counts.count(1),
-        query_starts=starts,
-        lengths=lengths,
-        block_tables=table.blocks[numbers_there, :widest],
-        slots=slots_of(table, token_rows, positions),
-        lengths_tensor=lengths_there,
-    )
-    return StepInputs(
-        tokens=table.tokens[token_rows, positions],
-        positions=positions,
-        batch=batch,
-        sampling=[row for row in rows if row.samples],
-        sampling_rows=sampling_rows,
-        sample_at=sample_at,
-    )
+    decodes = counts.count(1)
+    samples = sum(row.samples for row in rows)
+    return StepShape(decodes, len(rows) - decodes, sum(counts) - decodes, samples)
 
 
-def slots_of(table: RowTable, rows: Tensor, positions: Tensor) -> Tensor:
-    """The cache slots of tokens, by row and position."""
-    return table.blocks[rows, positions // table.block_size] * table.block_size + positions % table.block_size
+def lay_out(rows: list[Row], shape: StepShape, padding_row: int) -> Layout:
+    rows = sorted(rows, key=lambda row: row.count > 1)
+    table = np.array([(row.row, row.start, row.count, row.samples) for row in rows], dtype=np.int64)
+    numbers, starts, counts, samples = table.T
+    num_decodes = int((counts == 1).sum())
+    # Prompts begin where the shape's decodes end.
+    spare = shape.decodes - num_decodes
+    at = np.cumsum(counts) - counts + np.where(counts > 1, spare, 0)
+    sequences = np.arange(len(rows)) + np.where(counts > 1, spare, 0)
+    token_at = runs(at, counts)
+
+    packed = np.zeros(sum(section_sizes(shape)), dtype=np.int64)
+    layout = Layout(shape, packed, [row for row in rows if row.samples], int((starts + counts).max()))
+    token_rows, positions, sequence_rows, lengths, query_starts, sample_rows, sample_at, sample_positions = (
+        layout.sections
+    )
+    for section in (token_rows, sequence_rows, sample_rows):
+        section[:] = padding_row
+    token_rows[token_at] = np.repeat(numbers, counts)
+    positions[token_at] = runs(starts, counts)
+    sequence_rows[sequences] = numbers
+    lengths[sequences] = starts + counts
+    query_starts[: shape.decodes] = np.arange(shape.decodes)
+    query_starts[shape.decodes :] = shape.decodes + counts[num_decodes:].sum()
+    query_starts[sequences] = at
+    sampling = samples.astype(bool)
+    num_samples = len(layout.sampling)
+    sample_rows[:num_samples] = numbers[sampling]
+    sample_at[:num_samples] = (at + counts - 1)[sampling]
+    sample_positions[:num_samples] = (starts + counts - 1)[sampling]
+    return layout
 
 
 def to_device(arrays: list[Ints], device: torch.device) -> list[Tensor]:
@@ -82,3 +123,7 @@ def to_device(arrays: list[Ints], device: torch.device) -> list[Tensor]:
         # Pinned memory is fresh every step: the copy of the last one may still be under way.
         packed = packed.pin_memory().to(device, non_blocking=True)
     return list(torch.split(packed, [len(array) for array in arrays]))
+
+
+def views(packed: Tensor, shape: StepShape) -> StepInputs:
+    return StepInputs(*torch.split(packed, section_sizes(shape)))

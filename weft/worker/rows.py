@@ -6,6 +6,8 @@ its inputs from them, so the next step can be launched before anybody has read w
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from msgspec import Struct
@@ -13,19 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.plan import StepPlan
-from weft.types import SamplingParams
+from weft.worker.settings import SamplingSettings
 
 Ints = NDArray[np.int64]
 
 
 class RowState(Struct):
-    params: SamplingParams
-    num_prompt: int
-    stop_token_ids: list[int]
     num_blocks: int = 0
 
 
-class RowWrites(Struct, frozen=True):
+class RowWrites(NamedTuple):
     """What a plan adds to the table: where each token and each block goes, and what it is."""
 
     token_rows: Ints
@@ -45,15 +44,16 @@ class RowTable:
         self.tokens = torch.zeros(num_rows + 1, max_model_len, dtype=torch.int64, device=device)
         self.blocks = torch.zeros(num_rows + 1, -(-max_model_len // block_size), dtype=torch.int64, device=device)
         self.states: dict[int, RowState] = {}
+        self.settings = SamplingSettings(num_rows + 1)
 
     def take_in(self, plan: StepPlan) -> RowWrites:
         """Note what is new in a plan; the writes must reach the device before its step is computed."""
         for released in plan.release:
-            del self.states[released]
+            self.states.pop(released, None)
+            self.settings.release(released)
         for admission in plan.admit:
-            self.states[admission.row] = RowState(
-                admission.params, admission.num_prompt_tokens, admission.stop_token_ids
-            )
+            self.states[admission.row] = RowState()
+            self.settings.admit(admission)
         lengths = [len(admission.token_ids) for admission in plan.admit]
         grown = [row for row in plan.rows if row.new_blocks]
         counts = [len(row.new_blocks) for row in grown]
@@ -85,7 +85,7 @@ class RowTable:
             self.blocks[rows, positions] = blocks
 
 
-def runs(firsts: list[int], counts: list[int]) -> Ints:
+def runs(firsts: list[int] | Ints, counts: list[int] | Ints) -> Ints:
     """first, first + 1, … for every first, each as often as its count says, one run after the other."""
     lengths = _ints(counts)
     begins = np.cumsum(lengths) - lengths
@@ -93,5 +93,5 @@ def runs(firsts: list[int], counts: list[int]) -> Ints:
     return values
 
 
-def _ints(values: list[int]) -> Ints:
+def _ints(values: list[int] | Ints) -> Ints:
     return np.array(values, dtype=np.int64)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from weft.kernels import AttentionBatch
-from weft.model.dense import DenseModel
 from weft.plan import Row, StepPlan, StepResult
-from weft.worker.graphs import DecodeGraphs
-from weft.worker.inputs import build_inputs
-from weft.worker.rows import RowTable
-from weft.worker.sampler import SampledBatch, Target, sample
+from weft.worker.graphs import StepGraphs
+from weft.worker.inputs import exact_shape, lay_out, to_device, views
+from weft.worker.sampler import SampledBatch, sample
+from weft.worker.step import Outcome, Stepper
 from weft.worker.warmup import WarmUp
-
-
-class FastStep(Protocol):
-    """A whole step in native code."""
-
-    def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
-        """The logits of the tokens at `rows`; writes the cache as the model's own forward pass does."""
 
 
 class Pending(NamedTuple):
@@ -39,39 +29,25 @@ class Pending(NamedTuple):
 
 
 class Runner:
-    def __init__(
-        self,
-        model: DenseModel,
-        kv_cache: Tensor,
-        table: RowTable,
-        *,
-        fast_step: FastStep | None = None,
-        graphs: DecodeGraphs | None = None,
-        warm_up: WarmUp | None = None,
-    ) -> None:
-        self.model = model
-        self.kv_cache = kv_cache
-        self.table = table
-        self.fast_step = fast_step
+    def __init__(self, stepper: Stepper, *, graphs: StepGraphs | None = None, warm_up: WarmUp | None = None) -> None:
+        self.stepper = stepper
         self.graphs = graphs
         self.warm_up = warm_up
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Pending:
         """Launch a step. What it samples is in the row table for the next step, read or not."""
-        if self.graphs is not None and self.graphs.accepts(plan):
-            return self._finish(plan, plan.rows, *self.graphs.replay(plan))
-        inputs = build_inputs(plan, self.table)
-        if self.fast_step is not None:
-            logits = self.fast_step(inputs.tokens, inputs.positions, inputs.batch, inputs.sample_at)
+        table = self.stepper.table
+        exact = exact_shape(plan.rows)
+        captured = self.graphs.shape_for(exact) if self.graphs is not None else None
+        layout = lay_out(plan.rows, captured or exact, table.padding_row)
+        packed, *writes = to_device([layout.packed, *table.take_in(plan)], table.device)
+        table.write(*writes)
+        if self.graphs is not None and captured is not None:
+            outcome = self.graphs.replay(captured, packed)
         else:
-            hidden = self.model.forward(inputs.tokens, inputs.positions, self.kv_cache, inputs.batch)
-            logits = self.model.logits(hidden[inputs.sample_at])
-        if not inputs.sampling:
-            return Pending(plan, [], None)
-        tokens, peaks = self.model.ops.greedy(logits)
-        self.table.tokens[inputs.sampling_rows, inputs.positions[inputs.sample_at] + 1] = tokens
-        return self._finish(plan, inputs.sampling, logits, tokens, peaks)
+            outcome = self.stepper.step(exact, views(packed, exact), layout.longest)
+        return Pending(plan, layout.sampling, self._sampled(layout.sampling, outcome))
 
     @torch.inference_mode()
     def prepare(self) -> bool:
@@ -80,7 +56,10 @@ class Runner:
             return True
         return self.graphs is not None and self.graphs.capture_next()
 
-    def _finish(self, plan: StepPlan, rows: list[Row], logits: Tensor, tokens: Tensor, peaks: Tensor) -> Pending:
+    def _sampled(self, rows: list[Row], outcome: Outcome) -> SampledBatch | None:
         """The likeliest tokens are in the table already; rows that want others get them now."""
-        targets = [Target(self.table, row.row, row.start + row.count) for row in rows]
-        return Pending(plan, rows, sample(logits, tokens, peaks, targets))
+        if not rows:
+            return None
+        logits, tokens, peaks = (of[: len(rows)] for of in outcome)
+        numbers, positions = [row.row for row in rows], [row.start + row.count for row in rows]
+        return sample(logits, tokens, peaks, self.stepper.table, numbers, positions, self.stepper.model.ops)

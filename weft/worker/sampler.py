@@ -1,184 +1,163 @@
 """From logits to tokens. A token depends on the logits, the parameters, the seed and the position: never on the
-batch, the step or the process. Parameters that nobody uses cost nothing.
+batch, the step or the process. Parameters that nobody uses cost nothing, and nothing here waits for the device.
+
+What a row's parameters do to its logits, in this order:
+
+- logit_bias is added, and tokens that would end an answer shorter than min_tokens are ruled out;
+- repetition_penalty divides the positive logits of the tokens in prompt and answer, and multiplies the others;
+- presence_penalty is taken from the logits of the answer's tokens, frequency_penalty as often as each is in it;
+- temperature 0 takes the first of the largest logits. Any other divides them, and
+- min_p, top_k and top_p, each of what the one before left, rule out the least likely: tokens of equal logits stay
+  together, so top_k may keep more than k (see `weft.kernels.sampling.keep_thresholds`);
+- the token is the largest of logit + noise, a sample of what is left. The noise is a hash of the seed, the position
+  and the token.
+
+Log probabilities are of the model's own distribution, before all that. A row whose logits are no numbers is BROKEN,
+alone.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.plan import Sampled
-from weft.types import SamplingParams, TokenLogprob
-from weft.worker.rows import RowState, RowTable
+from weft.kernels import Ops
+from weft.plan import Admission, Sampled
+from weft.types import MAX_LOGPROBS, SamplingParams, TokenLogprob
+from weft.worker.inputs import to_device
+from weft.worker.penalties import add, penalise_counts, penalise_repetition
+from weft.worker.rows import RowTable
+from weft.worker.settings import NUM_FLOAT_COLUMNS, StepSettings
 
 BROKEN = -1
-FIRST_CANDIDATES = 1024
-"""top_p looks at so many of the likeliest tokens before it sorts the whole vocabulary."""
-
-
-class Target(NamedTuple):
-    """A row that samples, and the position of the token that it samples."""
-
-    table: RowTable
-    row: int
-    position: int
-
-    @property
-    def state(self) -> RowState:
-        return self.table.states[self.row]
-
-    @property
-    def history(self) -> Tensor:
-        """The tokens before the sampled one."""
-        return self.table.tokens[self.row, : self.position]
+_REHEARSED = (
+    SamplingParams(temperature=1, seed=0),
+    SamplingParams(temperature=1, seed=0, top_p=0.5, logprobs=1),
+    SamplingParams(temperature=1, seed=0, logit_bias={0: 1.0}),
+    SamplingParams(temperature=1, seed=0, top_k=1, repetition_penalty=2.0, presence_penalty=1.0),
+)
 
 
 class SampledBatch(NamedTuple):
     """What a step sampled, on its way to the host; `read` waits for it."""
 
     tokens: Tensor
-    """On the host, once `arrived`: the sampled tokens, and BROKEN for a row whose logits are no numbers."""
+    peaks: Tensor
+    """The largest logit of each row: not finite if the row is BROKEN."""
+    logprobs: Tensor | None
+    """For each row that asked: the chosen token's log probability, those of the likeliest, and the likeliest ids."""
+    asked: dict[int, int]
+    """Which rows asked, and for how many of the likeliest."""
     arrived: torch.cuda.Event | None
-    logprobs: list[tuple[Tensor, Tensor, Tensor] | None]
-    """For rows that asked: the chosen token's log probability, and the likeliest ids with theirs."""
+    """When the tensors are on the host; None: they are."""
 
     def read(self) -> list[Sampled]:
         if self.arrived is not None:
             self.arrived.synchronize()
-        read = []
-        for token, logprob in zip(self.tokens.tolist(), self.logprobs, strict=True):
-            if token == BROKEN:
-                read.append(Sampled(token, error="The model's output for this request is not a number."))
-            elif logprob is None:
-                read.append(Sampled(token))
-            else:
-                chosen, ids, values = logprob
-                top = list(zip(ids.tolist(), values.tolist(), strict=True))
-                read.append(Sampled(token, TokenLogprob(chosen.item(), top)))
+        tokens, sound = self.tokens.tolist(), self.peaks.isfinite().tolist()
+        read = [Sampled(token) for token in tokens]
+        if self.logprobs is not None:
+            num_top = (self.logprobs.shape[1] - 1) // 2
+            for (i, wanted), (chosen, *top) in zip(self.asked.items(), self.logprobs.tolist(), strict=True):
+                likeliest = [(int(token), value) for value, token in zip(top[:num_top], top[num_top:], strict=True)]
+                read[i] = Sampled(tokens[i], TokenLogprob(chosen, likeliest[:wanted]))
+        for i, is_sound in enumerate(sound):
+            if not is_sound:
+                read[i] = Sampled(BROKEN, error="The model's output for this request is not a number.")
         return read
 
 
-def sample(logits: Tensor, tokens: Tensor, peaks: Tensor, targets: list[Target]) -> SampledBatch:
-    """From logits [rows, vocabulary] and the likeliest token and the largest logit of each row: one token a row.
-    Rows that do not want the likeliest one get theirs written to the row table."""
-    logprobs: list[tuple[Tensor, Tensor, Tensor] | None] = []
-    for i, target in enumerate(targets):
-        wanted = target.state.params.logprobs
-        if not _is_plain_greedy(target):
-            tokens[i] = _choose(logits[i].float(), target)
-            target.table.tokens[target.row, target.position] = tokens[i]
-        logprobs.append(None if wanted is None else _logprobs(logits[i].float(), tokens[i], wanted))
-    return _on_the_way(torch.where(peaks.isfinite(), tokens, BROKEN), logprobs)
+def sample(
+    logits: Tensor, tokens: Tensor, peaks: Tensor, table: RowTable, rows: list[int], positions: list[int], ops: Ops
+) -> SampledBatch:
+    """From logits [rows, vocabulary] and the likeliest token and the largest logit of each row: one token for each of
+    these rows of the table, at these positions. The likeliest are in the table already; others are written there."""
+    if table.settings.choosy.isdisjoint(rows):
+        return _sent(tokens, peaks)
+    wanted = table.settings.of(rows, positions, logits.shape[1])
+    there = _on_device(wanted, logits.device)
+    scores, chosen, best = logits, tokens, peaks
+    if len(wanted.edit_places) or len(wanted.repeating) or len(wanted.counting):
+        scores = _adjusted(logits, table.tokens, wanted, there)
+        chosen, best = ops.greedy(scores)
+    if (wanted.temperature > 0).any():
+        thresholds = None
+        if (wanted.top_k > 0).any() or (wanted.top_p < 1).any() or np.isfinite(wanted.min_p_reach).any():
+            thresholds = ops.keep_thresholds(
+                scores, best, there.temperature, there.min_p_reach, there.top_k, there.top_p
+            )
+        chosen = ops.gumbel_sample(scores, best, there.temperature, there.seed, there.positions, thresholds)
+    if chosen is not tokens:
+        table.tokens[there.rows, there.positions] = chosen
+    if not len(wanted.asking):
+        return _sent(chosen, peaks)
+    asked = dict(zip(wanted.asking.tolist(), wanted.num_top.tolist(), strict=True))
+    logprobs = _logprobs(logits[there.asking].float(), chosen[there.asking], any(asked.values()))
+    return _sent(chosen, peaks, logprobs, asked)
 
 
-def _on_the_way(tokens: Tensor, logprobs: list[tuple[Tensor, Tensor, Tensor] | None]) -> SampledBatch:
-    if tokens.device.type == "cpu":
-        return SampledBatch(tokens, None, logprobs)
-    host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    host.copy_(tokens, non_blocking=True)
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record()
-    return SampledBatch(host, arrived, logprobs)
+def rehearse(logits: Tensor, ops: Ops) -> None:
+    """Sample from such logits in every way that has a kernel of its own, so that no request waits for a compiler."""
+    logits = logits[:1]
+    for params in _REHEARSED:
+        table = RowTable(1, 2, 1, logits.device)
+        table.settings.admit(Admission(0, [0], 1, params, []))
+        sample(logits, *ops.greedy(logits), table, [0], [1], ops).read()
 
 
-def _is_plain_greedy(target: Target) -> bool:
-    params = target.state.params
-    return params.temperature == 0 and not (
-        params.logit_bias
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1
-        or _too_short_to_stop(target)
-    )
+def _on_device(wanted: StepSettings[NDArray[Any]], device: torch.device) -> StepSettings[Tensor]:
+    """By one copy that nobody waits for; floats in single precision."""
+    floats, ints = wanted[:NUM_FLOAT_COLUMNS], wanted[NUM_FLOAT_COLUMNS:]
+    packed, *int_columns = to_device([np.concatenate(floats).view(np.int64), *ints], device)
+    float_columns = torch.split(packed.view(torch.float64).float(), [len(column) for column in floats])
+    return StepSettings(*float_columns, *int_columns)
 
 
-def _choose(logits: Tensor, target: Target) -> Tensor:
-    params = target.state.params
-    logits = _adjusted(logits.clone(), target)
-    if params.temperature == 0:
-        return logits.argmax()
-    # From the largest down, and not by less than 1e-30: the quotients stay numbers.
-    logits = (logits - logits.max()) / max(params.temperature, 1e-30)
-    if params.min_p > 0:
-        logits[logits < logits.max() + torch.tensor(params.min_p).log()] = float("-inf")
-    if params.top_k > 0 or params.top_p < 1:
-        kept_logits, ids = _likeliest(logits, params)
-    else:
-        kept_logits, ids = logits, torch.arange(len(logits), device=logits.device)
-    assert params.seed is not None
-    return ids[(kept_logits + gumbel_noise(params.seed, target.position, ids)).argmax()]
+def _adjusted(
+    logits: Tensor, tokens: Tensor, wanted: StepSettings[NDArray[Any]], there: StepSettings[Tensor]
+) -> Tensor:
+    """The logits in float32, with everything that comes before the temperature; `tokens` are the table's."""
+    adjusted = logits.to(torch.float32, copy=True)
+    if len(wanted.edit_places):
+        add(adjusted, there.edit_places, there.edit_sums)
+    if len(wanted.repeating):
+        histories = tokens[there.repeating_rows, : wanted.repeating_lengths.max()]
+        penalise_repetition(adjusted, there.repeating, histories, there.repeating_lengths, there.repetition)
+    if len(wanted.counting):
+        histories = tokens[there.counting_rows, : wanted.counting_lengths.max()]
+        penalise_counts(
+            adjusted, there.counting, histories, there.counting_prompts, there.counting_lengths,
+            there.presence, there.frequency,
+        )  # fmt: skip
+    return adjusted
 
 
-def _adjusted(logits: Tensor, target: Target) -> Tensor:
-    params, history = target.state.params, target.history
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits.device)
-        logits[ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
-    if params.repetition_penalty != 1:
-        seen = torch.unique(history)
-        logits[seen] = torch.where(
-            logits[seen] > 0, logits[seen] / params.repetition_penalty, logits[seen] * params.repetition_penalty
-        )
-    if params.presence_penalty or params.frequency_penalty:
-        written, counts = torch.unique(history[target.state.num_prompt :], return_counts=True)
-        logits[written] -= params.presence_penalty + params.frequency_penalty * counts
-    if _too_short_to_stop(target):
-        logits[target.state.stop_token_ids] = float("-inf")
-    return logits
+def _logprobs(logits: Tensor, chosen: Tensor, with_likeliest: bool) -> Tensor:
+    """As SampledBatch has them, side by side."""
+    # Which of equal logits come first depends on how many are taken: always the same number, or none.
+    values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]) if with_likeliest else 0)
+    values = torch.cat([logits.gather(1, chosen[:, None]), values], 1) - logits.logsumexp(1, keepdim=True)
+    # Ids below 2 ** 24 are exact.
+    return torch.cat([values, ids.float()], 1)
 
 
-def _too_short_to_stop(target: Target) -> bool:
-    written = target.position - target.state.num_prompt
-    return written < target.state.params.min_tokens and bool(target.state.stop_token_ids)
+def _sent(
+    tokens: Tensor, peaks: Tensor, logprobs: Tensor | None = None, asked: dict[int, int] | None = None
+) -> SampledBatch:
+    here = _to_host(tokens), _to_host(peaks), None if logprobs is None else _to_host(logprobs)
+    arrived = None
+    if tokens.is_cuda:
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+    return SampledBatch(*here, asked or {}, arrived)
 
 
-def _likeliest(logits: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """The logits and ids that top_k and top_p keep, the likeliest first."""
-    if 0 < params.top_k < len(logits):
-        logits, ids = logits.topk(params.top_k)
-        return _nucleus(logits, ids, logits.logsumexp(0), params.top_p)
-    total = logits.logsumexp(0)
-    first, ids = logits.topk(min(FIRST_CANDIDATES, len(logits)))
-    if (first - total).exp().sum() < params.top_p:
-        first, ids = logits.sort(descending=True)
-    return _nucleus(first, ids, total, params.top_p)
-
-
-def _nucleus(logits: Tensor, ids: Tensor, total: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The fewest of the sorted tokens whose probabilities reach top_p: at least one."""
-    if top_p >= 1:
-        return logits, ids
-    probabilities = (logits - total).exp()
-    before = probabilities.cumsum(0) - probabilities
-    kept = before < top_p
-    kept[0] = True
-    return logits[kept], ids[kept]
-
-
-def gumbel_noise(seed: int, position: int, ids: Tensor) -> Tensor:
-    """Noise for each token id: the largest of logits + noise is a sample of their softmax. Stateless."""
-    key = _mixed(_mixed(seed & 0xFFFFFFFFFFFFFFFF) ^ position)
-    bits = ids * 0x9E3779B1 + (key & 0xFFFFFFFF)
-    bits = (bits ^ (bits >> 16) ^ (key >> 32)) & 0xFFFFFFFF
-    bits = (bits * 0x85EBCA6B) & 0xFFFFFFFF
-    bits = ((bits ^ (bits >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
-    bits = bits ^ (bits >> 16)
-    uniform = (bits.to(torch.float64) + 0.5) / 2**32
-    return -(-uniform.log()).log().to(torch.float32)
-
-
-def _mixed(word: int) -> int:
-    """A permutation of 64-bit words under which every bit of the result depends on every bit of the word."""
-    word = (word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return word ^ (word >> 31)
-
-
-def _logprobs(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the model's own distribution, before penalties and temperature."""
-    total = logits.logsumexp(0)
-    values, ids = logits.topk(num_top)
-    return logits[chosen] - total, ids, values - total
+def _to_host(tensor: Tensor) -> Tensor:
+    """By a copy that nobody waits for."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

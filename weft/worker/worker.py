@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from functools import partial
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from weft.config import Config
+from weft.config import CacheOptions, Config
 from weft.errors import ConfigError
 from weft.hub.files import ModelFiles
 from weft.kernels import ops_for
@@ -16,16 +19,29 @@ from weft.kernels.cpu import native_step
 from weft.model.dense import DenseConfig, DenseModel
 from weft.model.loader import load_weights, open_model
 from weft.plan import Limits
+from weft.switches import is_on
 from weft.types import ModelInfo
-from weft.worker.graphs import DecodeGraphs
-from weft.worker.memory import MemoryPlan, available_cpu_bytes, plan_memory
+from weft.worker.graphs import StepGraphs
+from weft.worker.memory import (
+    MemoryPlan,
+    Room,
+    available_cpu_bytes,
+    cache_shape,
+    gpu_share,
+    graphs_bytes,
+    ledger_table,
+    num_parameters,
+    plan_memory,
+)
+from weft.worker.profiling import measured
 from weft.worker.rows import RowTable
-from weft.worker.runner import FastStep, Runner
+from weft.worker.runner import Runner
+from weft.worker.step import FastStep, Stepper
 from weft.worker.warmup import WarmUp
 
+log = logging.getLogger(__name__)
+
 DEFAULT_CPU_CACHE_BYTES = 512 * 2**20
-GPU_WORKSPACE_BYTES = 4 * 2**30
-"""For activations, graphs and the libraries' own buffers."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -38,26 +54,37 @@ class Worker:
         dtype = _dtype(config, device)
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
+        room = _room(device, config.cache)
         with open_model(files) as (geometry, source):
-            plan = plan_memory(
+            plan_for = partial(
+                plan_memory,
                 geometry,
                 config.cache,
                 max_model_len=config.model.max_model_len,
                 dtype=dtype,
-                available_bytes=_free_bytes(device, config),
                 kv_memory_bytes=DEFAULT_CPU_CACHE_BYTES if device.type == "cpu" else None,
             )
+            # What cannot fit is refused before anything large is allocated.
+            plan = plan_for(room, weights_bytes=num_parameters(geometry) * dtype.itemsize)
+            self.limits = _limits(config, plan, geometry.vocab_size, device)
             weights = load_weights(files, geometry, source, dtype=dtype, device=device)
         model = DenseModel(geometry, weights, ops_for(device.type), plan.max_model_len)
-        kv_cache = _kv_cache(geometry, plan, config.cache.block_size, dtype, device)
-        self.limits = _limits(config, plan, geometry.vocab_size, device)
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
+        if device.type == "cuda":
+            if is_on("graphs"):
+                room = replace(room, graphs=graphs_bytes(geometry, dtype, self.limits.max_num_seqs))
+            room = measured(room, model, table, self.limits)
+            plan = plan_for(room, weights_bytes=weights.num_bytes)
+            self.limits = replace(self.limits, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len)
+        ledger = room.ledger(weights.num_bytes, plan.kv_bytes)
+        kv_cache = _kv_cache(geometry, plan, config.cache.block_size, dtype, device)
         if device.type == "cpu":
-            self.runner = Runner(model, kv_cache, table, fast_step=_native_step(model, kv_cache))
+            self.runner = Runner(Stepper(model, kv_cache, table, fast_step=_native_step(model, kv_cache)))
         else:
-            graphs = DecodeGraphs(model, kv_cache, table, self.limits.max_num_seqs)
-            self.runner = Runner(model, kv_cache, table, graphs=graphs, warm_up=WarmUp(model, kv_cache, table))
-            self.runner.prepare()
+            stepper = Stepper(model, kv_cache, table)
+            graphs = StepGraphs(stepper, self.limits.max_num_seqs) if is_on("graphs") else None
+            self.runner = Runner(stepper, graphs=graphs, warm_up=WarmUp(stepper))
+            log.info("GPU memory:\n%s", ledger_table(ledger))
         self.info = ModelInfo(
             name=config.model.served_model_name or files.name,
             max_model_len=plan.max_model_len,
@@ -66,8 +93,7 @@ class Worker:
             block_size=config.cache.block_size,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
-            weights_bytes=weights.num_bytes,
-            kv_bytes=plan.kv_bytes,
+            memory=ledger,
             load_seconds=time.perf_counter() - began,
         )
 
@@ -89,17 +115,17 @@ def _dtype(config: Config, device: torch.device) -> torch.dtype:
     return DTYPES[config.model.dtype]
 
 
-def _free_bytes(device: torch.device, config: Config) -> int:
+def _room(device: torch.device, cache: CacheOptions) -> Room:
     if device.type == "cpu":
-        return available_cpu_bytes()
+        return Room(total=available_cpu_bytes())
     free, total = torch.cuda.mem_get_info(device)
-    return min(free, int(total * config.cache.gpu_memory_utilization)) - GPU_WORKSPACE_BYTES
+    return Room(total=total, share=gpu_share(cache), others=total - free)
 
 
 def _kv_cache(
     geometry: DenseConfig, plan: MemoryPlan, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    shape = (geometry.num_layers, plan.num_blocks, block_size, 2, geometry.num_kv_heads, geometry.head_dim)
+    shape = cache_shape(geometry, plan.num_blocks, block_size)
     if device.type == "cpu":
         # numpy's zeros are untouched pages: memory is used as blocks are, not at the start.
         return torch.from_numpy(np.zeros(plan.kv_bytes, dtype=np.uint8)).view(dtype).view(shape)
@@ -123,6 +149,7 @@ def _limits(config: Config, plan: MemoryPlan, vocab_size: int, device: torch.dev
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         max_prefill_chunk=options.max_prefill_chunk or (256 if on_cpu else 2048),
+        max_mixed_prefill=options.max_mixed_prefill or (256 if on_cpu else 384),
         logits_width=vocab_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_preemptions=options.max_preemptions,

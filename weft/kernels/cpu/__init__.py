@@ -32,7 +32,12 @@ def has_native_code() -> bool:
 
 def cpu_ops() -> Ops:
     return REFERENCE._replace(
-        linear=ops.linear, silu_mul=ops.silu_mul, rotate_and_store=ops.rotate_and_store, greedy=_greedy
+        linear=ops.linear,
+        norm_linear=ops.norm_linear,
+        norm_gate_up=ops.norm_gate_up,
+        linear_add=ops.linear_add,
+        rotate_and_store=ops.rotate_and_store,
+        greedy=_greedy,
     )
 
 

@@ -122,7 +122,7 @@ class FusedStep:
                 raise IndexError(f"The {name} of a step must be from 0 to {limit - 1}.")
         if not len(tokens) == len(positions) == len(slots) == batch.query_starts[-1]:
             raise IndexError("A step's tokens, positions and slots must be as many as its sequences' new tokens.")
-        if max(batch.lengths) > tables.shape[1] * block_size:
+        if int(batch.lengths.max()) > tables.shape[1] * block_size:
             raise IndexError("A sequence is longer than its block table.")
 
     def _set(self, **fields: float) -> None:
@@ -155,8 +155,9 @@ def _attention_items(batch: AttentionBatch, tile_tokens: int) -> Iterator[tuple[
     """The attention of a step as items of `ITEM`. A decode's long run of keys is cut into parts, so that one sequence
     alone keeps every thread busy; where it is cut does not depend on what else is in the step."""
     part = 0
-    for sequence, length in enumerate(batch.lengths):
-        start, stop = batch.query_starts[sequence], batch.query_starts[sequence + 1]
+    starts = batch.query_starts.tolist()
+    for sequence, length in enumerate(batch.lengths.tolist()):
+        start, stop = starts[sequence], starts[sequence + 1]
         first_position = length - (stop - start)
         if stop - start == 1 and length > KEYS:
             for first in range(0, length, KEYS):

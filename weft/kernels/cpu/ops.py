@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.batch import HeadShape
+from weft.kernels.batch import HeadNorms, HeadShape
 
 # With fewer rows, or more, OpenBLAS is as fast the usual way round.
 _TURNED_ROWS = range(9, 65)
@@ -30,10 +30,26 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def rotate_and_store(qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: Tensor, slots: Tensor) -> None:
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear(reference.rms_norm(x, norm, eps), weight, bias)
+
+
+def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+    return silu_mul(norm_linear(x, norm, eps, weight, None))
+
+
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+    residual.add_(linear(x, weight, bias))
+
+
+def rotate_and_store(
+    qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: Tensor, slots: Tensor, norms: HeadNorms | None = None
+) -> None:
     if qkv.dtype != torch.float32:
-        reference.rotate_and_store(qkv, heads, rotations, kv, slots)
+        reference.rotate_and_store(qkv, heads, rotations, kv, slots, norms)
         return
+    if norms is not None:
+        reference.norm_heads(qkv, heads, norms)
     rotated = heads.q_size + heads.kv_size // 2
     pairs = qkv[:, :rotated].view(qkv.shape[0], -1, heads.head_dim // 2, 2)
     torch.view_as_complex(pairs).mul_(rotations[:, None])

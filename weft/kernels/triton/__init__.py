@@ -19,19 +19,22 @@ def has_triton() -> bool:
 def triton_ops() -> Ops:
     """The table for device "cuda"."""
     from weft.kernels import Ops
-    from weft.kernels.triton.activation import silu_mul
     from weft.kernels.triton.attention import attention
-    from weft.kernels.triton.gemv import linear
-    from weft.kernels.triton.norm import add_rms_norm, rms_norm
+    from weft.kernels.triton.linears import linear, linear_add, norm_gate_up, norm_linear
+    from weft.kernels.triton.norm import rms_norm
     from weft.kernels.triton.rope_store import rotate_and_store
-    from weft.kernels.triton.sampling import argmax
+    from weft.kernels.triton.sampling import argmax, gumbel_sample
+    from weft.kernels.triton.thresholds import keep_thresholds
 
     return Ops(
         rms_norm=rms_norm,
-        add_rms_norm=add_rms_norm,
         linear=linear,
-        silu_mul=silu_mul,
+        norm_linear=norm_linear,
+        norm_gate_up=norm_gate_up,
+        linear_add=linear_add,
         rotate_and_store=rotate_and_store,
         attention=attention,
         greedy=argmax,
+        keep_thresholds=keep_thresholds,
+        gumbel_sample=gumbel_sample,
     )

@@ -1,4 +1,4 @@
-"""Linear layers of one to four rows: every weight is read once, at the memory's speed.
+"""Linear layers of one row: every weight is read once, at the memory's speed.
 
 A program owns a few outputs and walks along the whole of their weights, the next tile on its way while this one is
 multiplied. What stands before a linear layer (RMSNorm) and behind it (bias, SiLU·mul, the residual's sum) can be
@@ -10,7 +10,6 @@ part of it: at batch 1 a kernel of its own costs as much as reading 10 MB of wei
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch import Tensor
 from weft.kernels.triton.activation import silu_times
 from weft.kernels.triton.launch import launch_options, wait_for_inputs
 
-MAX_ROWS = 4
 _MAX_BLOCK_K = 1024
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -31,85 +29,80 @@ def _weights(at, start, columns, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _partial_sums(values, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
+def _partial_sums(values, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
     """Sums of eight neighbours: one thread holds them all."""
-    return tl.sum(tl.reshape(values, [ROWS, OUTPUTS, BLOCK_K // 8, 8]), axis=3)
+    return tl.sum(tl.reshape(values, [OUTPUTS, BLOCK_K // 8, 8]), axis=2)
 
 
 @triton.jit
 def _multiplied(
-    sums, squares, tile, x_at, norm_at, start, columns, row_inside,
-    K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
+    sums, squares, tile, x_at, norm_at, start, columns,
+    K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     inside = columns < K - start
-    x = tl.load(x_at + start, mask=row_inside & inside, other=0.0).to(tl.float32)
+    x = tl.load(x_at + start, mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        squares += _partial_sums(x * x, ROWS, 1, BLOCK_K)
+        squares += _partial_sums(x * x, 1, BLOCK_K)
         x = x * tl.load(norm_at + start, mask=inside, other=0.0).to(tl.float32)
-    sums += _partial_sums(tile.to(tl.float32) * x, ROWS, OUTPUTS, BLOCK_K)
+    sums += _partial_sums(tile.to(tl.float32) * x, OUTPUTS, BLOCK_K)
     return sums, squares
 
 
 @triton.jit
 def _gemv_kernel(
-    x, weight, bias, norm, residual, out, num_rows, num_outputs, x_stride, weight_stride, residual_stride, eps,
-    K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, bias, norm, residual, out, num_outputs, weight_stride, eps,
+    K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`num_outputs` counts columns of `out`. Gated, the program's first OUTPUTS / 2 rows of weights are gates and the
+    """`num_outputs` counts elements of `out`. Gated, the program's first OUTPUTS / 2 rows of weights are gates and the
     others their ups, `num_outputs` further down."""
     OWN: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
     first = tl.program_id(0) * OWN
-    part = tl.arange(0, OUTPUTS)[None, :, None]
+    part = tl.arange(0, OUTPUTS)[:, None]
     output = tl.minimum(first + part % OWN, num_outputs - 1).to(tl.int64)
     if GATED:
         output += (part // OWN) * num_outputs
-    columns = tl.arange(0, BLOCK_K)[None, None, :]
-    row = tl.arange(0, ROWS)[:, None, None]
+    columns = tl.arange(0, BLOCK_K)[None, :]
     at = weight + output * weight_stride + columns
-    x_at = x + row * x_stride + columns
+    x_at = x + columns
     norm_at = norm + columns
-    row_inside = row < num_rows
 
     tile = _weights(at, 0, columns, K, BLOCK_K)
     wait_for_inputs(PDL)
-    sums = tl.zeros([ROWS, OUTPUTS, BLOCK_K // 8], dtype=tl.float32)
-    squares = tl.zeros([ROWS, 1, BLOCK_K // 8], dtype=tl.float32)
+    sums = tl.zeros([OUTPUTS, BLOCK_K // 8], dtype=tl.float32)
+    squares = tl.zeros([1, BLOCK_K // 8], dtype=tl.float32)
     for start in range(BLOCK_K, K, BLOCK_K):
         coming = _weights(at, start, columns, K, BLOCK_K)
         sums, squares = _multiplied(
-            sums, squares, tile, x_at, norm_at, start - BLOCK_K, columns, row_inside, K, ROWS, OUTPUTS, BLOCK_K, NORM
+            sums, squares, tile, x_at, norm_at, start - BLOCK_K, columns, K, OUTPUTS, BLOCK_K, NORM
         )
         tile = coming
     LAST: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
-    sums, squares = _multiplied(
-        sums, squares, tile, x_at, norm_at, LAST, columns, row_inside, K, ROWS, OUTPUTS, BLOCK_K, NORM
-    )
-    y = tl.sum(sums, axis=2)
+    sums, squares = _multiplied(sums, squares, tile, x_at, norm_at, LAST, columns, K, OUTPUTS, BLOCK_K, NORM)
+    y = tl.sum(sums, axis=1)
     if NORM:
-        y = y * tl.rsqrt(tl.sum(squares, axis=2) / K + eps)
+        y = y * tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
     y = y.to(out.dtype.element_ty)
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(y, [ROWS, 2, OWN]), [0, 2, 1]))
+        gate, up = tl.split(tl.permute(tl.reshape(y, [2, OWN]), [1, 0]))
         y = silu_times(gate, up).to(out.dtype.element_ty)
-    own = first + tl.arange(0, OWN)[None, :]
-    rows = tl.arange(0, ROWS)[:, None]
-    inside = (rows < num_rows) & (own < num_outputs)
+    own = first + tl.arange(0, OWN)
+    inside = own < num_outputs
     if BIAS:
-        y = (y.to(tl.float32) + tl.load(bias + own, mask=own < num_outputs, other=0.0).to(tl.float32)).to(y.dtype)
+        y = (y.to(tl.float32) + tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)).to(y.dtype)
     if ADD:
-        total = tl.load(residual + rows * residual_stride + own, mask=inside, other=0.0)
+        total = tl.load(residual + own, mask=inside, other=0.0)
         y = (total.to(tl.float32) + y.to(tl.float32)).to(y.dtype)
-        tl.store(residual + rows * residual_stride + own, y, mask=inside)
+        tl.store(residual + own, y, mask=inside)
     else:
-        tl.store(out + rows * num_outputs + own, y, mask=inside)
+        tl.store(out + own, y, mask=inside)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
     """Whether these kernels take this product."""
     return (
         x.dim() == 2
-        and 0 < x.shape[0] <= MAX_ROWS
+        and x.shape[0] == 1
         and x.dtype == weight.dtype
         and x.dtype in _NARROW
         and x.stride(1) == 1
@@ -117,22 +110,15 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, in] by weight [out, in]; the library's product where there are more than MAX_ROWS rows."""
-    if fits(x, weight):
-        return gemv(x, weight, bias)
-    return F.linear(x, weight, bias)
-
-
 def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, None, 0.0, None, out)
     return out
 
 
 def norm_gemv(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """linear(rms_norm(x, norm, eps), weight, bias), but for what rounding the normalised x would do."""
-    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, norm, eps, None, out)
     return out
 
@@ -144,14 +130,14 @@ def gemv_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -
 
 def gate_up_gemv(x: Tensor, weight: Tensor) -> Tensor:
     """silu_mul(linear(x, weight)), the weight [2 * width, in]: the gates' rows first."""
-    out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+    out = torch.empty(1, weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, None, None, 0.0, None, out, gated=True)
     return out
 
 
 def norm_gate_up_gemv(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
     """gate_up_gemv(rms_norm(x, norm, eps), weight), but for what rounding the normalised x would do."""
-    out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+    out = torch.empty(1, weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, None, norm, eps, None, out, gated=True)
     return out
 
@@ -166,24 +152,23 @@ def _launch(
     out: Tensor,
     gated: bool = False,
 ) -> None:
-    num_rows, k = x.shape
-    if num_rows > MAX_ROWS or x.stride(1) != 1 or weight.stride(1) != 1 or out.stride(1) != 1:
-        raise ValueError(f"at most {MAX_ROWS} rows, each contiguous")
-    rows = triton.next_power_of_2(num_rows)
-    outputs = _outputs_per_program(weight.shape[0], rows)
+    if not fits(x, weight) or out.stride(1) != 1:
+        raise ValueError("one row, contiguous, and weights of its narrow type")
+    outputs = _outputs_per_program(weight.shape[0])
     own = outputs // 2 if gated else outputs
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    k = x.shape[1]
     _gemv_kernel[(triton.cdiv(num_outputs, own),)](
         x, weight, x if bias is None else bias, x if norm is None else norm, x if residual is None else residual, out,
-        num_rows, num_outputs, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), eps,
-        K=k, ROWS=rows, OUTPUTS=outputs, BLOCK_K=min(_MAX_BLOCK_K, max(16, triton.next_power_of_2(k))),
+        num_outputs, weight.stride(0), eps,
+        K=k, OUTPUTS=outputs, BLOCK_K=min(_MAX_BLOCK_K, max(16, triton.next_power_of_2(k))),
         BIAS=bias is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
         num_warps=4, **launch_options(),
     )  # fmt: skip
 
 
-def _outputs_per_program(num_outputs: int, rows: int) -> int:
-    """Eight where that still leaves several programs for each multiprocessor and their sums fit in registers."""
-    if rows == 1 and num_outputs >= 8192:
+def _outputs_per_program(num_outputs: int) -> int:
+    """Eight where that still leaves several programs for each multiprocessor."""
+    if num_outputs >= 8192:
         return 8
     return 4 if num_outputs >= 2048 else 2

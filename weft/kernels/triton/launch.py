@@ -1,27 +1,33 @@
-"""What every launch shares: whether a kernel may start before the one ahead of it in the stream has ended."""
+"""What launches share: whether a kernel may start before the one ahead of it in the stream has ended, and how the last
+program of a group knows that it is the last."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_on = os.environ.get("WEFT_TRITON_PDL") == "1"
-_allowed = os.environ.get("WEFT_TRITON_PDL") != "0"
+from weft.switches import is_on
+
+MAX_COUNTERS = 1 << 16
+
+_on = False
+_counters: dict[torch.device, Tensor] = {}
 
 
 @contextmanager
 def overlapping_launches() -> Iterator[None]:
     """Programmatic dependent launch for kernels launched within. For graphs: it makes a replay faster and an eager
-    launch slower (8 ms over the 270 launches of a 7B step). WEFT_TRITON_PDL=0 keeps it off, 1 has it on always."""
+    launch slower (8 ms over the 270 launches of a 7B step)."""
     global _on
-    before, _on = _on, _allowed
+    before, _on = _on, is_on("early-launch")
     try:
         yield
     finally:
@@ -40,3 +46,26 @@ def wait_for_inputs(PDL: tl.constexpr):
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+
+
+@triton.jit
+def is_last(counters, at, active):
+    """Count this program among the `active` ones of a group; true for the last. Leaves the counter at zero for the
+    next launch."""
+    tl.debug_barrier()
+    before = tl.atomic_add(counters + at, 1, sem="acq_rel", scope="gpu")
+    last = before == active - 1
+    if last:
+        tl.store(counters + at, 0)
+    return last
+
+
+def zeroed_counters(device: torch.device) -> Tensor:
+    """Zero before every launch and after it. Launches share them: they belong on one stream.
+
+    Made by the first eager launch. Where a capture comes first, the graph brings its own and clears them."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and device not in _counters:
+        return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+    if device not in _counters:
+        _counters[device] = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
+    return _counters[device]

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and with the residual's sum. Sums and scales in float32, rounds where the reference rounds."""
+"""RMSNorm: sums and scales in float32, rounds where the reference rounds."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
 
@@ -18,19 +18,14 @@ _SMALL_TILE = 1024
 
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, out, num_rows, hidden, x_stride, residual_stride, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, weight, out, num_rows, hidden, stride, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     inside = (rows < num_rows) & (columns < hidden)
     scale = tl.load(weight + columns, mask=columns < hidden, other=0.0)
     wait_for_inputs(PDL)
-    value = tl.load(x + rows * x_stride + columns, mask=inside, other=0.0)
-    if ADD:
-        at = residual + rows * residual_stride + columns
-        value = (value.to(tl.float32) + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(value.dtype)
-        tl.store(at, value, mask=inside)
+    value = tl.load(x + rows * stride + columns, mask=inside, other=0.0)
     wide = value.to(tl.float32)
     spread = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / hidden + eps)
     normal = (wide * spread).to(value.dtype).to(tl.float32) * scale.to(tl.float32)
@@ -39,35 +34,18 @@ def _norm_kernel(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The result is contiguous. The weight has x's dtype."""
-    return _launch(x, None, weight, eps)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add x to the residual in place, and return the normalised sum."""
-    return _launch(x, residual, weight, eps)
-
-
-def _launch(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     hidden = x.shape[-1]
     if hidden > _MAX_HIDDEN:
         raise ValueError(f"rows of {hidden} elements; a program holds {_MAX_HIDDEN}")
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, hidden).contiguous()
-    if residual is None:
-        kept = rows
-    else:
-        kept = residual.view(-1, hidden)
-        if kept.stride(1) != 1:
-            raise ValueError("the residual's rows are not contiguous")
     num_rows = rows.shape[0]
     if num_rows == 0:
         return out
     block = max(64, triton.next_power_of_2(hidden))
     per_program = max(1, _SMALL_TILE // block)
     _norm_kernel[(triton.cdiv(num_rows, per_program),)](
-        rows, kept, weight, out, num_rows, hidden, rows.stride(0), kept.stride(0), eps,
-        ADD=residual is not None, ROWS=per_program, BLOCK=block,
-        num_warps=min(16, max(4, per_program * block // 256)),
-        **launch_options(),
+        rows, weight, out, num_rows, hidden, rows.stride(0), eps, ROWS=per_program, BLOCK=block,
+        num_warps=min(16, max(4, per_program * block // 256)), **launch_options(),
     )  # fmt: skip
     return out

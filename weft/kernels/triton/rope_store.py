@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.batch import HeadShape
+from weft.kernels.batch import HeadNorms, HeadShape
 from weft.kernels.triton.launch import launch_options, wait_for_inputs
 
 _TILE = 2048
@@ -18,18 +18,17 @@ _TILE = 2048
 
 
 @triton.jit
-def _normalised(x, weight, columns, inside, eps, dim):
+def _normalised(x, scale, eps, dim):
     wide = x.to(tl.float32)
     spread = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / dim + eps)
-    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    return ((wide * spread).to(x.dtype).to(tl.float32) * scale).to(x.dtype)
+    return ((wide * spread).to(x.dtype).to(tl.float32) * scale.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["slots"])
 def _rope_store_kernel(
     qkv, rotations, kv, slots, q_norm, k_norm, qkv_stride, rotation_stride, slot_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
-    NORM_Q: tl.constexpr, NORM_K: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -43,10 +42,11 @@ def _rope_store_kernel(
     is_key = heads >= Q_HEADS
     is_turned = heads < Q_HEADS + KV_HEADS
     y = x
-    if NORM_Q:
-        y = tl.where(is_key, y, _normalised(x, q_norm, columns, columns < DIM, eps, DIM))
-    if NORM_K:
-        y = tl.where(is_key & is_turned, _normalised(x, k_norm, columns, columns < DIM, eps, DIM), y)
+    if NORM:
+        q_scale = tl.load(q_norm + columns, mask=columns < DIM, other=0.0)
+        k_scale = tl.load(k_norm + columns, mask=columns < DIM, other=0.0)
+        scale = tl.where(is_key, k_scale, q_scale)
+        y = _normalised(x, scale, eps, DIM)
     real, imaginary = tl.split(tl.reshape(y.to(tl.float32), [HEADS, PADDED // 2, 2]))
     cos, sin = tl.split(tl.reshape(turns, [1, PADDED // 2, 2]))
     turned = tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos)
@@ -56,22 +56,10 @@ def _rope_store_kernel(
     tl.store(kv + slot * slot_stride + (heads - Q_HEADS) * DIM + columns, stored, mask=inside & is_key)
 
 
-def rotate_and_store(qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: Tensor, slots: Tensor) -> None:
-    norm_rotate_and_store(qkv, heads, rotations, kv, slots, None, None, 0.0)
-
-
-def norm_rotate_and_store(
-    qkv: Tensor,
-    heads: HeadShape,
-    rotations: Tensor,
-    kv: Tensor,
-    slots: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+def rotate_and_store(
+    qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: Tensor, slots: Tensor, norms: HeadNorms | None = None
 ) -> None:
-    """`rotate_and_store` after an RMSNorm of every query head by q_norm and of every key head by k_norm
-    [head dim]. The cache is contiguous; qkv's rows may be apart. Rows that share a slot leave one of theirs in it."""
+    """The cache is contiguous; qkv's rows may be apart. Rows that share a slot leave one of theirs in it."""
     if qkv.stride(1) != 1 or not kv.is_contiguous():
         raise ValueError("qkv's rows and the cache must be contiguous")
     if qkv.shape[0] == 0:
@@ -83,8 +71,8 @@ def norm_rotate_and_store(
     per_program = max(1, _TILE // padded)
     num_heads = heads.num_heads + 2 * heads.num_kv_heads
     _rope_store_kernel[(qkv.shape[0], triton.cdiv(num_heads, per_program))](
-        qkv, pairs, kv, slots, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm,
-        qkv.stride(0), pairs.stride(0), heads.kv_size, eps,
+        qkv, pairs, kv, slots, qkv if norms is None else norms.query, qkv if norms is None else norms.key,
+        qkv.stride(0), pairs.stride(0), heads.kv_size, 0.0 if norms is None else norms.eps,
         Q_HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim, HEADS=per_program, PADDED=padded,
-        NORM_Q=q_norm is not None, NORM_K=k_norm is not None, num_warps=4, **launch_options(),
+        NORM=norms is not None, num_warps=4, **launch_options(),
     )  # fmt: skip

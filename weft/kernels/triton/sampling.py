@@ -1,6 +1,6 @@
 """From logits to tokens in two small kernels: the largest logit, or the largest of logit / temperature + noise.
 
-The noise is that of weft/worker/sampler.py: a hash of (seed, position, token id), so a token depends on nothing else.
+The noise is that of weft/kernels/sampling.py: a hash of (seed, position, token id), so a token depends on nothing else.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
@@ -18,7 +18,7 @@ _CHUNK = 4096
 
 
 @triton.jit
-def _ordered(x):
+def ordered(x):
     """float32 to int32 of the same order. Both zeros are one; NaN is above everything, as torch's max has it."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -26,7 +26,7 @@ def _ordered(x):
 
 
 @triton.jit
-def _unordered(key):
+def unordered(key):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
@@ -58,10 +58,10 @@ def gumbel_noise(seed, position, ids):
     return -tl.log(-tl.where(is_low, tl.log(part), near_one))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["peaks", "temperatures", "seeds", "positions", "thresholds"])
 def _chunk_kernel(
-    logits, temperatures, seeds, positions, best, peaks, vocabulary, stride, num_chunks,
-    GUMBEL: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    logits, peaks, temperatures, seeds, positions, thresholds, best, vocabulary, stride, num_chunks,
+    GUMBEL: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -70,70 +70,82 @@ def _chunk_kernel(
     wait_for_inputs(PDL)
     x = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
     if GUMBEL:
-        tl.store(peaks + row * num_chunks + chunk, tl.max(_ordered(x), axis=0))
         temperature = tl.load(temperatures + row)
         if temperature > 0.0:
-            noise = gumbel_noise(tl.load(seeds + row), tl.load(positions + row), ids)
-            x = tl.where(inside, x / temperature + noise, float("-inf"))
+            kept = inside
+            if CUT:
+                kept = inside & ~(x < tl.load(thresholds + row))
+            score = (x - tl.load(peaks + row).to(tl.float32)) / temperature
+            if tl.max(kept.to(tl.int32), axis=0) > 0:
+                score += gumbel_noise(tl.load(seeds + row), tl.load(positions + row), ids)
+            x = tl.where(kept, score, float("-inf"))
     # The lowest id wins among equals: it leaves the largest rest below the key.
-    packed = (_ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
+    packed = (ordered(x).to(tl.int64) << 32) | (0x7FFFFFFF - ids).to(tl.int64)
     packed = tl.where(inside, packed, -0x7FFFFFFFFFFFFFFF)
     tl.store(best + row * num_chunks + chunk, tl.max(packed, axis=0))
 
 
 @triton.jit
-def _row_kernel(
-    best, peaks, tokens, row_peaks, num_chunks, GUMBEL: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr
-):
+def _row_kernel(best, tokens, peaks, num_chunks, PEAKS: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CHUNKS)
-    inside = chunks < num_chunks
     wait_for_inputs(PDL)
-    packed = tl.max(tl.load(best + row * num_chunks + chunks, mask=inside, other=-0x7FFFFFFFFFFFFFFF), axis=0)
+    keys = tl.load(best + row * num_chunks + chunks, mask=chunks < num_chunks, other=-0x7FFFFFFFFFFFFFFF)
+    packed = tl.max(keys, axis=0)
     tl.store(tokens + row, 0x7FFFFFFF - (packed & 0x7FFFFFFF))
-    if GUMBEL:
-        key = tl.max(tl.load(peaks + row * num_chunks + chunks, mask=inside, other=-0x7FFFFFFF), axis=0)
-    else:
-        key = (packed >> 32).to(tl.int32)
-    tl.store(row_peaks + row, _unordered(key))
+    if PEAKS:
+        tl.store(peaks + row, unordered((packed >> 32).to(tl.int32)))
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """[rows] int64: the first of each row's largest logits; [rows] float32: that logit, NaN if the row has one."""
-    return _launch(logits, None, None, None)
+    peaks = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    return _choose(logits, peaks, None, None, None, None), peaks
 
 
-def gumbel_sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """A sample of softmax(logits / temperature) of each row, or its argmax where the temperature is 0, and the
-    largest logit as `argmax` has it. `positions` are those of the sampled tokens."""
-    return _launch(logits, temperatures, seeds, positions)
+def gumbel_sample(
+    logits: Tensor,
+    peaks: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    thresholds: Tensor | None = None,
+) -> Tensor:
+    """[rows] int64: of each row's logits that are not below its threshold a sample of softmax(logits / temperature),
+    or the first of the largest where the temperature is 0."""
+    return _choose(logits, peaks, temperatures, seeds, positions, thresholds)
 
 
-def _launch(
-    logits: Tensor, temperatures: Tensor | None, seeds: Tensor | None, positions: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _choose(
+    logits: Tensor,
+    peaks: Tensor,
+    temperatures: Tensor | None,
+    seeds: Tensor | None,
+    positions: Tensor | None,
+    thresholds: Tensor | None,
+) -> Tensor:
+    """Without temperatures the peaks are written, otherwise they are read."""
     num_rows, vocabulary = logits.shape
     if logits.stride(1) != 1:
         raise ValueError("the rows of logits must be contiguous")
-    device = logits.device
-    num_chunks = triton.cdiv(vocabulary, _CHUNK)
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=device)
-    row_peaks = torch.empty(num_rows, dtype=torch.float32, device=device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
-        return tokens, row_peaks
-    gumbel = temperatures is not None
-    best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=device)
-    peaks = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device) if gumbel else best
+        return tokens
+    num_chunks = triton.cdiv(vocabulary, _CHUNK)
+    best = torch.empty(num_rows, num_chunks, dtype=torch.int64, device=logits.device)
     options = launch_options()
+    gumbel = temperatures is not None
     _chunk_kernel[(num_rows, num_chunks)](
-        logits,
-        temperatures if gumbel else logits,
+        logits, peaks,
+        temperatures if gumbel else peaks,
         seeds if gumbel else best,
         positions if gumbel else best,
-        best, peaks, vocabulary, logits.stride(0), num_chunks, GUMBEL=gumbel, CHUNK=_CHUNK, num_warps=8, **options,
+        peaks if thresholds is None else thresholds,
+        best, vocabulary, logits.stride(0), num_chunks,
+        GUMBEL=gumbel, CUT=thresholds is not None, CHUNK=_CHUNK, num_warps=8, **options,
     )  # fmt: skip
     _row_kernel[(num_rows,)](
-        best, peaks, tokens, row_peaks, num_chunks,
-        GUMBEL=gumbel, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1, **options,
+        best, tokens, peaks, num_chunks,
+        PEAKS=not gumbel, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=1, **options,
     )  # fmt: skip
-    return tokens, row_peaks
+    return tokens

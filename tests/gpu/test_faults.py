@@ -1,0 +1,139 @@
+"""A GPU that faults ends an engine process and nobody's stream; one that runs out of memory ends neither."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from tests import tiny_models
+from weft.config import load
+from weft.engine.client import EngineClient
+from weft.engine.journal import Entry
+from weft.engine.launch import EngineProcess, LaunchedEngine
+from weft.hub.files import ModelFiles
+from weft.hub.resolve import resolve
+from weft.types import Event, FinishReason, Request, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = load(
+    {"device": "cuda", "dtype": "float32", "max_model_len": 256, "num_blocks": 256, "max_num_seqs": 12}, env={}
+)
+SEEDED = {"temperature": 0.8, "top_p": 0.9, "seed": 5}
+PROMPTS = [[5, 9, 200, 31], list(range(3, 60)), [7] * 33, [250, 1, 17, 99, 4] * 9]
+NUM_TOKENS = 60
+
+
+class Served:
+    """What an engine gave, and what became of it."""
+
+    def __init__(self, answers: dict[str, list[int]], finishes: set[FinishReason | None], client: EngineClient) -> None:
+        self.answers = answers
+        self.finishes = finishes
+        self.restarts = client.restarts
+        self.preemptions = client.stats().preemptions
+
+
+def requests() -> list[Request]:
+    return [
+        Request(
+            request_id=f"{kind}{i}",
+            prompt_token_ids=prompt,
+            params=SamplingParams(max_tokens=NUM_TOKENS, **params),
+        )
+        for i, prompt in enumerate(PROMPTS)
+        for kind, params in (("greedy", {"temperature": 0.0, "seed": 0}), ("seeded", SEEDED))
+    ]
+
+
+async def end_of(entry: Entry) -> Event:
+    while True:
+        for arrival in entry.take():
+            if isinstance(arrival, Event) and arrival.finish is not None:
+                return arrival
+        await asyncio.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return b"\nState:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
+
+
+def serve(files: ModelFiles, launch: Callable[[], LaunchedEngine]) -> Served:
+    async def scenario() -> Served:
+        client = EngineClient(CONFIG, files, launch)
+        await client.start()
+        try:
+            first_pid = client.engine_pid
+            assert first_pid is not None
+            entries = [client.submit(request) for request in requests()]
+            async with asyncio.timeout(200):
+                ends = [await end_of(entry) for entry in entries]
+            assert (client.engine_pid == first_pid) == (client.restarts == 0) == is_alive(first_pid)
+            answers = {entry.id: list(entry.delivered) for entry in entries}
+            return Served(answers, {end.finish for end in ends}, client)
+        finally:
+            await client.close()
+
+    return asyncio.run(scenario())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    return resolve(str(tiny_models.save_directory("llama3", tmp_path_factory.mktemp("tiny") / "llama3")))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(files: ModelFiles) -> dict[str, list[int]]:
+    served = serve(files, EngineProcess)
+    assert served.restarts == 0 and served.finishes == {FinishReason.LENGTH}
+    assert all(len(tokens) == NUM_TOKENS for tokens in served.answers.values())
+    return served.answers
+
+
+def with_fault(fault: str, marker: Path) -> Callable[[], LaunchedEngine]:
+    return partial(EngineProcess, (sys.executable, "-m", "tests.gpu.faulty", fault, str(marker)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("assert", "device-side assert triggered"), ("access", "an illegal memory access")]
+)
+def test_a_fault_ends_the_engine_and_every_stream_goes_on(
+    fault: str,
+    said: str,
+    files: ModelFiles,
+    undisturbed: dict[str, list[int]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    served = serve(files, with_fault(fault, tmp_path / "happened"))
+    assert (tmp_path / "happened").exists()
+    assert served.answers == undisturbed
+    assert served.finishes == {FinishReason.LENGTH}
+    assert served.restarts == 1
+    (death,) = [record.getMessage() for record in caplog.records if "The engine died" in record.getMessage()]
+    assert said in death
+
+
+def test_without_memory_for_a_step_the_engine_lives_and_every_stream_goes_on(
+    files: ModelFiles, undisturbed: dict[str, list[int]], tmp_path: Path
+) -> None:
+    served = serve(files, with_fault("memory", tmp_path / "happened"))
+    assert (tmp_path / "happened").exists()
+    assert served.answers == undisturbed
+    assert served.finishes == {FinishReason.LENGTH}
+    assert served.restarts == 0
+    assert served.preemptions > 0

@@ -1,0 +1,32 @@
+"""Optimisations that can be switched off, so that the worth of each can be measured: WEFT_WITHOUT=graphs,gemv."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+from weft.errors import ConfigError
+
+VARIABLE = "WEFT_WITHOUT"
+SWITCHES = {
+    "overlap": "a step is launched before the last one is read",
+    "graphs": "steps are replayed as CUDA graphs",
+    "prompt-graphs": "steps with prompts are, too",
+    "early-launch": "a kernel of a graph starts while the one before it ends",
+    "gemv": "linear layers of one row are matrix-vector products, fused with their neighbours",
+    "skinny": "linear layers of a few rows are read at the memory's speed, fused with their neighbours",
+    "library-attention": "a long prompt that is alone in its step goes to cuDNN's attention",
+    "last-tokens": "the last layer computes only the tokens that sample",
+}
+
+
+@cache
+def is_on(name: str) -> bool:
+    return name not in _switched_off()
+
+
+def _switched_off() -> set[str]:
+    names = {name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()}
+    if unknown := names - SWITCHES.keys():
+        raise ConfigError(f"{VARIABLE}: there is no switch {min(unknown)!r}.", hint=f"Known: {', '.join(SWITCHES)}.")
+    return names

@@ -1,0 +1,71 @@
+"""The profiling step: the largest step that the limits allow, computed once before there is a cache, to see what it
+takes."""
+
+from __future__ import annotations
+
+import torch
+from msgspec.structs import replace
+
+from weft.errors import OutOfMemory
+from weft.model.dense import DenseModel
+from weft.plan import Admission, Limits, Row, StepPlan
+from weft.types import MAX_LOGPROBS, SamplingParams
+from weft.worker.memory import Room, cache_shape
+from weft.worker.rows import RowTable
+from weft.worker.runner import Runner
+from weft.worker.step import Stepper
+
+COSTLIEST = SamplingParams(
+    temperature=1.0, top_p=0.9, seed=0, presence_penalty=0.1, repetition_penalty=1.1, logprobs=MAX_LOGPROBS
+)
+
+
+def measured(room: Room, model: DenseModel, table: RowTable, limits: Limits) -> Room:
+    """The room on a GPU as it is once weights and tables are there and the largest step was computed."""
+    device, plan = table.device, largest_step(limits)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        compute(plan, model, table)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"A step of {plan.num_tokens} tokens of {len(plan.rows)} requests does not fit beside the weights: {error}",
+            hint=f"Set --max-num-batched-tokens {plan.num_tokens // 2} and --max-num-seqs {len(plan.rows) // 2 or 1}.",
+        ) from error
+    # What the allocator took from the device, not what tensors filled of it: that is what the cache cannot have.
+    held = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return replace(
+        room,
+        others=others,
+        libraries=max(0, others - room.others),
+        activations=held - model.weights.num_bytes,
+    )
+
+
+def largest_step(limits: Limits) -> StepPlan:
+    """Every row samples, in the costliest way. The first rows are prompts, which take all tokens that the budget
+    leaves; the last row stands at the end of the context, so that block tables are as wide as they get."""
+    counts = [1] * limits.max_num_seqs
+    longest = min(limits.max_prefill_chunk, limits.max_model_len - 1)
+    left = limits.max_num_batched_tokens - len(counts)
+    for row in range(len(counts)):
+        more = min(left, longest - 1)
+        counts[row] += more
+        left -= more
+    starts = [0] * len(counts)
+    starts[-1] = limits.max_model_len - 1 - counts[-1]
+    # No blocks: whatever is written goes to the null block.
+    rows = [Row(i, start, count, [], True) for i, (start, count) in enumerate(zip(starts, counts, strict=True))]
+    admit = [Admission(row.row, [0] * (row.start + row.count), 1, COSTLIEST, []) for row in rows]
+    return StepPlan(-1, [], admit, rows)
+
+
+def compute(plan: StepPlan, model: DenseModel, table: RowTable) -> None:
+    """Compute a step without a cache but the null block, and forget its rows."""
+    weights = model.weights.embedding
+    cache = torch.zeros(cache_shape(model.config, 1, table.block_size), dtype=weights.dtype, device=weights.device)
+    Runner(Stepper(model, cache, table)).execute(plan).result()
+    table.take_in(StepPlan(plan.step_id, [row.row for row in plan.rows], [], []))

@@ -1,0 +1,178 @@
+"""What the sampler must know of every row, on the host: worked out once, when a request is admitted, so that a step
+takes the numbers of its rows as they are. A step whose rows all want the likeliest token takes none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.plan import Admission
+from weft.types import SamplingParams
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Column = TypeVar("Column")
+
+RECORD = np.dtype(
+    [(name, np.float64) for name in ("temperature", "min_p_reach", "top_p", "repetition", "presence", "frequency")]
+    + [(name, np.int64) for name in ("seed", "top_k", "num_prompt", "num_top")]
+)
+"""min_p_reach: how far below the largest logit min_p lets a logit be, a number of at most 0.
+num_top: how many of the likeliest tokens' log probabilities are wanted; -1: not even the chosen token's."""
+PLAIN = np.array((0.0, -math.inf, 1.0, 1.0, 0.0, 0.0, 0, 0, 0, -1), dtype=RECORD)
+LOWEST_TEMPERATURE = 1e-30
+"""Differences of logits, divided by it, are still numbers."""
+
+
+class StepSettings(NamedTuple, Generic[Column]):
+    """What a batch wants: arrays on the host, tensors on the device. The float columns come first."""
+
+    temperature: Column
+    min_p_reach: Column
+    top_p: Column
+    """Of every row, like the two before."""
+    edit_sums: Column
+    """What is added to single logits: biases, and -inf to tokens that would end an answer too early."""
+    repetition: Column
+    """Of rows that have this penalty."""
+    presence: Column
+    frequency: Column
+    """Of rows that have one of the two."""
+
+    rows: Column
+    positions: Column
+    seed: Column
+    top_k: Column
+    """Of every row, like the three before: where its token goes, and how it is drawn."""
+    edit_places: Column
+    """Where `edit_sums` go; places count through all the logits of the batch."""
+    repeating: Column
+    repeating_rows: Column
+    repeating_lengths: Column
+    """Rows with a repetition penalty: their places in the batch, their rows, and the tokens they have."""
+    counting: Column
+    counting_rows: Column
+    counting_prompts: Column
+    counting_lengths: Column
+    """Rows with a presence or frequency penalty: the same, and how many of their tokens are prompt."""
+    asking: Column
+    num_top: Column
+    """Rows that want log probabilities: their places in the batch, and of how many likely tokens."""
+
+
+NUM_FLOAT_COLUMNS = StepSettings._fields.index("rows")
+
+
+class Edits(NamedTuple):
+    """What is added to single logits of a row: its biases; and, as long as it may not end yet, its biases and -inf to
+    the tokens that would end it."""
+
+    ids: Ints
+    sums: Floats
+    early_ids: Ints
+    early_sums: Floats
+    shortest: int
+    """How many tokens, the prompt's included, the row must have before it may end."""
+
+    def at(self, position: int) -> tuple[Ints, Floats]:
+        """For the token at a position: to which ids, and what."""
+        if position < self.shortest:
+            return self.early_ids, self.early_sums
+        return self.ids, self.sums
+
+
+class SamplingSettings:
+    def __init__(self, num_rows: int) -> None:
+        self.choosy: set[int] = set()
+        """Rows that want something else than the likeliest token, or more."""
+        self._records = np.full(num_rows, PLAIN)
+        self._edits: dict[int, Edits] = {}
+
+    def admit(self, admission: Admission) -> None:
+        self.release(admission.row)
+        record = _record(admission.params)
+        edits = _edits(admission.params, admission.num_prompt_tokens, admission.stop_token_ids)
+        if len(edits.early_ids):
+            self._edits[admission.row] = edits
+        if len(edits.early_ids) or record != PLAIN:
+            self.choosy.add(admission.row)
+        record["num_prompt"] = admission.num_prompt_tokens
+        self._records[admission.row] = record
+
+    def release(self, row: int) -> None:
+        self._edits.pop(row, None)
+        self.choosy.discard(row)
+
+    def of(self, rows: list[int], positions: list[int], vocabulary: int) -> StepSettings[NDArray[Any]]:
+        """For the tokens that these rows sample at these positions."""
+        numbers, lengths = np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64)
+        records = self._records[numbers]
+        repeating = np.flatnonzero(records["repetition"] != 1)
+        counting = np.flatnonzero((records["presence"] != 0) | (records["frequency"] != 0))
+        asking = np.flatnonzero(records["num_top"] >= 0)
+        edit_places, edit_sums = self._edits_of(rows, positions, vocabulary)
+        return StepSettings(
+            temperature=records["temperature"],
+            min_p_reach=records["min_p_reach"],
+            top_p=records["top_p"],
+            edit_sums=edit_sums,
+            repetition=records["repetition"][repeating],
+            presence=records["presence"][counting],
+            frequency=records["frequency"][counting],
+            rows=numbers,
+            positions=lengths,
+            seed=records["seed"],
+            top_k=records["top_k"],
+            edit_places=edit_places,
+            repeating=repeating,
+            repeating_rows=numbers[repeating],
+            repeating_lengths=lengths[repeating],
+            counting=counting,
+            counting_rows=numbers[counting],
+            counting_prompts=records["num_prompt"][counting],
+            counting_lengths=lengths[counting],
+            asking=asking,
+            num_top=records["num_top"][asking],
+        )
+
+    def _edits_of(self, rows: list[int], positions: list[int], vocabulary: int) -> tuple[Ints, Floats]:
+        firsts, ids, sums = [0], [np.empty(0, np.int64)], [np.empty(0)]
+        for i, row in enumerate(rows if self._edits else []):
+            if row in self._edits:
+                some_ids, some_sums = self._edits[row].at(positions[i])
+                firsts.append(i * vocabulary)
+                ids.append(some_ids)
+                sums.append(some_sums)
+        places = np.concatenate(ids) + np.repeat(firsts, [len(some) for some in ids])
+        return places, np.concatenate(sums)
+
+
+def _record(params: SamplingParams) -> NDArray[np.void]:
+    record = PLAIN.copy()
+    if params.temperature > 0:
+        assert params.seed is not None
+        temperature = max(params.temperature, LOWEST_TEMPERATURE)
+        record["temperature"] = temperature
+        record["min_p_reach"] = temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf
+        record["top_k"], record["top_p"], record["seed"] = params.top_k, params.top_p, params.seed
+    record["repetition"] = params.repetition_penalty
+    record["presence"] = params.presence_penalty
+    record["frequency"] = params.frequency_penalty
+    record["num_top"] = -1 if params.logprobs is None else params.logprobs
+    return record
+
+
+def _edits(params: SamplingParams, num_prompt: int, stop_token_ids: list[int]) -> Edits:
+    ids, sums = list(params.logit_bias), list(params.logit_bias.values())
+    stops = stop_token_ids if params.min_tokens else []
+    return Edits(
+        np.array(ids, dtype=np.int64),
+        np.array(sums, dtype=np.float64),
+        np.array([*ids, *stops], dtype=np.int64),
+        np.array([*sums, *[-math.inf] * len(stops)], dtype=np.float64),
+        num_prompt + params.min_tokens,
+    )

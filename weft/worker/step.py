@@ -1,0 +1,82 @@
+"""One step on the device: from the row table, through the model, to the likeliest tokens back in the table."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from weft.kernels import AttentionBatch
+from weft.model.dense import DenseModel, LastTokens
+from weft.switches import is_on
+from weft.worker.inputs import StepInputs, StepShape
+from weft.worker.rows import RowTable
+
+
+class FastStep(Protocol):
+    """A whole step in native code."""
+
+    def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
+        """The logits of the tokens at `rows`; writes the cache as the model's own forward pass does."""
+
+
+class Outcome(NamedTuple):
+    """What a step computed for each of its samples, on the device."""
+
+    logits: Tensor
+    tokens: Tensor
+    """The likeliest."""
+    peaks: Tensor
+    """Their logits; not finite where a row's logits are no numbers."""
+
+
+class Stepper:
+    """A model with the cache and the rows that it works on."""
+
+    def __init__(
+        self, model: DenseModel, kv_cache: Tensor, table: RowTable, *, fast_step: FastStep | None = None
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.table = table
+        self.fast_step = fast_step
+
+    def step(self, shape: StepShape, inputs: StepInputs, longest: int) -> Outcome:
+        """No sequence is longer than `longest`. Nothing here waits for the device, or looks at what is on it."""
+        table, positions = self.table, inputs.positions
+        width = -(-longest // table.block_size)
+        blocks = table.blocks[inputs.token_rows, positions // table.block_size]
+        batch = AttentionBatch(
+            num_decodes=shape.decodes,
+            query_starts=inputs.query_starts,
+            lengths=inputs.lengths,
+            block_tables=table.blocks[inputs.sequence_rows, :width],
+            slots=blocks * table.block_size + positions % table.block_size,
+            is_one_prompt=shape.decodes == 0 and shape.prompts == 1 and shape.prompt_tokens == longest,
+        )
+        tokens = table.tokens[inputs.token_rows, positions]
+        logits = self._logits(shape, inputs, tokens, batch, width)
+        best, peaks = self.model.ops.greedy(logits)
+        table.tokens[inputs.sample_rows, inputs.sample_positions + 1] = best
+        return Outcome(logits, best, peaks)
+
+    def _logits(
+        self, shape: StepShape, inputs: StepInputs, tokens: Tensor, batch: AttentionBatch, width: int
+    ) -> Tensor:
+        if self.fast_step is not None:
+            return self.fast_step(tokens, inputs.positions, batch, inputs.sample_at)
+        model = self.model
+        if shape.samples_all:
+            return model.logits(model.forward(tokens, inputs.positions, self.kv_cache, batch))
+        if not is_on("last-tokens"):
+            return model.logits(model.forward(tokens, inputs.positions, self.kv_cache, batch)[inputs.sample_at])
+        last = AttentionBatch(
+            num_decodes=shape.samples,
+            query_starts=torch.arange(shape.samples + 1, device=tokens.device),
+            lengths=inputs.sample_positions + 1,
+            block_tables=self.table.blocks[inputs.sample_rows, :width],
+            slots=batch.slots[inputs.sample_at],
+        )
+        hidden = model.forward(tokens, inputs.positions, self.kv_cache, batch, LastTokens(inputs.sample_at, last))
+        return model.logits(hidden)
