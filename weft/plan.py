@@ -20,6 +20,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     max_prefill_chunk: int
+    max_mixed_prefill: int
     logits_width: int
     enable_prefix_caching: bool = True
     max_preemptions: int = 3
@@ -52,7 +53,7 @@ class Row(Struct, frozen=True):
 class StepPlan(Struct, frozen=True):
     step_id: int
     release: list[int]
-    """Rows to forget before anything else."""
+    """Rows to forget before anything else; after a step that failed, also rows that the worker may not know."""
     admit: list[Admission]
     rows: list[Row]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from msgspec import Struct
 
@@ -91,8 +91,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
             check_token_ids(ids, logits_width, param)
 
 
-def check_token_ids(ids: Iterable[int], logits_width: int, param: str) -> None:
-    for token in ids:
+def check_token_ids(ids: Collection[int], logits_width: int, param: str) -> None:
+    if not ids:
+        return
+    for token in (min(ids), max(ids)):
         if not 0 <= token < logits_width:
             raise InvalidRequest(
                 f"{param} has the token id {token}; this model's ids run from 0 to {logits_width - 1}.", param=param
@@ -140,6 +142,15 @@ class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The token that ended the output, when one did; it is the last of `token_ids`."""
     error: str = ""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it tells of one more token and of nothing else."""
+        return self.finish is None and self.logprobs is None and self.cached_tokens is None and len(self.token_ids) == 1
+
+
+Arrival = Event | int
+"""What a step brought one request: an event, or a token id alone for the plain event that tells of it."""
+
 
 class Usage(Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
@@ -175,6 +186,27 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     prefix_hits: int = 0
     preemptions: int = 0
     steps: int = 0
+    prepared: bool = False
+    """Nothing is left to compile or capture: steps are as fast as they will be."""
+
+
+class MemoryLedger(Struct, frozen=True, kw_only=True):
+    """Where a device's memory goes, in bytes."""
+
+    total: int = 0
+    """On CPU: what was free before the model was loaded."""
+    weights: int = 0
+    activations: int = 0
+    """What the largest step holds besides weights and cache, as measured; the tables of rows and positions too."""
+    graphs: int = 0
+    """Kept free for graphs that are captured later: an estimate."""
+    kv: int = 0
+    others: int = 0
+    """Other processes, the driver's context and libraries."""
+
+    @property
+    def spare(self) -> int:
+        return self.total - self.weights - self.activations - self.graphs - self.kv - self.others
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
@@ -187,8 +219,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     block_size: int
     device: str
     dtype: str
-    weights_bytes: int = 0
-    kv_bytes: int = 0
+    memory: MemoryLedger = MemoryLedger()
     load_seconds: float = 0.0
 
 

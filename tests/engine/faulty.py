@@ -16,7 +16,7 @@ POISON = 4242
 def install(fault: str) -> None:
     from weft.worker.runner import Runner
 
-    execute, finish = Runner.execute, Runner._finish
+    execute, sampled = Runner.execute, Runner._sampled
 
     def faulty_execute(runner, plan):
         if any(POISON in admission.token_ids for admission in plan.admit):
@@ -26,13 +26,13 @@ def install(fault: str) -> None:
                 raise ArithmeticError("the poison worked")
         return execute(runner, plan)
 
-    def faulty_finish(runner, plan, rows, logits, tokens, peaks):
+    def faulty_sampled(runner, rows, outcome):
         for i, row in enumerate(rows):
-            if fault == "nan" and POISON in runner.table.tokens[row.row, : row.start + row.count]:
-                peaks[i] = logits[i, 0] = float("nan")
-        return finish(runner, plan, rows, logits, tokens, peaks)
+            if fault == "nan" and POISON in runner.stepper.table.tokens[row.row, : row.start + row.count]:
+                outcome.peaks[i] = outcome.logits[i, 0] = float("nan")
+        return sampled(runner, rows, outcome)
 
-    Runner.execute, Runner._finish = faulty_execute, faulty_finish
+    Runner.execute, Runner._sampled = faulty_execute, faulty_sampled
 
 
 if __name__ == "__main__":

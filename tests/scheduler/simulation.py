@@ -29,7 +29,8 @@ def limits(**changes: object) -> Limits:
         "max_prefill_chunk": 16,
         "logits_width": VOCAB,
     }
-    return Limits(**(defaults | changes))
+    chosen = defaults | changes
+    return Limits(**({"max_mixed_prefill": chosen["max_prefill_chunk"]} | chosen))
 
 
 def request(

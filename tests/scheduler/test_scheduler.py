@@ -147,6 +147,38 @@ def test_a_long_prompt_advances_in_every_step_that_decodes() -> None:
     assert chunks(simulation, "long") == [(start, 4) for start in range(0, 40, 4)]
 
 
+def test_a_deep_queue_is_worked_off_in_larger_steps() -> None:
+    simulation = Simulation(
+        limits(max_prefill_chunk=16, max_mixed_prefill=4, num_blocks=200, max_num_seqs=16, max_num_batched_tokens=32)
+    )
+    simulation.add(request("first", [1, 2], 60))
+    simulation.step()
+    simulation.add(*(request(f"r{i}", NUMBERS[i : i + 10], 2) for i in range(6)))
+    assert prompt_tokens_of_steps(simulation, 4) == [15, 14, 4, 4], "60 tokens wait, then 40, then 30"
+
+
+def test_few_decodes_have_few_prompt_tokens_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "LEAST_PROMPT_ROOM", 5)
+    simulation = Simulation(limits(max_prefill_chunk=16, max_mixed_prefill=8, num_blocks=100, max_num_seqs=6))
+    for name in ("a", "b", "c"):
+        simulation.add(request(name, [1, 2], 60))
+        simulation.step()
+        if name != "b":
+            simulation.add(request(f"prompt{name}", [ord(name) % VOCAB] * 20, 1))
+            room = {"a": 5, "c": 8}[name]
+            assert prompt_tokens_of_steps(simulation, 2) == [room, room]
+            simulation.scheduler.abort(f"prompt{name}")
+
+
+def prompt_tokens_of_steps(simulation: Simulation, count: int) -> list[int]:
+    tokens = []
+    for _ in range(count):
+        simulation.step()
+        plan = simulation.plans[-1]
+        tokens.append(plan.num_tokens - sum(row.count == 1 for row in plan.rows))
+    return tokens
+
+
 def test_several_prompts_share_a_step_when_nothing_decodes() -> None:
     simulation = Simulation(limits())
     simulation.add(*(request(f"r{i}", NUMBERS[i : i + 10], 2) for i in range(4)))

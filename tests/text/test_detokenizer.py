@@ -33,6 +33,18 @@ def test_the_text_does_not_depend_on_how_tokens_are_grouped(
         whole = streamed(tokenizer, ids, [], prompt, skip)
         assert streamed(tokenizer, ids, cuts, prompt, skip) == whole
         assert streamed(tokenizer, ids, range(len(ids)), prompt, skip) == whole
+        detokenizer = Detokenizer(tokenizer, prompt, skip)
+        assert "".join(map(detokenizer.push_one, ids)) + detokenizer.flush() == whole
+
+
+@settings(max_examples=150, deadline=None)
+@given(ids=ids_of_both, prompt=ids_of_both, skip=st.booleans())
+def test_a_token_alone_shows_what_it_shows_in_a_group(
+    byte_level: Tokenizer, sentencepiece: Tokenizer, ids: list[int], prompt: list[int], skip: bool
+) -> None:
+    for tokenizer in (byte_level, sentencepiece):
+        alone, grouped = Detokenizer(tokenizer, prompt, skip), Detokenizer(tokenizer, prompt, skip)
+        assert [alone.push_one(token) for token in ids] == [grouped.push([token]) for token in ids]
 
 
 @settings(max_examples=150, deadline=None)
@@ -99,6 +111,8 @@ def test_the_space_that_encoding_puts_before_a_text_is_not_shown(sentencepiece: 
     the = sentencepiece.encode("the", add_special_tokens=False)
     assert sentencepiece.token_text(the[0]) == " the"
     assert streamed(sentencepiece, the, [], prompt=[1]) == "the"
+    detokenizer = Detokenizer(sentencepiece, [1])
+    assert [detokenizer.push_one(the[0]), detokenizer.push_one(the[0])] == ["the", " the"]
     assert streamed(sentencepiece, the, [], prompt=[1, *the]) == " the"
 
 

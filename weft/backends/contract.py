@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -20,12 +20,23 @@ class Health(Struct, frozen=True):
     """Why not, when not: starting, restarting, draining, failed."""
 
 
+Take = Callable[[Delta], Awaitable[None] | None]
+"""Is given a delta. What it returns, if anything, is awaited before it is given the next one."""
+
+
 class Deltas(Protocol):
     """The answer to one request, as it comes. A delta may carry several tokens: all that came since the last."""
 
     def __aiter__(self) -> Deltas: ...
 
     async def __anext__(self) -> Delta: ...
+
+    async def follow(self, take: Take) -> None:
+        """Give every delta to `take`, to the last one. An engine may call it at once when a token comes, which costs
+        less than to wake a task."""
+        async for delta in self:
+            if (taking := take(delta)) is not None:
+                await taking
 
     async def aclose(self) -> None:
         """End the request, whether or not it was ever iterated; its memory is free before the next step."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from weft.backends.contract import Health
+from weft.backends.contract import Deltas, Health, Take
 from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.engine.launch import EngineProcess, LaunchedEngine
@@ -55,24 +55,70 @@ def _text_of(files: ModelFiles) -> tuple[Tokenizer, ChatTemplate | None]:
     return tokenizer, ChatTemplate.from_assets(assets, tokenizer) if assets.chat_template else None
 
 
-class NativeDeltas:
+class NativeDeltas(Deltas):
     """The deltas of one request, which is queued when this is made."""
 
     def __init__(self, client: EngineClient, request: Request, text: OutputText) -> None:
         self._client = client
         self._text = text
         self._entry = client.submit(request)
+        self._loop = asyncio.get_running_loop()
+        self._arrival: asyncio.Future[None]
 
     def __aiter__(self) -> NativeDeltas:
         return self
 
     async def __anext__(self) -> Delta:
-        delta = None
-        while delta is None:
-            if self._text.ended:
-                raise StopAsyncIteration
-            delta = self._text.push(await self._entry.take())
-        if delta.finish is not None:
+        while not self._text.ended:
+            if (delta := self._arrived()) is not None:
+                return delta
+            self._arrival = self._loop.create_future()
+            self._entry.listener = self._ring
+            await self._arrival
+        raise StopAsyncIteration
+
+    async def follow(self, take: Take) -> None:
+        while not self._text.ended:
+            taking = await self._take_at_once(take)
+            if taking is not None:
+                await taking
+
+    async def _take_at_once(self, take: Take) -> asyncio.Future[None] | None:
+        """Give deltas to `take` as their tokens arrive, until there is something to await or nothing more to come."""
+        enough: asyncio.Future[asyncio.Future[None] | None] = self._loop.create_future()
+
+        def hear() -> None:
+            if enough.done():
+                return
+            try:
+                delta = self._arrived()
+                taking = None if delta is None else take(delta)
+            except Exception as error:  # noqa: BLE001 - raised again in the task that follows
+                enough.set_exception(error)
+                return
+            if taking is not None:
+                enough.set_result(asyncio.ensure_future(taking))
+            elif self._text.ended:
+                enough.set_result(None)
+
+        self._entry.listener = hear
+        try:
+            hear()
+            return await enough
+        finally:
+            self._entry.listener = None
+
+    def _ring(self) -> None:
+        if not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def _arrived(self) -> Delta | None:
+        """All that has arrived since the last call; None for nothing."""
+        arrived = self._entry.take()
+        if not arrived:
+            return None
+        delta = self._text.push(arrived)
+        if self._text.ended:
             self._client.abort(self._entry.id)
         return delta
 

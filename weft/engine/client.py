@@ -24,6 +24,7 @@ from weft.engine.wire import (
     Beat,
     BrokenFrame,
     Failed,
+    Inbox,
     Output,
     Ready,
     Shutdown,
@@ -32,7 +33,6 @@ from weft.engine.wire import (
     Submit,
     ToEngine,
     frame,
-    read,
 )
 from weft.errors import EngineFault, InvalidRequest, Overloaded, Unavailable, WeftError
 from weft.hub.files import ModelFiles
@@ -59,8 +59,8 @@ class _Connection(Struct):
     """One engine, while it lives."""
 
     engine: LaunchedEngine
-    writer: asyncio.StreamWriter
-    reader: asyncio.StreamReader
+    transport: asyncio.Transport
+    inbox: Inbox
     stats: EngineStats = EngineStats()
     beats_missed: int = 0
     heard: bool = True
@@ -68,7 +68,7 @@ class _Connection(Struct):
     failure: str = ""
 
     def send(self, message: ToEngine) -> None:
-        self.writer.write(frame(message))
+        self.transport.write(frame(message))
 
 
 class EngineClient:
@@ -171,12 +171,12 @@ class EngineClient:
     async def _connect(self) -> ModelInfo:
         """Launch an engine and wait until it is ready."""
         engine = self._launch()
-        reader, writer = await asyncio.open_unix_connection(sock=engine.socket, limit=2**20)
-        connection = _Connection(engine, writer, reader)
+        transport, inbox = await asyncio.get_running_loop().create_unix_connection(Inbox, sock=engine.socket)
+        connection = _Connection(engine, transport, inbox)
         connection.send(Start(self.config, self.files))
         try:
             async with asyncio.timeout(self.config.engine.start_timeout_s):
-                while not isinstance(message := await read(reader), Ready):
+                while not isinstance(message := await inbox.read(), Ready):
                     if message is None or isinstance(message, Failed):
                         raise await self._start_error(connection, message)
         except TimeoutError:
@@ -203,9 +203,11 @@ class EngineClient:
             watch = asyncio.create_task(self._watch(connection))
             await self._read_forever(connection)
             watch.cancel()
-            end = await self._bury(connection)
             self._connection = None
             self._past = {name: past + getattr(connection.stats, name) for name, past in self._past.items()}
+            if self.state != "closed":
+                self.state = "restarting"
+            end = await self._bury(connection)
             if self.state == "closed":
                 return
             self._mourn(connection.failure or f"it ended ({end})")
@@ -213,12 +215,12 @@ class EngineClient:
 
     async def _read_forever(self, connection: _Connection) -> None:
         try:
-            while (message := await read(connection.reader)) is not None:
+            while (message := await connection.inbox.read()) is not None:
                 connection.heard = True
                 match message:
-                    case Output(events=events, stats=stats):
-                        connection.stats = stats
-                        self._deliver(events)
+                    case Output():
+                        connection.stats = message.stats
+                        self._deliver(message)
                     case Started(request_ids=request_ids):
                         self._journal.started(request_ids)
                     case Beat(step_seconds=seconds) if seconds > self.config.engine.step_timeout_s:
@@ -229,10 +231,11 @@ class EngineClient:
         except BrokenFrame as error:
             connection.failure = f"it sent what is no message: {error}"
 
-    def _deliver(self, events: list[Event]) -> None:
-        for event in events:
+    def _deliver(self, output: Output) -> None:
+        self._journal.record_tokens(output.tokens)
+        for event in output.events:
             self._journal.record(event)
-        if events:
+        if output.tokens or output.events:
             self._deaths_in_a_row = 0
             self._dispatch()
 
@@ -248,7 +251,6 @@ class EngineClient:
 
     def _mourn(self, why: str) -> None:
         """Note a death, and end the request that caused two of them."""
-        self.state = "restarting"
         self.restarts += 1
         self._deaths_in_a_row += 1
         on_trial = [entry for entry in self._journal.at(Place.STARTED) if entry.deaths]
@@ -290,7 +292,7 @@ class EngineClient:
 
     async def _bury(self, connection: _Connection) -> str:
         """Make sure that an engine is gone, and say how it ended."""
-        connection.writer.close()
+        connection.transport.close()
         end = await asyncio.to_thread(connection.engine.wait, SHUTDOWN_SECONDS)
         if end is None:
             connection.engine.kill()

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
+
+import torch
+from msgspec.structs import replace
 
 from weft.errors import InvalidRequest
 from weft.plan import StepPlan
@@ -11,6 +17,10 @@ from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
 from weft.types import EngineStats, Event, FinishReason, Request
 from weft.worker.runner import Pending, Runner
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class EngineCore:
@@ -21,6 +31,8 @@ class EngineCore:
         self.runner = runner
         self._depth = 1 if overlap else 0
         self._under_way: deque[Pending] = deque()
+        self.prepared = False
+        """Nothing is left that would make later steps faster."""
 
     def submit(self, requests: Iterable[Request]) -> list[Event]:
         """Queue requests; the events are of those that were refused."""
@@ -42,24 +54,53 @@ class EngineCore:
 
     def step(self, on_start: Callable[[list[str]], None] = lambda request_ids: None) -> list[Event]:
         """Advance every request that can be advanced. `on_start` hears of requests that are admitted, before the
-        step is computed."""
+        step is computed. A step for which there is no memory is taken back, and its work done in smaller ones."""
         plan = self.scheduler.schedule()
         if plan is not None:
             if plan.admit:
                 on_start(self._admitted(plan))
-            self._under_way.append(self.runner.execute(plan))
+            launched = _within_memory(partial(self.runner.execute, plan))
+            if launched is None:
+                before = self._read_oldest() if self._under_way else []
+                return before + self.scheduler.take_back(plan)
+            self._under_way.append(launched)
         if self._under_way and (plan is None or len(self._under_way) > self._depth):
-            pending = self._under_way.popleft()
-            return self.scheduler.apply(pending.plan, pending.result())
+            return self._read_oldest()
         return []
+
+    def prepare(self) -> bool:
+        """Do a piece of work that makes later steps faster; False when there is none left, or no memory for it."""
+        self.prepared = not _within_memory(self.runner.prepare)
+        return not self.prepared
 
     def settle(self) -> None:
         """Called when there is nothing to do: the books must add up."""
         check_integrity(self.scheduler)
 
     def stats(self) -> EngineStats:
-        return self.scheduler.stats()
+        return replace(self.scheduler.stats(), prepared=self.prepared)
+
+    def _read_oldest(self) -> list[Event]:
+        pending = self._under_way.popleft()
+        result = _within_memory(pending.result)
+        if result is not None:
+            return self.scheduler.apply(pending.plan, result)
+        later = [other.plan for other in self._under_way]
+        self._under_way.clear()
+        return self.scheduler.take_back(pending.plan, *later)
 
     def _admitted(self, plan: StepPlan) -> list[str]:
         rows = {admission.row for admission in plan.admit}
         return [cursor.id for cursor in self.scheduler.running if cursor.row in rows]
+
+
+def _within_memory(work: Callable[[], T]) -> T | None:
+    """What the work gives, or None when the device has no memory for it. Other faults are for the process to die of:
+    after them nothing that the device holds can be trusted."""
+    try:
+        return work()
+    except torch.OutOfMemoryError as error:
+        log.warning("No memory: %s", str(error))
+    # Not in the handler: there the error still holds what the step had allocated.
+    torch.cuda.empty_cache()
+    return None

@@ -4,12 +4,12 @@ is replaced, and goes on from here.
 
 from __future__ import annotations
 
-import asyncio
 import enum
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from weft.types import Event, FinishReason, Request
+from weft.types import Arrival, Event, FinishReason, Request
 
 
 class Place(enum.Enum):
@@ -30,8 +30,9 @@ class Entry:
         self.place = Place.HELD
         self.deaths = 0
         """Engines that died while this request was in their steps."""
-        self._events: list[Event] = []
-        self._arrival = asyncio.Event()
+        self.listener: Callable[[], None] | None = None
+        """Called whenever something has arrived."""
+        self._arrived: list[Arrival] = []
 
     @property
     def id(self) -> str:
@@ -45,15 +46,22 @@ class Entry:
         self.delivered += event.token_ids
         if event.token_ids:
             self.place = Place.PROVEN
-        self._events.append(event)
-        self._arrival.set()
+        self._arrived.append(event)
+        if self.listener is not None:
+            self.listener()
 
-    async def take(self) -> list[Event]:
-        """All events since the last call; waits for one."""
-        await self._arrival.wait()
-        self._arrival.clear()
-        events, self._events = self._events, []
-        return events
+    def put_token(self, token_id: int) -> None:
+        """The same for a plain event."""
+        self.delivered.append(token_id)
+        self.place = Place.PROVEN
+        self._arrived.append(token_id)
+        if self.listener is not None:
+            self.listener()
+
+    def take(self) -> list[Arrival]:
+        """All that arrived since the last call."""
+        arrived, self._arrived = self._arrived, []
+        return arrived
 
 
 class Journal:
@@ -84,10 +92,18 @@ class Journal:
         """Hand an event to whoever waits for it; None if the request is closed already."""
         entry = self._entries.get(event.request_id)
         if entry is not None:
-            entry.put(event)
             if event.finish is not None:
                 del self._entries[event.request_id]
+            entry.put(event)
         return entry
+
+    def record_tokens(self, tokens: Mapping[str, int]) -> None:
+        """The same for the tokens of a step's plain events, by request id."""
+        entries = self._entries
+        for request_id, token_id in tokens.items():
+            entry = entries.get(request_id)
+            if entry is not None:
+                entry.put_token(token_id)
 
     def at(self, *places: Place) -> list[Entry]:
         """The open requests at these places, the oldest first."""

@@ -9,8 +9,9 @@ import time
 
 from weft.engine.core import EngineCore
 from weft.engine.line import Line
-from weft.engine.wire import Abort, BrokenFrame, Output, Ready, Shutdown, Start, Started, Submit, ToEngine
+from weft.engine.wire import Abort, BrokenFrame, Ready, Shutdown, Start, Started, Submit, ToEngine, output
 from weft.scheduler.scheduler import Scheduler
+from weft.switches import is_on
 from weft.worker.worker import Worker
 
 QUIET_SECONDS = 0.5
@@ -19,7 +20,7 @@ QUIET_SECONDS = 0.5
 
 def serve(start: Start, line: Line) -> None:
     worker = Worker(start.config, start.files)
-    core = EngineCore(Scheduler(worker.limits), worker.runner, overlap=worker.info.device != "cpu")
+    core = EngineCore(Scheduler(worker.limits), worker.runner, overlap=worker.info.device != "cpu" and is_on("overlap"))
     gc.collect()
     gc.freeze()
     line.send(Ready(worker.info))
@@ -28,14 +29,16 @@ def serve(start: Start, line: Line) -> None:
         events = core.step(on_start=lambda request_ids: line.send(Started(request_ids)))
         line.step_began = 0.0
         if events:
-            line.send(Output(events, core.stats()))
+            line.send(output(events, core.stats()))
 
 
 def _idle(core: EngineCore, line: Line) -> ToEngine | None:
     """Wait for a message. Meanwhile prepare what makes later steps faster; then check the books."""
-    while core.runner.prepare():
-        with contextlib.suppress(queue.Empty):
-            return line.inbox.get_nowait()
+    if not core.prepared:
+        while core.prepare():
+            with contextlib.suppress(queue.Empty):
+                return line.inbox.get_nowait()
+        line.send(output([], core.stats()))
     with contextlib.suppress(queue.Empty):
         return line.inbox.get(timeout=QUIET_SECONDS)
     core.settle()
@@ -56,10 +59,10 @@ def _drain(core: EngineCore, line: Line) -> bool:
             case Submit(requests=requests):
                 refused = core.submit(requests)
                 if refused:
-                    line.send(Output(refused, core.stats()))
+                    line.send(output(refused, core.stats()))
             case Abort(request_ids=request_ids):
                 core.abort(request_ids)
-                line.send(Output([], core.stats()))
+                line.send(output([], core.stats()))
             case Shutdown() | None:
                 return False
             case Start():

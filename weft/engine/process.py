@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 
 
-def run_engine(sock: socket.socket, *, owns_process: bool = False) -> None:
-    """Serve one api process. An engine that owns its process ends it at once when the api process is gone,
-    even in the middle of a step."""
+def run_engine(sock: socket.socket, *, owns_process: bool = False) -> int:
+    """Serve one api process; the exit code says whether that went well. An engine that owns its process ends it at
+    once when the api process is gone, even in the middle of a step."""
     line = Line(sock)
     if owns_process:
         threading.Thread(target=_leave_when, args=(line.closed,), name="weft-engine-watch", daemon=True).start()
@@ -38,11 +38,15 @@ def run_engine(sock: socket.socket, *, owns_process: bool = False) -> None:
             from weft.engine.loop import serve
 
             serve(start, line)
+        return 0
     except WeftError as error:
         line.send(Failed(type(error).__name__, error.message, error.hint))
+        return 1
     except Exception as error:  # noqa: BLE001 - whatever it is, the api process must hear of it
         log.error("The engine failed:\n%s", traceback.format_exc())
-        line.send(Failed(type(error).__name__, str(error) or "no message"))
+        # The rest of a CUDA error is advice for those who wrote the kernel; the log has it.
+        line.send(Failed(type(error).__name__, next(iter(str(error).splitlines()), "no message")))
+        return 1
     finally:
         line.close()
 
@@ -60,7 +64,10 @@ def main() -> None:
     # Ctrl-C in a terminal reaches the whole group; the api process decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine %(message)s")
-    run_engine(socket.socket(fileno=int(sys.argv[1])), owns_process=True)
+    code = run_engine(socket.socket(fileno=int(sys.argv[1])), owns_process=True)
+    logging.shutdown()
+    # At once: an orderly end would wait for a GPU that may have faulted, and never answer.
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,10 @@ class Started(Struct, frozen=True, tag=True):
 class Output(Struct, frozen=True, tag=True):
     """What one step brought."""
 
+    tokens: dict[str, int]
+    """By request id: the token of every request to which the step brought one token and nothing else."""
     events: list[Event]
+    """All the rest."""
     stats: EngineStats
 
 
@@ -102,6 +105,17 @@ class BrokenFrame(Exception):
     """The other side sent something that is no message."""
 
 
+def output(events: list[Event], stats: EngineStats) -> Output:
+    tokens: dict[str, int] = {}
+    rest: list[Event] = []
+    for event in events:
+        if event.is_plain:
+            tokens[event.request_id] = event.token_ids[0]
+        else:
+            rest.append(event)
+    return Output(tokens, rest, stats)
+
+
 def frame(message: ToEngine | FromEngine) -> bytes:
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -118,16 +132,48 @@ def receive(sock: socket.socket) -> ToEngine | None:
     return _decoded(_to_engine, body)
 
 
-async def read(reader: asyncio.StreamReader) -> FromEngine | None:
-    """The api process's side: wait for the next message; None when the engine is gone."""
-    try:
-        body = await reader.readexactly(_length(await reader.readexactly(_LENGTH.size)))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-    return _decoded(_from_engine, body)
+class Inbox(asyncio.Protocol):
+    """The api process's side: what the engine sends. It has one reader."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._ended = False
+        self._arrival: asyncio.Future[None] | None = None
+
+    async def read(self) -> FromEngine | None:
+        """Wait for the next message; None when the engine is gone."""
+        while (body := self._next_body()) is None:
+            if self._ended:
+                return None
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        return _decoded(_from_engine, body)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        self._ring()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended = True
+        self._ring()
+
+    def _ring(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    def _next_body(self) -> bytes | None:
+        """The first frame's, once all of it has come."""
+        if len(self._received) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _length(self._received[: _LENGTH.size])
+        if len(self._received) < end:
+            return None
+        body = bytes(self._received[_LENGTH.size : end])
+        del self._received[:end]
+        return body
 
 
-def _length(head: bytes) -> int:
+def _length(head: bytes | bytearray) -> int:
     length: int = _LENGTH.unpack(head)[0]
     if length > MAX_FRAME_BYTES:
         raise BrokenFrame(f"a frame of {length} bytes; at most {MAX_FRAME_BYTES}")

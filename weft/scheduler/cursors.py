@@ -56,8 +56,10 @@ class TokenCursor:
 
     @property
     def decoding(self) -> bool:
-        """One token behind, and so one step away from the next token of the answer."""
-        return self.todo == 1 and self.computed > 0
+        """One token behind, and so one step away from the next token of the answer: `todo` is 1, and it is no prompt
+        of one token. Asked for every running request in every step, so it is spelled out."""
+        known = len(self.tokens) + self.pending
+        return known - self.computed == 1 and self.computed > 0 and known < self.limit
 
     @property
     def num_output(self) -> int:

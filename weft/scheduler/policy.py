@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from weft.plan import Limits
 from weft.scheduler.cursors import TokenCursor
 
+LEAST_PROMPT_ROOM = 128
 
-def decodes_first(running: Iterable[TokenCursor]) -> list[TokenCursor]:
+
+def decodes_first(running: Iterable[TokenCursor]) -> tuple[list[TokenCursor], list[TokenCursor]]:
     """Running requests in the order of a step: those that decode, so that answers keep flowing, then the rest.
     Within each kind the oldest comes first."""
-    return sorted(running, key=lambda cursor: not cursor.decoding)
+    decodes: list[TokenCursor] = []
+    others: list[TokenCursor] = []
+    for cursor in running:
+        (decodes if cursor.decoding else others).append(cursor)
+    return decodes, others
+
+
+def prompt_room(limits: Limits, decodes: int, waiting: Iterable[TokenCursor]) -> int:
+    """Prompt tokens for a step that also decodes. Few, and the fewer the fewer decodes there are (their step is short,
+    and prompts would make it much longer); as many as fit while more is waiting than one whole step could hold."""
+    if sum(cursor.num_prompt for cursor in waiting) > limits.max_num_batched_tokens:
+        return max(limits.max_mixed_prefill, limits.max_prefill_chunk - decodes)
+    return min(limits.max_mixed_prefill, max(LEAST_PROMPT_ROOM, 3 * decodes))
 
 
 def victim(running: Sequence[TokenCursor], planned: Collection[TokenCursor]) -> TokenCursor | None:

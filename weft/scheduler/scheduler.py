@@ -8,6 +8,7 @@ derived again.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from weft.errors import InvalidRequest
 from weft.plan import Admission, Limits, Row, Sampled, StepPlan, StepResult
@@ -15,7 +16,10 @@ from weft.scheduler import policy
 from weft.scheduler.blocks import Block, BlockPool
 from weft.scheduler.cursors import TokenCursor
 from weft.scheduler.prefix import find_prefix
+from weft.scheduler.throttle import LEAST_TOKENS, Throttle
 from weft.types import EngineStats, Event, FinishReason, Request, check_token_ids
+
+NO_MEMORY = f"There is no memory for this request, even alone and in steps of {LEAST_TOKENS} tokens."
 
 
 class _Step:
@@ -28,6 +32,10 @@ class _Step:
         self.promised: dict[TokenCursor, int] = {}
         """Each planned cursor, with the number of preemptions it had when the promise was made."""
         self.decodes = 0
+        self.prompt_tokens = 0
+        """Tokens of rows that do not decode."""
+        self.prompt_room = 0
+        """How many there may be beside decodes."""
         self.preempted = False
 
 
@@ -36,6 +44,7 @@ class Scheduler:
         if -(-limits.max_model_len // limits.block_size) > limits.num_blocks - 1:
             raise ValueError(f"{limits.num_blocks} blocks cannot hold one request of {limits.max_model_len} tokens")
         self.limits = limits
+        self.throttle = Throttle(limits)
         self.pool = BlockPool(limits.num_blocks)
         self.waiting: deque[TokenCursor] = deque()
         self.running: list[TokenCursor] = []
@@ -85,6 +94,7 @@ class Scheduler:
             blocks_total=self.pool.num_usable,
             blocks_used=self.pool.num_usable - self.pool.num_free,
             steps=self._next_step_id,
+            prepared=False,
             **self._counts,
         )
 
@@ -92,16 +102,21 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Promise the work of the next step, or None when nothing can be computed now."""
-        step = _Step(self.limits.max_num_batched_tokens)
+        step = _Step(self.throttle.tokens)
         self._force_preemption()
-        for cursor in policy.decodes_first(self.running):
-            self._plan_running(cursor, step)
+        decodes, others = policy.decodes_first(self.running)
+        for cursor in decodes:
+            self._plan_running(cursor, min(1, step.budget), step)
+        step.prompt_room = policy.prompt_room(self.limits, step.decodes, self.waiting)
+        for cursor in others:
+            self._plan_running(cursor, self._share_of(cursor, step), step)
         while self.waiting and self._admit(self.waiting[0], step):
             self.waiting.popleft()
         if not step.rows:
             return None
         plan = StepPlan(self._next_step_id, self._released_rows, step.admit, step.rows)
         self._under_way[plan.step_id] = step.promised
+        self._counts["computed_tokens"] += step.decodes + step.prompt_tokens
         self._next_step_id += 1
         self._released_rows = []
         return plan
@@ -125,29 +140,42 @@ class Scheduler:
                 self._remember_blocks(cursor, row)
             if token is not None:
                 events.append(self._event(cursor, token))
+        self.throttle.went_well()
         return events
+
+    def take_back(self, failed: StepPlan, *later: StepPlan) -> list[Event]:
+        """Undo a step for which there was no memory, and those that were launched after it. Their requests wait to be
+        computed again, in smaller steps; one that was alone in the smallest step ends with an error."""
+        promised = self._take_back(failed)
+        for plan in later:
+            self._take_back(plan)
+        is_hopeless = self.throttle.is_least and len(promised) == 1
+        self.throttle.failed(failed)
+        if not is_hopeless:
+            return []
+        return [self._event(cursor, Sampled(-1, error=NO_MEMORY)) for cursor in promised if not cursor.ended]
 
     # The parts of a step.
 
-    def _plan_running(self, cursor: TokenCursor, step: _Step) -> None:
-        count = self._share_of(cursor, step)
+    def _plan_running(self, cursor: TokenCursor, count: int, step: _Step) -> None:
         if cursor.row < 0 or count == 0:
             return
-        had = len(cursor.blocks)
-        missing = self._blocks_for(cursor.computed + count) - had
-        while missing > self.pool.num_free:
-            victim = policy.victim(self.running, step.promised) or cursor
-            self._preempt(victim)
-            step.preempted = True
-            if victim is cursor:
-                return
+        new_blocks: list[Block] = []
+        missing = self._blocks_for(cursor.computed + count) - len(cursor.blocks)
         if missing > 0:
-            cursor.blocks += self.pool.allocate(missing)
-        self._promise(cursor, count, cursor.blocks[had:], step)
+            while missing > self.pool.num_free:
+                victim = policy.victim(self.running, step.promised) or cursor
+                self._preempt(victim)
+                step.preempted = True
+                if victim is cursor:
+                    return
+            new_blocks = self.pool.allocate(missing)
+            cursor.blocks += new_blocks
+        self._promise(cursor, count, new_blocks, step)
 
     def _admit(self, cursor: TokenCursor, step: _Step) -> bool:
         """Give a waiting request a row, its cached prefix and its first chunk, if all of it fits."""
-        if step.preempted or cursor.pending or not self.free_rows:
+        if step.preempted or cursor.pending or len(self.running) >= self.throttle.rows:
             return False
         if self._share_of(cursor, step) == 0:
             return False
@@ -184,8 +212,7 @@ class Scheduler:
             return min(1, step.budget)
         chunk = self.limits.max_prefill_chunk
         if step.decodes:
-            computing = sum(row.count for row in step.rows) - step.decodes
-            chunk = max(0, chunk - computing)
+            chunk = min(chunk, max(0, step.prompt_room - step.prompt_tokens))
         return min(cursor.todo, chunk, step.budget)
 
     def _promise(self, cursor: TokenCursor, count: int, new_blocks: list[Block], step: _Step) -> None:
@@ -193,10 +220,12 @@ class Scheduler:
         step.rows.append(Row(cursor.row, cursor.computed, count, [block.id for block in new_blocks], samples))
         step.promised[cursor] = cursor.preemptions
         step.budget -= count
-        step.decodes += cursor.decoding
+        if cursor.decoding:
+            step.decodes += 1
+        else:
+            step.prompt_tokens += count
         cursor.computed += count
         cursor.pending += samples
-        self._counts["computed_tokens"] += count
 
     def _preempt(self, cursor: TokenCursor) -> None:
         """Take everything from a running request; it waits at the head of the queue to be computed again."""
@@ -205,6 +234,16 @@ class Scheduler:
         cursor.preemptions += 1
         self.waiting.appendleft(cursor)
         self._counts["preemptions"] += 1
+
+    def _take_back(self, plan: StepPlan) -> Collection[TokenCursor]:
+        promised = self._under_way.pop(plan.step_id)
+        for row, cursor in zip(plan.rows, promised, strict=True):
+            cursor.pending -= row.samples
+        for cursor in [cursor for cursor in reversed(self.running) if cursor in promised]:
+            self._preempt(cursor)
+        # Nobody knows how far the worker came: what it was to forget, it is told again.
+        self._released_rows += plan.release
+        return promised
 
     def _force_preemption(self) -> None:
         every = self.limits.force_preempt_every

@@ -20,26 +20,47 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
+        self._token_bytes = tokenizer.token_bytes
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         self._utf8 = _utf8_decoder(errors="replace")
         self._utf8.decode(self._end_of(prompt_token_ids))
         self._strip_space = tokenizer.strips_leading_space and not self._has_bytes(prompt_token_ids)
+        self._between_characters = self._nothing_held()
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; empty while a character is still in pieces."""
-        data = b"".join(self._bytes(token_id) for token_id in token_ids)
-        if self._strip_space and data:
-            data = data.removeprefix(b" ")
-            self._strip_space = False
-        return self._utf8.decode(data)
+        return self._decode(b"".join(self._bytes(token_id) for token_id in token_ids))
+
+    def push_one(self, token_id: int) -> str:
+        """The same for one token."""
+        data = b"" if token_id in self._hidden else self._token_bytes(token_id)
+        if self._between_characters:
+            # Most tokens are whole characters after whole characters: nothing has to be remembered of them.
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass
+        return self._decode(data)
 
     def flush(self) -> str:
         """What was held: U+FFFD for a character that was never completed."""
         return self._utf8.decode(b"", final=True)
 
+    def _decode(self, data: bytes) -> str:
+        if self._strip_space and data:
+            data = data.removeprefix(b" ")
+            self._strip_space = False
+        text = self._utf8.decode(data)
+        self._between_characters = self._nothing_held()
+        return text
+
+    def _nothing_held(self) -> bool:
+        """Whether the next token's text depends on its own bytes alone."""
+        held, _ = self._utf8.getstate()
+        return not held and not self._strip_space
+
     def _bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._hidden else self._tokenizer.token_bytes(token_id)
+        return b"" if token_id in self._hidden else self._token_bytes(token_id)
 
     def _has_bytes(self, token_ids: Sequence[int]) -> bool:
         return any(self._bytes(token_id) for token_id in token_ids)

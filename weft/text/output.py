@@ -1,4 +1,4 @@
-"""The text of one answer: events in, deltas out, with stop strings found on the way."""
+"""The text of one answer: what the engine brought in, deltas out, with stop strings found on the way."""
 
 from __future__ import annotations
 
@@ -7,57 +7,74 @@ from collections.abc import Sequence
 from weft.text.detokenizer import Detokenizer
 from weft.text.stops import StopStrings
 from weft.text.tokenizer import Tokenizer
-from weft.types import Delta, Event, FinishReason, Request, TokenLogprob, Usage
+from weft.types import Arrival, Delta, FinishReason, Request, TokenLogprob, Usage
 
 
 class OutputText:
-    """Follows one request from its first event to its end. After the delta with `finish`, `ended` is true."""
+    """Follows one request from its first arrival to its end. After the delta with `finish`, `ended` is true."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         params = request.params
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
-        self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._matched: str | None = None
+        """The stop string that was found."""
         self._num_prompt = len(request.prompt_token_ids)
         self._num_output = 0
         self._num_cached = 0
         self.ended = False
 
-    def push(self, events: Sequence[Event]) -> Delta | None:
-        """One delta for all that these events bring; None for nothing."""
+    def push(self, arrived: Sequence[Arrival]) -> Delta | None:
+        """One delta for all that arrived; None for nothing."""
+        if len(arrived) == 1 and self._stops is None and isinstance(token := arrived[0], int):
+            self._num_output += 1
+            return Delta(text=self._detokenizer.push_one(token), token_ids=[token], usage=self._usage())
         text, tokens = "", list[int]()
         logprobs: list[TokenLogprob] = []
-        for event in events:
-            if event.cached_tokens is not None and self._num_output == 0:
-                self._num_cached = event.cached_tokens
-            for i, token in enumerate(event.token_ids):
-                self._num_output += 1
+        for arrival in arrived:
+            if isinstance(arrival, int):
+                tokens.append(arrival)
+                text += self._text_of(arrival)
+                if self._matched is not None:
+                    break
+                continue
+            if arrival.cached_tokens is not None and self._num_output == 0:
+                self._num_cached = arrival.cached_tokens
+            for i, token in enumerate(arrival.token_ids):
                 tokens.append(token)
-                logprobs += event.logprobs[i : i + 1] if event.logprobs else []
-                found = self._stops.push(self._detokenizer.push([token]))
-                text += found.text
-                if found.matched is not None:
-                    return self._last(text, tokens, logprobs, FinishReason.STOP, stop_reason=found.matched)
-            if event.finish is not None:
-                if not event.error:
-                    rest = self._stops.push(self._detokenizer.flush())
-                    text += rest.text + ("" if rest.matched else self._stops.flush())
-                return self._last(
-                    text, tokens, logprobs, event.finish, stop_reason=event.stop_token_id, error=event.error
-                )
+                logprobs += arrival.logprobs[i : i + 1] if arrival.logprobs else []
+                text += self._text_of(token)
+                if self._matched is not None:
+                    break
+            if self._matched is not None:
+                break
+            if arrival.finish is not None:
+                self.ended = True
+                if not arrival.error:
+                    text += self._flush()
+                return self._delta(text, tokens, logprobs, arrival.finish, arrival.stop_token_id, arrival.error)
+        if self._matched is not None:
+            self.ended = True
+            return self._delta(text, tokens, logprobs, FinishReason.STOP, self._matched)
         return self._delta(text, tokens, logprobs) if text or tokens else None
 
-    def _last(
-        self,
-        text: str,
-        tokens: list[int],
-        logprobs: list[TokenLogprob],
-        finish: FinishReason,
-        *,
-        stop_reason: str | int | None = None,
-        error: str = "",
-    ) -> Delta:
-        self.ended = True
-        return self._delta(text, tokens, logprobs, finish, stop_reason, error)
+    def _text_of(self, token: int) -> str:
+        """What may be shown once this token is known."""
+        self._num_output += 1
+        text = self._detokenizer.push_one(token)
+        if self._stops is None:
+            return text
+        found = self._stops.push(text)
+        self._matched = found.matched
+        return found.text
+
+    def _flush(self) -> str:
+        """What was held back, now that no more tokens will come."""
+        text = self._detokenizer.flush()
+        if self._stops is None:
+            return text
+        rest = self._stops.push(text)
+        return rest.text + ("" if rest.matched else self._stops.flush())
 
     def _delta(
         self,
@@ -75,9 +92,8 @@ class OutputText:
             finish=finish,
             stop_reason=stop_reason,
             error=error,
-            usage=Usage(
-                prompt_tokens=self._num_prompt,
-                completion_tokens=self._num_output,
-                cached_tokens=self._num_cached,
-            ),
+            usage=self._usage(),
         )
+
+    def _usage(self) -> Usage:
+        return Usage(prompt_tokens=self._num_prompt, completion_tokens=self._num_output, cached_tokens=self._num_cached)

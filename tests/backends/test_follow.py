@@ -1,0 +1,197 @@
+"""Two ways to read an answer, by iterating and by following, give the same deltas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+
+from weft.backends.native import NativeDeltas
+from weft.engine.journal import Entry, Journal
+from weft.text.output import OutputText
+from weft.types import Delta, Event, FinishReason, Request, SamplingParams
+
+
+class ByteTokenizer:
+    """A token is a byte."""
+
+    special_ids: frozenset[int] = frozenset()
+    strips_leading_space = False
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+
+class JournalOnly:
+    """A client without an engine: the test puts what would come from one."""
+
+    def __init__(self) -> None:
+        self.journal = Journal()
+        self.aborted: list[str] = []
+
+    def submit(self, request: Request) -> Entry:
+        return self.journal.open(request)
+
+    def abort(self, request_id: str) -> None:
+        self.journal.close(request_id)
+        self.aborted.append(request_id)
+
+    def bring(self, text: str, finish: FinishReason | None = None) -> None:
+        """A step for every byte, the last one with the end."""
+        *most, last = text.encode()
+        for token in most:
+            self.journal.record_tokens({"r": token})
+        if finish is None:
+            self.journal.record_tokens({"r": last})
+        else:
+            self.journal.record(Event(request_id="r", token_ids=[last], finish=finish))
+
+
+def answer_of(client: JournalOnly, stop: tuple[str, ...] = ()) -> NativeDeltas:
+    request = Request(request_id="r", prompt_token_ids=[1], params=SamplingParams(max_tokens=100, stop=stop))
+    text = OutputText(ByteTokenizer(), request)  # type: ignore[arg-type]
+    return NativeDeltas(client, request, text)  # type: ignore[arg-type]
+
+
+def run(scenario: Any) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def test_a_follower_gets_every_token_when_it_comes() -> None:
+    async def scenario() -> None:
+        client = JournalOnly()
+        deltas: list[Delta] = []
+        following = asyncio.create_task(answer_of(client).follow(deltas.append))
+        await asyncio.sleep(0)
+        client.bring("abc")
+        assert [delta.text for delta in deltas] == ["a", "b", "c"], "without a turn of the event loop"
+        client.bring("d", FinishReason.LENGTH)
+        await following
+        assert [delta.text for delta in deltas] == ["a", "b", "c", "d"]
+        assert deltas[-1].finish is FinishReason.LENGTH and deltas[-1].usage.completion_tokens == 4
+
+    run(scenario)
+
+
+def test_what_came_before_anybody_followed_is_one_delta() -> None:
+    async def scenario() -> None:
+        client = JournalOnly()
+        answer = answer_of(client)
+        client.bring("abc", FinishReason.STOP)
+        deltas: list[Delta] = []
+        await answer.follow(deltas.append)
+        assert [(delta.text, delta.token_ids, delta.finish) for delta in deltas] == [
+            ("abc", [97, 98, 99], FinishReason.STOP)
+        ]
+
+    run(scenario)
+
+
+def test_while_a_delta_is_being_taken_the_next_one_grows() -> None:
+    async def scenario() -> None:
+        client = JournalOnly()
+        deltas: list[Delta] = []
+        go_on = asyncio.Event()
+
+        async def wait() -> None:
+            await go_on.wait()
+
+        def take(delta: Delta) -> Awaitable[None] | None:
+            deltas.append(delta)
+            return wait() if delta.text == "b" else None
+
+        following = asyncio.create_task(answer_of(client).follow(take))
+        await asyncio.sleep(0)
+        client.bring("abcd")
+        await asyncio.sleep(0.01)
+        client.bring("ef", FinishReason.LENGTH)
+        assert [delta.text for delta in deltas] == ["a", "b"]
+        go_on.set()
+        await following
+        assert [delta.text for delta in deltas] == ["a", "b", "cdef"]
+
+    run(scenario)
+
+
+def test_an_error_in_taking_is_the_followers_and_nobody_elses() -> None:
+    async def scenario() -> None:
+        client = JournalOnly()
+
+        def take(delta: Delta) -> None:
+            raise ArithmeticError(delta.text)
+
+        following = asyncio.create_task(answer_of(client).follow(take))
+        await asyncio.sleep(0)
+        client.bring("ab")
+        with pytest.raises(ArithmeticError, match="a"):
+            await following
+        client.bring("c")
+
+    run(scenario)
+
+
+def test_a_cancelled_follower_takes_no_more_and_leaves_the_rest_to_be_read() -> None:
+    async def scenario() -> None:
+        client = JournalOnly()
+        answer = answer_of(client)
+        deltas: list[Delta] = []
+        following = asyncio.create_task(answer.follow(deltas.append))
+        await asyncio.sleep(0)
+        client.bring("a")
+        following.cancel()
+        client.bring("b")
+        with pytest.raises(asyncio.CancelledError):
+            await following
+        client.bring("c", FinishReason.LENGTH)
+        assert [delta.text for delta in deltas] == ["a"]
+        assert [delta.text async for delta in answer] == ["bc"]
+
+    run(scenario)
+
+
+def test_a_stop_string_ends_the_request_at_the_engine() -> None:
+    async def scenario() -> None:
+        client = JournalOnly()
+        deltas: list[Delta] = []
+        following = asyncio.create_task(answer_of(client, stop=("bc",)).follow(deltas.append))
+        await asyncio.sleep(0)
+        client.bring("abcd")
+        await following
+        assert "".join(delta.text for delta in deltas) == "a"
+        assert deltas[-1].finish is FinishReason.STOP and deltas[-1].stop_reason == "bc"
+        assert client.aborted == ["r"]
+
+    run(scenario)
+
+
+def test_a_reader_that_gives_up_waiting_misses_nothing() -> None:
+    async def scenario() -> None:
+        client = JournalOnly()
+        answer = answer_of(client)
+        reading = asyncio.create_task(anext(answer))
+        await asyncio.sleep(0)
+        client.bring("a")
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        client.bring("b")
+        assert (await anext(answer)).text == "ab"
+        client.bring("c", FinishReason.LENGTH)
+        assert [delta.text async for delta in answer] == ["c"]
+
+    run(scenario)
+
+
+def test_closing_ends_the_request_and_the_reading() -> None:
+    async def scenario() -> None:
+        client = JournalOnly()
+        answer = answer_of(client)
+        client.bring("a")
+        await answer.aclose()
+        assert client.aborted == ["r"]
+        assert [delta async for delta in answer] == []
+        await answer.follow(lambda delta: pytest.fail("nothing is left to take"))
+
+    run(scenario)

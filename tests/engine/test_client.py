@@ -1,0 +1,108 @@
+"""The client against an engine that the test plays itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import uvloop
+
+from tests.engine.stand_in import StandIn, StandIns
+from weft.config import load
+from weft.engine.client import EngineClient
+from weft.engine.wire import Output, Started, Submit
+from weft.hub.files import ModelFiles
+from weft.types import EngineStats, Event, FinishReason, Request, SamplingParams
+
+FILES = ModelFiles(name="none", kind="gguf", path=Path("none.gguf"), weight_files=[])
+
+
+def request(name: str) -> Request:
+    return Request(request_id=name, prompt_token_ids=[1, 2, 3], params=SamplingParams(max_tokens=10, seed=0))
+
+
+@asynccontextmanager
+async def client_of(launch: StandIns) -> AsyncIterator[EngineClient]:
+    client = EngineClient(load(env={}), FILES, launch)
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def until(true) -> None:
+    async with asyncio.timeout(10):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+async def submitted(engine: StandIn) -> list[Request]:
+    message = await asyncio.to_thread(engine.inbox.get, timeout=10)
+    assert isinstance(message, Submit)
+    return message.requests
+
+
+def test_tokens_and_events_reach_their_requests_in_order() -> None:
+    async def scenario() -> None:
+        launch = StandIns()
+        async with client_of(launch) as client:
+            a, b = client.submit(request("a")), client.submit(request("b"))
+            first = Event(request_id="a", token_ids=[10], cached_tokens=2)
+            last = Event(request_id="a", token_ids=[13], finish=FinishReason.LENGTH)
+            launch.launched[0].send(
+                Started(["a", "b"]),
+                Output({"b": 20}, [first], EngineStats(generation_tokens=2)),
+                Output({"a": 11, "b": 21, "gone": 9}, [], EngineStats(generation_tokens=4)),
+                Output({"a": 12}, [], EngineStats(generation_tokens=5)),
+                Output({"b": 22}, [last], EngineStats(generation_tokens=7)),
+            )
+            await until(lambda: client.num_open == 1)
+            assert a.take() == [first, 11, 12, last] and a.take() == []
+            assert b.take() == [20, 21, 22]
+            assert a.delivered == [10, 11, 12, 13] and b.delivered == [20, 21, 22]
+            assert client.stats().generation_tokens == 7
+
+    asyncio.run(scenario())
+
+
+def test_a_listener_hears_of_every_arrival() -> None:
+    async def scenario() -> None:
+        launch = StandIns()
+        async with client_of(launch) as client:
+            entry = client.submit(request("a"))
+            heard: list[object] = []
+            entry.listener = lambda: heard.extend(entry.take())
+            launch.launched[0].send(Output({"a": 1}, [], EngineStats()), Output({"a": 2}, [], EngineStats()))
+            await until(lambda: heard == [1, 2])
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_come_while_a_dead_engine_is_buried_are_served_by_the_next() -> None:
+    async def scenario() -> None:
+        launch = StandIns(partial(StandIn, burial_seconds=0.3))
+        async with client_of(launch) as client:
+            old = client.submit(request("old"))
+            await submitted(launch.launched[0])
+            launch.launched[0].send(Output({"old": 5}, [], EngineStats(generation_tokens=1)))
+            await until(lambda: old.delivered)
+            launch.launched[0].kill()
+            await until(lambda: client.state == "restarting")
+            client.submit(request("new"))
+            client.submit(request("left"))
+            client.abort("left")
+            assert client.stats().generation_tokens == 1, "counters never fall"
+            await until(lambda: len(launch.launched) == 2 and client.state == "ready")
+            # The old one was in the dead engine's steps: it comes back alone, and with what its user has.
+            assert [(r.request_id, r.output_token_ids) for r in await submitted(launch.launched[1])] == [("old", [5])]
+            launch.launched[1].send(Output({"old": 6}, [], EngineStats(generation_tokens=1)))
+            assert [r.request_id for r in await submitted(launch.launched[1])] == ["new"]
+            assert client.stats().generation_tokens == 2
+
+    # uvloop refuses to write to a connection that is closed, where asyncio only warns.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())

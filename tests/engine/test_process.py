@@ -1,0 +1,73 @@
+"""How an engine process ends: it says why, and it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from weft.config import Config
+from weft.engine import loop
+from weft.engine.launch import EngineProcess
+from weft.engine.process import run_engine
+from weft.engine.wire import Failed, Inbox, Start, frame
+from weft.hub.files import ModelFiles
+
+NO_MODEL = Start(Config(), ModelFiles(name="none", kind="gguf", path=Path("none.gguf"), weight_files=[]))
+HANGS_AT_ITS_END = """
+import time
+from weft.engine import process
+
+class Hanging:
+    def __del__(self, sleep=time.sleep):
+        sleep(60)
+
+hanging = Hanging()
+process.main()
+"""
+
+
+def test_a_failed_engine_is_gone_though_its_teardown_would_hang() -> None:
+    engine = EngineProcess((sys.executable, "-c", HANGS_AT_ITS_END))
+    try:
+        with engine.socket:
+            engine.socket.sendall(frame(NO_MODEL))
+            assert engine.wait(30) == "exit code 1"
+    finally:
+        engine.kill()
+        engine.wait(5)
+
+
+def test_a_failure_is_told_by_its_kind_and_first_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class AcceleratorError(RuntimeError):
+        pass
+
+    def faulting(*arguments: object) -> None:
+        raise AcceleratorError(
+            "CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`."
+        )
+
+    monkeypatch.setattr(loop, "serve", faulting)
+
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        codes: list[int] = []
+        thread = threading.Thread(target=lambda: codes.append(run_engine(theirs)))
+        thread.start()
+        transport, inbox = await asyncio.get_running_loop().create_unix_connection(Inbox, sock=ours)
+        transport.write(frame(NO_MODEL))
+        told = await inbox.read()
+        assert told == Failed("AcceleratorError", "CUDA error: an illegal memory access was encountered")
+        await asyncio.to_thread(thread.join, 10)
+        assert codes == [1]
+        transport.close()
+        theirs.close()
+
+    asyncio.run(scenario())
+    assert "TORCH_USE_CUDA_DSA" in caplog.text, "the log has all of it"

@@ -1,0 +1,81 @@
+"""Frames on a stream socket: whole, in pieces, several at once, and what is no frame at all."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.engine.wire import Beat, BrokenFrame, FromEngine, Inbox, Output, Started, frame, output
+from weft.types import EngineStats, Event, FinishReason, TokenLogprob
+
+MESSAGES: list[FromEngine] = [
+    Beat(0.5),
+    Started(["a", "b"]),
+    Output({"a": 1, "b": 70000}, [Event(request_id="c", token_ids=[5], cached_tokens=0)], EngineStats(running=3)),
+    Output({}, [], EngineStats()),
+]
+
+
+async def read_all(inbox: Inbox) -> list[FromEngine]:
+    messages = []
+    while (message := await inbox.read()) is not None:
+        messages.append(message)
+    return messages
+
+
+@settings(max_examples=100, deadline=None)
+@given(cuts=st.lists(st.integers(min_value=0, max_value=200), max_size=8))
+def test_messages_come_out_however_their_bytes_are_cut(cuts: list[int]) -> None:
+    data = b"".join(map(frame, MESSAGES))
+    bounds = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+
+    async def scenario() -> list[FromEngine]:
+        inbox = Inbox()
+        reading = asyncio.create_task(read_all(inbox))
+        for begin, end in itertools.pairwise(bounds):
+            inbox.data_received(data[begin:end])
+            await asyncio.sleep(0)
+        inbox.connection_lost(None)
+        return await reading
+
+    assert asyncio.run(scenario()) == MESSAGES
+
+
+def test_half_a_frame_at_the_end_is_the_end() -> None:
+    async def scenario() -> None:
+        inbox = Inbox()
+        inbox.data_received(frame(Beat(1.0)) + frame(Beat(2.0))[:-1])
+        inbox.connection_lost(ConnectionResetError())
+        assert await inbox.read() == Beat(1.0)
+        assert await inbox.read() is None
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("data", [struct.pack("<I", 2**31), struct.pack("<I", 3) + b"\xc1\xc1\xc1"])
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    async def scenario() -> None:
+        inbox = Inbox()
+        inbox.data_received(data)
+        with pytest.raises(BrokenFrame):
+            await inbox.read()
+
+    asyncio.run(scenario())
+
+
+def test_only_events_that_tell_of_a_token_alone_are_sent_as_a_token() -> None:
+    plain = Event(request_id="plain", token_ids=[7])
+    others = [
+        Event(request_id="first", token_ids=[7], cached_tokens=0),
+        Event(request_id="last", token_ids=[7], finish=FinishReason.LENGTH),
+        Event(request_id="scored", token_ids=[7], logprobs=[TokenLogprob(-1.0)]),
+        Event(request_id="two", token_ids=[7, 8]),
+        Event(request_id="none", finish=FinishReason.ERROR, error="broken"),
+    ]
+    sent = output([others[0], plain, *others[1:]], EngineStats(steps=2))
+    assert sent == Output({"plain": 7}, others, EngineStats(steps=2))
