@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from tests.frontend.scripted_engine import ScriptedEngine
 from weft.config import Config, load
 from weft.frontend.app import build_app
+from weft.frontend.protocol import protocol_factory
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -71,7 +72,8 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def real_server(app: FastAPI) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off", ws="none"))
+    config = uvicorn.Config(app, http=protocol_factory(), port=0, log_config=None, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

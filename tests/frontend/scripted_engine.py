@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from weft.backends.contract import Health
+from weft.backends.contract import Deltas, Health
 from weft.errors import WeftError
 from weft.types import Delta, EngineStats, FinishReason, ModelInfo, SamplingParams, TokenLogprob, Usage
 
@@ -127,7 +127,7 @@ class ScriptedEngine:
         self.closed = True
 
 
-class _Play:
+class _Play(Deltas):
     """Closing it ends the request even when nothing was taken from it, as the contract says."""
 
     def __init__(self, engine: ScriptedEngine, request_id: str) -> None:

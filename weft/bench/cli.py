@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -14,10 +14,23 @@ from rich.table import Table
 
 from weft import config as configuration
 from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
+from weft.bench.serve import DEFAULT_LOADS, Load, ServeReport, ServeWork, own_server, run_serve
+from weft.errors import ConfigError
+
+try:
+    from uvloop import run
+except ImportError:  # not on Windows
+    from asyncio import run  # type: ignore[assignment]
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True, add_completion=False)
 
 _WORK = OfflineWork()
+_LOADS = ServeWork()
+
+CLIENT_AT_ITS_LIMIT = 0.9
+"""A client that computes for more than this share of the time may be what was measured."""
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -48,7 +61,7 @@ def offline(
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Decode speed, time to the first token and throughput of one engine, without a server."""
     settings = configuration.load(
@@ -63,18 +76,104 @@ def offline(
         runs=runs,
         seed=seed,
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with _progress() as progress:
         task = progress.add_task("loading", total=num_runs(work))
-        report = asyncio.run(
-            run_offline(settings, work, lambda name: progress.update(task, advance=1, description=name))
-        )
-    Console().print(_table(report))
+        report = run(run_offline(settings, work, lambda name: progress.update(task, advance=1, description=name)))
+    Console().print(_offline_table(report))
+    _write(report, json_file)
+
+
+@app.command(
+    help="Throughput and latency of a server under load, over HTTP: any server that speaks OpenAI's interface.\n\n"
+    "Without --url it starts `weft serve` itself, on a free port, and tells how long that took; settings of "
+    "`weft serve` may follow the model.\n\n"
+    "A server that is ready is warmed up with two short requests before anything is measured. The exit code is 1 when "
+    "a request failed.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="What `weft serve` takes; with --url, the name of a model there.")] = "",
+    url: Annotated[str, typer.Option(help="A server that runs already, such as http://127.0.0.1:8000.")] = "",
+    work: Annotated[
+        str, typer.Option(help="Connections x requests : prompt tokens : output tokens, several with commas.")
+    ] = ",".join(map(str, DEFAULT_LOADS)),
+    runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _LOADS.runs,
+    seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = _LOADS.seed,
+    vocabulary: Annotated[
+        int, typer.Option(min=11, help="Prompts are made of token ids below this.")
+    ] = _LOADS.vocabulary,
+    key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="The key to show, if the server wants one.")] = "",
+    json_file: JsonFile = None,
+) -> None:
+    loads = tuple(map(Load.parse, work.split(",")))
+    if url and context.args:
+        raise ConfigError(f"{' '.join(context.args)}: a server that runs already takes no settings.")
+    asked = ServeWork(loads=loads, runs=runs, seed=seed, vocabulary=vocabulary)
+    with _progress() as progress:
+        task = progress.add_task("starting", total=runs * sum(load.requests for load in loads))
+
+        def tick(load: Load, number: int) -> None:
+            progress.update(task, advance=1, description=f"{load}, run {number + 1} of {runs}")
+
+        async def measure() -> ServeReport:
+            if url:
+                return await run_serve(url, asked, model=model, key=key, tick=tick)
+            async with own_server([*([model] if model else []), *context.args]) as (own_url, seconds):
+                return await run_serve(own_url, asked, key=key, startup_seconds=seconds, tick=tick)
+
+        report = run(measure())
+    console = Console()
+    console.print(_serve_table(report))
+    _write(report, json_file)
+    if max(once.client_cpu_share for figures in report.figures for once in figures.runs) > CLIENT_AT_ITS_LIMIT:
+        console.print("The client was busy all the time in some runs: the server may be faster than this.")
+    if report.num_failures:
+        _print_failures(report)
+        raise typer.Exit(1)
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _write(report: OfflineReport | ServeReport, json_file: Path | None) -> None:
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
 
 
-def _table(report: OfflineReport) -> Table:
+def _print_failures(report: ServeReport) -> None:
+    console = Console(stderr=True)
+    for figures in report.figures:
+        for failure, count in Counter(failure for once in figures.runs for failure in once.failures).most_common(3):
+            console.print(f"{figures.load}: {count} times {failure}", style="red", markup=False, highlight=False)
+
+
+def _serve_table(report: ServeReport) -> Table:
+    started = "" if report.startup_seconds is None else f"ready {report.startup_seconds:.1f} s after its start; "
+    table = Table(
+        title=f"{report.model} at {report.url}",
+        caption=f"{started}medians of {report.work.runs} runs; milliseconds to the first token and between tokens",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("load", no_wrap=True)
+    for heading in ("output\ntok/s", "spread", "first\np50", "first\np99", "between\np50", "between\np99", "errors"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for figures in report.figures:
+        first, between = figures.first_token_ms, figures.inter_token_ms
+        table.add_row(
+            str(figures.load),
+            f"{figures.output_tokens_per_s:,.0f}",
+            f"{figures.spread:.1%}",
+            *(f"{value:,.1f}" for value in (first.p50, first.p99, between.p50, between.p99)),
+            str(figures.num_failures),
+        )
+    return table
+
+
+def _offline_table(report: OfflineReport) -> Table:
     table = Table(
         title=f"{report.model}, {report.dtype}, {report.device}",
         caption=f"start {report.startup_seconds:.1f} s, engine's peak memory {report.engine_peak_mib:.0f} MiB",

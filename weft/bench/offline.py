@@ -21,7 +21,7 @@ from msgspec import Struct
 from weft import __version__
 from weft.backends.native import NativeEngine, start_native
 from weft.config import Config
-from weft.types import SamplingParams
+from weft.types import Delta, SamplingParams
 
 DECODE_PROMPT_TOKENS = 128
 
@@ -54,6 +54,7 @@ class OfflineReport(Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     startup_seconds: float
+    """Until the first answer."""
     engine_peak_mib: float
     figures: list[Figure]
     environment: dict[str, Any]
@@ -67,10 +68,12 @@ async def run_offline(config: Config, work: OfflineWork, tick: Tick = lambda nam
     """Start an engine, measure, and end it. `tick` hears of every run that is done."""
     began = time.perf_counter()
     engine = await start_native(config)
-    startup = time.perf_counter() - began
     try:
         bench = _Bench(engine, work)
-        await bench.generate(1, 16, 4)
+        await bench.generate(1, 16, 1)
+        startup = time.perf_counter() - began
+        while not engine.stats().prepared:
+            await asyncio.sleep(0.05)
         figures = [await _measure(name, unit, once, work.runs, tick) for name, unit, once in bench.lines()]
         peak = _peak_mib(engine.client.engine_pid)
     finally:
@@ -143,8 +146,13 @@ class _Bench:
 
         async def one(prompt: list[int]) -> int:
             count = 0
-            async for delta in await self.engine.submit(prompt, params):
-                count = delta.usage.completion_tokens
+
+            def take(delta: Delta) -> None:
+                nonlocal count
+                count += len(delta.token_ids)
+
+            answer = await self.engine.submit(prompt, params)
+            await answer.follow(take)
             return count
 
         began = time.perf_counter()

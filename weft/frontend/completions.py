@@ -62,11 +62,9 @@ class CompletionWriter:
         return b""
 
     def chunks(self, index: int, delta: Delta) -> bytes:
-        if not (delta.text or delta.logprobs or delta.finish):
-            return b""
         chunk = self._before_text[index] + msgspec.json.encode(delta.text)
         if not (delta.logprobs or delta.finish):
-            return chunk + self._after_text
+            return chunk + self._after_text if delta.text else b""
         logprobs: CompletionLogprobs | None = None
         if delta.logprobs:
             logprobs, self._text_offsets[index] = completion_logprobs(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from weft.frontend.errors import Unexpected
 from weft.frontend.gate import Gate, Service
 from weft.frontend.generation import Generation
 from weft.frontend.guard import guarded
+from weft.frontend.protocol import ShortWay, short_way
 from weft.frontend.translate import Job
 from weft.types import Delta, FinishReason, Usage
 
@@ -61,21 +63,39 @@ Guard = Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
 
 
 class Reply:
-    """The answer on its way: headers at the last moment, so that an error before the first token has its status."""
+    """The answer on its way: headers at the last moment, so that an error before the first token has its status.
 
-    def __init__(self, send: Send) -> None:
+    Its beginning and its end go through every layer of the application, what comes in between by the short way.
+    """
+
+    def __init__(self, send: Send, short_way: ShortWay | None) -> None:
         self._send = send
+        self._short_way = short_way
+        self._starting = asyncio.Lock()
         self.started = False
 
-    async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
-        self.started = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def start(self, headers: list[tuple[bytes, bytes]], opening: bytes = b"") -> None:
+        """Several prompts' answers may begin at the same time; the first one's call counts."""
+        async with self._starting:
+            if not self.started:
+                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+                self.started = True
+                if opening and (writing := self.write(opening)) is not None:
+                    await writing
 
-    async def write(self, body: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+    def write(self, body: bytes) -> Awaitable[None] | None:
+        """None when the piece is on its way; else what to wait for."""
+        if self._short_way is not None and self._short_way.write(body):
+            return None
+        return self._send_body(body, more=True)
 
     async def end(self, body: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._send_body(body, more=False)
+
+    def _send_body(self, body: bytes, *, more: bool) -> Awaitable[None]:
+        if self._short_way is not None:
+            self._short_way.flush()
+        return self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 class Exchange(Response):
@@ -98,16 +118,17 @@ class Exchange(Response):
             # A client may send the same id twice; the engine must never see it twice.
             generation = Generation(order.job, service, f"{order.writer.answer_id}-{uuid.uuid4().hex[:8]}", arrived)
             guard = partial(guarded, receive=receive, aborted=seat.aborted, timeout_s=service.options.request_timeout_s)
+            reply = Reply(send, short_way(scope))
             if order.job.stream:
-                await _stream(order, generation, guard, Reply(send))
+                await _stream(order, generation, guard, reply)
             else:
-                await _whole(order, generation, guard, Reply(send))
+                await _whole(order, generation, guard, reply)
 
 
 async def _whole(order: Order, generation: Generation, guard: Guard, reply: Reply) -> None:
     outputs = [Output() for _ in order.job.prompts]
     with _counted(generation):
-        await guard(_gather(generation, outputs))
+        await guard(generation.run(lambda index, delta: outputs[index].add(delta)))
         body = order.writer.whole(outputs)
         await reply.start([*JSON_HEADERS, (b"content-length", b"%d" % len(body))])
         await reply.end(body)
@@ -148,23 +169,23 @@ def _counted(generation: Generation) -> Iterator[None]:
         generation.end(FinishReason.ABORT)
 
 
-async def _gather(generation: Generation, outputs: list[Output]) -> None:
-    async with aclosing(generation.deltas()) as deltas:
-        async for index, delta in deltas:
-            outputs[index].add(delta)
-
-
 async def _send_chunks(order: Order, generation: Generation, reply: Reply) -> None:
+    writer = order.writer
     usages: list[Usage] = []
-    async with aclosing(generation.deltas()) as deltas:
-        async for index, delta in deltas:
-            if delta.finish:
-                usages.append(delta.usage)
-            chunks = order.writer.chunks(index, delta)
-            if not reply.started:
-                await reply.start(sse.HEADERS)
-                chunks = order.writer.opening() + chunks
-            if chunks:
-                await reply.write(chunks)
-    last = order.writer.usage_chunk(usages) if order.job.include_usage else b""
+
+    def take(index: int, delta: Delta) -> Awaitable[None] | None:
+        if delta.finish:
+            usages.append(delta.usage)
+        chunks = writer.chunks(index, delta)
+        if not reply.started:
+            return begin(chunks)
+        return reply.write(chunks) if chunks else None
+
+    async def begin(chunks: bytes) -> None:
+        await reply.start(sse.HEADERS, writer.opening())
+        if chunks and (writing := reply.write(chunks)) is not None:
+            await writing
+
+    await generation.run(take)
+    last = writer.usage_chunk(usages) if order.job.include_usage else b""
     await reply.end(last + sse.DONE)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Awaitable, Callable
 
 from weft.backends.contract import Deltas, failure_of
 from weft.errors import EngineFault, Overloaded
 from weft.frontend.gate import Service
-from weft.frontend.merge import merged
 from weft.frontend.translate import Job
 from weft.observe.metrics import Metrics
 from weft.types import Delta, FinishReason
+
+TakeOf = Callable[[int, Delta], Awaitable[None] | None]
+"""Is given a delta and the index of its prompt. What it returns, if anything, is awaited before that prompt's next
+delta is made: a slow reader gets larger deltas."""
 
 
 class Stopwatch:
@@ -24,8 +28,8 @@ class Stopwatch:
         self.ended = False
 
     def saw(self, delta: Delta) -> None:
-        now = time.perf_counter()
         if num_tokens := len(delta.token_ids):
+            now = time.perf_counter()
             if self._last_token is None:
                 self._metrics.time_to_first_token.observe(now - self._arrived)
             else:
@@ -50,32 +54,47 @@ class Generation:
         self._arrived = arrived
         self._stopwatches: list[Stopwatch] = []
 
-    async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Raises what the engine refuses, and the error that an answer ended with. Closing it aborts the job."""
-        generations: list[Deltas] = []
+    async def run(self, take: TakeOf) -> None:
+        """Submit the job and give every delta to `take`. Raises what the engine refuses, and the first error that an
+        answer ends with. Cancelling it aborts the job."""
+        answers: list[Deltas] = []
         try:
             for index, prompt in enumerate(self._job.prompts):
-                generations.append(await self._submit(prompt, index))
+                answers.append(await self._submit(prompt, index))
                 self._stopwatches.append(Stopwatch(self._service.metrics, self._arrived))
-            all_deltas = merged(generations)
-            try:
-                async for index, delta in all_deltas:
-                    self._stopwatches[index].saw(delta)
-                    if failure := failure_of(delta):
-                        raise failure
-                    yield index, delta
-            finally:
-                await all_deltas.aclose()
-            if not all(stopwatch.ended for stopwatch in self._stopwatches):
-                raise EngineFault("The engine ended an answer without a reason.")
+            if len(answers) == 1:
+                await self._follow(answers[0], 0, take)
+            else:
+                await self._follow_all(answers, take)
         finally:
-            for generation in generations:
-                await generation.aclose()
+            for answer in answers:
+                await answer.aclose()
 
     def end(self, reason: FinishReason) -> None:
         """Count what has not ended by itself."""
         for stopwatch in self._stopwatches:
             stopwatch.end(reason)
+
+    async def _follow(self, answer: Deltas, index: int, take: TakeOf) -> None:
+        stopwatch = self._stopwatches[index]
+
+        def take_timed(delta: Delta) -> Awaitable[None] | None:
+            stopwatch.saw(delta)
+            if delta.finish and (failure := failure_of(delta)):
+                raise failure
+            return take(index, delta)
+
+        await answer.follow(take_timed)
+        if not stopwatch.ended:
+            raise EngineFault("The engine ended an answer without a reason.")
+
+    async def _follow_all(self, answers: list[Deltas], take: TakeOf) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, answer in enumerate(answers):
+                    group.create_task(self._follow(answer, index, take))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
 
     async def _submit(self, prompt: list[int], index: int) -> Deltas:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import signal
 import socket
@@ -19,6 +20,7 @@ from weft.config import Config
 from weft.errors import ConfigError, EngineFault, WeftError
 from weft.frontend.app import gated_app
 from weft.frontend.gate import Gate
+from weft.frontend.protocol import protocol_factory
 from weft.observe import logs
 
 log = logging.getLogger(__name__)
@@ -78,6 +80,7 @@ class _Life:
         self._gate = Gate(config)
         options = uvicorn.Config(
             gated_app(self._gate),
+            http=protocol_factory(),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -139,6 +142,9 @@ class _Life:
         shown = f"[{host}]" if ":" in host else host
         sys.stdout.write(f"Weft serves {service.model_name} at http://{shown}:{port} (ready in {seconds:.1f} s)\n")
         sys.stdout.flush()
+        # What is there by now stays to the end: looking for garbage in it would only make streams stutter.
+        gc.collect()
+        gc.freeze()
 
     async def _drain(self) -> None:
         """Let the requests inside finish, for a while; then end them."""

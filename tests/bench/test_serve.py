@@ -1,0 +1,180 @@
+"""The load benchmark against real servers: what it counts, what it calls a failure, and how the command ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.frontend.http import real_server
+from tests.frontend.scripted_engine import ScriptedEngine, answer
+from weft.bench.cli import app as bench
+from weft.bench.serve import Load, Run, ServeReport, ServeWork, StreamTimes, own_server, run_serve
+from weft.config import load
+from weft.errors import ConfigError, EngineFault, Overloaded, Unavailable
+from weft.frontend.app import build_app
+from weft.types import Delta, FinishReason
+
+FIVE = ["He", "l", "lo"]
+"""Five tokens of a byte each, in three events."""
+
+
+def five_tokens(*waits: float) -> ScriptedEngine:
+    steps = answer(*FIVE, finish=FinishReason.LENGTH)
+    return ScriptedEngine([steps[0], *waits, *steps[1:]])
+
+
+def measure(engine: ScriptedEngine, *loads: Load, runs: int = 1) -> ServeReport:
+    work = ServeWork(loads=loads, runs=runs, vocabulary=250)
+    with real_server(build_app(engine, load(env={}))) as url:
+        bench_url = f"{url}/v1"
+        report = asyncio.run(_without_warm_up(bench_url, work))
+    assert report.url == bench_url and report.startup_seconds is None
+    return report
+
+
+async def _without_warm_up(url: str, work: ServeWork) -> ServeReport:
+    """The warm-up wants 4 tokens, and the scripts give others."""
+    from weft.bench import serve
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve._Bench, "warm_up", lambda self: asyncio.sleep(0))
+        return await run_serve(url, work)
+
+
+def test_tokens_are_the_servers_and_times_are_of_its_events() -> None:
+    engine = five_tokens(0.1)
+    report = measure(engine, Load(2, 6, 7, 5), Load(3, 3, 4, 5), runs=2)
+    assert report.model == "scripted" and report.num_failures == 0
+    first, second = report.figures
+    assert [run.output_tokens for run in first.runs] == [30, 30]
+    assert [run.output_tokens for run in second.runs] == [15, 15]
+    for run in first.runs:
+        # Two events a stream follow the first: one after the wait, one at once.
+        assert run.inter_token_ms.p99 >= 95 > run.inter_token_ms.p50 or run.inter_token_ms.p50 >= 95
+        assert 0 < run.first_token_ms.p50 < 90
+        assert run.seconds >= 3 * 0.1, "three requests one after the other on each connection"
+        assert run.output_tokens_per_s == pytest.approx(30 / run.seconds)
+    speeds = sorted(run.output_tokens_per_s for run in first.runs)
+    assert first.output_tokens_per_s == pytest.approx(sum(speeds) / 2)
+    assert first.spread == pytest.approx((speeds[1] - speeds[0]) / first.output_tokens_per_s)
+
+
+def test_prompts_are_token_ids_of_the_asked_length_and_none_comes_twice() -> None:
+    engine = five_tokens()
+    measure(engine, Load(2, 20, 7, 5), Load(1, 20, 7, 5), runs=2)
+    prompts = [tuple(submitted.prompt) for submitted in engine.submitted]
+    assert len(prompts) == len(set(prompts)) == 80
+    assert {len(prompt) for prompt in prompts} == {7}
+    assert all(10 <= token < 250 for prompt in prompts for token in prompt)
+    params = engine.submitted[0].params
+    assert (params.temperature, params.max_tokens, params.ignore_eos) == (0, 5, True)
+
+
+def only_run(report: ServeReport) -> Run:
+    [figures] = report.figures
+    [run] = figures.runs
+    assert figures.num_failures == len(run.failures)
+    return run
+
+
+def test_an_answer_of_another_length_is_a_failure() -> None:
+    run = only_run(measure(five_tokens(), Load(1, 2, 4, 6)))
+    assert run.failures == ["6 tokens were asked for, 5 came"] * 2 and run.output_tokens == 10
+
+
+def test_a_refusal_is_a_failure_and_the_rest_is_measured() -> None:
+    engine = five_tokens()
+    engine.refuse, engine.refuse_from = Overloaded("The queue is full."), 3
+    run = only_run(measure(engine, Load(1, 5, 4, 5)))
+    assert len(run.failures) == 2 and all("status 429" in f and "queue is full" in f for f in run.failures)
+    assert run.output_tokens == 15
+
+
+def test_a_stream_that_breaks_is_a_failure() -> None:
+    engine = ScriptedEngine([Delta(text="a", token_ids=[97]), EngineFault("The engine broke.")])
+    run = only_run(measure(engine, Load(1, 1, 4, 5)))
+    assert "The engine broke." in run.failures[0]
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 3))
+def test_events_are_found_however_they_are_cut(cut: int) -> None:
+    stream = (
+        b'data: {"choices":[{"text":"a\\"usage\\":{"}],"usage":null}\n\n'
+        b': a comment\r\ndata:{"choices":[{"text":"b"}]}\r\n\r\n'
+        b'data: {"choices":[{"text":""}],"usage":{"completion_tokens":1,"x":2}}\n\n'
+        b'data: {"choices":[],"usage":{"completion_tokens":2}}\n\ndata: [DONE]\n\n'
+    )
+    times = StreamTimes()
+    for begin in range(0, len(stream), cut):
+        times.read(stream[begin : begin + cut])
+    assert times.failure(200, 2) == ""
+    assert len(times.gaps_s) == 2 and times.first_s is not None
+
+
+def test_what_a_stream_lacks_is_named() -> None:
+    times = StreamTimes()
+    times.read(b'data: {"choices":[{"text":"a"}]}\n\n')
+    assert "without [DONE]" in times.failure(200, 1)
+    times.read(b"data: [DONE]\n\n")
+    assert "usage" in times.failure(200, 1)
+
+
+def test_loads_are_read_as_they_are_written() -> None:
+    assert Load.parse(" 32x64:128:256 ") == Load(32, 64, 128, 256)
+    assert str(Load(32, 64, 128, 256)) == "32x64:128:256"
+    for wrong in ("32", "32x64", "32x64:128", "0x1:1:1", "1x1:0:1", "1x1:1:-1", "axb:c:d"):
+        with pytest.raises(ConfigError, match="no load"):
+            Load.parse(wrong)
+
+
+def test_the_command_prints_a_table_writes_json_and_fails_when_a_request_does(tmp_path: Path) -> None:
+    four = ScriptedEngine(answer("ab", "cd", finish=FinishReason.LENGTH))
+    file = tmp_path / "report.json"
+    with real_server(build_app(four, load(env={}))) as url:
+        common = ["serve", "--url", url, "--runs", "2", "--vocabulary", "200", "--json", str(file)]
+        good = CliRunner().invoke(bench, [*common, "--work", "2x4:3:4,1x1:5:4"])
+        assert good.exit_code == 0, good.output
+        assert "2x4:3:4" in good.output and "1x1:5:4" in good.output
+        assert len(four.submitted) == 2 + 2 * 5, "two to warm up, and the work"
+        report = json.loads(file.read_text())
+        assert [line["num_failures"] for line in report["figures"]] == [0, 0]
+        bad = CliRunner().invoke(bench, [*common, "--work", "1x1:3:9"])
+        assert bad.exit_code == 1 and "9 tokens were asked for, 4 came" in bad.output
+        wrong = CliRunner().invoke(bench, ["serve", "--url", url, "m", "--max-num-seqs", "3"])
+        assert isinstance(wrong.exception, ConfigError)
+
+
+def test_no_server_and_a_wrong_one_are_told_before_anything_is_measured() -> None:
+    with pytest.raises(Unavailable, match="no server with a model"):
+        asyncio.run(run_serve("http://127.0.0.1:9", ServeWork()))
+    with real_server(build_app(five_tokens(), load(env={}))) as url, pytest.raises(Unavailable, match="5 came"):
+        asyncio.run(run_serve(url, ServeWork(vocabulary=200)))
+
+
+def test_a_server_of_its_own_is_started_measured_and_ended(tiny_model: Path) -> None:
+    async def scenario() -> ServeReport:
+        flags = [str(tiny_model), "--device", "cpu", "--max-model-len", "256", "--kv-cache-memory-mb", "16"]
+        async with own_server(flags) as (url, seconds):
+            work = ServeWork(loads=(Load(2, 4, 8, 6),), runs=1, vocabulary=300)
+            report = await run_serve(url, work, startup_seconds=seconds)
+        with pytest.raises(Unavailable):
+            await run_serve(url, work)
+        return report
+
+    report = asyncio.run(scenario())
+    assert report.num_failures == 0 and report.figures[0].runs[0].output_tokens == 24
+    assert report.startup_seconds is not None and report.startup_seconds > 0.2
+
+
+def test_a_server_that_does_not_start_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    async def scenario() -> None:
+        async with own_server(["no-such-model-anywhere.gguf"]):
+            pytest.fail("it cannot be ready")
+
+    with pytest.raises(EngineFault, match="did not start"):
+        asyncio.run(scenario())
+    assert "no-such-model-anywhere" in capfd.readouterr().err

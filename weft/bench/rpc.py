@@ -1,0 +1,141 @@
+"""How many messages an answer takes over gRPC, with its chunks joined and without.
+
+The same greedy answers are asked for twice, through a door that sends every chunk by itself and through one with the
+configured buffer. Messages are counted where they arrive, tokens where they are made, and the texts are compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import grpc.aio
+from msgspec import Struct
+from msgspec.structs import replace
+
+from weft.backends.contract import Engine
+from weft.backends.native import start_native
+from weft.config import Config
+from weft.frontend.gate import Gate
+from weft.frontend.rpc.ai_service_pb2 import (
+    GenerationParameters,
+    StreamMetadata,
+    StreamPredictRequest,
+    StreamPredictResponse,
+)
+from weft.frontend.rpc.inference import SERVICE_NAME
+from weft.frontend.rpc.server import serve_rpc
+
+PROMPTS = ("The history of the sea is", "One, two, three, four,", "A recipe for bread begins with", "In the beginning")
+
+
+class RpcWork(Struct, frozen=True, kw_only=True):
+    """What to ask for."""
+
+    requests: int = 8
+    concurrency: int = 1
+    output_tokens: int = 128
+
+
+class Passage(Struct, frozen=True, kw_only=True):
+    """All answers through one door."""
+
+    buffer_size: int
+    flush_interval_ms: int
+    tokens: int
+    messages: int
+    seconds: float
+    first_text_ms: float
+    """From a request to its first text, on average."""
+
+
+class RpcReport(Struct, frozen=True, kw_only=True):
+    model: str
+    work: RpcWork
+    alone: Passage
+    """Every chunk by itself."""
+    joined: Passage
+    fewer: float
+    """The share of the messages that joining saves."""
+    same_text: bool
+
+
+async def run_rpc(config: Config, work: RpcWork) -> RpcReport:
+    """Start an engine, ask for the answers both ways, and end it."""
+    engine = await start_native(config)
+    try:
+        alone_config = replace(config, grpc=replace(config.grpc, grpc_buffer_size=1))
+        # The first answers warm the engine up; they are not counted.
+        await _pass(engine, alone_config, replace(work, requests=work.concurrency))
+        alone, alone_texts = await _pass(engine, alone_config, work)
+        joined, joined_texts = await _pass(engine, config, work)
+    finally:
+        await engine.close()
+    return RpcReport(
+        model=engine.model.name,
+        work=work,
+        alone=alone,
+        joined=joined,
+        fewer=1 - joined.messages / alone.messages,
+        same_text=alone_texts == joined_texts,
+    )
+
+
+class _Answer(Struct):
+    text: str = ""
+    messages: int = 0
+    first_text_s: float = 0.0
+
+
+async def _pass(engine: Engine, config: Config, work: RpcWork) -> tuple[Passage, list[str]]:
+    config = replace(
+        config,
+        server=replace(config.server, host="127.0.0.1", api_key=[]),
+        grpc=replace(
+            config.grpc, grpc_port=0, grpc_socket="", grpc_tls_cert="", grpc_tls_key="", grpc_tls_client_ca=""
+        ),
+    )
+    gate = Gate(config)
+    gate.open(engine)
+    server = await serve_rpc(gate, config)
+    tokens_before = engine.stats().generation_tokens
+    began = time.perf_counter()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            answers = await _ask_all(channel, work)
+    finally:
+        await server.stop(0)
+    passage = Passage(
+        buffer_size=config.grpc.grpc_buffer_size,
+        flush_interval_ms=config.grpc.grpc_flush_interval_ms,
+        tokens=engine.stats().generation_tokens - tokens_before,
+        messages=sum(answer.messages for answer in answers),
+        seconds=time.perf_counter() - began,
+        first_text_ms=1000 * sum(answer.first_text_s for answer in answers) / len(answers),
+    )
+    return passage, [answer.text for answer in answers]
+
+
+async def _ask_all(channel: grpc.aio.Channel, work: RpcWork) -> list[_Answer]:
+    predict = channel.stream_stream(
+        f"/{SERVICE_NAME}/StreamPredict", StreamPredictRequest.SerializeToString, StreamPredictResponse.FromString
+    )
+    room = asyncio.Semaphore(work.concurrency)
+
+    async def ask(number: int) -> _Answer:
+        request = StreamPredictRequest(
+            prompt=PROMPTS[number % len(PROMPTS)],
+            generation=GenerationParameters(temperature=0, max_new_tokens=work.output_tokens),
+            metadata=StreamMetadata(trace_id=str(number)),
+        )
+        answer = _Answer()
+        async with room:
+            began = time.perf_counter()
+            async for response in predict(iter([request])):
+                answer.messages += 1
+                answer.text += response.chunk
+                if response.index == 0:
+                    answer.first_text_s = time.perf_counter() - began
+        return answer
+
+    return await asyncio.gather(*map(ask, range(work.requests)))
