@@ -1,0 +1,298 @@
+"""Tool calls as JSON in a model's text: what the styles have in common.
+
+A call starts, for the caller, when its name is known and its arguments have begun; from then on the arguments are
+passed on as they come and cannot be taken back. So:
+
+- What turns out to be no call before that point, or ends before it, is content again, unchanged.
+- After it, braces are only counted. Arguments that are not JSON are passed on as they are: up to where their braces
+  balance, to a marker of the style outside a string, or to the end of the answer. What the model still writes of the
+  object around them is dropped, right or wrong.
+
+Arguments are an object, or a string that holds one (it is decoded); null, an empty string, or none at all after a
+marker stand for `{}`. White space directly before a call, and at the end of the answer after one, is the call's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection
+
+from weft.text.parsers.machine import SPACES, TextMachine, Wait
+from weft.text.parsers.pieces import CallArguments, CallStarted, Content
+
+_ARGUMENTS_KEYS = ("arguments", "parameters")
+_PLAIN_KEYS = ("type", "id")
+"""What else an object without a marker may say and still be a call."""
+
+_IN_STRING = re.compile(r'[^"\\]+')
+_OUTSIDE_STRINGS = re.compile(r'[^"{}\[\]<]+')
+_SCALAR = re.compile(r'[^\s,"{}\[\]<]+')
+_HEX_DIGITS = "0123456789abcdefABCDEF"
+_ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+
+
+class OpenCall:
+    """A call while it is read. It is started when it has an index."""
+
+    def __init__(self) -> None:
+        self.index: int | None = None
+        self.name: str | None = None
+        self.early_arguments: list[str] | None = None
+        """Arguments that came before the name."""
+
+
+class CallParser(TextMachine):
+    """Finds calls and gives back the rest as content. A style says where in the text calls stand."""
+
+    markers: tuple[str, ...] = ()
+    """They begin with `<` or `[`, and end any arguments that they stand in, outside a string."""
+
+    def __init__(self, new_id: Callable[[], str], declared: Collection[str] | None = None) -> None:
+        """`declared`: the tools there are, for a style that could take an answer in JSON for a call; None: any."""
+        super().__init__()
+        self._new_id = new_id
+        self._declared = declared
+        self._num_calls = 0
+        self._in_call = False
+        """Inside a started call: what is taken is not held."""
+        self._after_call = False
+        """Since the last call there was no content."""
+
+    # Content.
+
+    def _content(self, text: str) -> None:
+        body = text.rstrip(SPACES)
+        if body:
+            self._pieces.append(Content(self._let_go() + body))
+            self._after_call = False
+        if len(body) < len(text):
+            self._held.append(text[len(body) :])
+
+    def _give_back(self) -> None:
+        """What was held is content."""
+        if held := self._let_go():
+            self._pieces.append(Content(held))
+        self._after_call = False
+
+    def _content_until(self, marker: str) -> Wait[bool]:
+        """Content, then the marker, which is held. False: the answer is over."""
+        if (yield from self._until(marker, self._content)):
+            self._held.append(marker)
+            return True
+        if self._after_call:
+            self._held.clear()
+        self._give_back()
+        return False
+
+    # Reading a call: what is taken is held until the call is started.
+
+    def _read(self, count: int = 1) -> str:
+        return self._hold(self._take(count))
+
+    def _hold(self, text: str) -> str:
+        if not self._in_call:
+            self._held.append(text)
+        return text
+
+    def _reads(self, char: str) -> Wait[bool]:
+        """White space, then this character: whether it is there."""
+        yield from self._read_spaces()
+        if (yield from self._peek()) != char:
+            return False
+        self._read()
+        return True
+
+    def _read_spaces(self) -> Wait[None]:
+        while (yield from self._next_in(SPACES)):
+            self._read()
+
+    def _sees_marker(self) -> Wait[bool]:
+        for marker in self.markers:
+            if (yield from self._sees(marker)):
+                return True
+        return False
+
+    # One call.
+
+    def _start(self, call: OpenCall, name: str) -> int:
+        self._held.clear()
+        self._in_call = True
+        call.index = self._num_calls
+        self._num_calls += 1
+        self._pieces.append(CallStarted(call.index, self._new_id(), name))
+        return call.index
+
+    def _write(self, call: OpenCall, text: str) -> None:
+        """More of the arguments."""
+        if call.name is not None:
+            index = self._start(call, call.name) if call.index is None else call.index
+            self._pieces.append(CallArguments(index, text))
+        elif call.early_arguments is None:
+            call.early_arguments = [text]
+        else:
+            call.early_arguments.append(text)
+
+    def _end(self, call: OpenCall) -> bool:
+        """The call is over. False: it was none, and what was held is content."""
+        if call.index is None:
+            self._give_back()
+            return False
+        self._in_call = False
+        self._after_call = True
+        return True
+
+    def _object(self, *, marked: bool) -> Wait[bool]:
+        """`{"name": ..., "arguments": {...}}`, the keys in any order; whether it is a call.
+
+        Not `marked`: no marker stood before it, so only the keys that belong to a call, and a declared name, make it
+        one.
+        """
+        call = OpenCall()
+        complete = yield from self._members(call, marked)
+        if complete and marked and call.name and call.index is None:
+            self._write(call, "{}")
+        return self._end(call)
+
+    def _members(self, call: OpenCall, marked: bool) -> Wait[bool]:
+        if not (yield from self._reads("{")):
+            return False
+        while True:
+            yield from self._read_spaces()
+            key = yield from self._string()
+            if key is None or not (yield from self._reads(":")):
+                return False
+            yield from self._read_spaces()
+            if key == "name" and call.name is None:
+                call.name = yield from self._string()
+                if not call.name or not (marked or self._declared is None or call.name in self._declared):
+                    return False
+                if call.early_arguments is not None:
+                    self._write(call, "".join(call.early_arguments))
+            elif key in _ARGUMENTS_KEYS and call.index is None and call.early_arguments is None:
+                if not (yield from self._arguments(call)):
+                    return False
+            elif marked or call.index is not None or key in _PLAIN_KEYS:
+                yield from self._value(_ignore)
+            else:
+                return False
+            if (yield from self._reads("}")):
+                return True
+            if not (yield from self._reads(",")):
+                return False
+
+    def _arguments(self, call: OpenCall) -> Wait[bool]:
+        """The value of `arguments`; whether it can be one."""
+        char = yield from self._peek()
+        if char == "{":
+            yield from self._value(lambda text: self._write(call, text))
+            return True
+        if char == '"':
+            return (yield from self._encoded_arguments(call))
+        written: list[str] = []
+        yield from self._value(written.append)
+        if "".join(written) != "null":
+            return False
+        self._write(call, "{}")
+        return True
+
+    def _encoded_arguments(self, call: OpenCall) -> Wait[bool]:
+        """Arguments in a string: passed on decoded."""
+        self._read()
+        begun, high = False, ""
+        while char := (yield from self._peek()):
+            if char == '"':
+                self._read()
+                if high or not begun:
+                    self._write(call, _characters(high) or "{}")
+                return True
+            text = high + ((yield from self._escape()) if char == "\\" else self._hold(self._take_run(_IN_STRING)))
+            # The second half of a surrogate pair comes in an escape of its own.
+            high = text[-1] if "\ud800" <= text[-1] < "\udc00" else ""
+            text = _characters(text.removesuffix(high))
+            if not begun:
+                text = text.lstrip(SPACES)
+                if high or text[:1] not in ("", "{"):
+                    return False
+            if text:
+                begun = True
+                self._write(call, text)
+        return False
+
+    def _escape(self) -> Wait[str]:
+        """What an escape stands for: one character, or half of one. What is no escape stands for itself."""
+        escape = self._read()
+        if (char := (yield from self._peek())) == "":
+            return escape
+        escape += self._read()
+        if char != "u":
+            return _ESCAPES.get(char, escape)
+        while len(escape) < 6 and (yield from self._next_in(_HEX_DIGITS)):
+            escape += self._read()
+        return chr(int(escape[2:], 16)) if len(escape) == 6 else escape
+
+    # JSON as it is written.
+
+    def _string(self) -> Wait[str | None]:
+        """A string's value; None for what is not one."""
+        if (yield from self._peek()) != '"':
+            return None
+        written: list[str] = []
+        yield from self._raw_string(written.append)
+        try:
+            value: str = json.loads("".join(written))
+            value.encode()
+        except ValueError:
+            return None
+        return value
+
+    def _raw_string(self, write: Callable[[str], None]) -> Wait[None]:
+        write(self._read())
+        while char := (yield from self._peek()):
+            if char == "\\":
+                write(self._read())
+                if (yield from self._peek()):
+                    write(self._read())
+            elif char == '"':
+                write(self._read())
+                return
+            else:
+                write(self._hold(self._take_run(_IN_STRING)))
+
+    def _value(self, write: Callable[[str], None]) -> Wait[None]:
+        """Any value, up to where it ends or cannot go on."""
+        depth = 0
+        while char := (yield from self._peek()):
+            if char in "[<" and (yield from self._sees_marker()):
+                return
+            if char == '"':
+                yield from self._raw_string(write)
+            elif char in "{[":
+                depth += 1
+                write(self._read())
+            elif depth == 0:
+                # A number or a word: it may come in parts, and is over at the next character of another kind.
+                while part := self._take_run(_SCALAR):
+                    write(self._hold(part))
+                    yield from self._peek()
+                return
+            elif char in "}]":
+                depth -= 1
+                write(self._read())
+            elif char == "<":
+                write(self._read())
+            else:
+                write(self._hold(self._take_run(_OUTSIDE_STRINGS)))
+            if depth == 0:
+                return
+
+
+def _ignore(text: str) -> None:
+    """For a value that nobody needs."""
+
+
+def _characters(utf16: str) -> str:
+    """Surrogate pairs made one character, and a half without its other half U+FFFD."""
+    if utf16.isascii():
+        return utf16
+    return utf16.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,0 +1,122 @@
+"""What a parser makes of a model's text: content, reasoning and tool calls, as a stream of pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+
+class Content(Struct, frozen=True):
+    """More of the answer itself."""
+
+    text: str
+
+
+class Reasoning(Struct, frozen=True):
+    """More of what the model thought before it answered."""
+
+    text: str
+
+
+class CallStarted(Struct, frozen=True):
+    """A tool call: its name is known and its arguments have begun."""
+
+    index: int
+    id: str
+    name: str
+
+
+class CallArguments(Struct, frozen=True):
+    """More of a call's arguments. The texts of one call, one after another, are its arguments as JSON."""
+
+    index: int
+    text: str
+
+
+Piece = Content | Reasoning | CallStarted | CallArguments
+
+
+class Parser(Protocol):
+    """Takes one answer's text as it comes, and gives its pieces.
+
+    However the text is cut into pushes, the pieces say the same. What was given is never taken back. Without
+    streaming, push the whole text at once.
+    """
+
+    def push(self, text: str) -> list[Piece]:
+        """The pieces that are certain now; what could still become a marker or a call is held back."""
+
+    def finish(self) -> list[Piece]:
+        """What was held back, now that the answer is over. Nothing may be pushed later."""
+
+
+class PlainParser:
+    """All text is content."""
+
+    def push(self, text: str) -> list[Piece]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        return []
+
+
+class ToolCall(Struct, frozen=True):
+    id: str
+    name: str
+    arguments: str
+    """JSON text as the model wrote it: not JSON when the model wrote none, or was cut off."""
+
+
+class Answer(Struct, frozen=True):
+    """The pieces of one answer, put together."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+def collect(pieces: Iterable[Piece]) -> Answer:
+    content: list[str] = []
+    reasoning: list[str] = []
+    calls: list[CallStarted] = []
+    arguments: list[list[str]] = []
+    for piece in pieces:
+        match piece:
+            case Content(text):
+                content.append(text)
+            case Reasoning(text):
+                reasoning.append(text)
+            case CallStarted():
+                calls.append(piece)
+                arguments.append([])
+            case CallArguments(index, text):
+                arguments[index].append(text)
+    return Answer(
+        content="".join(content),
+        reasoning="".join(reasoning),
+        tool_calls=tuple(
+            ToolCall(call.id, call.name, "".join(texts)) for call, texts in zip(calls, arguments, strict=True)
+        ),
+    )
+
+
+def merged(pieces: list[Piece]) -> list[Piece]:
+    """The same with neighbours of one kind made one piece."""
+    if len(pieces) < 2:
+        return pieces
+    result: list[Piece] = []
+    for _, neighbours in groupby(pieces, _kind):
+        first, *rest = neighbours
+        if rest and not isinstance(first, CallStarted):
+            text = "".join(piece.text for piece in (first, *rest) if not isinstance(piece, CallStarted))
+            first = replace(first, text=text)
+        result.append(first)
+    return result
+
+
+def _kind(piece: Piece) -> tuple[type[Piece], int]:
+    return type(piece), piece.index if isinstance(piece, CallStarted | CallArguments) else 0
