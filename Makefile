@@ -3,6 +3,7 @@
 #   make test    run every test
 #   make check   lint, format, types and tests: what a change must pass
 #   make bench   measure this machine
+#   make proto   write the Python of the gRPC door's messages from its .proto file
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -10,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --constraint constraints.txt --only-binary :all: --no-build-isolation
 ARGS ?=
 
-.PHONY: serve test check lint bench clean
+.PHONY: serve test check lint bench proto clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -29,6 +30,9 @@ check: lint test
 
 bench: .venv/installed
 	@$(BIN)/weft bench offline $(ARGS)
+
+proto: .venv/installed-dev
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. weft/frontend/rpc/ai_service.proto
 
 .venv/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Weft needs Python 3.11 or newer; set PYTHON=..."; exit 1; }

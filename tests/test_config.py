@@ -33,6 +33,14 @@ def test_a_boolean_in_the_environment(text: str, value: bool) -> None:
     assert load(env={"WEFT_ENABLE_PREFIX_CACHING": text}).cache.enable_prefix_caching is value
 
 
+def test_the_share_of_a_gpu_is_three_quarters_unless_told() -> None:
+    assert load(env={}).cache.gpu_memory_utilization == 0.75
+    assert load({"gpu_memory_utilization": 1.0}, env={}).cache.gpu_memory_utilization == 1.0
+    for share in (0.0, 1.01, -0.5):
+        with pytest.raises(ConfigError, match="--gpu-memory-utilization"):
+            load({"gpu_memory_utilization": share}, env={})
+
+
 def test_every_value_can_come_from_every_place(tmp_path: Path) -> None:
     for setting in settings():
         value = setting.choices[-1] if setting.choices else setting.default

@@ -13,7 +13,7 @@ import pytest
 import weft
 
 PACKAGE = Path(weft.__file__).parent
-GROUND = {"types", "plan", "errors", "config", "__init__"}
+GROUND = {"types", "plan", "errors", "config", "switches", "__init__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": set(),
     "kernels": set(),
@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": {"backends"},
     "frontend": {"backends", "text", "observe"},
     "llm": {"backends"},
-    "bench": {"backends"},
+    "bench": {"backends", "frontend"},
     "cli": {"frontend", "backends", "text", "hub", "observe", "bench", "llm"},
     "__main__": {"cli"},
 }

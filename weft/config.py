@@ -56,8 +56,9 @@ class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
         int, _doc("Memory for the cache, in MiB; 0: 512 on CPU, what --gpu-memory-utilization leaves on GPU.", ge=0)
     ] = 0
     gpu_memory_utilization: Annotated[
-        float, _doc("Share of the GPU's memory that Weft may use, cache included.", gt=0, le=1)
+        float, _doc("Share of the GPU's memory for all of Weft; above 0.90 it is lowered to 0.85.", gt=0, le=1)
     ] = 0.75
+    insist_gpu_memory: Annotated[bool, _doc("Take a --gpu-memory-utilization above 0.90 at its word.")] = False
     enable_prefix_caching: Annotated[bool, _doc("Reuse the cached blocks of prompts that begin alike.")] = True
 
 
@@ -68,9 +69,13 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Annotated[int, _doc("Tokens computed in one step; 0: 2048 on CPU, 8192 on GPU.", ge=0)] = 0
     max_prefill_chunk: Annotated[
         int,
+        _doc("Prompt tokens of one request in a step; 0: 256 on CPU, 2048 on GPU.", ge=0),
+    ] = 0
+    max_mixed_prefill: Annotated[
+        int,
         _doc(
-            "Prompt tokens of a request in one step, and of all together in a step that also decodes; "
-            "0: 256 on CPU, 2048 on GPU.",
+            "Prompt tokens in a step that also decodes: fewer keep the time between tokens short, more start new "
+            "answers sooner; 0: 256 on CPU, 384 on GPU.",
             ge=0,
         ),
     ] = 0
@@ -103,7 +108,33 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout_s: Annotated[float, _doc("How long running requests may go on after SIGTERM.", ge=0)] = 30.0
     request_timeout_s: Annotated[float, _doc("A request is ended after so long; 0: never.", ge=0)] = 0.0
     max_body_mb: Annotated[int, _doc("Largest request body, in MiB; a larger one is answered 413.", ge=1)] = 32
+    api_key: Annotated[
+        list[str], _doc("Clients must show one of these keys; none: everybody comes in. WEFT_API_KEY takes a,b.")
+    ] = []
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("What is logged.")] = "info"
+
+
+class GrpcOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """The gRPC door."""
+
+    grpc: Annotated[bool, _doc("Answer gRPC as well, on the same --host.")] = True
+    grpc_port: Annotated[int, _doc("Port for gRPC; 0: any free one.", ge=0, le=65535)] = 50051
+    grpc_socket: Annotated[str, _doc("A unix socket for gRPC besides the port; empty: none.")] = ""
+    grpc_buffer_size: Annotated[
+        int, _doc("Chunks of text joined into one message at most; 1: every chunk is a message.", ge=1)
+    ] = 8
+    grpc_flush_interval_ms: Annotated[int, _doc("Longest time that a chunk waits to be joined.", ge=0)] = 50
+    grpc_max_message_mb: Annotated[
+        int, _doc("Largest message from a client, in MiB; a larger one is RESOURCE_EXHAUSTED.", ge=1, le=1024)
+    ] = 4
+    grpc_max_streams: Annotated[
+        int, _doc("StreamPredict calls at the same time; one more is RESOURCE_EXHAUSTED.", ge=1)
+    ] = 1000
+    grpc_tls_cert: Annotated[str, _doc("The server's certificate chain, a PEM file; empty: no TLS.")] = ""
+    grpc_tls_key: Annotated[str, _doc("The private key of --grpc-tls-cert, a PEM file.")] = ""
+    grpc_tls_client_ca: Annotated[
+        str, _doc("A PEM file with authorities: clients must have a certificate from one of them.")
+    ] = ""
 
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,6 +143,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: SchedulerOptions = SchedulerOptions()
     engine: EngineOptions = EngineOptions()
     server: ServerOptions = ServerOptions()
+    grpc: GrpcOptions = GrpcOptions()
 
 
 class Setting(Struct, frozen=True):
@@ -186,9 +218,9 @@ def load(
     return _convert(raw, places)
 
 
-RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_TRITON_PDL"})
-"""No settings of the server: WEFT_HOME moves the folder of pulled models, WEFT_TRITON_PDL=0 keeps kernels from
-overlapping."""
+RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_WITHOUT"})
+"""No settings of the server: WEFT_HOME moves the folder of pulled models, WEFT_WITHOUT names what to switch off
+(weft/switches.py)."""
 
 
 def _from_file(file: Path | None) -> Iterator[tuple[str, str, Any, str]]:
@@ -212,6 +244,8 @@ def _parse(setting: Setting, text: str) -> Any:
     """A string from the environment as the value it means; a wrong one is left for the check to name."""
     if setting.type is bool:
         return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}.get(text.lower(), text)
+    if setting.type == list[str]:
+        return text.split(",")
     try:
         return setting.type(text)
     except ValueError:

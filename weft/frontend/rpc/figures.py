@@ -1,0 +1,32 @@
+"""What was counted, as the Health method tells it."""
+
+from __future__ import annotations
+
+from weft.observe.metrics import Metrics
+from weft.types import FinishReason
+
+_FAILED = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.REJECTED)
+
+
+def figures(metrics: Metrics | None) -> dict[str, str]:
+    """The same figures as /metrics, as text; none until the engine is there to be measured."""
+    if metrics is None:
+        return {}
+    samples = [sample for family in metrics.collect() for sample in family.samples]
+    value = {sample.name: sample.value for sample in samples}
+    ended = {sample.labels["finished_reason"]: sample.value for sample in samples if "finished_reason" in sample.labels}
+    running, waiting = value["weft_num_requests_running"], value["weft_num_requests_waiting"]
+    told = {
+        "requests_inflight": running + waiting,
+        "requests_running": running,
+        "requests_waiting": waiting,
+        "requests_success": ended[FinishReason.STOP] + ended[FinishReason.LENGTH],
+        "requests_failed": sum(ended[reason] for reason in _FAILED),
+        "requests_aborted": ended[FinishReason.ABORT],
+        "requests_rejected": value["weft_num_requests_rejected_total"],
+        "prompt_tokens": value["weft_prompt_tokens_total"],
+        "generation_tokens": value["weft_generation_tokens_total"],
+        "kv_cache_usage": value["weft_kv_cache_usage_perc"],
+        "engine_restarts": value["weft_engine_restarts_total"],
+    }
+    return {name: f"{figure:.15g}" for name, figure in told.items()}

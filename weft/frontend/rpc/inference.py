@@ -1,0 +1,117 @@
+"""cy.llm.AiInference: the three methods."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from weft.config import GrpcOptions
+from weft.errors import InvalidRequest, Overloaded, WeftError
+from weft.frontend.gate import Gate
+from weft.frontend.rpc.ai_service_pb2 import (
+    DESCRIPTOR,
+    ControlMessage,
+    WorkerHealthRequest,
+    WorkerHealthResponse,
+)
+from weft.frontend.rpc.figures import figures
+from weft.frontend.rpc.status import Status, parse, refuse, status_of
+from weft.frontend.rpc.stream import PredictionStream
+
+SERVICE_NAME: str = DESCRIPTOR.services_by_name["AiInference"].full_name
+
+Context = grpc.aio.ServicerContext[bytes, Message]
+
+FIXED_MODEL = "This server has the model that it was started with, and cannot {} it while it runs."
+
+
+class Inference:
+    def __init__(self, gate: Gate, options: GrpcOptions) -> None:
+        self._gate = gate
+        self._options = options
+        self._streams: set[PredictionStream] = set()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        def unary(method: Callable[[bytes], Message]) -> grpc.RpcMethodHandler[Any, Any]:
+            async def answer(message: bytes, context: Context) -> Message:
+                try:
+                    response = method(message)
+                except Exception as error:  # noqa: BLE001 - logged where it becomes a status
+                    status = status_of(error)
+                    await context.abort(status.code, status.details)
+                return response
+
+            return grpc.unary_unary_rpc_method_handler(answer, response_serializer=_serialized)
+
+        methods = {
+            "StreamPredict": grpc.stream_stream_rpc_method_handler(
+                self._stream_predict, response_serializer=_serialized
+            ),
+            "Control": unary(self._control),
+            "Health": unary(self._health),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
+
+    def close(self) -> None:
+        """End the streams that only wait for another request."""
+        for stream in self._streams:
+            stream.close()
+
+    async def _stream_predict(self, requests: AsyncIterable[bytes], context: Context) -> None:
+        if len(self._streams) >= self._options.grpc_max_streams:
+            await refuse(context, self._full())
+        stream = PredictionStream(self._gate, self._options, context.write)
+        self._streams.add(stream)
+        try:
+            status = await stream.run(requests)
+        except Exception as error:  # noqa: BLE001 - logged where it becomes a status
+            status = status_of(error)
+        finally:
+            self._streams.discard(stream)
+        if status is not None:
+            await context.abort(status.code, status.details)
+
+    def _full(self) -> Status:
+        return status_of(
+            Overloaded(f"{len(self._streams)} streams are open already.", hint="Try again later (--grpc-max-streams).")
+        )
+
+    def _control(self, message: bytes) -> ControlMessage:
+        request = parse(ControlMessage, message)
+        try:
+            payload = {"status": "ok", **self._obey(request.command)}
+        except WeftError as error:
+            payload = {"status": "error", "message": status_of(error).details}
+        return ControlMessage(
+            trace_id=request.trace_id or uuid.uuid4().hex, command=f"{request.command}_response", payload=payload
+        )
+
+    def _obey(self, command: str) -> dict[str, str]:
+        match command:
+            case "ping":
+                return {"message": "pong"}
+            case "list_models":
+                return {"models": self._gate.service().model_name}
+            case "unload_model":
+                raise InvalidRequest(FIXED_MODEL.format("unload"))
+            case "reload_registry":
+                raise InvalidRequest(FIXED_MODEL.format("replace"))
+            case _:
+                raise InvalidRequest(f"There is no command {command!r:.200}.")
+
+    def _health(self, message: bytes) -> WorkerHealthResponse:
+        parse(WorkerHealthRequest, message)
+        state = self._gate.health()
+        return WorkerHealthResponse(
+            healthy=state.ready,
+            metrics={"state": state.reason or "ready", **figures(self._gate.metrics())},
+        )
+
+
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()
