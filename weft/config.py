@@ -103,7 +103,8 @@ class EngineOptions(Struct, frozen=True, forbid_unknown_fields=True):
 class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """The HTTP door."""
 
-    host: Annotated[str, _doc("Address to listen on.")] = "127.0.0.1"
+    host: Annotated[str, _doc("Address to listen on; one that others can reach needs --api-key.")] = "127.0.0.1"
+    insecure: Annotated[bool, _doc("Let others reach --host without a key.")] = False
     port: Annotated[int, _doc("Port to listen on; 0: any free one.", ge=0, le=65535)] = 8000
     drain_timeout_s: Annotated[float, _doc("How long running requests may go on after SIGTERM.", ge=0)] = 30.0
     request_timeout_s: Annotated[float, _doc("A request is ended after so long; 0: never.", ge=0)] = 0.0

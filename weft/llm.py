@@ -117,7 +117,8 @@ class LLM:
             raise errors.exceptions[0] from None
 
     async def _answer(self, prompt: list[int], params: SamplingParams) -> Answer:
-        deltas = [delta async for delta in await self._engine.submit(prompt, params)]
+        deltas: list[Delta] = []
+        await (await self._engine.submit(prompt, params)).follow(deltas.append)
         last = deltas[-1]
         if failure := failure_of(last):
             raise failure

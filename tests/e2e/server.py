@@ -18,7 +18,7 @@ class Server:
 
     def __init__(self, *flags: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "weft", "serve", "--port", "0", *flags],
+            [sys.executable, "-m", "weft", "serve", "--port", "0", "--grpc-port", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

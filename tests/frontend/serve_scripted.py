@@ -29,7 +29,7 @@ def main() -> None:
         return Announcing([Delta(text="begun", token_ids=[1]), float(options.get("answer_s", 0)), *answer("done")])
 
     try:
-        serve(start, load({"port": 0, **options.get("settings", {})}, env={}))
+        serve(start, load({"port": 0, "grpc_port": 0, **options.get("settings", {})}, env={}))
     except WeftError as error:
         sys.exit(str(error))
 

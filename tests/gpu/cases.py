@@ -87,6 +87,7 @@ def check_attention(heads: HeadShape, news: list[int], lengths: list[int], dtype
 def check_prompt_attention(heads: HeadShape, tokens: int) -> None:
     """A long prompt that is alone in its step: the library's attention."""
     qkv, kv, batch = paged(heads, [tokens], [tokens], BF16)
+    kv.view(-1, heads.kv_size)[batch.slots] = qkv[:, heads.q_size :]
     wanted = reference.attention(qkv.float(), heads, kv.float(), batch)
     assert_near(attention.attention(qkv, heads, kv, batch._replace(is_one_prompt=True)), wanted, TOLERANCE[BF16])
 

@@ -52,6 +52,21 @@ def test_the_tokens_are_the_cpus(name: str, tmp_path: Path) -> None:
             assert got.tokens(request_id) == output.token_ids, f"{request_id} under {condition}"
 
 
+@pytest.mark.parametrize("name", tiny_models.SPECS)
+def test_logits_and_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.model import reference_models
+
+    folder = tiny_models.save_directory(name, tmp_path / name)
+    prompt = PROMPTS[1]
+    with watched_logits() as seen:
+        tokens = run(on_gpu(folder), [request("r", prompt, 32)]).tokens("r")
+    reference = reference_models.from_directory(folder)
+    expected = reference_models.logits(reference, prompt + tokens)[len(prompt) - 1 : -1]
+    torch.testing.assert_close(torch.cat(seen).cpu(), expected, atol=5e-4, rtol=0)
+    assert tokens == expected.argmax(-1).tolist()
+
+
 def test_graphs_give_what_eager_steps_give(tmp_path: Path) -> None:
     folder = tiny_models.save_directory("qwen3", tmp_path / "qwen3")
     gpu = on_gpu(folder, "bfloat16")

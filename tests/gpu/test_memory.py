@@ -122,10 +122,11 @@ def test_weights_come_to_the_device_in_one_copy(dtype: torch.dtype, tmp_path: Pa
     weights = read(files, CUDA, host)
     peak = torch.cuda.max_memory_allocated() - before
     largest = VOCABULARY * HIDDEN * dtype.itemsize
-    print(f"weights {weights.num_bytes / MIB:.0f} MiB, peak {peak / MIB:.0f} MiB")
+    held = max(host) - host_before
+    print(f"weights {weights.num_bytes / MIB:.0f} MiB, peak {peak / MIB:.0f} MiB, on the host {held / MIB:.0f} MiB")
     assert weights.num_bytes > 700 * MIB
-    assert peak <= weights.num_bytes + largest + MIB
-    assert max(host) - host_before < largest + 64 * MIB
+    assert peak <= weights.num_bytes + largest + 16 * MIB
+    assert held < largest + 64 * MIB
     expected = read(files, torch.device("cpu"))
     assert torch.equal(weights.embedding.cpu(), expected.embedding) and torch.equal(weights.head.cpu(), expected.head)
     for ours, theirs in zip(weights.layers, expected.layers, strict=True):

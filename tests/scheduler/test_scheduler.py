@@ -149,7 +149,7 @@ def test_a_long_prompt_advances_in_every_step_that_decodes() -> None:
 
 def test_a_deep_queue_is_worked_off_in_larger_steps() -> None:
     simulation = Simulation(
-        limits(max_prefill_chunk=16, max_mixed_prefill=4, num_blocks=200, max_num_seqs=16, max_num_batched_tokens=32)
+        limits(max_prefill_chunk=16, max_mixed_prefill=4, num_blocks=200, max_num_seqs=16, max_num_batched_tokens=24)
     )
     simulation.add(request("first", [1, 2], 60))
     simulation.step()

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from weft import config as configuration
 from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
+from weft.bench.rpc import RpcReport, RpcWork, run_rpc
 from weft.bench.serve import DEFAULT_LOADS, Load, ServeReport, ServeWork, own_server, run_serve
 from weft.errors import ConfigError
 
@@ -133,12 +134,31 @@ def serve(
         raise typer.Exit(1)
 
 
+@app.command()
+def rpc(
+    model: Annotated[str, typer.Argument(help="What `weft serve` takes.")] = "smollm2",
+    requests: Annotated[int, typer.Option(min=1, help="Answers to ask for.")] = RpcWork().requests,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = RpcWork().concurrency,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = RpcWork().output_tokens,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
+) -> None:
+    """How many gRPC messages an answer takes, with its chunks joined and without."""
+    settings = configuration.load({"model": model, "enable_prefix_caching": False}, file=config)
+    work = RpcWork(requests=requests, concurrency=concurrency, output_tokens=output_tokens)
+    report = run(run_rpc(settings, work))
+    Console().print(_rpc_table(report))
+    _write(report, json_file)
+    if not report.same_text:
+        raise typer.Exit(1)
+
+
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-def _write(report: OfflineReport | ServeReport, json_file: Path | None) -> None:
+def _write(report: OfflineReport | ServeReport | RpcReport, json_file: Path | None) -> None:
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
 
@@ -170,6 +190,19 @@ def _serve_table(report: ServeReport) -> Table:
             *(f"{value:,.1f}" for value in (first.p50, first.p99, between.p50, between.p99)),
             str(figures.num_failures),
         )
+    return table
+
+
+def _rpc_table(report: RpcReport) -> Table:
+    same = "the same text" if report.same_text else "NOT the same text"
+    table = Table(title=f"{report.model} over gRPC", caption=f"{report.fewer:.0%} fewer messages, {same}")
+    for name in ("chunks joined, at most", "tokens", "messages", "first text, ms", "seconds"):
+        table.add_column(name, justify="right")
+    for passage in (report.alone, report.joined):
+        table.add_row(
+            str(passage.buffer_size), str(passage.tokens), str(passage.messages), f"{passage.first_text_ms:.0f}",
+            f"{passage.seconds:.1f}",
+        )  # fmt: skip
     return table
 
 

@@ -18,6 +18,8 @@ from weft.frontend.completions import completion_door
 from weft.frontend.errors import answer_http_exception, answer_weft_error
 from weft.frontend.exchange import Exchange
 from weft.frontend.gate import Gate, Service
+from weft.frontend.keys import Keys
+from weft.frontend.lock import Lock
 from weft.frontend.openapi import describe, errors, gives, takes
 from weft.frontend.schemas import ChatRequest, CompletionRequest
 from weft.frontend.shell import Shell
@@ -40,6 +42,9 @@ def gated_app(gate: Gate) -> FastAPI:
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     app.add_exception_handler(WeftError, answer_weft_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
+    keys = Keys(gate.config.server.api_key)
+    if keys.required:
+        app.add_middleware(Lock, keys=keys)
     app.add_middleware(Shell)
     _add_generation(app, gate)
     _add_models(app, gate)

@@ -35,6 +35,11 @@ class BodyTooLarge(InvalidRequest):
     kind = "body_too_large"
 
 
+class NoKey(InvalidRequest):
+    status = 401
+    kind = "invalid_api_key"
+
+
 class NoRoute(InvalidRequest):
     status = 404
     kind = "unknown_url"
@@ -67,7 +72,9 @@ def error_response(error: WeftError) -> Response:
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, Unavailable):
         headers["Retry-After"] = str(RETRY_AFTER_S)
-    if isinstance(error, BodyTooLarge):
+    if isinstance(error, NoKey):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, BodyTooLarge | NoKey):
         # The rest of the body is not read, so the connection cannot carry another request.
         headers["Connection"] = "close"
     return Response(
@@ -95,6 +102,8 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _type(status: int) -> str:
+    if status == NoKey.status:
+        return "authentication_error"
     if status == Overloaded.status:
         return "rate_limit_error"
     return "invalid_request_error" if status < 500 else "server_error"

@@ -42,7 +42,7 @@ class Seat(Struct, frozen=True, eq=False):
 
 class Gate:
     def __init__(self, config: Config) -> None:
-        self._config = config
+        self.config = config
         self._service: Service | None = None
         self._draining = False
         self._seats: set[Seat] = set()
@@ -51,13 +51,13 @@ class Gate:
 
     def open(self, engine: Engine) -> Service:
         """The engine is there: let requests in."""
-        name = self._config.model.served_model_name or engine.model.name
+        name = self.config.model.served_model_name or engine.model.name
         self._service = Service(
             engine=engine,
             model_name=name,
             created=int(time.time()),
             metrics=Metrics(name, engine),
-            options=self._config.server,
+            options=self.config.server,
         )
         return self._service
 

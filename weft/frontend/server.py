@@ -6,22 +6,27 @@ import asyncio
 import contextlib
 import errno
 import gc
+import ipaddress
 import logging
 import signal
 import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from weft.backends.contract import Engine
-from weft.config import Config
+from weft.config import Config, ServerOptions
 from weft.errors import ConfigError, EngineFault, WeftError
 from weft.frontend.app import gated_app
 from weft.frontend.gate import Gate
 from weft.frontend.protocol import protocol_factory
 from weft.observe import logs
+
+if TYPE_CHECKING:
+    from weft.frontend.rpc.server import RpcServer
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +40,24 @@ def serve(engine_factory: EngineFactory, config: Config) -> None:
     """Serve until a signal says stop. Raises ConfigError when the address cannot be had, and what kept the engine
     from starting."""
     logs.set_up(config.server.log_level)
+    check_reach(config.server)
     with bind(config.server.host, config.server.port) as listener:
         life = _Life(config, listener)
         with asyncio.Runner(loop_factory=life.loop_factory) as runner:
             runner.run(life.live(engine_factory))
+
+
+def check_reach(options: ServerOptions) -> None:
+    """Raise ConfigError for an address that others can reach, when everybody could come in."""
+    if options.api_key or options.insecure or options.host == "localhost":
+        return
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(options.host).is_loopback:
+            return
+    raise ConfigError(
+        f"--host {options.host} lets other machines in, and no API key is set.",
+        hint="Set --api-key (or WEFT_API_KEY), or --insecure if that is what you want.",
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -97,6 +116,7 @@ class _Life:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         began = time.monotonic()
+        rpc = await self._open_rpc()
         http = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         http.add_done_callback(lambda _: self._stop.set())
         try:
@@ -110,7 +130,16 @@ class _Life:
                     await engine.close()
         finally:
             self._server.should_exit = True
+            if rpc is not None:
+                await rpc.stop(FAREWELL_S)
             await http
+
+    async def _open_rpc(self) -> RpcServer | None:
+        if not self._config.grpc.grpc:
+            return None
+        from weft.frontend.rpc.server import serve_rpc
+
+        return await serve_rpc(self._gate, self._config)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

@@ -22,10 +22,10 @@ def decodes_first(running: Iterable[TokenCursor]) -> tuple[list[TokenCursor], li
 
 def prompt_room(limits: Limits, decodes: int, waiting: Iterable[TokenCursor]) -> int:
     """Prompt tokens for a step that also decodes. Few, and the fewer the fewer decodes there are (their step is short,
-    and prompts would make it much longer); as many as fit while more is waiting than one whole step could hold."""
-    if sum(cursor.num_prompt for cursor in waiting) > limits.max_num_batched_tokens:
+    and prompts would make it much longer); as many as fit while more is waiting than a step and a half could hold."""
+    if sum(cursor.num_prompt for cursor in waiting) > limits.max_num_batched_tokens * 3 // 2:
         return max(limits.max_mixed_prefill, limits.max_prefill_chunk - decodes)
-    return min(limits.max_mixed_prefill, max(LEAST_PROMPT_ROOM, 3 * decodes))
+    return min(limits.max_mixed_prefill, max(LEAST_PROMPT_ROOM, 4 * decodes))
 
 
 def victim(running: Sequence[TokenCursor], planned: Collection[TokenCursor]) -> TokenCursor | None:

@@ -10,9 +10,10 @@ from grpc_reflection.v1alpha import reflection
 
 from weft.config import Config, GrpcOptions
 from weft.frontend.gate import Gate
+from weft.frontend.keys import Keys
 from weft.frontend.rpc.addresses import add_socket, add_tcp
 from weft.frontend.rpc.inference import SERVICE_NAME, Inference
-from weft.frontend.rpc.keys import KeyCheck, Keys
+from weft.frontend.rpc.keys import KeyCheck
 from weft.frontend.rpc.probes import Probes
 
 SERVICES = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
