@@ -22,6 +22,9 @@ class ScriptedTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(ids).decode()
+
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
 

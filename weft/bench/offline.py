@@ -7,8 +7,6 @@ the steps in between, so that prompts and start cost nothing. Tokens are counted
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
 import random
 import statistics
 import time
@@ -18,8 +16,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from weft import __version__
 from weft.backends.native import NativeEngine, start_native
+from weft.bench.environment import environment
 from weft.config import Config
 from weft.types import Delta, SamplingParams
 
@@ -85,12 +83,7 @@ async def run_offline(config: Config, work: OfflineWork, tick: Tick = lambda nam
         startup_seconds=startup,
         engine_peak_mib=peak,
         figures=figures,
-        environment={
-            "weft": __version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-        },
+        environment=environment(),
         work=work,
     )
 

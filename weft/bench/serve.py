@@ -9,8 +9,6 @@ are of the stream's events, as they arrive.
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
 import random
 import re
 import signal
@@ -25,7 +23,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from weft import __version__
+from weft.bench.environment import environment
 from weft.bench.http import Address, Connection
 from weft.errors import ConfigError, EngineFault, Unavailable
 
@@ -147,12 +145,7 @@ async def run_serve(
         url=url,
         startup_seconds=startup_seconds,
         figures=figures,
-        environment={
-            "weft": __version__,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "cores": os.cpu_count(),
-        },
+        environment=environment(),
         work=work,
     )
 

@@ -101,6 +101,21 @@ class ModelList(Struct, frozen=True, kw_only=True):
     data: list[ModelCard]
 
 
+class Tokenized(Struct, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct, frozen=True):
+    prompt: str
+
+
+class Version(Struct, frozen=True):
+    version: str
+
+
 class Output:
     """All that came of one prompt, gathered for an answer in one piece."""
 

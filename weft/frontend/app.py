@@ -12,7 +12,7 @@ from weft import __version__
 from weft.backends.contract import Engine
 from weft.config import Config
 from weft.errors import Unavailable, WeftError
-from weft.frontend.answers import ChatCompletion, Completion, ModelCard, ModelList
+from weft.frontend.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized, Version
 from weft.frontend.chat import chat_door
 from weft.frontend.completions import completion_door
 from weft.frontend.errors import answer_http_exception, answer_weft_error
@@ -21,8 +21,9 @@ from weft.frontend.gate import Gate, Service
 from weft.frontend.keys import Keys
 from weft.frontend.lock import Lock
 from weft.frontend.openapi import describe, errors, gives, takes
-from weft.frontend.schemas import ChatRequest, CompletionRequest
+from weft.frontend.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.frontend.shell import Shell
+from weft.frontend.tokens import Question, detokenize, tokenize
 from weft.observe.metrics import CONTENT_TYPE
 
 
@@ -47,6 +48,7 @@ def gated_app(gate: Gate) -> FastAPI:
         app.add_middleware(Lock, keys=keys)
     app.add_middleware(Shell)
     _add_generation(app, gate)
+    _add_tokens(app, gate)
     _add_models(app, gate)
     _add_health(app, gate)
     return app
@@ -62,7 +64,21 @@ def _add_generation(app: FastAPI, gate: Gate) -> None:
         return Exchange(gate, completion_door)
 
 
+def _add_tokens(app: FastAPI, gate: Gate) -> None:
+    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=gives(Tokenized))
+    async def to_tokens() -> Response:
+        return Question(gate, tokenize)
+
+    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=gives(Detokenized))
+    async def from_tokens() -> Response:
+        return Question(gate, detokenize)
+
+
 def _add_models(app: FastAPI, gate: Gate) -> None:
+    @app.get("/version", responses=gives(Version))
+    async def version() -> Response:
+        return _json(Version(__version__))
+
     @app.get("/v1/models", responses=gives(ModelList))
     async def models() -> Response:
         return _json(ModelList(data=[_card(gate.service())]))

@@ -11,12 +11,14 @@ from msgspec import Struct
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from weft.frontend.answers import ChatCompletion, Completion, ModelCard, ModelList
+from weft.frontend.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized, Version
 from weft.frontend.errors import ErrorBody
-from weft.frontend.schemas import ChatRequest, CompletionRequest
+from weft.frontend.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest)
-ANSWERS: tuple[type[Struct], ...] = (ChatCompletion, Completion, ModelCard, ModelList, ErrorBody)
+REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+ANSWERS: tuple[type[Struct], ...] = (
+    ChatCompletion, Completion, ModelCard, ModelList, Tokenized, Detokenized, Version, ErrorBody,
+)  # fmt: skip
 
 
 Responses = dict[int | str, dict[str, Any]]

@@ -127,3 +127,22 @@ class CompletionRequest(GenerationRequest):
     ]
     max_tokens: int = 16
     logprobs: int | None = None
+
+
+class TokenizeRequest(Fields):
+    """POST /tokenize: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = Field(True, description="Of a prompt; a chat template brings its own.")
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the model's chat template.")
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Fields):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]

@@ -139,7 +139,9 @@ class _Life:
             return None
         from weft.frontend.rpc.server import serve_rpc
 
-        return await serve_rpc(self._gate, self._config)
+        rpc = await serve_rpc(self._gate, self._config)
+        log.info("gRPC answers on port %d", rpc.port)
+        return rpc
 
     def _on_signal(self) -> None:
         if self._stop.is_set():

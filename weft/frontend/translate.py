@@ -34,7 +34,7 @@ async def chat_job(request: ChatRequest, engine: Engine) -> Job:
     # The template is rendered by another process, and its answer waited for.
     prompt = await asyncio.to_thread(
         engine.encode_chat,
-        [_template_message(message) for message in request.messages],
+        [template_message(message) for message in request.messages],
         add_generation_prompt=request.add_generation_prompt,
         template_variables=request.chat_template_kwargs,
     )
@@ -111,7 +111,7 @@ def _chat_max_tokens(request: ChatRequest) -> int | None:
     return old if new is None else new
 
 
-def _template_message(message: Message) -> dict[str, Any]:
+def template_message(message: Message) -> dict[str, Any]:
     # Chat templates know the developer by the older name.
     fields: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,

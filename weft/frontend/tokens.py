@@ -1,0 +1,73 @@
+"""POST /tokenize and POST /detokenize: text to token ids as the model sees it, and back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from fastapi import Response
+from msgspec import Struct
+from starlette.types import Receive, Scope, Send
+
+from weft.errors import InvalidRequest
+from weft.frontend.answers import Detokenized, Tokenized
+from weft.frontend.body import ClientGone, parse, read_body
+from weft.frontend.gate import Gate, Service
+from weft.frontend.schemas import DetokenizeRequest, TokenizeRequest
+from weft.frontend.translate import template_message
+from weft.types import check_token_ids
+
+Asked = Callable[[bytes, Service], Awaitable[Struct]]
+
+
+class Question(Response):
+    """A response that reads its own body, and is answered in one piece without the engine."""
+
+    def __init__(self, gate: Gate, asked: Asked) -> None:
+        super().__init__()
+        self._gate = gate
+        self._asked = asked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._gate.admit() as seat:
+            try:
+                body = await read_body(scope, receive, seat.service.options.max_body_mb << 20)
+            except ClientGone:
+                return
+            answer = await self._asked(body, seat.service)
+        response = Response(msgspec.json.encode(answer), media_type="application/json")
+        await response(scope, receive, send)
+
+
+async def tokenize(body: bytes, service: Service) -> Tokenized:
+    request = await parse(TokenizeRequest, body)
+    service.check_model(request.model or service.model_name)
+    engine = service.engine
+    if (request.prompt is None) == (request.messages is None):
+        raise InvalidRequest("Give either a prompt or messages.", param="prompt")
+
+    def encoded() -> list[int]:
+        if request.prompt is not None:
+            return engine.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        return engine.encode_chat(
+            [template_message(message) for message in request.messages or ()],
+            add_generation_prompt=request.add_generation_prompt,
+            template_variables=request.chat_template_kwargs,
+        )
+
+    tokens = await asyncio.to_thread(encoded)
+    return Tokenized(
+        count=len(tokens),
+        max_model_len=engine.model.max_model_len,
+        tokens=tokens,
+        token_strs=[engine.tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None,
+    )
+
+
+async def detokenize(body: bytes, service: Service) -> Detokenized:
+    request = await parse(DetokenizeRequest, body)
+    service.check_model(request.model or service.model_name)
+    check_token_ids(request.tokens, service.engine.model.logits_width, "tokens")
+    text = await asyncio.to_thread(service.engine.tokenizer.decode, request.tokens, skip_special_tokens=False)
+    return Detokenized(prompt=text)
