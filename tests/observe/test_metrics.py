@@ -18,6 +18,7 @@ CONTRACT = {
     "weft_num_requests_running": "gauge",
     "weft_num_requests_waiting": "gauge",
     "weft_kv_cache_usage_perc": "gauge",
+    "weft_prepared": "gauge",
     "weft_prompt_tokens_total": "counter",
     "weft_generation_tokens_total": "counter",
     "weft_prefix_cache_queries_total": "counter",
@@ -30,6 +31,9 @@ CONTRACT = {
     "weft_inter_token_latency_seconds": "histogram",
     "weft_e2e_request_latency_seconds": "histogram",
 }
+
+
+WEFT_ALONE = {"weft_prepared", "weft_engine_restarts_total", "weft_num_requests_rejected_total"}
 
 
 def samples(text: str) -> dict[str, float]:
@@ -46,14 +50,26 @@ def test_names_types_and_labels() -> None:
     text = Metrics("m", ScriptedEngine()).exposition().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     types = {name + ("_total" if family.type == "counter" else ""): family.type for name, family in families.items()}
-    assert types == CONTRACT
+    aliases = {name.replace("weft_", "vllm:"): kind for name, kind in CONTRACT.items() if name not in WEFT_ALONE}
+    assert types == CONTRACT | aliases
     for family in families.values():
         assert family.documentation
         for sample in family.samples:
             extra = {"le"} if sample.name.endswith("_bucket") else set()
-            extra |= {"finished_reason"} if family.name == "weft_request_success" else set()
+            extra |= {"finished_reason"} if family.name.endswith("request_success") else set()
             assert sample.labels.keys() == {"model_name"} | extra
             assert sample.labels["model_name"] == "m"
+
+
+def test_an_alias_tells_what_its_own_tells() -> None:
+    metrics = Metrics("m", ScriptedEngine())
+    metrics.time_to_first_token.observe(0.03)
+    metrics.finished(FinishReason.STOP, 0.5)
+    found = samples(metrics.exposition().decode())
+    aliases = {name: value for name, value in found.items() if name.startswith("vllm:")}
+    assert len(aliases) > 50
+    for name, value in aliases.items():
+        assert found[name.replace("vllm:", "weft_", 1)] == value, name
 
 
 def test_the_engine_s_figures() -> None:

@@ -35,6 +35,7 @@ GAUGES: tuple[tuple[str, str, StatReader], ...] = (
         "Share of the cache's blocks in use; 1 is full.",
         lambda stats: stats.blocks_used / max(stats.blocks_total, 1),
     ),
+    ("weft_prepared", "1 when nothing is left to compile or capture.", lambda stats: stats.prepared),
 )
 
 COUNTERS: tuple[tuple[str, str, StatReader], ...] = (
@@ -44,6 +45,11 @@ COUNTERS: tuple[tuple[str, str, StatReader], ...] = (
     ("weft_prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda stats: stats.prefix_hits),
     ("weft_num_preemptions", "Requests that had to give up their blocks.", lambda stats: stats.preemptions),
 )
+
+
+OWN_PREFIX, ALIAS_PREFIX = "weft_", "vllm:"
+WEFT_ALONE = frozenset({"weft_prepared", "weft_engine_restarts", "weft_num_requests_rejected"})
+"""All the others are given a second time, under the names that dashboards and autoscalers made for vLLM look for."""
 
 
 class StatsSource(Protocol):
@@ -80,6 +86,12 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
+        for family in self._own():
+            yield family
+            if family.name not in WEFT_ALONE:
+                yield _alias(family)
+
+    def _own(self) -> Iterator[Metric]:
         stats = self._source.stats()
         for name, doc, read in GAUGES:
             gauge = GaugeMetricFamily(name, doc, labels=["model_name"])
@@ -115,3 +127,13 @@ class Metrics(Collector):
         family = HistogramMetricFamily(name, doc, labels=["model_name"])
         family.add_metric([self._model_name], histogram.buckets(), histogram.total)
         return family
+
+
+def _alias(family: Metric) -> Metric:
+    alias = Metric(_alias_name(family.name), family.documentation, family.type)
+    alias.samples = [sample._replace(name=_alias_name(sample.name)) for sample in family.samples]
+    return alias
+
+
+def _alias_name(name: str) -> str:
+    return ALIAS_PREFIX + name.removeprefix(OWN_PREFIX)
