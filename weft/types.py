@@ -186,7 +186,7 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     prefix_hits: int = 0
     preemptions: int = 0
     steps: int = 0
-    prepared: bool = False
+    prepared: bool = True
     """Nothing is left to compile or capture: steps are as fast as they will be."""
 
 

@@ -198,13 +198,15 @@ def test_what_cannot_fit_is_refused_before_anything_is_loaded(shape_only: ModelF
     assert torch.cuda.max_memory_allocated() < before + MIB
 
 
-def test_a_step_that_does_not_fit_is_refused_with_the_flags_that_make_it_smaller(shape_only: ModelFiles) -> None:
+def test_a_step_that_does_not_fit_is_refused_with_the_flags_that_make_it_smaller(tmp_path: Path) -> None:
+    # A checkpoint, not random weights of a shape: those take more memory while they are made.
+    files = checkpoint(tmp_path, torch.bfloat16)
     total = torch.cuda.mem_get_info()[1]
-    weights = read(shape_only, CUDA).num_bytes
+    weights = read(files, CUDA).num_bytes
     _clean()
     torch.cuda.set_per_process_memory_fraction((weights + 256 * MIB) / total)
     with pytest.raises(OutOfMemory, match="does not fit beside the weights") as caught:
-        worker(shape_only)
+        worker(files)
     assert "--max-num-batched-tokens" in caught.value.hint
 
 

@@ -88,8 +88,8 @@ def offline(
     help="Throughput and latency of a server under load, over HTTP: any server that speaks OpenAI's interface.\n\n"
     "Without --url it starts `weft serve` itself, on a free port, and tells how long that took; settings of "
     "`weft serve` may follow the model.\n\n"
-    "A server that is ready is warmed up with two short requests before anything is measured. The exit code is 1 when "
-    "a request failed.",
+    "A server that is ready is warmed up with two short requests, and Weft has time to finish compiling, before "
+    "anything is measured. The exit code is 1 when a request failed.",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def serve(

@@ -32,6 +32,7 @@ FIRST_TOKEN_ID = 10
 REQUEST_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 60.0
+PREPARE_TIMEOUT_S = 300.0
 
 
 class Load(Struct, frozen=True):
@@ -136,6 +137,7 @@ async def run_serve(
     asked = model or await _first_model(address)
     bench = _Bench(address, asked, work)
     await bench.warm_up()
+    await _until_prepared(address)
     figures = []
     for load in work.loads:
         runs = [await bench.run(load, partial(tick, load, run)) for run in range(work.runs)]
@@ -323,12 +325,28 @@ class _Cards(Struct):
     data: list[_Card]
 
 
-async def _first_model(address: Address) -> str:
+async def _until_prepared(address: Address) -> None:
+    """A Weft that is ready may still compile and capture in its idle gaps; other servers do not say."""
+    began = time.perf_counter()
+    while time.perf_counter() - began < PREPARE_TIMEOUT_S:
+        _, body = await _get(address, "/metrics")
+        if not re.search(rb"^weft_prepared\{[^}]*\} 0", body, re.MULTILINE):
+            return
+        await asyncio.sleep(0.2)
+    raise Unavailable(f"The server was still compiling after {PREPARE_TIMEOUT_S:.0f} s without a request.")
+
+
+async def _get(address: Address, path: str) -> tuple[int, bytearray]:
     body = bytearray()
+    connection = await Connection.open(address)
+    status = await connection.ask(address.request("GET", path), body.extend)
+    connection.close()
+    return status, body
+
+
+async def _first_model(address: Address) -> str:
     try:
-        connection = await Connection.open(address)
-        status = await connection.ask(address.request("GET", "/v1/models"), body.extend)
-        connection.close()
+        status, body = await _get(address, "/v1/models")
         if status != 200:
             raise Unavailable(f"GET /v1/models was answered {status}: {body.decode(errors='replace')[:200]}")
         return msgspec.json.decode(body, type=_Cards).data[0].id
