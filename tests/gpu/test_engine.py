@@ -59,8 +59,9 @@ def test_logits_and_tokens_are_those_of_transformers(name: str, tmp_path: Path) 
 
     folder = tiny_models.save_directory(name, tmp_path / name)
     prompt = PROMPTS[1]
+    gpu = on_gpu(folder)
     with watched_logits() as seen:
-        tokens = run(on_gpu(folder), [request("r", prompt, 32)]).tokens("r")
+        tokens = run(gpu, [request("r", prompt, 32)]).tokens("r")
     reference = reference_models.from_directory(folder)
     expected = reference_models.logits(reference, prompt + tokens)[len(prompt) - 1 : -1]
     torch.testing.assert_close(torch.cat(seen).cpu(), expected, atol=5e-4, rtol=0)
