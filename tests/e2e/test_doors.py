@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server
+from tests.frontend.http import wait_until
 from weft.frontend.rpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 
 KEY = {"authorization": "Bearer sesame"}
@@ -23,7 +24,8 @@ def locked() -> Iterator[Server]:
 
 
 def predict(server: Server, **metadata: str) -> str:
-    (port,) = {match[1] for line in server.log if (match := re.search(r"gRPC answers on port (\d+)", line))}
+    wait_until(lambda: "gRPC answers" in "".join(server.log))
+    (port,) = re.findall(r"gRPC answers on port (\d+)", "".join(server.log))
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.stream_stream(
             "/cy.llm.AiInference/StreamPredict",

@@ -7,10 +7,11 @@ import re
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from tests.frontend.http import CHAT, COMPLETIONS, request
 from tests.frontend.scripted_engine import ScriptedEngine
-from weft.frontend.schemas import ChatRequest, CompletionRequest
+from weft.frontend.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +22,21 @@ def document() -> dict[str, Any]:
 
 def test_every_route_is_there(document: dict[str, Any]) -> None:
     assert set(document["paths"]) == {
-        CHAT, COMPLETIONS, "/v1/models", "/v1/models/{model_id}", "/health", "/health/live", "/metrics",
+        CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/version", "/v1/models", "/v1/models/{model_id}", "/health",
+        "/health/live", "/metrics",
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "schema"), [(CHAT, ChatRequest), (COMPLETIONS, CompletionRequest)])
-def test_request_bodies_are_shown(document: dict[str, Any], path: str, schema: type[ChatRequest]) -> None:
+@pytest.mark.parametrize(
+    ("path", "schema"),
+    [
+        (CHAT, ChatRequest),
+        (COMPLETIONS, CompletionRequest),
+        ("/tokenize", TokenizeRequest),
+        ("/detokenize", DetokenizeRequest),
+    ],
+)
+def test_request_bodies_are_shown(document: dict[str, Any], path: str, schema: type[BaseModel]) -> None:
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body == {"$ref": f"#/components/schemas/{schema.__name__}"}
     shown = document["components"]["schemas"][schema.__name__]

@@ -124,6 +124,8 @@ class _Life:
             if engine is not None:
                 try:
                     self._announce(engine, time.monotonic() - began)
+                    if rpc is not None:
+                        log.info("gRPC answers on port %d", rpc.port)
                     await self._stop.wait()
                     await self._drain()
                 finally:
@@ -139,9 +141,7 @@ class _Life:
             return None
         from weft.frontend.rpc.server import serve_rpc
 
-        rpc = await serve_rpc(self._gate, self._config)
-        log.info("gRPC answers on port %d", rpc.port)
-        return rpc
+        return await serve_rpc(self._gate, self._config)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
