@@ -176,7 +176,6 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
 
     running: int = 0
     waiting: int = 0
-    waiting_tokens: int = 0
     blocks_total: int = 0
     blocks_used: int = 0
     prompt_tokens: int = 0

@@ -35,6 +35,20 @@ def on_gpu(folder: Path, dtype: str = "float32", **cache: int) -> Driven:
     return Driven(worker.runner, worker.limits)
 
 
+def forbid_waiting(gpu: Driven) -> None:
+    """From now on a step's launch must not synchronise with the device: only reading its result may."""
+    execute = gpu.runner.execute
+
+    def watched(plan):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return execute(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    gpu.runner.execute = watched  # type: ignore[method-assign]
+
+
 def work() -> list:
     greedy = [request(f"greedy{i}", prompt, 32) for i, prompt in enumerate(PROMPTS)]
     return greedy + [request(f"seeded{i}", prompt, 32, **SEEDED) for i, prompt in enumerate(PROMPTS)]
@@ -83,22 +97,12 @@ def test_graphs_give_what_eager_steps_give(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_decode_loop_waits_for_nothing(tmp_path: Path) -> None:
-    """A step's launch must not synchronise with the device: only reading its result may."""
     folder = tiny_models.save_directory("llama3", tmp_path / "llama3")
     gpu = on_gpu(folder)
     while gpu.runner.prepare():
         pass
-    execute = gpu.runner.execute
-
-    def watched(plan):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return execute(plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
     run(gpu, [request("warm", PROMPTS[0], 4)])
-    gpu.runner.execute = watched  # type: ignore[method-assign]
+    forbid_waiting(gpu)
     run(gpu, [request(f"r{i}", prompt, 20) for i, prompt in enumerate(PROMPTS)], overlap=True)
 
 

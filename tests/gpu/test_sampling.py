@@ -175,7 +175,7 @@ def test_an_engine_of_every_parameter_waits_for_nothing(tmp_path: Path) -> None:
     from msgspec.structs import asdict, replace
 
     from tests import tiny_models
-    from tests.gpu.test_engine import PROMPTS, on_gpu
+    from tests.gpu.test_engine import PROMPTS, forbid_waiting, on_gpu
     from tests.worker.driving import load, request, run, under_reference
 
     folder = tiny_models.save_directory("llama3", tmp_path / "llama3")
@@ -193,16 +193,7 @@ def test_an_engine_of_every_parameter_waits_for_nothing(tmp_path: Path) -> None:
     while gpu.runner.prepare():
         pass
     run(gpu, requests)
-    execute = gpu.runner.execute
-
-    def watched(plan):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return execute(plan)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    gpu.runner.execute = watched  # type: ignore[method-assign]
+    forbid_waiting(gpu)
     found = run(gpu, requests, overlap=True)
     assert {made.request_id: found.tokens(made.request_id) for made in requests} == {
         made.request_id: wanted.tokens(made.request_id) for made in requests

@@ -14,6 +14,7 @@ from weft.config import CacheOptions
 from weft.errors import OutOfMemory
 from weft.model.dense import DenseConfig
 from weft.types import MemoryLedger
+from weft.worker.graphs import graph_shapes
 from weft.worker.memory import (
     GIB,
     GRAPH_SLACK_BYTES,
@@ -242,7 +243,9 @@ def test_a_share_above_what_is_safe_is_lowered_with_a_word(
 
 
 def test_graphs_are_kept_room_for_their_logits() -> None:
-    logits = 16 * 64 * GEOMETRY.vocab_size * 2
-    estimate = graphs_bytes(GEOMETRY, torch.bfloat16, 64) - GRAPH_SLACK_BYTES
+    shapes = graph_shapes(64)
+    logits = sum(shape.samples for shape in shapes) * GEOMETRY.vocab_size * 2
+    assert logits > 10 * 64 * GEOMETRY.vocab_size * 2, "each graph keeps its own"
+    estimate = graphs_bytes(GEOMETRY, torch.bfloat16, shapes) - GRAPH_SLACK_BYTES
     assert logits < estimate < logits + 64 * MIB
-    assert graphs_bytes(GEOMETRY, torch.float32, 64) - GRAPH_SLACK_BYTES == 2 * estimate
+    assert graphs_bytes(GEOMETRY, torch.float32, shapes) - GRAPH_SLACK_BYTES == 2 * estimate

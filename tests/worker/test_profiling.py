@@ -51,7 +51,7 @@ def test_it_leaves_nothing_behind(tiny_directory: Callable[[str], Path]) -> None
     fresh, profiled = (load(tiny_directory("llama3")) for _ in range(2))
     stepper = profiled.runner.stepper
     compute(largest_step(profiled.limits), stepper.model, stepper.table)
-    assert not stepper.table.states and not stepper.table.blocks.any() and not stepper.kv_cache.any()
+    assert not stepper.table.num_blocks and not stepper.table.blocks.any() and not stepper.kv_cache.any()
     assert not stepper.table.tokens[stepper.table.padding_row].any()
     assert run(profiled, work).outputs == run(fresh, work).outputs
 

@@ -27,6 +27,7 @@ app = typer.Typer(help="Measure this machine.", no_args_is_help=True, add_comple
 
 _WORK = OfflineWork()
 _LOADS = ServeWork()
+_ANSWERS = RpcWork()
 
 CLIENT_AT_ITS_LIMIT = 0.9
 """A client that computes for more than this share of the time may be what was measured."""
@@ -137,11 +138,11 @@ def serve(
 @app.command()
 def rpc(
     model: Annotated[str, typer.Argument(help="What `weft serve` takes.")] = "smollm2",
-    requests: Annotated[int, typer.Option(min=1, help="Answers to ask for.")] = RpcWork().requests,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = RpcWork().concurrency,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = RpcWork().output_tokens,
+    requests: Annotated[int, typer.Option(min=1, help="Answers to ask for.")] = _ANSWERS.requests,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = _ANSWERS.concurrency,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = _ANSWERS.output_tokens,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """How many gRPC messages an answer takes, with its chunks joined and without."""
     settings = configuration.load({"model": model, "enable_prefix_caching": False}, file=config)

@@ -15,7 +15,7 @@ from fastapi import Response
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
-from weft.errors import RequestTimeout, Unavailable, WeftError
+from weft.errors import WeftError
 from weft.frontend import sse
 from weft.frontend.answers import Output
 from weft.frontend.body import ClientGone, read_body
@@ -25,7 +25,7 @@ from weft.frontend.generation import Generation
 from weft.frontend.guard import guarded
 from weft.frontend.protocol import ShortWay, short_way
 from weft.frontend.translate import Job
-from weft.types import Delta, FinishReason, Usage
+from weft.types import Delta, Usage
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Exchange(Response):
 
 async def _whole(order: Order, generation: Generation, guard: Guard, reply: Reply) -> None:
     outputs = [Output() for _ in order.job.prompts]
-    with _counted(generation):
+    with _until_hang_up(), generation.counted():
         await guard(generation.run(lambda index, delta: outputs[index].add(delta)))
         body = order.writer.whole(outputs)
         await reply.start([*JSON_HEADERS, (b"content-length", b"%d" % len(body))])
@@ -137,7 +137,7 @@ async def _whole(order: Order, generation: Generation, guard: Guard, reply: Repl
 async def _stream(order: Order, generation: Generation, guard: Guard, reply: Reply) -> None:
     """An error before the first byte is raised and gets its status; a later one becomes the stream's last event."""
     try:
-        with _counted(generation):
+        with _until_hang_up(), generation.counted():
             await guard(_send_chunks(order, generation, reply))
     except WeftError as error:
         if not reply.started:
@@ -152,21 +152,12 @@ async def _stream(order: Order, generation: Generation, guard: Guard, reply: Rep
 
 
 @contextmanager
-def _counted(generation: Generation) -> Iterator[None]:
-    """However the work ends, its prompts are counted as ended. Nobody is left to hear that the client has gone."""
+def _until_hang_up() -> Iterator[None]:
+    """Nobody is left to hear that the client has gone."""
     try:
         yield
     except ClientGone:
-        generation.end(FinishReason.ABORT)
         log.info("the client hung up")
-    except RequestTimeout:
-        generation.end(FinishReason.TIMEOUT)
-        raise
-    except Exception as error:
-        generation.end(FinishReason.ABORT if isinstance(error, Unavailable) else FinishReason.ERROR)
-        raise
-    finally:
-        generation.end(FinishReason.ABORT)
 
 
 async def _send_chunks(order: Order, generation: Generation, reply: Reply) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from weft.backends.contract import Deltas, failure_of
-from weft.errors import EngineFault, Overloaded
+from weft.errors import EngineFault, Overloaded, RequestTimeout, Unavailable
+from weft.frontend.body import ClientGone
 from weft.frontend.gate import Service
 from weft.frontend.translate import Job
 from weft.observe.metrics import Metrics
@@ -70,10 +72,23 @@ class Generation:
             for answer in answers:
                 await answer.aclose()
 
-    def end(self, reason: FinishReason) -> None:
-        """Count what has not ended by itself."""
-        for stopwatch in self._stopwatches:
-            stopwatch.end(reason)
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """However the work within ends, every prompt that was submitted is counted as ended."""
+        reason = FinishReason.ABORT
+        try:
+            yield
+        except RequestTimeout:
+            reason = FinishReason.TIMEOUT
+            raise
+        except (ClientGone, Unavailable):
+            raise
+        except Exception:
+            reason = FinishReason.ERROR
+            raise
+        finally:
+            for stopwatch in self._stopwatches:
+                stopwatch.end(reason)
 
     async def _follow(self, answer: Deltas, index: int, take: TakeOf) -> None:
         stopwatch = self._stopwatches[index]

@@ -90,7 +90,6 @@ class Scheduler:
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
-            waiting_tokens=sum(cursor.num_prompt for cursor in self.waiting),
             blocks_total=self.pool.num_usable,
             blocks_used=self.pool.num_usable - self.pool.num_free,
             steps=self._next_step_id,

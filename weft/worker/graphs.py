@@ -34,13 +34,25 @@ class Captured(NamedTuple):
     outcome: Outcome
 
 
+def graph_shapes(max_rows: int) -> list[StepShape]:
+    """The shapes that graphs are captured for, the largest of each kind first."""
+    shapes = [StepShape(size, 0, 0, size) for size in reversed(_up_to(max_rows, DECODES))]
+    if is_on("prompt-graphs"):
+        shapes += [
+            StepShape(decodes, PROMPTS, tokens, decodes + PROMPTS)
+            for tokens in reversed(PROMPT_TOKENS)
+            for decodes in reversed(_up_to(max_rows, DECODES_BESIDE_PROMPTS))
+        ]
+    return shapes
+
+
 class StepGraphs:
     def __init__(self, stepper: Stepper, max_rows: int) -> None:
         self._stepper = stepper
         self._decodes = _up_to(max_rows, DECODES)
         self._beside_prompts = _up_to(max_rows, DECODES_BESIDE_PROMPTS)
         self._captured: dict[StepShape, Captured] = {}
-        self._wanted = dict.fromkeys(self._shapes(), 0)
+        self._wanted = dict.fromkeys(graph_shapes(max_rows), 0)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -68,16 +80,6 @@ class StepGraphs:
                 self._try_capture(shape)
                 return True
         return False
-
-    def _shapes(self) -> list[StepShape]:
-        shapes = [StepShape(size, 0, 0, size) for size in reversed(self._decodes)]
-        if is_on("prompt-graphs"):
-            shapes += [
-                StepShape(decodes, PROMPTS, tokens, decodes + PROMPTS)
-                for tokens in reversed(PROMPT_TOKENS)
-                for decodes in reversed(self._beside_prompts)
-            ]
-        return shapes
 
     def _padded(self, exact: StepShape) -> StepShape | None:
         if exact.samples_all:

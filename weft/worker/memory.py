@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from weft.config import CacheOptions
 from weft.errors import OutOfMemory
 from weft.model.dense import DenseConfig
 from weft.types import MemoryLedger
+from weft.worker.inputs import StepShape
 
 log = logging.getLogger(__name__)
 
@@ -23,9 +25,6 @@ HIGHEST_SHARE, SAFE_SHARE = 0.90, 0.85
 """A GPU filled above the first has no room for what nobody foresaw; it is filled to the second instead."""
 GRAPH_SLACK_BYTES = 256 * MIB
 """For what graphs hold besides activations: their nodes, the libraries' workspaces, partial results of attention."""
-GRAPH_PROMPT_TOKENS = 512
-GRAPH_LOGITS = 16
-"""Rows of logits that all graphs together keep, for each row of the largest."""
 
 
 class Room(Struct, frozen=True, kw_only=True):
@@ -162,13 +161,13 @@ def num_parameters(config: DenseConfig) -> int:
     return config.num_layers * layer + tables
 
 
-def graphs_bytes(config: DenseConfig, dtype: torch.dtype, max_num_seqs: int) -> int:
-    """An estimate of what the graphs of a server will hold, once all are captured: the activations of the largest,
+def graphs_bytes(config: DenseConfig, dtype: torch.dtype, shapes: Sequence[StepShape]) -> int:
+    """An estimate of what graphs of these shapes will hold, once all are captured: the activations of the largest,
     which the others share, and the logits of each."""
     heads = config.heads
     token = 3 * config.hidden_size + 2 * heads.q_size + heads.kv_size + 3 * config.intermediate_size
-    activations = token * (max_num_seqs + GRAPH_PROMPT_TOKENS)
-    logits = config.vocab_size * max_num_seqs * GRAPH_LOGITS
+    activations = token * max(shape.num_tokens for shape in shapes)
+    logits = config.vocab_size * sum(shape.samples for shape in shapes)
     return (activations + logits) * dtype.itemsize + GRAPH_SLACK_BYTES
 
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,10 +17,6 @@ from weft.plan import StepPlan
 from weft.worker.settings import SamplingSettings
 
 Ints = NDArray[np.int64]
-
-
-class RowState(Struct):
-    num_blocks: int = 0
 
 
 class RowWrites(NamedTuple):
@@ -43,25 +38,25 @@ class RowTable:
         """A row of nobody's: its blocks are the null block."""
         self.tokens = torch.zeros(num_rows + 1, max_model_len, dtype=torch.int64, device=device)
         self.blocks = torch.zeros(num_rows + 1, -(-max_model_len // block_size), dtype=torch.int64, device=device)
-        self.states: dict[int, RowState] = {}
+        self.num_blocks: dict[int, int] = {}
+        """Of every admitted row."""
         self.settings = SamplingSettings(num_rows + 1)
 
     def take_in(self, plan: StepPlan) -> RowWrites:
         """Note what is new in a plan; the writes must reach the device before its step is computed."""
         for released in plan.release:
-            self.states.pop(released, None)
+            self.num_blocks.pop(released, None)
             self.settings.release(released)
         for admission in plan.admit:
-            self.states[admission.row] = RowState()
+            self.num_blocks[admission.row] = 0
             self.settings.admit(admission)
         lengths = [len(admission.token_ids) for admission in plan.admit]
         grown = [row for row in plan.rows if row.new_blocks]
         counts = [len(row.new_blocks) for row in grown]
         firsts = []
         for row in grown:
-            state = self.states[row.row]
-            firsts.append(state.num_blocks)
-            state.num_blocks += len(row.new_blocks)
+            firsts.append(self.num_blocks[row.row])
+            self.num_blocks[row.row] += len(row.new_blocks)
         return RowWrites(
             token_rows=np.repeat(_ints([admission.row for admission in plan.admit]), lengths),
             token_positions=runs([0] * len(lengths), lengths),
@@ -78,11 +73,8 @@ class RowTable:
         """Carry out writes, on the device."""
         if len(tokens):
             self.tokens[token_rows, token_positions] = tokens
-        self.write_blocks(block_rows, block_positions, blocks)
-
-    def write_blocks(self, rows: Tensor, positions: Tensor, blocks: Tensor) -> None:
         if len(blocks):
-            self.blocks[rows, positions] = blocks
+            self.blocks[block_rows, block_positions] = blocks
 
 
 def runs(firsts: list[int] | Ints, counts: list[int] | Ints) -> Ints:

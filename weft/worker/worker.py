@@ -21,7 +21,7 @@ from weft.model.loader import load_weights, open_model
 from weft.plan import Limits
 from weft.switches import is_on
 from weft.types import ModelInfo
-from weft.worker.graphs import StepGraphs
+from weft.worker.graphs import StepGraphs, graph_shapes
 from weft.worker.memory import (
     MemoryPlan,
     Room,
@@ -72,7 +72,7 @@ class Worker:
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
         if device.type == "cuda":
             if is_on("graphs"):
-                room = replace(room, graphs=graphs_bytes(geometry, dtype, self.limits.max_num_seqs))
+                room = replace(room, graphs=graphs_bytes(geometry, dtype, graph_shapes(self.limits.max_num_seqs)))
             room = measured(room, model, table, self.limits)
             plan = plan_for(room, weights_bytes=weights.num_bytes)
             self.limits = replace(self.limits, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 
 from starlette.types import Message
 
 from weft.config import GrpcOptions
-from weft.errors import InvalidRequest, RequestTimeout, Unavailable
+from weft.errors import InvalidRequest
 from weft.frontend.gate import Seat, Service
 from weft.frontend.generation import Generation
 from weft.frontend.guard import guarded
 from weft.frontend.rpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 from weft.frontend.rpc.buffer import ChunkBuffer
 from weft.frontend.translate import LONG_PROMPT, Job
-from weft.types import Delta, FinishReason, SamplingParams
+from weft.types import Delta, SamplingParams
 
 Send = Callable[[StreamPredictResponse], Awaitable[None]]
 
@@ -70,7 +69,7 @@ class Prediction:
 
     async def _generate(self, generation: Generation) -> None:
         try:
-            with _counted(generation):
+            with generation.counted():
                 await guarded(
                     generation.run(self._take),
                     _no_hang_up,
@@ -117,24 +116,6 @@ def params_of(generation: GenerationParameters) -> SamplingParams:
     params = SamplingParams(**given)
     params.check()
     return params
-
-
-@contextmanager
-def _counted(generation: Generation) -> Iterator[None]:
-    """However the work ends, it is counted as ended: as aborted when it was cancelled."""
-    reason = FinishReason.ABORT
-    try:
-        yield
-    except RequestTimeout:
-        reason = FinishReason.TIMEOUT
-        raise
-    except Unavailable:
-        raise
-    except Exception:
-        reason = FinishReason.ERROR
-        raise
-    finally:
-        generation.end(reason)
 
 
 async def _no_hang_up() -> Message:
