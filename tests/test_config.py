@@ -69,6 +69,7 @@ def test_every_value_can_come_from_every_place(tmp_path: Path) -> None:
         ({}, {"WEFT_DTYPE": "float23"}, "", "WEFT_DTYPE", "float32"),
         ({"max_num_seqs": -1}, {}, "", "--max-num-seqs", ""),
         ({}, {"WEFT_PORT": "many"}, "", "WEFT_PORT", ""),
+        ({}, {"WEFT_WITHOUT": "graphs,grafs"}, "", "grafs", "graphs"),
         ({}, {"WEFT_PORT": "70000"}, "", "WEFT_PORT", ""),
         ({}, {"WEFT_ENABLE_PREFIX_CACHING": "maybe"}, "", "WEFT_ENABLE_PREFIX_CACHING", ""),
         ({}, {}, "[server]\nport = '80'", "[server] port", ""),
@@ -89,7 +90,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_other_environment_variables_are_let_be() -> None:
-    load(env={"HOME": "/", **dict.fromkeys(RESERVED_ENV, "x")})
+    load(env={"HOME": "/", **dict.fromkeys(RESERVED_ENV, "graphs")})
 
 
 def test_every_setting_has_a_line_and_a_name_of_its_own() -> None:

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from weft.errors import ConfigError
+from weft.switches import switched_off
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -205,7 +206,9 @@ def load(
         if name in known and known[name].section != section:
             raise ConfigError(f"{place}: {name} stands in [{section}].", hint=f"It belongs in [{known[name].section}].")
         put(name, value, place)
-    for variable, text in (os.environ if env is None else env).items():
+    environment = os.environ if env is None else env
+    switched_off(environment)
+    for variable, text in environment.items():
         if variable.startswith("WEFT_") and variable not in RESERVED_ENV:
             name = variable.removeprefix("WEFT_").lower()
             if name not in known:

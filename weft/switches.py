@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import cache
 
 from weft.errors import ConfigError
@@ -22,11 +23,12 @@ SWITCHES = {
 
 @cache
 def is_on(name: str) -> bool:
-    return name not in _switched_off()
+    return name not in switched_off(os.environ)
 
 
-def _switched_off() -> set[str]:
-    names = {name.strip() for name in os.environ.get(VARIABLE, "").split(",") if name.strip()}
+def switched_off(environment: Mapping[str, str]) -> set[str]:
+    """Raises ConfigError for a name that is no switch: whoever mistypes one must not measure with it on."""
+    names = {name.strip() for name in environment.get(VARIABLE, "").split(",") if name.strip()}
     if unknown := names - SWITCHES.keys():
         raise ConfigError(f"{VARIABLE}: there is no switch {min(unknown)!r}.", hint=f"Known: {', '.join(SWITCHES)}.")
     return names
