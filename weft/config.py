@@ -45,6 +45,14 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Annotated[
         int, _doc("Longest prompt plus output, in tokens; 0: what the model allows and the memory holds.", ge=0)
     ] = 0
+    tool_style: Annotated[
+        Literal["auto", "none", "hermes", "llama3", "mistral", "mistral-args"],
+        _doc("How the model writes tool calls; auto: as its chat template shows."),
+    ] = "auto"
+    reasoning_style: Annotated[
+        Literal["auto", "none", "think", "mistral"],
+        _doc("How the model marks what it thinks before it answers; auto: as its chat template shows."),
+    ] = "auto"
     threads: Annotated[int, _doc("CPU threads of the engine; 0: one for every core it may use.", ge=0)] = 0
 
 

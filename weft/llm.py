@@ -68,7 +68,7 @@ class LLM:
     ) -> list[Answer]:
         """Answer every conversation, through the model's chat template."""
         batch: Any = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        return self._answer_all([self._engine.encode_chat(messages) for messages in batch], params)
+        return self._answer_all([self._engine.encode_chat(messages).token_ids for messages in batch], params)
 
     def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
         """The answer to one prompt or conversation, as it comes. Leaving the iterator early ends the request."""
@@ -96,7 +96,7 @@ class LLM:
         if isinstance(prompt, str):
             return self._engine.tokenizer.encode(prompt)
         messages = [part for part in prompt if isinstance(part, Mapping)]
-        return self._engine.encode_chat(messages) if messages else [t for t in prompt if isinstance(t, int)]
+        return self._engine.encode_chat(messages).token_ids if messages else [t for t in prompt if isinstance(t, int)]
 
     def _answer_all(
         self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None

@@ -26,6 +26,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_LOGIT_BIAS = 1024
+MAX_GRAMMAR_CHARS = 1 << 20
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
@@ -53,6 +54,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     logprobs: int | None = None
     """None: no log probabilities. k: the chosen token's, and those of the k likeliest tokens."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, but the first: nothing stands before it."""
+    grammar: str = ""
+    """What the output must be, as `weft.text.grammars` writes it; empty: anything."""
 
     def check(self) -> None:
         """Raise InvalidRequest for a value that no model could honour."""
@@ -74,6 +79,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
                 )
         if self.logprobs is not None:
             _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.grammar:
+            self._check_grammar()
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"{len(self.stop)} stop strings; at most {MAX_STOP_STRINGS}.", param="stop")
         if any(not s or len(s) > MAX_STOP_LENGTH for s in self.stop):
@@ -84,6 +93,13 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
             )
         for bias in self.logit_bias.values():
             _in_range("logit_bias", bias, -100, 100)
+
+    def _check_grammar(self) -> None:
+        if len(self.grammar) > MAX_GRAMMAR_CHARS:
+            raise InvalidRequest(f"The output's grammar has more than {MAX_GRAMMAR_CHARS} characters.")
+        for name, contradicts in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens > 0)):
+            if contradicts:
+                raise InvalidRequest(f"{name} cannot go with structured output, which ends where it ends.", param=name)
 
     def check_token_ids(self, logits_width: int) -> None:
         """Raise InvalidRequest for a token id that the model's logits do not have."""
@@ -107,6 +123,13 @@ def _in_range(name: str, value: float, low: float, high: float, *, open_low: boo
         raise InvalidRequest(f"{name} is {value}; it must be {bound} and at most {high:g}.", param=name)
 
 
+class Pooling(enum.StrEnum):
+    """How the hidden states of a prompt become one vector."""
+
+    MEAN = "mean"
+    LAST = "last"
+
+
 class Request(Struct, frozen=True, kw_only=True):
     """One generation as the engine sees it: integers only, every default resolved."""
 
@@ -120,6 +143,14 @@ class Request(Struct, frozen=True, kw_only=True):
     """Tokens that the user already has: not empty when a request is resumed in a new engine."""
     cache_salt: str = ""
     """Requests share cached prompt blocks only with requests of the same salt."""
+    priority: int = 0
+    """Of waiting requests those of the lowest number go first."""
+    tenant: str = ""
+    """Whose request it is: tenants of equal priority get equal shares of the engine."""
+    sibling_of: str = ""
+    """The id of a request with the same prompt, whose blocks this one shares as soon as they are computed."""
+    pooling: Pooling | None = None
+    """Set: the answer is a vector made of the prompt's hidden states, and no token is sampled."""
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
@@ -141,10 +172,16 @@ class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token_id: int | None = None
     """The token that ended the output, when one did; it is the last of `token_ids`."""
     error: str = ""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """On a request's first event, when asked for: of every prompt token but the first."""
+    queue_seconds: float | None = None
+    """On a request's first event: how long it waited in this engine before it was admitted."""
+    embedding: bytes | None = None
+    """The last event of a request with `pooling`: a vector of float32."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether it tells of one more token and of nothing else."""
+        """Whether it tells of one more token and of nothing else: a first event always tells of cached tokens."""
         return self.finish is None and self.logprobs is None and self.cached_tokens is None and len(self.token_ids) == 1
 
 
@@ -169,6 +206,12 @@ class Delta(Struct, frozen=True, kw_only=True):
     """The stop string or the stop token id that ended the output, when one did."""
     error: str = ""
     usage: Usage = Usage()
+    prompt_logprobs: list[TokenLogprob] | None = None
+    """With the first delta, when asked for: of every prompt token but the first."""
+    queue_seconds: float | None = None
+    """With the first delta."""
+    embedding: bytes | None = None
+    """With the last delta of a request for one: float32."""
 
 
 class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
-from weft.backends.contract import Deltas, Health
+from weft.backends.contract import ChatPrompt, ChatStyles, Deltas, Health
 from weft.errors import WeftError
 from weft.types import Delta, EngineStats, FinishReason, ModelInfo, SamplingParams, TokenLogprob, Usage
 
@@ -37,6 +37,10 @@ class Submitted(Struct, frozen=True):
     params: SamplingParams
     request_id: str | None
     cache_salt: str
+    priority: int
+    tenant: str
+    sibling_of: str
+    markers: tuple[str, ...]
 
 
 def answer(*texts: str, finish: FinishReason = FinishReason.STOP, prompt_tokens: int = 3) -> list[Step]:
@@ -80,6 +84,9 @@ class ScriptedEngine:
         self.open: set[str] = set()
         self.messages: Sequence[Mapping[str, Any]] = ()
         self.template_variables: Mapping[str, Any] | None = None
+        self.tools: Sequence[Mapping[str, Any]] | None = None
+        self.continue_final_message = False
+        self.styles = ChatStyles()
         self.add_generation_prompt = True
         self.closed = False
 
@@ -87,13 +94,18 @@ class ScriptedEngine:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    ) -> ChatPrompt:
         self.messages = list(messages)
+        self.tools = tools
         self.add_generation_prompt = add_generation_prompt
+        self.continue_final_message = continue_final_message
         self.template_variables = template_variables
-        return self.tokenizer.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        return ChatPrompt(text, self.tokenizer.encode(text))
 
     async def submit(
         self,
@@ -102,12 +114,18 @@ class ScriptedEngine:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        sibling_of: str = "",
+        markers: Collection[str] = (),
     ) -> Any:
         if self.refuse is not None and len(self.submitted) >= self.refuse_from:
             raise self.refuse
         request_id = request_id or f"own-{len(self.submitted)}"
         assert request_id not in self.open
-        self.submitted.append(Submitted(prompt_token_ids, params, request_id, cache_salt))
+        self.submitted.append(
+            Submitted(prompt_token_ids, params, request_id, cache_salt, priority, tenant, sibling_of, tuple(markers))
+        )
         self.open.add(request_id)
         return _Play(self, request_id)
 

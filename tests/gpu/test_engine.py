@@ -66,6 +66,19 @@ def test_the_tokens_are_the_cpus(name: str, tmp_path: Path) -> None:
             assert got.tokens(request_id) == output.token_ids, f"{request_id} under {condition}"
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_cached_prefix_gives_the_tokens_of_a_run_alone(overlap: bool, tmp_path: Path) -> None:
+    gpu = on_gpu(tiny_models.save_directory("qwen3", tmp_path / "qwen3"))
+    alone = {i: run(gpu, [request("alone", prompt, 32)]).tokens("alone") for i, prompt in enumerate(PROMPTS)}
+    again = [(80, request(f"again{i}", prompt, 32)) for i, prompt in enumerate(PROMPTS)]
+    got = run(gpu, work(), later=again, overlap=overlap, max_prefill_chunk=7)
+    for i, prompt in enumerate(PROMPTS):
+        assert got.tokens(f"again{i}") == alone[i]
+        assert (
+            got.outputs[f"again{i}"].cached_tokens == (len(prompt) - 1) // gpu.limits.block_size * gpu.limits.block_size
+        )
+
+
 @pytest.mark.parametrize("name", tiny_models.SPECS)
 def test_logits_and_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

@@ -138,12 +138,12 @@ def test_weights_come_to_the_device_in_one_copy(dtype: torch.dtype, tmp_path: Pa
 # Sizing.
 
 
-def worker(files: ModelFiles, **cache: object) -> Worker:
+def worker(files: ModelFiles, *, max_num_batched_tokens: int = 0, **cache: object) -> Worker:
     return Worker(
         Config(
             model=ModelOptions(device="cuda"),
             cache=CacheOptions(**({"gpu_memory_utilization": SHARE} | cache)),
-            scheduler=SchedulerOptions(max_num_seqs=64),
+            scheduler=SchedulerOptions(max_num_seqs=64, max_num_batched_tokens=max_num_batched_tokens),
         ),
         files,
     )
@@ -204,9 +204,9 @@ def test_a_step_that_does_not_fit_is_refused_with_the_flags_that_make_it_smaller
     total = torch.cuda.mem_get_info()[1]
     weights = read(files, CUDA).num_bytes
     _clean()
-    torch.cuda.set_per_process_memory_fraction((weights + 256 * MIB) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + weights + 192 * MIB) / total)
     with pytest.raises(OutOfMemory, match="does not fit beside the weights") as caught:
-        worker(files)
+        worker(files, max_num_batched_tokens=16384)
     assert "--max-num-batched-tokens" in caught.value.hint
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
 
 from weft.errors import EngineFault, InvalidRequest, RequestTimeout, Unavailable, WeftError
+from weft.text.parsers.reasoning import ReasoningStyle
+from weft.text.parsers.styles import ToolStyle
 from weft.text.tokenizer import Tokenizer
-from weft.types import Delta, EngineStats, FinishReason, ModelInfo, SamplingParams
+from weft.types import Delta, EngineStats, FinishReason, ModelInfo, Pooling, SamplingParams, Usage
 
 
 class Health(Struct, frozen=True):
@@ -42,6 +44,27 @@ class Deltas(Protocol):
         """End the request, whether or not it was ever iterated; its memory is free before the next step."""
 
 
+class ChatPrompt(Struct, frozen=True):
+    """A conversation as the model's own chat template writes it."""
+
+    text: str
+    token_ids: list[int]
+
+
+class Embedding(Struct, frozen=True):
+    """float32 values, and what they were made of."""
+
+    data: bytes
+    usage: Usage
+
+
+class ChatStyles(Struct, frozen=True):
+    """How this model writes what is not plain text; None: not at all, as far as is known."""
+
+    tools: ToolStyle | None = None
+    reasoning: ReasoningStyle | None = None
+
+
 class Engine(Protocol):
     """One model that is served."""
 
@@ -51,14 +74,22 @@ class Engine(Protocol):
     @property
     def tokenizer(self) -> Tokenizer: ...
 
+    @property
+    def styles(self) -> ChatStyles: ...
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """The messages as the model's own chat template writes them, in tokens. Raises InvalidRequest."""
+    ) -> ChatPrompt:
+        """The messages as the model's own chat template writes them. Raises InvalidRequest.
+
+        `continue_final_message`: the text ends with the last message's own, for the model to go on with.
+        """
 
     async def submit(
         self,
@@ -67,12 +98,31 @@ class Engine(Protocol):
         *,
         request_id: str | None = None,
         cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        sibling_of: str = "",
+        markers: Collection[str] = (),
     ) -> Deltas:
         """Check and queue one request; its deltas follow, the last one with `finish`.
+
+        `sibling_of` is the id of a request with the same prompt that was submitted before: the two share its blocks.
+        `markers` are texts of special tokens that are shown whatever `skip_special_tokens` says: a parser needs them.
 
         Raises InvalidRequest, Overloaded or Unavailable before anything is queued. Whoever stops reading early
         must call `aclose`.
         """
+
+    async def embed(
+        self,
+        prompt_token_ids: list[int],
+        pooling: Pooling,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+    ) -> Embedding:
+        """The prompt as one vector of length 1. Raises as `submit` does. Cancelling it ends the request."""
 
     def health(self) -> Health: ...
 

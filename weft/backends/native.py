@@ -5,24 +5,25 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from weft.backends.contract import Deltas, Health, Take
+from weft.backends.contract import ChatPrompt, ChatStyles, Deltas, Embedding, Health, Take, failure_of
 from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.engine.launch import EngineProcess, LaunchedEngine
-from weft.errors import ContextTooLong, InvalidRequest
+from weft.errors import ContextTooLong, EngineFault, InvalidRequest
 from weft.hub.assets import text_assets
 from weft.hub.files import ModelFiles, dummy_files
 from weft.hub.resolve import resolve
 from weft.text.output import OutputText
+from weft.text.parsers.styles import reasoning_style, tool_style
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
-from weft.types import Delta, EngineStats, ModelInfo, Request, SamplingParams, check_token_ids
+from weft.types import Delta, EngineStats, ModelInfo, Pooling, Request, SamplingParams, check_token_ids
 
 
 async def start_native(
@@ -39,7 +40,8 @@ async def start_native(
     except BaseException:
         await client.close()
         raise
-    return NativeEngine(client, tokenizer, template)
+    styles = _styles_of(config, template)
+    return NativeEngine(client, tokenizer, template, styles)
 
 
 def find_model(config: Config) -> ModelFiles:
@@ -53,6 +55,15 @@ def _text_of(files: ModelFiles) -> tuple[Tokenizer, ChatTemplate | None]:
     assets = text_assets(files)
     tokenizer = Tokenizer.from_assets(assets)
     return tokenizer, ChatTemplate.from_assets(assets, tokenizer) if assets.chat_template else None
+
+
+def _styles_of(config: Config, template: ChatTemplate | None) -> ChatStyles:
+    source = template.source if template is not None else None
+    tools, reasoning = config.model.tool_style, config.model.reasoning_style
+    return ChatStyles(
+        tool_style(None if tools == "auto" else tools, source),
+        reasoning_style(None if reasoning == "auto" else reasoning, source),
+    )
 
 
 class NativeDeltas(Deltas):
@@ -128,9 +139,12 @@ class NativeDeltas(Deltas):
 
 
 class NativeEngine:
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, styles: ChatStyles
+    ) -> None:
         self.client = client
         self.tokenizer = tokenizer
+        self.styles = styles
         self._template = template
 
     @property
@@ -141,18 +155,24 @@ class NativeEngine:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    ) -> ChatPrompt:
         if self._template is None:
             raise InvalidRequest(
                 "This model has no chat template, so it does not know what a conversation looks like.",
                 hint="Send a plain prompt to /v1/completions instead.",
             )
         text = self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, extra=template_variables or {}
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            extra=template_variables or {},
         )
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return ChatPrompt(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     async def submit(
         self,
@@ -161,6 +181,10 @@ class NativeEngine:
         *,
         request_id: str | None = None,
         cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        sibling_of: str = "",
+        markers: Collection[str] = (),
     ) -> NativeDeltas:
         self._check(prompt_token_ids, params)
         room = self.model.max_model_len - len(prompt_token_ids)
@@ -176,8 +200,43 @@ class NativeEngine:
             params=resolved,
             stop_token_ids=list(dict.fromkeys((*ends, *params.stop_token_ids))),
             cache_salt=cache_salt,
+            priority=priority,
+            tenant=tenant,
+            sibling_of=sibling_of,
         )
-        return NativeDeltas(self.client, request, OutputText(self.tokenizer, request))
+        return NativeDeltas(self.client, request, OutputText(self.tokenizer, request, markers))
+
+    async def embed(
+        self,
+        prompt_token_ids: list[int],
+        pooling: Pooling,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+    ) -> Embedding:
+        params = SamplingParams(temperature=0, seed=0, max_tokens=1)
+        self._check(prompt_token_ids, params)
+        request = Request(
+            request_id=request_id or uuid.uuid4().hex,
+            prompt_token_ids=prompt_token_ids,
+            params=params,
+            cache_salt=cache_salt,
+            priority=priority,
+            tenant=tenant,
+            pooling=pooling,
+        )
+        deltas = NativeDeltas(self.client, request, OutputText(self.tokenizer, request))
+        try:
+            async for delta in deltas:
+                if failure := failure_of(delta):
+                    raise failure
+                if delta.embedding is not None:
+                    return Embedding(delta.embedding, delta.usage)
+        finally:
+            await deltas.aclose()
+        raise EngineFault("The engine ended a request without its vector.")
 
     def health(self) -> Health:
         if self.client.state != "ready":

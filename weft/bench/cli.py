@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -14,9 +14,11 @@ from rich.table import Table
 
 from weft import config as configuration
 from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
-from weft.bench.rpc import RpcReport, RpcWork, run_rpc
 from weft.bench.serve import DEFAULT_LOADS, Load, ServeReport, ServeWork, own_server, run_serve
 from weft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weft.bench.rpc import RpcReport
 
 try:
     from uvloop import run
@@ -27,7 +29,6 @@ app = typer.Typer(help="Measure this machine.", no_args_is_help=True, add_comple
 
 _WORK = OfflineWork()
 _LOADS = ServeWork()
-_ANSWERS = RpcWork()
 
 CLIENT_AT_ITS_LIMIT = 0.9
 """A client that computes for more than this share of the time may be what was measured."""
@@ -138,13 +139,15 @@ def serve(
 @app.command()
 def rpc(
     model: Annotated[str, typer.Argument(help="What `weft serve` takes.")] = "smollm2",
-    requests: Annotated[int, typer.Option(min=1, help="Answers to ask for.")] = _ANSWERS.requests,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = _ANSWERS.concurrency,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = _ANSWERS.output_tokens,
+    requests: Annotated[int, typer.Option(min=1, help="Answers to ask for.")] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 1,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """How many gRPC messages an answer takes, with its chunks joined and without."""
+    from weft.bench.rpc import RpcWork, run_rpc  # gRPC's packages, which the other commands do without
+
     settings = configuration.load({"model": model, "enable_prefix_caching": False}, file=config)
     work = RpcWork(requests=requests, concurrency=concurrency, output_tokens=output_tokens)
     report = run(run_rpc(settings, work))

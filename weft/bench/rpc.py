@@ -32,9 +32,9 @@ PROMPTS = ("The history of the sea is", "One, two, three, four,", "A recipe for 
 class RpcWork(Struct, frozen=True, kw_only=True):
     """What to ask for."""
 
-    requests: int = 8
-    concurrency: int = 1
-    output_tokens: int = 128
+    requests: int
+    concurrency: int
+    output_tokens: int
 
 
 class Passage(Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ def generate(local: LocalEngine, prompt: str, params: SamplingParams, *, raw: bo
     if raw:
         tokens = local.engine.tokenizer.encode(prompt)
     else:
-        tokens = local.engine.encode_chat([{"role": "user", "content": prompt}])
+        tokens = local.engine.encode_chat([{"role": "user", "content": prompt}]).token_ids
     for _ in _written(local, tokens, params):
         pass
     sys.stdout.write("\n")
@@ -60,7 +60,7 @@ def _answer(local: LocalEngine, messages: Messages, line: str, params: SamplingP
     began = time.perf_counter()
     text, num_tokens = "", 0
     try:
-        for delta in _written(local, local.engine.encode_chat(messages), params):
+        for delta in _written(local, local.engine.encode_chat(messages).token_ids, params):
             text += delta.text
             num_tokens += len(delta.token_ids)
     except KeyboardInterrupt:

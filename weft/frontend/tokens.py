@@ -54,7 +54,7 @@ async def tokenize(body: bytes, service: Service) -> Tokenized:
             [template_message(message) for message in request.messages or ()],
             add_generation_prompt=request.add_generation_prompt,
             template_variables=request.chat_template_kwargs,
-        )
+        ).token_ids
 
     tokens = await asyncio.to_thread(encoded)
     return Tokenized(

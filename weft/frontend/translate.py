@@ -32,13 +32,13 @@ async def chat_job(request: ChatRequest, engine: Engine) -> Job:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     params = _params(request, max_tokens=_chat_max_tokens(request), logprobs=logprobs, engine=engine)
     # The template is rendered by another process, and its answer waited for.
-    prompt = await asyncio.to_thread(
+    chat = await asyncio.to_thread(
         engine.encode_chat,
         [template_message(message) for message in request.messages],
         add_generation_prompt=request.add_generation_prompt,
         template_variables=request.chat_template_kwargs,
     )
-    return _job(request, [prompt], params)
+    return _job(request, [chat.token_ids], params)
 
 
 async def completion_job(request: CompletionRequest, engine: Engine) -> Job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from weft.text.tokenizer import Tokenizer
 
@@ -19,9 +19,18 @@ class Detokenizer:
     a space between prompt and output is kept, and a character that the prompt began is emitted when it is complete.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        shown: Collection[str] = (),
+    ) -> None:
+        """`shown` are special tokens that are not skipped, whatever `skip_special_tokens` says."""
         self._token_bytes = tokenizer.token_bytes
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        if shown and self._hidden:
+            self._hidden -= {token_id for token_id in self._hidden if tokenizer.token_text(token_id) in shown}
         self._utf8 = _utf8_decoder(errors="replace")
         self._utf8.decode(self._end_of(prompt_token_ids))
         self._strip_space = tokenizer.strips_leading_space and not self._has_bytes(prompt_token_ids)

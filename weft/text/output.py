@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from weft.text.detokenizer import Detokenizer
 from weft.text.stops import StopStrings
@@ -13,9 +13,9 @@ from weft.types import Arrival, Delta, FinishReason, Request, TokenLogprob, Usag
 class OutputText:
     """Follows one request from its first arrival to its end. After the delta with `finish`, `ended` is true."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: Request, markers: Collection[str] = ()) -> None:
         params = request.params
-        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens, markers)
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._matched: str | None = None
         """The stop string that was found."""

@@ -22,7 +22,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, *, bos_token: str | None, eos_token: str | None, limits: TemplateLimits | None = None
     ) -> None:
-        self._source = source
+        self.source = source
         self._limits = limits or TemplateLimits()
         self._special_tokens = {
             name: token for name, token in (("bos_token", bos_token), ("eos_token", eos_token)) if token is not None
@@ -53,12 +53,12 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         extra: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt's text. Blocks the caller for as long as the template takes, at most `limits.render_seconds`."""
         extra = extra or {}
-        if reserved := _RESERVED & extra.keys():
-            raise InvalidRequest(f"Chat template variables cannot set {', '.join(sorted(reserved))}.")
+        self._check_extra(extra)
         variables: dict[str, object] = {
             "documents": None,
             **extra,
@@ -76,7 +76,20 @@ class ChatTemplate:
         if "error" in answer:
             raise _render_error(answer["error"], answer["message"], self._limits)
         text: str = answer["text"]
-        return text
+        return _up_to_the_end_of(messages[-1]["content"], text) if continue_final_message else text
+
+    def _check_extra(self, extra: Mapping[str, object]) -> None:
+        """A variable that the template never reads would be ignored in silence."""
+        if reserved := _RESERVED & extra.keys():
+            raise InvalidRequest(
+                f"Chat template variables cannot set {', '.join(sorted(reserved))}.", param="chat_template_kwargs"
+            )
+        if unknown := sorted(extra.keys() - self.declared):
+            known = ", ".join(sorted(self.declared - _RESERVED)) or "none"
+            raise InvalidRequest(
+                f"The model's chat template has no variable {unknown[0]!r:.100}; it has: {known}.",
+                param="chat_template_kwargs",
+            )
 
     def close(self) -> None:
         """End the render process; a later render starts another."""
@@ -100,8 +113,20 @@ class ChatTemplate:
 
     def _started(self) -> RenderProcess:
         if self._process is None:
-            self._process = _start(self._source, self._limits)
+            self._process = _start(self.source, self._limits)
         return self._process
+
+
+def _up_to_the_end_of(content: str, text: str) -> str:
+    """The rendered text without what the template writes behind the last message."""
+    # Templates may strip a message's white space.
+    for ending in (content, content.strip()):
+        if ending and (at := text.rfind(ending)) >= 0:
+            return text[: at + len(ending)]
+    raise InvalidRequest(
+        "The final message cannot be continued: the model's chat template does not write it as it is.",
+        param="continue_final_message",
+    )
 
 
 def _start(source: str, limits: TemplateLimits) -> RenderProcess:

@@ -33,7 +33,7 @@ class Config(NamedTuple):
     """How a product is cut. One program takes `block_n` rows of weights, gates and ups counted alike."""
 
     rows: int
-    """What the rows are padded to: 8, or a power of two from 16 on, where a wider unit multiplies."""
+    """What the rows are padded to: a power of two from 16 on, which the matrix units ask for."""
     block_n: int
     block_k: int
     split_k: int
@@ -135,8 +135,6 @@ def config_for(rows: int, n: int, k: int, gated: bool) -> Config:
     split_k = neighbours = 1
     if tiles <= _MULTIPROCESSORS // 2:
         split_k = _MULTIPROCESSORS // tiles
-    elif tiles < _MULTIPROCESSORS * 5 // 6 and rows <= 8:
-        padded = 8
     elif tiles < _MULTIPROCESSORS * 5 // 6:
         neighbours = 2
         split_k = 2 * _MULTIPROCESSORS // tiles
