@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from weft.types import SamplingParams, TokenLogprob
+from weft.types import Pooling, SamplingParams, TokenLogprob
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -38,6 +38,25 @@ class Admission(Struct, frozen=True):
     stop_token_ids: list[int]
 
 
+class PromptLogprobs(Struct, frozen=True):
+    """The log probabilities of the prompt tokens that follow a row's tokens, and of so many of the likeliest ones."""
+
+    num_top: int
+
+
+class Pooled(Struct, frozen=True):
+    """The hidden states of a prompt's tokens as one vector of length one."""
+
+    pooling: Pooling
+    """The mean is of all tokens since the row's start: the worker keeps their sum from step to step."""
+    is_end: bool
+    """These are the prompt's last tokens: the vector comes back."""
+
+
+Extra = PromptLogprobs | Pooled
+"""What a row may ask of its tokens besides the next one. Steps with such a row are not as fast as others."""
+
+
 class Row(Struct, frozen=True):
     """Compute the known tokens at positions start .. start + count - 1 of one row."""
 
@@ -48,6 +67,7 @@ class Row(Struct, frozen=True):
     """Block ids to append to the row's table before the step."""
     samples: bool
     """The last of these tokens is the last one known: sample the token that follows it."""
+    extra: Extra | None = None
 
 
 class StepPlan(Struct, frozen=True):
@@ -70,7 +90,18 @@ class Sampled(Struct, frozen=True):
     error: str = ""
 
 
+class Gained(Struct, frozen=True):
+    """What a row got of the extra that it asked for; `error` when it were no numbers."""
+
+    logprobs: list[TokenLogprob] = []
+    vector: bytes | None = None
+    """float32."""
+    error: str = ""
+
+
 class StepResult(Struct, frozen=True):
     step_id: int
     sampled: list[Sampled]
     """One for every row of the plan that samples, in the plan's order."""
+    gained: list[Gained] = []
+    """One for every row of the plan that asks for an extra, in the plan's order."""

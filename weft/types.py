@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Collection
 
 from msgspec import Struct
@@ -117,8 +116,14 @@ def check_token_ids(ids: Collection[int], logits_width: int, param: str) -> None
             )
 
 
+def check_priority(priority: int) -> None:
+    """Raise InvalidRequest for a priority that gRPC, or the way to the engine, has no room for."""
+    _in_range("priority", priority, -(2**31), 2**31 - 1)
+
+
 def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+    # Written so that NaN is refused, and an integer too large for a float is still compared.
+    if not low <= value <= high or (open_low and value == low):
         bound = f"above {low:g}" if open_low else f"at least {low:g}"
         raise InvalidRequest(f"{name} is {value}; it must be {bound} and at most {high:g}.", param=name)
 
@@ -195,6 +200,20 @@ class Usage(Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
+class Timings(Struct, frozen=True, kw_only=True):
+    """How long one answer took, from its request's arrival."""
+
+    queue_seconds: float
+    first_token_seconds: float
+    total_seconds: float
+    tokens: int
+
+    @property
+    def inter_token_seconds(self) -> float:
+        """On average; 0 with fewer than two tokens."""
+        return (self.total_seconds - self.first_token_seconds) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+
 class Delta(Struct, frozen=True, kw_only=True):
     """What a client of the text room receives: new text, the tokens behind it, and the end when it comes."""
 
@@ -212,6 +231,8 @@ class Delta(Struct, frozen=True, kw_only=True):
     """With the first delta."""
     embedding: bytes | None = None
     """With the last delta of a request for one: float32."""
+    timings: Timings | None = None
+    """With the last delta, from a door that took them."""
 
 
 class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):

@@ -143,6 +143,43 @@ def test_rows_choose_the_logits() -> None:
     run.close()
 
 
+def test_hidden_states_come_beside_logits_and_change_none_of_them() -> None:
+    c = config()
+    weights = random_weights(c)
+    cache = random_cache(c, 64, 16)
+    run = native(c, weights, cache)
+    step = random_step(c, [1, 12, 30], [44, 12, 90], cache)
+    model = DenseModel(c, weights, REFERENCE, MAX_MODEL_LEN)
+    wanted = model.forward(step.tokens, step.positions, cache.clone(), step.batch)
+    plain = run(*step, step.last_rows)
+    rows = torch.tensor([5, 0, 42, 13])
+    logits, hidden = run.with_hidden(*step, step.last_rows, rows)
+    assert torch.equal(logits, plain)
+    torch.testing.assert_close(hidden, wanted[rows], atol=1e-4, rtol=1e-4)
+    none = torch.tensor([], dtype=torch.int64)
+    alone, every = run.with_hidden(*step, none, torch.arange(43))
+    assert alone.shape == (0, c.vocab_size) and torch.equal(every[rows], hidden)
+    assert run.with_hidden(*step, step.last_rows, none)[1].shape == (0, c.hidden_size)
+    assert torch.equal(run(*step, step.last_rows), plain)
+    run.close()
+
+
+def test_rows_point_at_tokens() -> None:
+    c = config()
+    cache = random_cache(c, 64, 16)
+    run = native(c, random_weights(c), cache)
+    step = random_step(c, [1, 12], [44, 12], cache)
+    inside, outside = torch.tensor([0]), torch.tensor([13])
+    for rows, hidden_rows, message in (
+        (outside, inside, "rows of a step"),
+        (inside, outside, "rows of hidden states"),
+        (torch.zeros(14, dtype=torch.int64), inside, "no more rows of logits than tokens"),
+    ):
+        with pytest.raises(IndexError, match=message):
+            run.with_hidden(*step, rows, hidden_rows)
+    run.close()
+
+
 def test_callers_on_several_threads_take_turns() -> None:
     c = config()
     cache = random_cache(c, 64, 16)

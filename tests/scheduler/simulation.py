@@ -10,10 +10,10 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 
-from weft.plan import Limits, Row, Sampled, StepPlan, StepResult
+from weft.plan import Gained, Limits, Pooled, PromptLogprobs, Row, Sampled, StepPlan, StepResult
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
-from weft.types import Event, Request, SamplingParams
+from weft.types import Event, Pooling, Request, SamplingParams, TokenLogprob
 
 VOCAB = 50
 STOP_TOKEN = 7
@@ -41,6 +41,10 @@ def request(
     salt: str = "",
     stop: bool = False,
     output: Sequence[int] = (),
+    priority: int = 0,
+    tenant: str = "",
+    sibling_of: str = "",
+    pooling: Pooling | None = None,
     **params: object,
 ) -> Request:
     return Request(
@@ -50,6 +54,10 @@ def request(
         stop_token_ids=[STOP_TOKEN] if stop else [],
         output_token_ids=list(output),
         cache_salt=salt,
+        priority=priority,
+        tenant=tenant,
+        sibling_of=sibling_of,
+        pooling=pooling,
     )
 
 
@@ -77,11 +85,27 @@ def expected_output(request: Request, max_model_len: int) -> list[int]:
     return tokens[num_prompt:]
 
 
+def score(token: int, position: int) -> TokenLogprob:
+    """The simulated log probability of a token of a prompt."""
+    return TokenLogprob(-token - position / 1000)
+
+
+def expected_vector(request: Request) -> bytes:
+    """The simulated vector of a prompt: its digest, and what it is of."""
+    seen = b""
+    for token in request.prompt_token_ids:
+        seen = digest(seen, token)
+    assert request.pooling is not None
+    return seen + request.pooling.encode()
+
+
 class SimulatedWorker:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.rows: dict[int, tuple[list[int], list[int]]] = {}
         self.slots: dict[int, bytes] = {}
+        self.pooled: dict[int, int] = {}
+        """Of each row whose hidden states are summed up: how many are."""
         self.computed = 0
         self.largest_batch = 0
         self.broken: set[int] = set()
@@ -95,7 +119,7 @@ class SimulatedWorker:
             self.rows[admission.row] = (list(admission.token_ids), [])
         assert len({row.row for row in plan.rows}) == len(plan.rows), "a row is planned twice"
         self.largest_batch = max(self.largest_batch, len(plan.rows))
-        sampled = []
+        sampled, gained = [], []
         for row in plan.rows:
             tokens, blocks = self.rows[row.row]
             blocks += row.new_blocks
@@ -114,7 +138,26 @@ class SimulatedWorker:
                 tokens.append(token)
                 broken = self.broken.intersection(tokens[:-1])
                 sampled.append(Sampled(-1, error="not a number") if broken else Sampled(token))
-        return StepResult(plan.step_id, sampled)
+            if row.extra is not None:
+                broken = self.broken.intersection(tokens[: row.start + row.count])
+                gained.append(Gained(error="not a number") if broken else self._gained(row))
+        return StepResult(plan.step_id, sampled, gained)
+
+    def _gained(self, row: Row) -> Gained:
+        tokens, blocks = self.rows[row.row]
+        stop = row.start + row.count
+        match row.extra:
+            case PromptLogprobs():
+                positions = range(row.start + 1, stop + 1 - row.samples)
+                return Gained([score(tokens[position], position) for position in positions])
+            case Pooled(pooling=pooling, is_end=is_end):
+                assert not row.samples
+                if pooling is Pooling.MEAN:
+                    assert row.start == 0 or self.pooled[row.row] == row.start, "tokens are missing in the mean"
+                    self.pooled[row.row] = stop
+                assert is_end == (stop == len(tokens))
+                return Gained(vector=self._read(blocks, stop - 1) + pooling.encode()) if is_end else Gained()
+        raise AssertionError("an unknown extra")
 
     def _slot(self, blocks: list[int], position: int) -> int:
         block = blocks[position // self.block_size]
@@ -192,3 +235,13 @@ class Simulation:
             for plan, owners in zip(self.plans, self.owners, strict=True)
             for admission in plan.admit
         ]
+
+
+def assert_prompt_logprobs(simulation: Simulation, asked: Request) -> None:
+    """Those of the whole prompt come with a request's first event if it asked, and with no other."""
+    prompt = asked.prompt_token_ids
+    expected = [score(token, position) for position, token in enumerate(prompt)][1:]
+    came = [event.prompt_logprobs for event in simulation.events if event.request_id == asked.request_id]
+    if asked.params.prompt_logprobs is not None and came:
+        assert came.pop(0) == expected
+    assert came == [None] * len(came)

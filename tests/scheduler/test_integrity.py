@@ -13,16 +13,19 @@ from weft.scheduler.scheduler import Scheduler
 
 @pytest.fixture
 def scheduler() -> Scheduler:
-    """Two requests run ("a" decodes, "b" shares a's prefix), "c" waits for a row; some free blocks are cached."""
+    """Two requests run ("a" decodes, "b" shares a's prefix), "c" waits for a row and "d" for "c"; some free blocks
+    are cached."""
     simulation = Simulation(limits(max_num_seqs=2))
     simulation.add(request("before", [9] * 20, 2))
     simulation.run()
     simulation.add(request("a", [1] * 13, 20))
     simulation.step()
     simulation.add(request("b", [1] * 40, 20), request("c", [3] * 5, 4))
+    simulation.add(request("d", [3] * 5, 4, sibling_of="c", tenant="other"))
     simulation.step()
     scheduler = simulation.scheduler
     assert [c.id for c in scheduler.running] == ["a", "b"] and [c.id for c in scheduler.waiting] == ["c"]
+    assert [c.id for c in scheduler.siblings] == ["d"]
     check_integrity(scheduler)
     return scheduler
 
@@ -85,11 +88,11 @@ def reused_block_still_found(scheduler: Scheduler) -> None:
 
 
 def request_in_both_queues(scheduler: Scheduler) -> None:
-    scheduler.waiting.append(scheduler.running[0])
+    scheduler.waiting.add(scheduler.running[0])
 
 
 def request_waits_twice(scheduler: Scheduler) -> None:
-    scheduler.waiting.append(scheduler.waiting[0])
+    scheduler.waiting.put_back(scheduler.cursors["c"])
 
 
 def request_runs_twice(scheduler: Scheduler) -> None:
@@ -97,7 +100,52 @@ def request_runs_twice(scheduler: Scheduler) -> None:
 
 
 def request_in_no_queue(scheduler: Scheduler) -> None:
-    scheduler.waiting.clear()
+    scheduler.waiting.remove(scheduler.cursors["c"])
+
+
+def sibling_in_no_place(scheduler: Scheduler) -> None:
+    scheduler.siblings.remove(scheduler.cursors["d"])
+
+
+def sibling_waits_and_is_queued(scheduler: Scheduler) -> None:
+    scheduler.waiting.add(scheduler.cursors["d"])
+
+
+def request_waits_for_a_sibling_that_it_has_not(scheduler: Scheduler) -> None:
+    cursor = scheduler.cursors["c"]
+    scheduler.waiting.remove(cursor)
+    scheduler.siblings.add(cursor)
+
+
+def preempted_request_waits_for_a_sibling(scheduler: Scheduler) -> None:
+    """It would never be admitted if its leader went before."""
+    scheduler.cursors["d"].preemptions = 1
+
+
+def queue_that_miscounts(scheduler: Scheduler) -> None:
+    scheduler.waiting._length += 1
+
+
+def queue_that_miscounts_tokens(scheduler: Scheduler) -> None:
+    """Steps would be larger, or smaller, than the queue is deep."""
+    scheduler.waiting.num_tokens += 1
+
+
+def tenant_that_is_never_forgotten(scheduler: Scheduler) -> None:
+    scheduler.waiting.tenants.opened("nobody")
+
+
+def tenant_forgotten_too_early(scheduler: Scheduler) -> None:
+    scheduler.waiting.tenants.closed("other")
+
+
+def tenant_said_to_wait(scheduler: Scheduler) -> None:
+    """It would be asked for a request that it has not."""
+    scheduler.waiting.tenants.queued("other")
+
+
+def shares_more_than_is_computed(scheduler: Scheduler) -> None:
+    scheduler.running[0].settled = scheduler.running[0].computed + 1
 
 
 def ended_request_still_waits(scheduler: Scheduler) -> None:
@@ -109,15 +157,15 @@ def ended_request_still_runs(scheduler: Scheduler) -> None:
 
 
 def waiting_request_has_a_row(scheduler: Scheduler) -> None:
-    scheduler.waiting[0].row = 1
+    scheduler.cursors["c"].row = 1
 
 
 def waiting_request_has_computed_tokens(scheduler: Scheduler) -> None:
-    scheduler.waiting[0].computed = 4
+    scheduler.cursors["c"].computed = 4
 
 
 def waiting_request_holds_blocks(scheduler: Scheduler) -> None:
-    scheduler.waiting[0].blocks = scheduler.pool.allocate(1)
+    scheduler.cursors["c"].blocks = scheduler.pool.allocate(1)
 
 
 def more_computed_than_the_blocks_hold(scheduler: Scheduler) -> None:
@@ -182,7 +230,7 @@ def request_said_to_have_ended_still_runs(scheduler: Scheduler) -> None:
 
 def waiting_request_expects_a_token_of_no_step(scheduler: Scheduler) -> None:
     """It would never be admitted, nor anybody behind it."""
-    scheduler.waiting[0].pending = 1
+    scheduler.cursors["c"].pending = 1
 
 
 def running_request_expects_a_token_of_no_step(scheduler: Scheduler) -> None:
@@ -209,6 +257,16 @@ DAMAGES = [
     request_waits_twice,
     request_runs_twice,
     request_in_no_queue,
+    sibling_in_no_place,
+    sibling_waits_and_is_queued,
+    request_waits_for_a_sibling_that_it_has_not,
+    preempted_request_waits_for_a_sibling,
+    queue_that_miscounts,
+    queue_that_miscounts_tokens,
+    tenant_that_is_never_forgotten,
+    tenant_forgotten_too_early,
+    tenant_said_to_wait,
+    shares_more_than_is_computed,
     ended_request_still_waits,
     ended_request_still_runs,
     waiting_request_has_a_row,

@@ -7,8 +7,16 @@ import random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.simulation import VOCAB, Simulation, expected_output, limits, request
-from weft.types import FinishReason
+from tests.scheduler.simulation import (
+    VOCAB,
+    Simulation,
+    assert_prompt_logprobs,
+    expected_output,
+    expected_vector,
+    limits,
+    request,
+)
+from weft.types import FinishReason, Pooling
 
 SHARED = [i % VOCAB for i in range(40)]
 
@@ -48,8 +56,19 @@ def test_every_request_ends_once_with_its_own_tokens(load: dict) -> None:
     for i in range(load["num_requests"]):
         length = rnd.randint(1, max_model_len - 1)
         prompt = SHARED[:length] if rnd.random() < 0.5 else [rnd.randrange(VOCAB) for _ in range(length)]
+        pooling = rnd.choice([None, None, None, Pooling.MEAN, Pooling.LAST])
         to_come.append(
-            request(f"r{i}", prompt, rnd.randint(1, max_model_len), salt=rnd.choice(["", "a"]), stop=rnd.random() < 0.5)
+            request(
+                f"r{i}",
+                prompt,
+                rnd.randint(1, max_model_len),
+                salt=rnd.choice(["", "a"]),
+                stop=rnd.random() < 0.5,
+                priority=rnd.choice([0, 0, -1]),
+                tenant=rnd.choice("xyz"),
+                pooling=pooling,
+                prompt_logprobs=rnd.choice([None, 1]) if pooling is None else None,
+            )
         )
     asked = {r.request_id: r for r in to_come}
     aborted = set()
@@ -65,6 +84,11 @@ def test_every_request_ends_once_with_its_own_tokens(load: dict) -> None:
     assert not simulation.scheduler.has_work
     assert simulation.scheduler.pool.num_free == simulation.scheduler.pool.num_usable
     for name, asked_for in asked.items():
+        if asked_for.pooling is not None:
+            assert name in aborted or simulation.ends[name].embedding == expected_vector(asked_for)
+            assert simulation.outputs[name] == []
+            continue
+        assert_prompt_logprobs(simulation, asked_for)
         expected = expected_output(asked_for, max_model_len)
         got = simulation.outputs[name]
         if name in aborted:

@@ -103,3 +103,30 @@ def test_nothing_gives_no_delta_and_cached_tokens_are_of_the_first_event(
     assert first is not None and first.usage.cached_tokens == 3
     resumed = output.push([Event(request_id="r", token_ids=[41], cached_tokens=1)])
     assert resumed is not None and resumed.usage.cached_tokens == 3
+
+
+def test_what_comes_with_the_first_event_is_told_once(byte_level: Tokenizer) -> None:
+    scores = [TokenLogprob(-1.5, [(3, -0.5)])]
+    first = Event(request_id="r", token_ids=[7], cached_tokens=0, prompt_logprobs=scores, queue_seconds=0.25)
+    last = Event(request_id="r", token_ids=[9], finish=FinishReason.LENGTH)
+    for groups in ([[first], [8], [last]], [[first, 8, last]]):
+        output = OutputText(byte_level, request())
+        told, *others = [delta for group in groups if (delta := output.push(group)) is not None]
+        assert (told.prompt_logprobs, told.queue_seconds) == (scores, 0.25)
+        assert all(delta.prompt_logprobs is None and delta.queue_seconds is None for delta in others)
+
+
+def test_a_stop_string_in_the_first_token_hides_nothing_else(byte_level: Tokenizer) -> None:
+    first = Event(request_id="r", token_ids=byte_level.encode("a")[:1], cached_tokens=0, queue_seconds=0.5)
+    output = OutputText(byte_level, request(stop=["a"]))
+    delta = output.push([first])
+    assert delta is not None and output.ended and delta.queue_seconds == 0.5
+
+
+def test_a_vector_is_the_whole_answer(byte_level: Tokenizer) -> None:
+    event = Event(request_id="r", cached_tokens=0, queue_seconds=0.5, finish=FinishReason.STOP, embedding=b"1234")
+    output = OutputText(byte_level, request())
+    delta = output.push([event])
+    assert delta is not None and output.ended
+    assert (delta.embedding, delta.text, delta.finish, delta.queue_seconds) == (b"1234", "", FinishReason.STOP, 0.5)
+    assert delta.usage == Usage(prompt_tokens=1)

@@ -39,6 +39,8 @@ class Output(Struct):
     cached_tokens: int = 0
     finish: FinishReason | None = None
     error: str = ""
+    prompt_logprobs: list[TokenLogprob] | None = None
+    embedding: bytes | None = None
 
 
 class Outcome(Struct, frozen=True):
@@ -119,6 +121,10 @@ def run(
             output.logprobs += event.logprobs or []
             output.cached_tokens = output.cached_tokens if event.cached_tokens is None else event.cached_tokens
             output.finish, output.error = event.finish, event.error
+            if event.prompt_logprobs is not None:
+                assert output.prompt_logprobs is None and len(output.token_ids) == 1, "not with the first token"
+                output.prompt_logprobs = event.prompt_logprobs
+            output.embedding = event.embedding
         check_integrity(scheduler)
         step += 1
         assert step < MOST_STEPS, "no end in sight"

@@ -19,10 +19,13 @@ import weft.errors
 from weft.config import Config
 from weft.engine.journal import Entry, Journal, Place
 from weft.engine.launch import EngineProcess, LaunchedEngine
+from weft.engine.room import check_room
 from weft.engine.wire import (
     Abort,
     Beat,
     BrokenFrame,
+    Done,
+    Errand,
     Failed,
     Inbox,
     Output,
@@ -32,9 +35,10 @@ from weft.engine.wire import (
     Started,
     Submit,
     ToEngine,
+    Vocabulary,
     frame,
 )
-from weft.errors import EngineFault, InvalidRequest, Overloaded, Unavailable, WeftError
+from weft.errors import EngineFault, InvalidRequest, Unavailable, WeftError
 from weft.hub.files import ModelFiles
 from weft.types import EngineStats, Event, FinishReason, ModelInfo, Request
 
@@ -66,6 +70,7 @@ class _Connection(Struct):
     heard: bool = True
     """Whether anything came since the last tick."""
     failure: str = ""
+    knows_vocabulary: bool = False
 
     def send(self, message: ToEngine) -> None:
         self.transport.write(frame(message))
@@ -78,12 +83,16 @@ class EngineClient:
         self.restarts = 0
         self.state = "starting"
         self.model: ModelInfo
+        self.vocabulary: Vocabulary | None = None
+        """Must be set before the first request that has a grammar."""
         self._launch = launch
         self._journal = Journal()
         self._connection: _Connection | None = None
         self._past = dict.fromkeys(COUNTERS, 0)
         self._deaths_in_a_row = 0
         self._supervision: asyncio.Task[None] | None = None
+        self._errands: dict[int, asyncio.Future[Done]] = {}
+        self._num_errands = 0
 
     async def start(self) -> None:
         """Start the first engine; raises what it said, as the error it was."""
@@ -110,7 +119,8 @@ class EngineClient:
             raise Unavailable(f"The engine is not available: {self.state}.")
         if request.request_id in self._journal:
             raise InvalidRequest(f"There is a request {request.request_id!r} already.", param="request_id")
-        self._check_room(len(request.prompt_token_ids))
+        waiting = self._journal.at(Place.HELD, Place.QUEUED)
+        check_room((entry.request for entry in waiting), request, self.config.scheduler)
         entry = self._journal.open(request)
         self._dispatch()
         return entry
@@ -121,6 +131,24 @@ class EngineClient:
         if entry is not None and entry.place is not Place.HELD and self._connection is not None:
             self._connection.send(Abort([request_id]))
         self._dispatch()
+
+    async def send_on(self, errand: Callable[[int], Errand]) -> str:
+        """Have the engine do something between its steps. `errand` is given its number. Raises InvalidRequest when it
+        cannot be done, and Unavailable when there is no engine to do it, or not to its end."""
+        if self._connection is None:
+            raise Unavailable(f"The engine is not available: {self.state}.")
+        self._num_errands += 1
+        number = self._num_errands
+        answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._errands[number] = answer
+        self._connection.send(errand(number))
+        try:
+            done = await answer
+        finally:
+            self._errands.pop(number, None)
+        if done.error:
+            raise InvalidRequest(done.error)
+        return done.result
 
     @property
     def num_open(self) -> int:
@@ -140,19 +168,6 @@ class EngineClient:
         waiting = len(self._journal.at(Place.HELD, Place.QUEUED))
         return replace(now, waiting=waiting, **{name: getattr(now, name) + past for name, past in self._past.items()})
 
-    def _check_room(self, num_tokens: int) -> None:
-        waiting = self._journal.at(Place.HELD, Place.QUEUED)
-        limits = self.config.scheduler
-        if len(waiting) >= limits.max_queued_requests:
-            raise Overloaded(
-                f"{len(waiting)} requests are waiting already.", hint="Try again later (--max-queued-requests)."
-            )
-        queued = sum(len(entry.request.prompt_token_ids) for entry in waiting)
-        if queued + num_tokens > limits.max_queued_tokens:
-            raise Overloaded(
-                f"Prompts of {queued} tokens are waiting already.", hint="Try again later (--max-queued-tokens)."
-            )
-
     def _dispatch(self) -> None:
         """Send what may be sent: everything, or the next suspect alone."""
         if self._connection is None or self.state != "ready":
@@ -164,7 +179,16 @@ class EngineClient:
         sent = suspects[:1] or held
         for entry in sent:
             entry.place = Place.QUEUED
+        self._teach(self._connection, sent)
         self._connection.send(Submit([entry.resumed() for entry in sent]))
+
+    def _teach(self, connection: _Connection, sent: list[Entry]) -> None:
+        """An engine that gets its first request with a grammar must know the vocabulary."""
+        if connection.knows_vocabulary or self.vocabulary is None:
+            return
+        if any(entry.request.params.grammar for entry in sent):
+            connection.send(self.vocabulary)
+            connection.knows_vocabulary = True
 
     # Supervision.
 
@@ -204,6 +228,7 @@ class EngineClient:
             await self._read_forever(connection)
             watch.cancel()
             self._connection = None
+            self._forsake_errands()
             self._past = {name: past + getattr(connection.stats, name) for name, past in self._past.items()}
             if self.state != "closed":
                 self.state = "restarting"
@@ -226,10 +251,17 @@ class EngineClient:
                     case Beat(step_seconds=seconds) if seconds > self.config.engine.step_timeout_s:
                         connection.failure = f"a step took more than {self.config.engine.step_timeout_s:.0f} s"
                         return
+                    case Done(number=number) if number in self._errands:
+                        self._errands.pop(number).set_result(message)
                     case Failed(kind=kind, message=text):
                         connection.failure = f"{kind}: {text}"
         except BrokenFrame as error:
             connection.failure = f"it sent what is no message: {error}"
+
+    def _forsake_errands(self) -> None:
+        for answer in self._errands.values():
+            answer.set_exception(Unavailable("The engine ended before it was done."))
+        self._errands.clear()
 
     def _deliver(self, output: Output) -> None:
         self._journal.record_tokens(output.tokens)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from msgspec.structs import replace
 
+from weft.engine.wire import Vocabulary
 from weft.errors import InvalidRequest
 from weft.plan import StepPlan
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
 from weft.types import EngineStats, Event, FinishReason, Request
-from weft.worker.runner import Pending, Runner
+from weft.worker.runner import Deferred, Pending, Runner
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+BUILD_WAIT_SECONDS = 0.01
+"""How long an engine with nothing else to do waits for a grammar before it looks at its messages again."""
 
 
 class EngineCore:
@@ -30,7 +34,9 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self._depth = 1 if overlap else 0
-        self._under_way: deque[Pending] = deque()
+        self._under_way: deque[Pending | Deferred] = deque()
+        self._building: dict[str, tuple[Request, Future[Any]]] = {}
+        """Requests whose grammars are being built."""
         self.prepared = False
         """Nothing is left that would make later steps faster."""
 
@@ -39,34 +45,53 @@ class EngineCore:
         refused = []
         for request in requests:
             try:
-                self.scheduler.add(request)
+                if request.params.grammar:
+                    built = self.runner.constraints.build(request.params.grammar)
+                    self._building[request.request_id] = request, built
+                else:
+                    self.scheduler.add(request)
             except InvalidRequest as error:
-                refused.append(Event(request_id=request.request_id, finish=FinishReason.REJECTED, error=error.message))
+                refused.append(_refusal(request, error))
         return refused
+
+    def learn(self, vocabulary: Vocabulary) -> None:
+        """Needed before the first request with a grammar."""
+        width = self.scheduler.limits.logits_width
+        self.runner.constraints.learn(vocabulary.tokens, vocabulary.special_ids, vocabulary.eos_token_ids, width)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self.scheduler.abort(request_id)
+            if self._building.pop(request_id, None) is None:
+                self.scheduler.abort(request_id)
+
+    def forget_prompts(self) -> int:
+        """Empty the prefix cache; returns how many blocks it knew."""
+        known = len(self.scheduler.pool.by_key)
+        self.scheduler.pool.forget_all()
+        return known
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._under_way)
+        return self.scheduler.has_work or bool(self._under_way) or bool(self._building)
 
     def step(self, on_start: Callable[[list[str]], None] = lambda request_ids: None) -> list[Event]:
         """Advance every request that can be advanced. `on_start` hears of requests that are admitted, before the
         step is computed. A step for which there is no memory is taken back, and its work done in smaller ones."""
+        events = self._take_built() if self._building else []
         plan = self.scheduler.schedule()
         if plan is not None:
             if plan.admit:
                 on_start(self._admitted(plan))
             launched = _within_memory(partial(self.runner.execute, plan))
             if launched is None:
-                before = self._read_oldest() if self._under_way else []
-                return before + self.scheduler.take_back(plan)
+                events += self._read_oldest() if self._under_way else []
+                return events + self.scheduler.take_back(plan)
             self._under_way.append(launched)
+            if isinstance(launched, Deferred):
+                events += self._complete(launched)
         if self._under_way and (plan is None or len(self._under_way) > self._depth):
-            return self._read_oldest()
-        return []
+            events += self._read_oldest()
+        return events
 
     def prepare(self) -> bool:
         """Do a piece of work that makes later steps faster; False when there is none left, or no memory for it."""
@@ -80,6 +105,34 @@ class EngineCore:
     def stats(self) -> EngineStats:
         return replace(self.scheduler.stats(), prepared=self.prepared)
 
+    def _take_built(self) -> list[Event]:
+        """Queue the requests whose grammars are ready; the events are of those that were refused."""
+        if not self.scheduler.has_work and not self._under_way:
+            wait([built for _, built in self._building.values()], BUILD_WAIT_SECONDS, FIRST_COMPLETED)
+        refused = []
+        for request, built in [entry for entry in self._building.values() if entry[1].done()]:
+            del self._building[request.request_id]
+            try:
+                built.result()
+                self.scheduler.add(request)
+            except InvalidRequest as error:
+                refused.append(_refusal(request, error))
+        return refused
+
+    def _complete(self, deferred: Deferred) -> list[Event]:
+        """Read the steps before the newest one, and launch its sampling while its logits are computed."""
+        events = []
+        while len(self._under_way) > 1:
+            events += self._read_oldest()
+        # A step that was taken back took this one with it.
+        if self._under_way:
+            self._under_way.clear()
+            launched = _within_memory(deferred.sample)
+            if launched is None:
+                return events + self.scheduler.take_back(deferred.plan)
+            self._under_way.append(launched)
+        return events
+
     def _read_oldest(self) -> list[Event]:
         pending = self._under_way.popleft()
         result = _within_memory(pending.result)
@@ -92,6 +145,10 @@ class EngineCore:
     def _admitted(self, plan: StepPlan) -> list[str]:
         rows = {admission.row for admission in plan.admit}
         return [cursor.id for cursor in self.scheduler.running if cursor.row in rows]
+
+
+def _refusal(request: Request, error: InvalidRequest) -> Event:
+    return Event(request_id=request.request_id, finish=FinishReason.REJECTED, error=error.message)
 
 
 def _within_memory(work: Callable[[], T]) -> T | None:

@@ -9,7 +9,25 @@ import time
 
 from weft.engine.core import EngineCore
 from weft.engine.line import Line
-from weft.engine.wire import Abort, BrokenFrame, Ready, Shutdown, Start, Started, Submit, ToEngine, output
+from weft.engine.recorder import Recorder
+from weft.engine.wire import (
+    Abort,
+    BrokenFrame,
+    Done,
+    Errand,
+    Ready,
+    ResetCache,
+    Shutdown,
+    Start,
+    Started,
+    StartProfile,
+    StopProfile,
+    Submit,
+    ToEngine,
+    Vocabulary,
+    output,
+)
+from weft.errors import InvalidRequest
 from weft.scheduler.scheduler import Scheduler
 from weft.switches import is_on
 from weft.worker.worker import Worker
@@ -24,7 +42,8 @@ def serve(start: Start, line: Line) -> None:
     gc.collect()
     gc.freeze()
     line.send(Ready(worker.info))
-    while _drain(core, line):
+    recorder = Recorder()
+    while _drain(core, line, recorder):
         line.step_began = time.monotonic()
         events = core.step(on_start=lambda request_ids: line.send(Started(request_ids)))
         line.step_began = 0.0
@@ -45,7 +64,7 @@ def _idle(core: EngineCore, line: Line) -> ToEngine | None:
     return line.inbox.get()
 
 
-def _drain(core: EngineCore, line: Line) -> bool:
+def _drain(core: EngineCore, line: Line, recorder: Recorder) -> bool:
     """Take in every message that waits; with nothing to compute, sleep until one comes. False: stop."""
     while True:
         if core.has_work:
@@ -60,10 +79,28 @@ def _drain(core: EngineCore, line: Line) -> bool:
                 refused = core.submit(requests)
                 if refused:
                     line.send(output(refused, core.stats()))
+            case Vocabulary():
+                core.learn(message)
             case Abort(request_ids=request_ids):
                 core.abort(request_ids)
                 line.send(output([], core.stats()))
             case Shutdown() | None:
                 return False
+            case ResetCache() | StartProfile() | StopProfile():
+                line.send(_errand(message, core, recorder))
             case Start():
                 raise BrokenFrame("a second start")
+
+
+def _errand(errand: Errand, core: EngineCore, recorder: Recorder) -> Done:
+    try:
+        match errand:
+            case ResetCache():
+                result = str(core.forget_prompts())
+            case StartProfile(folder=folder):
+                result = recorder.start(folder)
+            case StopProfile():
+                result = recorder.stop()
+    except InvalidRequest as error:
+        return Done(errand.number, error=str(error))
+    return Done(errand.number, result)

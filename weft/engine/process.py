@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 
+from weft import logs
 from weft.engine.line import Line
 from weft.engine.wire import Failed, Start
 from weft.errors import WeftError
@@ -33,7 +34,7 @@ def run_engine(sock: socket.socket, *, owns_process: bool = False) -> int:
         start = line.inbox.get()
         if isinstance(start, Start):
             if owns_process:
-                logging.getLogger("weft").setLevel(start.config.server.log_level.upper())
+                logs.set_up(start.config.server.log_level, form=start.config.server.log_format)
             # Only now, and only here, is torch imported: the api process knows this module and stays light.
             from weft.engine.loop import serve
 
@@ -63,7 +64,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # Ctrl-C in a terminal reaches the whole group; the api process decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine %(message)s")
+    logs.set_up("info")
     code = run_engine(socket.socket(fileno=int(sys.argv[1])), owns_process=True)
     logging.shutdown()
     # At once: an orderly end would wait for a GPU that may have faulted, and never answer.

@@ -31,6 +31,16 @@ class Start(Struct, frozen=True, tag=True):
     files: ModelFiles
 
 
+class Vocabulary(Struct, frozen=True, tag=True):
+    """Comes before the first request that has a grammar."""
+
+    tokens: list[bytes]
+    """By id; empty for an id without a token."""
+    special_ids: list[int]
+    """Tokens that no text is made of."""
+    eos_token_ids: list[int]
+
+
 class Submit(Struct, frozen=True, tag=True):
     requests: list[Request]
 
@@ -43,7 +53,28 @@ class Shutdown(Struct, frozen=True, tag=True):
     pass
 
 
-ToEngine = Start | Submit | Abort | Shutdown
+class ResetCache(Struct, frozen=True, tag=True):
+    """Forget every prompt that was computed; blocks in use stay in use. The answer is how many were known."""
+
+    number: int
+    """Names the errand in its answer."""
+
+
+class StartProfile(Struct, frozen=True, tag=True):
+    """The answer is the file that the trace will be in."""
+
+    number: int
+    folder: str
+
+
+class StopProfile(Struct, frozen=True, tag=True):
+    number: int
+
+
+Errand = ResetCache | StartProfile | StopProfile
+"""What the operator asks of an engine; each has one answer."""
+
+ToEngine = Start | Vocabulary | Submit | Abort | Shutdown | Errand
 
 
 class Ready(Struct, frozen=True, tag=True):
@@ -81,7 +112,16 @@ class Beat(Struct, frozen=True, tag=True):
     """How long the step under way has taken so far; 0 between steps."""
 
 
-FromEngine = Ready | Failed | Started | Output | Beat
+class Done(Struct, frozen=True, tag=True):
+    """The answer to an errand."""
+
+    number: int
+    result: str = ""
+    error: str = ""
+    """Why it could not be done, when it could not."""
+
+
+FromEngine = Ready | Failed | Started | Output | Beat | Done
 
 
 def _plain(value: object) -> str:

@@ -14,6 +14,7 @@ class IntegrityError(AssertionError):
 def check_integrity(scheduler: Scheduler) -> None:
     _check_blocks(scheduler)
     _check_requests(scheduler)
+    _check_queue(scheduler)
     _check_rows(scheduler)
 
 
@@ -34,10 +35,10 @@ def _check_blocks(scheduler: Scheduler) -> None:
 
 
 def _check_requests(scheduler: Scheduler) -> None:
-    waiting, running = set(scheduler.waiting), set(scheduler.running)
-    _require(len(waiting) == len(scheduler.waiting) and len(running) == len(scheduler.running), "a request twice")
-    _require(not waiting & running, "a request both waits and runs")
-    _require(waiting | running == set(scheduler.cursors.values()), "a request neither waits nor runs")
+    waiting, running = [*scheduler.waiting, *scheduler.siblings], scheduler.running
+    everybody = Counter([*waiting, *running])
+    _require(all(count == 1 for count in everybody.values()), "a request is in two places")
+    _require(everybody.keys() == set(scheduler.cursors.values()), "a request neither waits nor runs")
     for name, cursor in scheduler.cursors.items():
         _require(cursor.id == name and not cursor.ended, f"{cursor} is filed wrongly, or has ended")
         _require(0 <= cursor.pending <= scheduler.num_promises(cursor), f"{cursor} expects a token of no step")
@@ -46,8 +47,21 @@ def _check_requests(scheduler: Scheduler) -> None:
     for cursor in running:
         room = len(cursor.blocks) * scheduler.limits.block_size
         _require(cursor.computed <= room, f"{cursor} has more tokens than its blocks hold")
+        _require(cursor.settled <= cursor.computed, f"{cursor} would share what is not computed")
         _require(cursor.computed <= cursor.known <= cursor.limit, f"{cursor} ran ahead of itself")
         _require(cursor.limit <= scheduler.limits.max_model_len, f"{cursor} may pass the context limit")
+
+
+def _check_queue(scheduler: Scheduler) -> None:
+    queue, siblings = scheduler.waiting, scheduler.siblings
+    _require(len(queue) == sum(1 for _ in queue), "the queue's length is wrong")
+    _require(queue.num_tokens == sum(cursor.num_prompt for cursor in queue), "the queue's tokens are miscounted")
+    _require(all(cursor in queue for cursor in queue), "a request stands in a line that is not its own")
+    for cursor in siblings:
+        _require(cursor.preemptions == 0 and bool(cursor.request.sibling_of), f"{cursor} waits for nobody")
+    num_open = Counter(cursor.tenant for cursor in scheduler.cursors.values())
+    num_queued = Counter(cursor.tenant for cursor in queue)
+    _require(queue.tenants.books() == {name: (n, num_queued[name]) for name, n in num_open.items()}, "a tenant's books")
 
 
 def _check_rows(scheduler: Scheduler) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Collection, Sequence
 from weft.text.detokenizer import Detokenizer
 from weft.text.stops import StopStrings
 from weft.text.tokenizer import Tokenizer
-from weft.types import Arrival, Delta, FinishReason, Request, TokenLogprob, Usage
+from weft.types import Arrival, Delta, Event, FinishReason, Request, TokenLogprob, Usage
+
+_NOTHING = Event(request_id="")
 
 
 class OutputText:
@@ -31,6 +33,7 @@ class OutputText:
             return Delta(text=self._detokenizer.push_one(token), token_ids=[token], usage=self._usage())
         text, tokens = "", list[int]()
         logprobs: list[TokenLogprob] = []
+        first = _NOTHING
         for arrival in arrived:
             if isinstance(arrival, int):
                 tokens.append(arrival)
@@ -40,6 +43,7 @@ class OutputText:
                 continue
             if arrival.cached_tokens is not None and self._num_output == 0:
                 self._num_cached = arrival.cached_tokens
+                first = arrival
             for i, token in enumerate(arrival.token_ids):
                 tokens.append(token)
                 logprobs += arrival.logprobs[i : i + 1] if arrival.logprobs else []
@@ -52,11 +56,11 @@ class OutputText:
                 self.ended = True
                 if not arrival.error:
                     text += self._flush()
-                return self._delta(text, tokens, logprobs, arrival.finish, arrival.stop_token_id, arrival.error)
+                return self._delta(text, tokens, logprobs, first, arrival.finish, arrival.stop_token_id, arrival.error)
         if self._matched is not None:
             self.ended = True
-            return self._delta(text, tokens, logprobs, FinishReason.STOP, self._matched)
-        return self._delta(text, tokens, logprobs) if text or tokens else None
+            return self._delta(text, tokens, logprobs, first, FinishReason.STOP, self._matched)
+        return self._delta(text, tokens, logprobs, first) if text or tokens else None
 
     def _text_of(self, token: int) -> str:
         """What may be shown once this token is known."""
@@ -81,6 +85,7 @@ class OutputText:
         text: str,
         tokens: list[int],
         logprobs: list[TokenLogprob],
+        first: Event,
         finish: FinishReason | None = None,
         stop_reason: str | int | None = None,
         error: str = "",
@@ -93,6 +98,9 @@ class OutputText:
             stop_reason=stop_reason,
             error=error,
             usage=self._usage(),
+            prompt_logprobs=first.prompt_logprobs,
+            queue_seconds=first.queue_seconds,
+            embedding=first.embedding,
         )
 
     def _usage(self) -> Usage:

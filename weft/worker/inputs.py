@@ -67,6 +67,10 @@ class Layout(NamedTuple):
     shape: StepShape
     packed: Ints
     """The fields of StepInputs, one after the other."""
+    rows: list[Row]
+    """In the order of their tokens."""
+    firsts: Ints
+    """Where each row's tokens begin."""
     sampling: list[Row]
     """The rows that sample, in the order of the samples."""
     longest: int
@@ -95,7 +99,7 @@ def lay_out(rows: list[Row], shape: StepShape, padding_row: int) -> Layout:
     token_at = runs(at, counts)
 
     packed = np.zeros(sum(section_sizes(shape)), dtype=np.int64)
-    layout = Layout(shape, packed, [row for row in rows if row.samples], int((starts + counts).max()))
+    layout = Layout(shape, packed, rows, at, [row for row in rows if row.samples], int((starts + counts).max()))
     token_rows, positions, sequence_rows, lengths, query_starts, sample_rows, sample_at, sample_positions = (
         layout.sections
     )

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.plan import StepPlan
+from weft.worker.constraints import Constraints
 from weft.worker.settings import SamplingSettings
 
 Ints = NDArray[np.int64]
@@ -41,15 +42,18 @@ class RowTable:
         self.num_blocks: dict[int, int] = {}
         """Of every admitted row."""
         self.settings = SamplingSettings(num_rows + 1)
+        self.constraints = Constraints()
 
     def take_in(self, plan: StepPlan) -> RowWrites:
         """Note what is new in a plan; the writes must reach the device before its step is computed."""
         for released in plan.release:
             self.num_blocks.pop(released, None)
             self.settings.release(released)
+            self.constraints.release(released)
         for admission in plan.admit:
             self.num_blocks[admission.row] = 0
             self.settings.admit(admission)
+            self.constraints.admit(admission)
         lengths = [len(admission.token_ids) for admission in plan.admit]
         grown = [row for row in plan.rows if row.new_blocks]
         counts = [len(row.new_blocks) for row in grown]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from weft.plan import Row, StepPlan, StepResult
+from weft.worker.constraints import Constraint, Constraints, Masks, followed, masks_of
+from weft.worker.extras import Extras, GainedBatch
 from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import exact_shape, lay_out, to_device, views
 from weft.worker.sampler import SampledBatch, sample
@@ -20,34 +24,65 @@ class Pending(NamedTuple):
     plan: StepPlan
     sampling: list[Row]
     sampled: SampledBatch | None
+    constrained: dict[int, Constraint] | None = None
+    """Of the rows that sample, by place: a row may be another request's when this step is read."""
+    gained: GainedBatch | None = None
 
     def result(self) -> StepResult:
-        if self.sampled is None:
-            return StepResult(self.plan.step_id, [])
-        by_row = dict(zip((row.row for row in self.sampling), self.sampled.read(), strict=True))
-        return StepResult(self.plan.step_id, [by_row[row.row] for row in self.plan.rows if row.samples])
+        read = self.sampled.read() if self.sampled is not None else []
+        if self.constrained is not None:
+            read = followed(self.constrained, read)
+        by_row = dict(zip((row.row for row in self.sampling), read, strict=True))
+        sampled = [by_row[row.row] for row in self.plan.rows if row.samples]
+        if self.gained is None:
+            return StepResult(self.plan.step_id, sampled)
+        gained = self.gained.read()
+        return StepResult(self.plan.step_id, sampled, [gained[row.row] for row in self.plan.rows if row.extra])
+
+
+class Deferred(NamedTuple):
+    """A step whose logits are on their way. What older steps sampled decides what its rows may sample: they must be
+    read before `sample` launches that."""
+
+    plan: StepPlan
+    sample: Callable[[], Pending]
+
+    def result(self) -> StepResult:
+        return self.sample().result()
 
 
 class Runner:
     def __init__(self, stepper: Stepper, *, graphs: StepGraphs | None = None, warm_up: WarmUp | None = None) -> None:
         self.stepper = stepper
+        self.extras = Extras(stepper.table)
         self.graphs = graphs
         self.warm_up = warm_up
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> Pending:
+    def execute(self, plan: StepPlan) -> Pending | Deferred:
         """Launch a step. What it samples is in the row table for the next step, read or not."""
         table = self.stepper.table
         exact = exact_shape(plan.rows)
-        captured = self.graphs.shape_for(exact) if self.graphs is not None else None
+        has_extras = any(row.extra is not None for row in plan.rows)
+        captured = self.graphs.shape_for(exact) if self.graphs is not None and not has_extras else None
         layout = lay_out(plan.rows, captured or exact, table.padding_row)
         packed, *writes = to_device([layout.packed, *table.take_in(plan)], table.device)
         table.write(*writes)
+        self.extras.forget(plan.release)
+        ask = self.extras.ask(layout) if has_extras else None
         if self.graphs is not None and captured is not None:
             outcome = self.graphs.replay(captured, packed)
         else:
-            outcome = self.stepper.step(exact, views(packed, exact), layout.longest)
-        return Pending(plan, layout.sampling, self._sampled(layout.sampling, outcome))
+            outcome = self.stepper.step(exact, views(packed, exact), layout.longest, ask.asked if ask else None)
+        gained = self.extras.collect(ask, outcome.given) if ask and outcome.given else None
+        if constrained := table.constraints.among(layout.sampling):
+            sample = partial(self._sample_constrained, plan, layout.sampling, outcome, constrained, gained)
+            return Deferred(plan, sample)
+        return Pending(plan, layout.sampling, self._sampled(layout.sampling, outcome), gained=gained)
+
+    @property
+    def constraints(self) -> Constraints:
+        return self.stepper.table.constraints
 
     @torch.inference_mode()
     def prepare(self) -> bool:
@@ -56,10 +91,17 @@ class Runner:
             return True
         return self.graphs is not None and self.graphs.capture_next()
 
-    def _sampled(self, rows: list[Row], outcome: Outcome) -> SampledBatch | None:
+    @torch.inference_mode()
+    def _sample_constrained(
+        self, plan: StepPlan, rows: list[Row], outcome: Outcome, constrained: dict[int, Constraint],
+        gained: GainedBatch | None,
+    ) -> Pending:  # fmt: skip
+        return Pending(plan, rows, self._sampled(rows, outcome, masks_of(constrained)), constrained, gained)
+
+    def _sampled(self, rows: list[Row], outcome: Outcome, masks: Masks | None = None) -> SampledBatch | None:
         """The likeliest tokens are in the table already; rows that want others get them now."""
         if not rows:
             return None
-        logits, tokens, peaks = (of[: len(rows)] for of in outcome)
+        logits, tokens, peaks = (of[: len(rows)] for of in (outcome.logits, outcome.tokens, outcome.peaks))
         numbers, positions = [row.row for row in rows], [row.start + row.count for row in rows]
-        return sample(logits, tokens, peaks, self.stepper.table, numbers, positions, self.stepper.model.ops)
+        return sample(logits, tokens, peaks, self.stepper.table, numbers, positions, self.stepper.model.ops, masks)

@@ -6,6 +6,7 @@ What a row's parameters do to its logits, in this order:
 - logit_bias is added, and tokens that would end an answer shorter than min_tokens are ruled out;
 - repetition_penalty divides the positive logits of the tokens in prompt and answer, and multiplies the others;
 - presence_penalty is taken from the logits of the answer's tokens, frequency_penalty as often as each is in it;
+- tokens that the answer's grammar does not go on with are ruled out;
 - temperature 0 takes the first of the largest logits. Any other divides them, and
 - min_p, top_k and top_p, each of what the one before left, rule out the least likely: tokens of equal logits stay
   together, so top_k may keep more than k (see `weft.kernels.sampling.keep_thresholds`);
@@ -27,11 +28,14 @@ from torch import Tensor
 
 from weft.kernels import Ops
 from weft.plan import Admission, Sampled
-from weft.types import MAX_LOGPROBS, SamplingParams, TokenLogprob
+from weft.types import SamplingParams
+from weft.worker.constraints import Masks, rule_out
 from weft.worker.inputs import to_device
+from weft.worker.logprobs import log_probabilities, token_logprobs
 from weft.worker.penalties import add, penalise_counts, penalise_repetition
 from weft.worker.rows import RowTable
 from weft.worker.settings import NUM_FLOAT_COLUMNS, StepSettings
+from weft.worker.transfer import arrival_of, to_host
 
 BROKEN = -1
 _REHEARSED = (
@@ -49,7 +53,7 @@ class SampledBatch(NamedTuple):
     peaks: Tensor
     """The largest logit of each row: not finite if the row is BROKEN."""
     logprobs: Tensor | None
-    """For each row that asked: the chosen token's log probability, those of the likeliest, and the likeliest ids."""
+    """For each row that asked, as `log_probabilities` gives them."""
     asked: dict[int, int]
     """Which rows asked, and for how many of the likeliest."""
     arrived: torch.cuda.Event | None
@@ -61,10 +65,9 @@ class SampledBatch(NamedTuple):
         tokens, sound = self.tokens.tolist(), self.peaks.isfinite().tolist()
         read = [Sampled(token) for token in tokens]
         if self.logprobs is not None:
-            num_top = (self.logprobs.shape[1] - 1) // 2
-            for (i, wanted), (chosen, *top) in zip(self.asked.items(), self.logprobs.tolist(), strict=True):
-                likeliest = [(int(token), value) for value, token in zip(top[:num_top], top[num_top:], strict=True)]
-                read[i] = Sampled(tokens[i], TokenLogprob(chosen, likeliest[:wanted]))
+            logprobs = token_logprobs(self.logprobs, list(self.asked.values()))
+            for i, logprob in zip(self.asked, logprobs, strict=True):
+                read[i] = Sampled(tokens[i], logprob)
         for i, is_sound in enumerate(sound):
             if not is_sound:
                 read[i] = Sampled(BROKEN, error="The model's output for this request is not a number.")
@@ -72,17 +75,22 @@ class SampledBatch(NamedTuple):
 
 
 def sample(
-    logits: Tensor, tokens: Tensor, peaks: Tensor, table: RowTable, rows: list[int], positions: list[int], ops: Ops
-) -> SampledBatch:
+    logits: Tensor, tokens: Tensor, peaks: Tensor, table: RowTable, rows: list[int], positions: list[int], ops: Ops,
+    masks: Masks | None = None,
+) -> SampledBatch:  # fmt: skip
     """From logits [rows, vocabulary] and the likeliest token and the largest logit of each row: one token for each of
-    these rows of the table, at these positions. The likeliest are in the table already; others are written there."""
+    these rows of the table, at these positions. The likeliest are in the table already; others are written there.
+    Rows that have a grammar have a mask."""
     if table.settings.choosy.isdisjoint(rows):
         return _sent(tokens, peaks)
     wanted = table.settings.of(rows, positions, logits.shape[1])
     there = _on_device(wanted, logits.device)
     scores, chosen, best = logits, tokens, peaks
-    if len(wanted.edit_places) or len(wanted.repeating) or len(wanted.counting):
+    if masks is not None or len(wanted.edit_places) or len(wanted.repeating) or len(wanted.counting):
         scores = _adjusted(logits, table.tokens, wanted, there)
+        if masks is not None:
+            places, words = to_device([masks.places, masks.words.ravel()], logits.device)
+            rule_out(scores, places, words)
         chosen, best = ops.greedy(scores)
     if (wanted.temperature > 0).any():
         thresholds = None
@@ -96,7 +104,7 @@ def sample(
     if not len(wanted.asking):
         return _sent(chosen, peaks)
     asked = dict(zip(wanted.asking.tolist(), wanted.num_top.tolist(), strict=True))
-    logprobs = _logprobs(logits[there.asking].float(), chosen[there.asking], any(asked.values()))
+    logprobs = log_probabilities(logits[there.asking].float(), chosen[there.asking], any(asked.values()))
     return _sent(chosen, peaks, logprobs, asked)
 
 
@@ -136,28 +144,8 @@ def _adjusted(
     return adjusted
 
 
-def _logprobs(logits: Tensor, chosen: Tensor, with_likeliest: bool) -> Tensor:
-    """As SampledBatch has them, side by side."""
-    # Which of equal logits come first depends on how many are taken: always the same number, or none.
-    values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]) if with_likeliest else 0)
-    values = torch.cat([logits.gather(1, chosen[:, None]), values], 1) - logits.logsumexp(1, keepdim=True)
-    # Ids below 2 ** 24 are exact.
-    return torch.cat([values, ids.float()], 1)
-
-
 def _sent(
     tokens: Tensor, peaks: Tensor, logprobs: Tensor | None = None, asked: dict[int, int] | None = None
 ) -> SampledBatch:
-    here = _to_host(tokens), _to_host(peaks), None if logprobs is None else _to_host(logprobs)
-    arrived = None
-    if tokens.is_cuda:
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record()
-    return SampledBatch(*here, asked or {}, arrived)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """By a copy that nobody waits for."""
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    here = to_host(tokens), to_host(peaks), None if logprobs is None else to_host(logprobs)
+    return SampledBatch(*here, asked or {}, arrival_of(tokens))

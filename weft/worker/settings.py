@@ -98,7 +98,7 @@ class SamplingSettings:
         edits = _edits(admission.params, admission.num_prompt_tokens, admission.stop_token_ids)
         if len(edits.early_ids):
             self._edits[admission.row] = edits
-        if len(edits.early_ids) or record != PLAIN:
+        if len(edits.early_ids) or record != PLAIN or admission.params.grammar:
             self.choosy.add(admission.row)
         record["num_prompt"] = admission.num_prompt_tokens
         self._records[admission.row] = record

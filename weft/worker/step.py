@@ -20,6 +20,26 @@ class FastStep(Protocol):
     def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
         """The logits of the tokens at `rows`; writes the cache as the model's own forward pass does."""
 
+    def with_hidden(
+        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, hidden_rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and the final hidden states of the tokens at `hidden_rows`."""
+
+
+class Asked(NamedTuple):
+    """Tokens of which more is wanted than a step gives: where they stand among the step's tokens."""
+
+    logits_at: Tensor
+    """None of them is sampled from."""
+    hidden_at: Tensor
+
+
+class Given(NamedTuple):
+    """What a step was asked for."""
+
+    logits: Tensor
+    hidden: Tensor
+
 
 class Outcome(NamedTuple):
     """What a step computed for each of its samples, on the device."""
@@ -29,6 +49,7 @@ class Outcome(NamedTuple):
     """The likeliest."""
     peaks: Tensor
     """Their logits; not finite where a row's logits are no numbers."""
+    given: Given | None = None
 
 
 class Stepper:
@@ -42,7 +63,7 @@ class Stepper:
         self.table = table
         self.fast_step = fast_step
 
-    def step(self, shape: StepShape, inputs: StepInputs, longest: int) -> Outcome:
+    def step(self, shape: StepShape, inputs: StepInputs, longest: int, asked: Asked | None = None) -> Outcome:
         """No sequence is longer than `longest`. Nothing here waits for the device, or looks at what is on it."""
         table, positions = self.table, inputs.positions
         width = -(-longest // table.block_size)
@@ -56,10 +77,25 @@ class Stepper:
             is_one_prompt=shape.decodes == 0 and shape.prompts == 1 and shape.prompt_tokens == longest,
         )
         tokens = table.tokens[inputs.token_rows, positions]
-        logits = self._logits(shape, inputs, tokens, batch, width)
+        given = None
+        if asked is None:
+            logits = self._logits(shape, inputs, tokens, batch, width)
+        else:
+            logits, given = self._given(asked, inputs, tokens, batch)
         best, peaks = self.model.ops.greedy(logits)
         table.tokens[inputs.sample_rows, inputs.sample_positions + 1] = best
-        return Outcome(logits, best, peaks)
+        return Outcome(logits, best, peaks, given)
+
+    def _given(self, asked: Asked, inputs: StepInputs, tokens: Tensor, batch: AttentionBatch) -> tuple[Tensor, Given]:
+        """The logits that are sampled from, and what else is asked for."""
+        at = torch.cat([inputs.sample_at, asked.logits_at])
+        if self.fast_step is not None:
+            logits, hidden = self.fast_step.with_hidden(tokens, inputs.positions, batch, at, asked.hidden_at)
+        else:
+            states = self.model.forward(tokens, inputs.positions, self.kv_cache, batch)
+            logits, hidden = self.model.logits(states[at]), states[asked.hidden_at]
+        sampled, others = torch.split(logits, [len(inputs.sample_at), len(asked.logits_at)])
+        return sampled, Given(others, hidden)
 
     def _logits(
         self, shape: StepShape, inputs: StepInputs, tokens: Tensor, batch: AttentionBatch, width: int

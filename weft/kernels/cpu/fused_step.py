@@ -15,6 +15,8 @@ from weft.kernels.cpu.step import step
 from weft.kernels.cpu.team import Job, Team
 from weft.kernels.weights import DecoderWeights
 
+_NONE = torch.empty(0, dtype=torch.int64)
+
 
 class FusedStep:
     """Steps of one model, of any mix of decodes and prompt chunks. A token's logits do not depend on what else is in
@@ -70,15 +72,23 @@ class FusedStep:
 
     def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None = None) -> Tensor:
         """The logits of the step's tokens, or of those at `rows`. Writes keys and values at batch.slots."""
+        return self.with_hidden(tokens, positions, batch, torch.arange(len(tokens)) if rows is None else rows, _NONE)[0]
+
+    def with_hidden(
+        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, hidden_rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The logits of the tokens at `rows`, and the final hidden states of those at `hidden_rows`."""
         if len(tokens) == 0:
-            return torch.empty(0, self._vocab_size)
-        if rows is None:
-            rows = torch.arange(len(tokens))
-        inputs = [t.to(torch.int64).contiguous() for t in (tokens, positions, batch.slots, batch.block_tables, rows)]
+            return torch.empty(0, self._vocab_size), torch.empty(0, self._hidden_size)
+        inputs = [
+            t.to(torch.int64).contiguous()
+            for t in (tokens, positions, batch.slots, batch.block_tables, rows, hidden_rows)
+        ]
         items = np.array(list(_attention_items(batch, self._tile_tokens)), ITEM)
         num_parts = int(items["part"].max(initial=-1)) + 1
         self._check(batch, *inputs)
         logits = torch.empty(len(rows), self._vocab_size)
+        hidden = torch.empty(len(hidden_rows), self._hidden_size)
 
         def make_job() -> Job:
             self._reserve(len(tokens), num_parts)
@@ -95,18 +105,22 @@ class FusedStep:
                 outputs=_address(inputs[4]),
                 num_outputs=len(rows),
                 logits=_address(logits),
+                hidden_at=_address(inputs[5]),
+                num_hidden=len(hidden_rows),
+                hidden=_address(hidden),
             )
             return lambda thread: step(self._jobs, self._layers, items, thread)
 
         self._team.run(make_job)
-        return logits
+        return logits, hidden
 
     def close(self) -> None:
         self._team.close()
 
     def _check(
-        self, batch: AttentionBatch, tokens: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, rows: Tensor
-    ) -> None:
+        self, batch: AttentionBatch, tokens: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, rows: Tensor,
+        hidden_rows: Tensor,
+    ) -> None:  # fmt: skip
         """Native code reads and writes where it is told to: nothing may point outside."""
         num_blocks, block_size = self._kv_cache.shape[1:3]
         limits = (
@@ -115,6 +129,7 @@ class FusedStep:
             ("slots", slots, num_blocks * block_size),
             ("block tables", tables, num_blocks),
             ("rows", rows, len(tokens)),
+            ("rows of hidden states", hidden_rows, len(tokens)),
         )
         for name, tensor, limit in limits:
             values = tensor.numpy()
@@ -122,6 +137,8 @@ class FusedStep:
                 raise IndexError(f"The {name} of a step must be from 0 to {limit - 1}.")
         if not len(tokens) == len(positions) == len(slots) == batch.query_starts[-1]:
             raise IndexError("A step's tokens, positions and slots must be as many as its sequences' new tokens.")
+        if len(rows) > len(tokens):
+            raise IndexError("A step has no more rows of logits than tokens.")
         if int(batch.lengths.max()) > tables.shape[1] * block_size:
             raise IndexError("A sequence is longer than its block table.")
 

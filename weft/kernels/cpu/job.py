@@ -18,10 +18,12 @@ JOB = np.dtype(
         # The sizes of the model, and its own memory.
         *_integers("hidden_size num_heads num_kv_heads head_dim intermediate_size vocab_size num_layers block_size"),
         *_integers("embedding norm head rotations"),
-        # What is asked in this step: tokens, attention to be done for them, and whose logits are wanted.
+        # What is asked in this step: tokens, attention to be done for them, whose logits are wanted, and whose
+        # hidden states.
         *_integers("num_tokens tokens positions slots num_items num_parts tables table_stride num_outputs outputs"),
+        *_integers("num_hidden hidden_at"),
         # What passes from one phase to the next, and what comes out.
-        *_integers("residual x qkv attended gate_up gated y parts logits"),
+        *_integers("residual x qkv attended gate_up gated y parts logits hidden"),
         ("eps", np.float32),
         ("scale", np.float32),
     ]

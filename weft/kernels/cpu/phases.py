@@ -30,26 +30,32 @@ def embed(here: Here, token: int) -> None:
 
 
 @inner
-def _norm(job: Any, weight: int, source: int, target: int) -> None:
-    """Norm a row of the residual, to a row of x."""
+def _norm(job: Any, weight: int, source: int, out: int, target: int) -> None:
+    """Norm a row of the residual, to a row of what lies at the address `out`."""
     size = job.hidden_size
     x = at(floats(job.residual), source * size)
-    rows.rms_norm(x, floats(weight), job.eps, at(floats(job.x), target * size), size)
+    rows.rms_norm(x, floats(weight), job.eps, at(floats(out), target * size), size)
 
 
 @spread
 def attention_norm(here: Here, token: int) -> None:
-    _norm(here.job, here.layer.attention_norm, token, token)
+    _norm(here.job, here.layer.attention_norm, token, here.job.x, token)
 
 
 @spread
 def mlp_norm(here: Here, token: int) -> None:
-    _norm(here.job, here.layer.mlp_norm, token, token)
+    _norm(here.job, here.layer.mlp_norm, token, here.job.x, token)
 
 
 @spread
 def final_norm(here: Here, output: int) -> None:
-    _norm(here.job, here.job.norm, ints(here.job.outputs)[output], output)
+    _norm(here.job, here.job.norm, ints(here.job.outputs)[output], here.job.x, output)
+
+
+@spread
+def hidden_norm(here: Here, output: int) -> None:
+    """The same for hidden states that are wanted themselves."""
+    _norm(here.job, here.job.norm, ints(here.job.hidden_at)[output], here.job.hidden, output)
 
 
 @inner

@@ -35,5 +35,7 @@ def step(jobs: Any, layers: Any, items: Any, thread: int) -> None:
         base = phases.mlp_norm(here, num_tokens, base)
         base = phases.gate_up(here, num_pieces(job, intermediate_size, hidden_size), base)
         base = phases.down(here, num_pieces(job, hidden_size, intermediate_size), base)
+    if job.num_hidden:
+        base = phases.hidden_norm(here, job.num_hidden, base)
     base = phases.final_norm(here, job.num_outputs, base)
     phases.head(here, num_pieces(job, job.vocab_size, hidden_size), base)
