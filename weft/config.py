@@ -88,10 +88,22 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 0
-    max_queued_requests: Annotated[int, _doc("Waiting requests; one more is answered 429.", ge=1)] = 1024
-    max_queued_tokens: Annotated[int, _doc("Prompt tokens of waiting requests; more are answered 429.", ge=1)] = (
-        1_000_000
-    )
+    max_queued_requests: Annotated[
+        int,
+        _doc(
+            "Waiting requests; one more is answered 429. A tenant below its equal share still gets in, up to twice as "
+            "many in all.",
+            ge=1,
+        ),
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int,
+        _doc(
+            "Prompt tokens of waiting requests; more are answered 429. A tenant below its equal share still gets in, "
+            "up to twice as many in all.",
+            ge=1,
+        ),
+    ] = 1_000_000
     max_preemptions: Annotated[
         int, _doc("After so many preemptions a request gets all its blocks at once, or waits.", ge=0)
     ] = 3
@@ -118,10 +130,62 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout_s: Annotated[float, _doc("How long running requests may go on after SIGTERM.", ge=0)] = 30.0
     request_timeout_s: Annotated[float, _doc("A request is ended after so long; 0: never.", ge=0)] = 0.0
     max_body_mb: Annotated[int, _doc("Largest request body, in MiB; a larger one is answered 413.", ge=1)] = 32
+    responses_store_entries: Annotated[
+        int, _doc("Answers of /v1/responses kept for previous_response_id, at most a day; 0: none.", ge=0)
+    ] = 1000
+    responses_store_mb: Annotated[int, _doc("Memory for the kept answers, in MiB of text.", ge=0)] = 64
+    max_schema_kb: Annotated[
+        int, _doc("Largest JSON schema or grammar of a request, in KiB of characters.", ge=1, le=1000)
+    ] = 64
+    max_schema_depth: Annotated[int, _doc("Deepest nesting of schemas in a request's JSON schema.", ge=1)] = 32
+    grammar_timeout_s: Annotated[float, _doc("A schema or grammar must be compiled by then.", gt=0)] = 5.0
     api_key: Annotated[
         list[str], _doc("Clients must show one of these keys; none: everybody comes in. WEFT_API_KEY takes a,b.")
     ] = []
+    api_key_file: Annotated[
+        str, _doc("More keys, one a line, with or without a name before it; read again whenever it changes.")
+    ] = ""
+    admin_key: Annotated[list[str], _doc("Keys that open /admin, and nothing else; none: there is no /admin.")] = []
+    admin_key_file: Annotated[str, _doc("More admin keys, in a file like --api-key-file.")] = ""
+    allowed_host: Annotated[
+        list[str], _doc("Names besides localhost that clients may call a server by that has no keys.")
+    ] = []
+    keep_alive_s: Annotated[
+        float, _doc("A stream that waits for its first token says so every so often; 0: never.", ge=0)
+    ] = 10.0
+    slow_reader_timeout_s: Annotated[
+        float, _doc("A client that reads nothing of its answer for so long is dropped; 0: never.", ge=0)
+    ] = 120.0
+    profile_dir: Annotated[str, _doc("Where POST /admin/profile/start puts traces; empty: it is refused.")] = ""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("What is logged.")] = "info"
+    log_format: Annotated[Literal["text", "json"], _doc("json: every line of the log is an object.")] = "text"
+    log_prompts: Annotated[bool, _doc("Log the text of prompts as well.")] = False
+    otlp_endpoint: Annotated[
+        str, _doc("Send a trace of every request to this URL, by OTLP over HTTP (needs the extra otel); empty: none.")
+    ] = ""
+
+
+class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """How much clients may ask for, the same at both doors."""
+
+    max_requests_per_minute_per_key: Annotated[
+        int, _doc("More are answered 429; without keys it holds for all clients together; 0: no limit.", ge=0)
+    ] = 0
+    max_tokens_per_minute_per_key: Annotated[
+        int, _doc("The same for tokens, of prompts and answers together; 0: no limit.", ge=0)
+    ] = 0
+    max_concurrent_per_key: Annotated[int, _doc("The same for requests at the same time; 0: no limit.", ge=0)] = 0
+    max_header_kb: Annotated[
+        int, _doc("A request's head (its first line and its headers), in KiB; more is answered 431.", ge=1, le=1024)
+    ] = 32
+    max_headers: Annotated[int, _doc("Headers of a request; more are answered 431.", ge=8)] = 128
+    max_json_depth: Annotated[
+        int, _doc("How deep a body's JSON may be nested; deeper is answered 400.", ge=4, le=512)
+    ] = 64
+    max_messages: Annotated[int, _doc("Messages of one chat; more are answered 400.", ge=1)] = 2048
+    max_tools: Annotated[int, _doc("Tools of one chat; more are answered 400.", ge=1)] = 128
+    max_prompts: Annotated[int, _doc("Prompts of one request; more are answered 400.", ge=1)] = 128
+    max_n: Annotated[int, _doc("Choices of one prompt (n); more are answered 400.", ge=1)] = 128
 
 
 class GrpcOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -153,6 +217,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: SchedulerOptions = SchedulerOptions()
     engine: EngineOptions = EngineOptions()
     server: ServerOptions = ServerOptions()
+    limits: LimitOptions = LimitOptions()
     grpc: GrpcOptions = GrpcOptions()
 
 

@@ -37,6 +37,10 @@ class ChatTemplate:
         self.declared: frozenset[str] = frozenset(self._started().compiled["declared"])
         """The variables that the template reads: what a request's extra variables can have an effect through."""
 
+    @property
+    def knows_tools(self) -> bool:
+        return "tools" in self.declared
+
     @classmethod
     def from_assets(cls, assets: TextAssets, tokenizer: Tokenizer) -> ChatTemplate:
         """The model's own template; InvalidRequest when it has none."""

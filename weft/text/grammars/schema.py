@@ -1,0 +1,91 @@
+"""JSON schemas are taken at their word: a keyword that could not be honoured is refused by name and place.
+
+llguidance ignores keywords that it does not know, and takes some in a way that an output may fail the schema. What it
+does refuse by itself (formats, references, contradictions) is left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from weft.errors import InvalidRequest
+
+_OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+"""Their values are objects of schemas."""
+_OF_MANY = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+"""Lists of schemas."""
+_OF_ONE = frozenset({"additionalProperties", "additionalItems", "items"})
+"""A schema; `items` in old drafts also a list of them."""
+_CONSTRAINTS = frozenset(
+    {
+        "$ref", "const", "enum", "type", "required", "pattern", "format", "multipleOf",
+        "minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength",
+        "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum",
+    }
+)  # fmt: skip
+_NOTES = frozenset(
+    {
+        "$schema", "$id", "id", "$anchor", "$comment", "title", "description", "default", "examples", "deprecated",
+        "readOnly", "writeOnly", "contentMediaType", "contentEncoding",
+    }
+)  # fmt: skip
+"""They say nothing of what fits."""
+_KNOWN = _OF_NAMES | _OF_MANY | _OF_ONE | _CONSTRAINTS | _NOTES
+
+
+def check_schema(schema: Mapping[str, Any], *, max_depth: int, param: str) -> None:
+    """Raise InvalidRequest for a schema that is too deep, or asks what the grammar would not enforce."""
+    waiting: list[tuple[str, Any, int]] = [("", schema, 1)]
+    while waiting:
+        place, part, depth = waiting.pop()
+        if depth > max_depth:
+            raise InvalidRequest(
+                f"The schema is nested more than {max_depth} levels deep, at {place}.",
+                hint="The server's limit is --max-schema-depth.",
+                param=param,
+            )
+        if isinstance(part, Mapping):
+            _check_keywords(part, place or "the top", param)
+            waiting += [(place + path, inner, depth + 1) for path, inner in _inner(part)]
+
+
+def _check_keywords(part: Mapping[str, Any], place: str, param: str) -> None:
+    unknown = sorted(name for name in part if name not in _KNOWN and not _is_extension(name))
+    if unknown:
+        raise InvalidRequest(
+            f"Unsupported keywords in the schema at {place}: {', '.join(unknown)}.",
+            hint=f"Supported are: {', '.join(sorted(_KNOWN - _NOTES))}.",
+            param=param,
+        )
+    required = part.get("required", ())
+    least, num_required = part.get("minProperties", 0), len(required) if isinstance(required, list) else 0
+    if isinstance(least, int) and least > num_required + 1:
+        # Names that the schema does not list may be written twice: only one of them is sure to count.
+        raise InvalidRequest(
+            f"minProperties {least} at {place} is above the {num_required} required properties by more than one.",
+            hint="Name the properties that are required.",
+            param=param,
+        )
+    if "additionalItems" in part and "prefixItems" in part:
+        raise InvalidRequest(
+            f"prefixItems and additionalItems stand together at {place}; they belong to different drafts.",
+            hint="Use items for what follows prefixItems.",
+            param=param,
+        )
+
+
+def _is_extension(name: str) -> bool:
+    """x-guidance would change how the schema is compiled."""
+    return name.startswith("x-") and name != "x-guidance"
+
+
+def _inner(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas inside a schema, and where. Values of the wrong type are left for the compiler to name."""
+    for name, value in part.items():
+        if name in _OF_NAMES and isinstance(value, Mapping):
+            yield from ((f"/{name}/{inner}", schema) for inner, schema in value.items())
+        elif name in _OF_MANY | _OF_ONE and isinstance(value, list):
+            yield from ((f"/{name}/{i}", schema) for i, schema in enumerate(value))
+        elif name in _OF_ONE:
+            yield f"/{name}", value

@@ -1,0 +1,65 @@
+"""What a request may ask of its output's form. `param` is the request's field, for errors to name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from weft.text.parsers.shape import CallShape
+
+
+class JsonObject(Struct, frozen=True, kw_only=True):
+    """Any JSON object."""
+
+    param: str = "response_format"
+
+
+class JsonSchema(Struct, frozen=True, kw_only=True):
+    """JSON that fits a schema."""
+
+    schema: Mapping[str, Any]
+    param: str = "response_format"
+
+
+class Regex(Struct, frozen=True, kw_only=True):
+    """Text that a regular expression matches from its beginning to its end."""
+
+    pattern: str
+    param: str = "regex"
+
+
+class Choice(Struct, frozen=True, kw_only=True):
+    """One of these texts."""
+
+    options: Sequence[str]
+    param: str = "choice"
+
+
+class Lark(Struct, frozen=True, kw_only=True):
+    """A context-free grammar in llguidance's variant of Lark."""
+
+    text: str
+    param: str = "grammar"
+
+
+class Tool(Struct, frozen=True, kw_only=True):
+    name: str
+    parameters: Mapping[str, Any] | None = None
+    """A schema of an object; None: the tool takes no arguments."""
+
+
+class ToolCalls(Struct, frozen=True, kw_only=True):
+    """Calls of these tools, written as a model writes them."""
+
+    shape: CallShape
+    tools: Sequence[Tool]
+    at_least_one: bool = True
+    """False: text, and calls behind it or none."""
+    parallel: bool = True
+    """False: no more than one call."""
+    param: str = "tools"
+
+
+GrammarSpec = JsonObject | JsonSchema | Regex | Choice | Lark | ToolCalls
