@@ -169,9 +169,9 @@ def generate(
     stop: Stop = None,
 ) -> None:
     """Answer one prompt on standard output."""
+    from weft import logs
     from weft.frontend import terminal
     from weft.frontend.local import LocalEngine
-    from weft.observe import logs
 
     params = _sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -195,9 +195,9 @@ def chat(
     stop: Stop = None,
 ) -> None:
     """Talk with a model."""
+    from weft import logs
     from weft.frontend import terminal
     from weft.frontend.local import LocalEngine
-    from weft.observe import logs
 
     params = _sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
     logs.set_up("warning")

@@ -34,7 +34,7 @@ def request(
 
 def request_app(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
     async def go() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://weft") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return await client.request(method, path, **options)
 
     return asyncio.run(go())
@@ -71,9 +71,9 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def real_server(app: FastAPI) -> Iterator[str]:
-    config = uvicorn.Config(app, http=protocol_factory(), port=0, log_config=None, lifespan="off", ws="none")
-    server = uvicorn.Server(config)
+def real_server(app: FastAPI, config: Config | None = None) -> Iterator[str]:
+    http = protocol_factory(config or load(env={}))
+    server = uvicorn.Server(uvicorn.Config(app, http=http, port=0, log_config=None, lifespan="off", ws="none"))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

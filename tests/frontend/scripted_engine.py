@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
-from weft.backends.contract import ChatPrompt, ChatStyles, Deltas, Health
-from weft.errors import WeftError
-from weft.types import Delta, EngineStats, FinishReason, ModelInfo, SamplingParams, TokenLogprob, Usage
+from weft.backends.contract import ChatPrompt, ChatStyles, Deltas, Embedding, Health
+from weft.errors import InvalidRequest, WeftError
+from weft.types import Delta, EngineStats, FinishReason, ModelInfo, Pooling, SamplingParams, TokenLogprob, Usage
 
 Step = Delta | float | Exception
 """A delta to give, seconds to wait, or an error to raise."""
@@ -41,6 +42,14 @@ class Submitted(Struct, frozen=True):
     tenant: str
     sibling_of: str
     markers: tuple[str, ...]
+
+
+class Embedded(Struct, frozen=True):
+    prompt: list[int]
+    pooling: Pooling
+    cache_salt: str
+    priority: int
+    tenant: str
 
 
 def answer(*texts: str, finish: FinishReason = FinishReason.STOP, prompt_tokens: int = 3) -> list[Step]:
@@ -81,6 +90,9 @@ class ScriptedEngine:
         """With `refuse`: the first submission that is refused."""
         self.state = Health(True)
         self.submitted: list[Submitted] = []
+        self.embedded: list[Embedded] = []
+        self.embed_seconds = 0.0
+        """How long a vector takes."""
         self.open: set[str] = set()
         self.messages: Sequence[Mapping[str, Any]] = ()
         self.template_variables: Mapping[str, Any] | None = None
@@ -89,6 +101,8 @@ class ScriptedEngine:
         self.styles = ChatStyles()
         self.add_generation_prompt = True
         self.closed = False
+        self.cache_resets = 0
+        self.profiling = ""
 
     def encode_chat(
         self,
@@ -129,6 +143,29 @@ class ScriptedEngine:
         self.open.add(request_id)
         return _Play(self, request_id)
 
+    async def embed(
+        self,
+        prompt_token_ids: list[int],
+        pooling: Pooling,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+    ) -> Embedding:
+        """A vector of the prompt's length and its first token."""
+        if self.refuse is not None and len(self.embedded) >= self.refuse_from:
+            raise self.refuse
+        assert request_id is not None and request_id not in self.open
+        self.embedded.append(Embedded(prompt_token_ids, pooling, cache_salt, priority, tenant))
+        self.open.add(request_id)
+        try:
+            await asyncio.sleep(self.embed_seconds)
+        finally:
+            self.open.discard(request_id)
+        values = array("f", [len(prompt_token_ids), prompt_token_ids[0]])
+        return Embedding(values.tobytes(), Usage(prompt_tokens=len(prompt_token_ids)))
+
     def health(self) -> Health:
         return self.state
 
@@ -143,6 +180,22 @@ class ScriptedEngine:
 
     def open_requests(self) -> int:
         return len(self.open)
+
+    async def reset_cache(self) -> int:
+        self.cache_resets += 1
+        return 7
+
+    async def start_profile(self, folder: str) -> str:
+        if self.profiling:
+            raise InvalidRequest("A trace is being recorded already.")
+        self.profiling = f"{folder}/trace.json"
+        return self.profiling
+
+    async def stop_profile(self) -> str:
+        if not self.profiling:
+            raise InvalidRequest("No trace is being recorded.")
+        file, self.profiling = self.profiling, ""
+        return file
 
     async def close(self) -> None:
         self.closed = True

@@ -26,7 +26,9 @@ def main() -> None:
         await asyncio.sleep(options.get("start_s", 0))
         if "start_error" in options:
             raise ModelError(options["start_error"], hint="Try another.")
-        return Announcing([Delta(text="begun", token_ids=[1]), float(options.get("answer_s", 0)), *answer("done")])
+        middle = [Delta(text=f"[{number}]" + "x" * 8000, token_ids=[1]) for number in range(options.get("chunks", 0))]
+        begun, pause = Delta(text="begun", token_ids=[1]), float(options.get("answer_s", 0))
+        return Announcing([begun, pause, *middle, *answer("done")])
 
     try:
         serve(start, load({"port": 0, "grpc_port": 0, **options.get("settings", {})}, env={}))

@@ -25,7 +25,7 @@ def post_raw(url: str, path: str, body: dict[str, Any]) -> socket.socket:
     connection = socket.create_connection((address.hostname, address.port or 80))
     payload = json.dumps(body).encode()
     connection.sendall(
-        b"POST %b HTTP/1.1\r\nHost: weft\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(payload), payload)
+        b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(payload), payload)
     )
     return connection
 
@@ -54,7 +54,7 @@ def test_a_hang_up_in_the_middle_of_a_body_leaves_nothing() -> None:
     with real_server(build_app(engine, load(env={}))) as url:
         address = urlsplit(url)
         connection = socket.create_connection((address.hostname or "", address.port or 80))
-        connection.sendall(b"POST %b HTTP/1.1\r\nHost: weft\r\nContent-Length: 100\r\n\r\n{" % CHAT.encode())
+        connection.sendall(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{" % CHAT.encode())
         connection.close()
     assert not engine.submitted
 

@@ -11,6 +11,9 @@ from pydantic import BaseModel
 
 from tests.frontend.http import CHAT, COMPLETIONS, request
 from tests.frontend.scripted_engine import ScriptedEngine
+from weft.frontend.embeddings import EmbeddingsRequest
+from weft.frontend.messages.schemas import CountTokensRequest, MessagesRequest
+from weft.frontend.responses.schemas import ResponsesRequest
 from weft.frontend.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 
@@ -23,7 +26,8 @@ def document() -> dict[str, Any]:
 def test_every_route_is_there(document: dict[str, Any]) -> None:
     assert set(document["paths"]) == {
         CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/version", "/v1/models", "/v1/models/{model_id}", "/health",
-        "/health/live", "/metrics",
+        "/health/live", "/metrics", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
+        "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items", "/v1/embeddings",
     }  # fmt: skip
 
 
@@ -34,6 +38,10 @@ def test_every_route_is_there(document: dict[str, Any]) -> None:
         (COMPLETIONS, CompletionRequest),
         ("/tokenize", TokenizeRequest),
         ("/detokenize", DetokenizeRequest),
+        ("/v1/messages", MessagesRequest),
+        ("/v1/messages/count_tokens", CountTokensRequest),
+        ("/v1/responses", ResponsesRequest),
+        ("/v1/embeddings", EmbeddingsRequest),
     ],
 )
 def test_request_bodies_are_shown(document: dict[str, Any], path: str, schema: type[BaseModel]) -> None:

@@ -69,7 +69,7 @@ def test_a_client_that_does_not_read_is_waited_for() -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         address = urlsplit(url)
         client.connect((address.hostname, address.port))
-        client.sendall(b"GET / HTTP/1.1\r\nHost: weft\r\nConnection: close\r\n\r\n")
+        client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         wait_until(lambda: bool(taken) and taken[-1] == 0)
         assert sum(taken) < 20_000_000, "what is not read is not kept without bound"
         received = b""

@@ -10,6 +10,8 @@ from tests.frontend.http import CHAT, COMPLETIONS, HELLO, PROMPT, chat, complete
 from tests.frontend.scripted_engine import ScriptedEngine
 from weft.types import SamplingParams
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 USER = {"role": "user", "content": "hi"}
 
 
@@ -77,13 +79,8 @@ def test_fields_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("n", True),
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
         ("functions", [{}]),
         ("function_call", {"name": "f"}),
-        ("response_format", {"type": "json_object"}),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
         ("prediction", {"type": "content"}),
@@ -102,7 +99,7 @@ def test_what_a_chat_cannot_have_yet_is_refused_by_name(field: str, value: Any) 
     assert field in error["message"] and "not supported yet" in error["message"]
 
 
-@pytest.mark.parametrize(("field", "value"), [("n", 3), ("best_of", 2), ("echo", True), ("suffix", "end")])
+@pytest.mark.parametrize(("field", "value"), [("best_of", 2), ("suffix", "end")])
 def test_what_a_completion_cannot_have_yet_is_refused_by_name(field: str, value: Any) -> None:
     response = complete(ScriptedEngine(), **{field: value})
     assert response.status_code == 400
@@ -151,9 +148,30 @@ def test_an_unknown_field_is_refused_with_the_nearest(value: Any) -> None:
         ({"messages": [USER, {"role": "user"}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "x", "nam": "y"}]}, "messages[0].nam"),
-        ({"messages": [USER, {"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[1].tool_calls"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+            "messages[1].tool_calls[0].function",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
+        ({"messages": [USER | {"tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"n": True}, "n"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [TOOL | {"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL, TOOL]}, "tools"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 1001}, "truncate_prompt_tokens"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"request_id": "a b"}, "request_id"),
         ({"chat_template_kwargs": []}, "chat_template_kwargs"),

@@ -109,8 +109,16 @@ def test_a_second_signal_ends_at_once() -> None:
 
 
 def test_a_signal_while_the_engine_starts_ends_with_0() -> None:
-    with process(start_s=60) as child:
-        time.sleep(1.5)
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+
+    def is_up() -> bool:
+        with contextlib.suppress(httpx.ConnectError):
+            return httpx.get(f"http://127.0.0.1:{port}/health/live").status_code == 200
+        return False
+
+    with process(start_s=60, settings={"port": port}) as child:
+        wait_until(is_up, 30)
         child.send_signal(signal.SIGTERM)
         assert child.wait(timeout=10) == 0
 

@@ -12,7 +12,7 @@ from weft.errors import Overloaded
 from weft.frontend.app import build_app
 from weft.observe.histogram import Histogram
 from weft.observe.metrics import Metrics
-from weft.types import FinishReason
+from weft.types import Delta, FinishReason
 
 CONTRACT = {
     "weft_num_requests_running": "gauge",
@@ -30,6 +30,11 @@ CONTRACT = {
     "weft_time_to_first_token_seconds": "histogram",
     "weft_inter_token_latency_seconds": "histogram",
     "weft_e2e_request_latency_seconds": "histogram",
+    "weft_request_queue_time_seconds": "histogram",
+    "weft_request_prefill_time_seconds": "histogram",
+    "weft_request_decode_time_seconds": "histogram",
+    "weft_request_prompt_tokens": "histogram",
+    "weft_request_generation_tokens": "histogram",
 }
 
 
@@ -144,3 +149,31 @@ def test_every_reason_is_counted() -> None:
         metrics.finished(reason, 1.0)
     found = samples(metrics.exposition().decode())
     assert [found[f"weft_request_success_total{{'finished_reason': '{reason}'}}"] for reason in FinishReason] == [1] * 6
+
+
+def test_every_stage_of_a_request_is_timed_and_its_tokens_counted() -> None:
+    first = Delta(text="ab", token_ids=[1, 2], queue_seconds=0.25)
+    app = build_app(ScriptedEngine([0.3, first, 0.05, *answer("c")]), load(env={}))
+    assert request_app(app, "POST", COMPLETIONS, json=PROMPT | {"prompt": "y" * 40}).status_code == 200
+    found = samples(request_app(app, "GET", "/metrics").text)
+    assert found["weft_request_queue_time_seconds_sum"] == 0.25
+    first_token, end = found["weft_time_to_first_token_seconds_sum"], found["weft_e2e_request_latency_seconds_sum"]
+    assert found["weft_request_prefill_time_seconds_sum"] == pytest.approx(first_token - 0.25)
+    assert found["weft_request_decode_time_seconds_sum"] == pytest.approx(end - first_token, abs=0.02)
+    assert found["weft_request_prompt_tokens_bucket{'le': '20.0'}"] == 0
+    assert found["weft_request_prompt_tokens_bucket{'le': '50.0'}"] == 1
+    assert found["weft_request_generation_tokens_sum"] == 3
+
+
+def test_the_lowest_buckets_are_fine_enough_for_small_models() -> None:
+    found = samples(Metrics("m", ScriptedEngine()).exposition().decode())
+    for name, lowest in (
+        ("inter_token_latency_seconds", "0.001"),
+        ("time_to_first_token_seconds", "0.001"),
+        ("request_queue_time_seconds", "0.001"),
+        ("e2e_request_latency_seconds", "0.005"),
+    ):
+        assert f"vllm:{name}_bucket{{'le': '{lowest}'}}" in found
+    # What vLLM's own dashboards ask for is there as well.
+    for bound in ("0.01", "0.025", "0.05", "0.1", "1.0", "5.0"):
+        assert f"vllm:inter_token_latency_seconds_bucket{{'le': '{bound}'}}" in found

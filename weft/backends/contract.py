@@ -134,6 +134,17 @@ class Engine(Protocol):
 
     def open_requests(self) -> int: ...
 
+    async def reset_cache(self) -> int:
+        """Forget the prompts that were computed, and return how many blocks of them were known. What is in use stays
+        in use. Raises Unavailable."""
+
+    async def start_profile(self, folder: str) -> str:
+        """Record what the engine spends its time on, and return the file that will tell. Raises InvalidRequest when
+        that is being done already, and Unavailable."""
+
+    async def stop_profile(self) -> str:
+        """Write what was recorded, and return the file. Raises InvalidRequest when nothing was, and Unavailable."""
+
     async def close(self) -> None: ...
 
 

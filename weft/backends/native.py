@@ -15,15 +15,21 @@ from weft.backends.contract import ChatPrompt, ChatStyles, Deltas, Embedding, He
 from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.engine.launch import EngineProcess, LaunchedEngine
+from weft.engine.wire import ResetCache, StartProfile, StopProfile, Vocabulary
 from weft.errors import ContextTooLong, EngineFault, InvalidRequest
 from weft.hub.assets import text_assets
 from weft.hub.files import ModelFiles, dummy_files
 from weft.hub.resolve import resolve
+from weft.text.grammars.words import words_of
 from weft.text.output import OutputText
 from weft.text.parsers.styles import reasoning_style, tool_style
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
-from weft.types import Delta, EngineStats, ModelInfo, Pooling, Request, SamplingParams, check_token_ids
+from weft.text.tool_prompt import without_tools
+from weft.types import Delta, EngineStats, ModelInfo, Pooling, Request, SamplingParams, check_priority, check_token_ids
+
+STYLE_IN_WORDS = "hermes"
+"""How a model writes calls that was told of its tools by its system message."""
 
 
 async def start_native(
@@ -59,9 +65,10 @@ def _text_of(files: ModelFiles) -> tuple[Tokenizer, ChatTemplate | None]:
 
 def _styles_of(config: Config, template: ChatTemplate | None) -> ChatStyles:
     source = template.source if template is not None else None
+    in_words = template is not None and not template.knows_tools
     tools, reasoning = config.model.tool_style, config.model.reasoning_style
     return ChatStyles(
-        tool_style(None if tools == "auto" else tools, source),
+        tool_style((STYLE_IN_WORDS if in_words else None) if tools == "auto" else tools, source),
         reasoning_style(None if reasoning == "auto" else reasoning, source),
     )
 
@@ -165,6 +172,8 @@ class NativeEngine:
                 "This model has no chat template, so it does not know what a conversation looks like.",
                 hint="Send a plain prompt to /v1/completions instead.",
             )
+        if not self._template.knows_tools and self.styles.tools is not None:
+            messages, tools = without_tools(messages, tools, self.styles.tools.shape), None
         text = self._template.render(
             messages,
             tools=tools,
@@ -187,12 +196,16 @@ class NativeEngine:
         markers: Collection[str] = (),
     ) -> NativeDeltas:
         self._check(prompt_token_ids, params)
+        check_priority(priority)
         room = self.model.max_model_len - len(prompt_token_ids)
         resolved = replace(
             params,
             max_tokens=min(params.max_tokens or room, room),
             seed=secrets.randbits(63) if params.seed is None else params.seed,
         )
+        if params.grammar and self.client.vocabulary is None:
+            words = await asyncio.to_thread(words_of, self.tokenizer)
+            self.client.vocabulary = Vocabulary(words.tokens, words.special_ids, words.eos_token_ids)
         ends = () if params.ignore_eos else self.tokenizer.eos_token_ids
         request = Request(
             request_id=request_id or uuid.uuid4().hex,
@@ -218,6 +231,7 @@ class NativeEngine:
     ) -> Embedding:
         params = SamplingParams(temperature=0, seed=0, max_tokens=1)
         self._check(prompt_token_ids, params)
+        check_priority(priority)
         request = Request(
             request_id=request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt_token_ids,
@@ -251,6 +265,15 @@ class NativeEngine:
 
     def open_requests(self) -> int:
         return self.client.num_open
+
+    async def reset_cache(self) -> int:
+        return int(await self.client.send_on(ResetCache))
+
+    async def start_profile(self, folder: str) -> str:
+        return await self.client.send_on(lambda number: StartProfile(number, folder))
+
+    async def stop_profile(self) -> str:
+        return await self.client.send_on(StopProfile)
 
     async def close(self) -> None:
         await self.client.close()

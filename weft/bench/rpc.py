@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from weft.backends.contract import Engine
 from weft.backends.native import start_native
-from weft.config import Config
+from weft.config import Config, LimitOptions
 from weft.frontend.gate import Gate
 from weft.frontend.rpc.ai_service_pb2 import (
     GenerationParameters,
@@ -90,7 +90,8 @@ class _Answer(Struct):
 async def _pass(engine: Engine, config: Config, work: RpcWork) -> tuple[Passage, list[str]]:
     config = replace(
         config,
-        server=replace(config.server, host="127.0.0.1", api_key=[]),
+        server=replace(config.server, host="127.0.0.1", api_key=[], api_key_file=""),
+        limits=LimitOptions(),
         grpc=replace(
             config.grpc, grpc_port=0, grpc_socket="", grpc_tls_cert="", grpc_tls_key="", grpc_tls_client_ca=""
         ),

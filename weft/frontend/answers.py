@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from weft import __version__
-from weft.types import Delta, FinishReason, TokenLogprob, Usage
+from weft.types import Delta, FinishReason, Timings, TokenLogprob, Usage
 
 SYSTEM_FINGERPRINT = f"weft-{__version__}"
 
 
-class PromptTokensDetails(Struct, frozen=True):
+class PromptTokensDetails(Struct, frozen=True, omit_defaults=True):
     cached_tokens: int
+    truncated_tokens: int = 0
+    """Cut off the prompt's beginning, because truncate_prompt_tokens said so."""
 
 
 class UsageBody(Struct, frozen=True, kw_only=True):
@@ -43,15 +45,47 @@ class ChatLogprobs(Struct, frozen=True):
 
 class CompletionLogprobs(Struct, frozen=True, kw_only=True):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class ChatMessage(Struct, frozen=True):
-    content: str
+class PromptLogprob(Struct, frozen=True):
+    logprob: float
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""For every token of the prompt, by token id; the first has none."""
+
+
+class TimingsBody(Struct, frozen=True, kw_only=True):
+    queue_ms: float
+    ttft_ms: float
+    inter_token_ms: float
+    """On average."""
+    total_ms: float
+    tokens_per_second: float
+
+
+class CalledFunction(Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class MadeCall(Struct, frozen=True, kw_only=True):
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Struct, frozen=True, kw_only=True):
     role: str = "assistant"
+    content: str | None
     refusal: None = None
+    tool_calls: list[MadeCall] | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
@@ -59,6 +93,9 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str
+    stop_reason: str | int | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    timings: TimingsBody | UnsetType = UNSET
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
@@ -69,6 +106,8 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: UsageBody
     system_fingerprint: str
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionChoice(Struct, frozen=True, kw_only=True):
@@ -76,6 +115,11 @@ class CompletionChoice(Struct, frozen=True, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str
+    stop_reason: str | int | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    timings: TimingsBody | UnsetType = UNSET
 
 
 class Completion(Struct, frozen=True, kw_only=True):
@@ -117,37 +161,52 @@ class Version(Struct, frozen=True):
 
 
 class Output:
-    """All that came of one prompt, gathered for an answer in one piece."""
+    """All that came of one choice, gathered for an answer in one piece."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] | None = None
         self.finish = FinishReason.ERROR
+        self.stop_reason: str | int | None = None
         self.usage = Usage()
+        self.timings: Timings | None = None
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
         if delta.finish:
             self.finish = delta.finish
+            self.stop_reason = delta.stop_reason
             self.usage = delta.usage
+            self.timings = delta.timings
 
     @property
     def text(self) -> str:
         return "".join(self._texts)
 
 
-def usage_body(usages: Iterable[Usage]) -> UsageBody:
-    prompt = completion = cached = 0
-    for usage in usages:
-        prompt += usage.prompt_tokens
-        completion += usage.completion_tokens
-        cached += usage.cached_tokens
+def usage_body(usages: Sequence[Usage], n: int = 1, truncated_tokens: int = 0) -> UsageBody:
+    """Of all choices, where each prompt has `n` of them, one after the other: a prompt counts once."""
+    prompt = sum(usage.prompt_tokens for usage in usages[::n])
+    completion = sum(usage.completion_tokens for usage in usages)
     return UsageBody(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
-        prompt_tokens_details=PromptTokensDetails(cached),
+        prompt_tokens_details=PromptTokensDetails(sum(usage.cached_tokens for usage in usages[::n]), truncated_tokens),
+    )
+
+
+def timings_body(timings: Timings) -> TimingsBody:
+    return TimingsBody(
+        queue_ms=1000 * timings.queue_seconds,
+        ttft_ms=1000 * timings.first_token_seconds,
+        inter_token_ms=1000 * timings.inter_token_seconds,
+        total_ms=1000 * timings.total_seconds,
+        tokens_per_second=timings.tokens / timings.total_seconds if timings.total_seconds else 0.0,
     )

@@ -5,22 +5,34 @@ from __future__ import annotations
 from functools import partial
 
 import msgspec
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
 from starlette.exceptions import HTTPException
 
-from weft import __version__
+from weft import __version__, logs
 from weft.backends.contract import Engine
 from weft.config import Config
 from weft.errors import Unavailable, WeftError
+from weft.frontend.admin import add_admin
 from weft.frontend.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized, Version
 from weft.frontend.chat import chat_door
 from weft.frontend.completions import completion_door
+from weft.frontend.embeddings import EmbeddingList, EmbeddingsExchange, EmbeddingsRequest
 from weft.frontend.errors import answer_http_exception, answer_weft_error
 from weft.frontend.exchange import Exchange
 from weft.frontend.gate import Gate, Service
-from weft.frontend.keys import Keys
+from weft.frontend.head import Head
 from weft.frontend.lock import Lock
+from weft.frontend.messages.answers import MessageAnswer, TokenCount
+from weft.frontend.messages.door import count_tokens, messages_door
+from weft.frontend.messages.errors import AnthropicError, AnthropicErrors
+from weft.frontend.messages.schemas import CountTokensRequest, MessagesRequest
 from weft.frontend.openapi import describe, errors, gives, takes
+from weft.frontend.responses.answers import DeletedResponse, InputItemList, ResponseAnswer
+from weft.frontend.responses.door import responses_door
+from weft.frontend.responses.schemas import ResponsesRequest
+from weft.frontend.responses.shelf import Shelf
+from weft.frontend.responses.store import ResponseStore
 from weft.frontend.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from weft.frontend.shell import Shell
 from weft.frontend.tokens import Question, detokenize, tokenize
@@ -43,14 +55,19 @@ def gated_app(gate: Gate) -> FastAPI:
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     app.add_exception_handler(WeftError, answer_weft_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
-    keys = Keys(gate.config.server.api_key)
-    if keys.required:
-        app.add_middleware(Lock, keys=keys)
+    app.add_middleware(Lock, gate=gate)
+    app.add_middleware(Head, gate=gate)
     app.add_middleware(Shell)
+    app.add_middleware(AnthropicErrors)
     _add_generation(app, gate)
+    _add_messages(app, gate)
+    _add_responses(app, gate)
+    _add_embeddings(app, gate)
     _add_tokens(app, gate)
     _add_models(app, gate)
     _add_health(app, gate)
+    if gate.admin_keys.required:
+        add_admin(app, gate)
     return app
 
 
@@ -62,6 +79,54 @@ def _add_generation(app: FastAPI, gate: Gate) -> None:
     @app.post("/v1/completions", openapi_extra=takes(CompletionRequest), responses=gives(Completion, streamed=True))
     async def completions() -> Response:
         return Exchange(gate, completion_door)
+
+
+def _add_messages(app: FastAPI, gate: Gate) -> None:
+    @app.post(
+        "/v1/messages",
+        openapi_extra=takes(MessagesRequest),
+        responses=gives(MessageAnswer, streamed=True, error=AnthropicError),
+    )
+    async def messages() -> Response:
+        return Exchange(gate, messages_door)
+
+    @app.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=takes(CountTokensRequest),
+        responses=gives(TokenCount, error=AnthropicError),
+    )
+    async def messages_count_tokens() -> Response:
+        return Question(gate, count_tokens)
+
+
+def _add_responses(app: FastAPI, gate: Gate) -> None:
+    options = gate.config.server
+    store = ResponseStore(options.responses_store_entries, options.responses_store_mb << 20)
+
+    def shelf() -> Shelf:
+        return Shelf(store, logs.tenant.get())
+
+    @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest), responses=gives(ResponseAnswer, streamed=True))
+    async def responses() -> Response:
+        return Exchange(gate, partial(responses_door, shelf=shelf()))
+
+    @app.get("/v1/responses/{response_id}", responses=gives(ResponseAnswer))
+    async def response(response_id: str, request: Request) -> Response:
+        return Response(shelf().answer(response_id, request.query_params), media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}", responses=gives(DeletedResponse))
+    async def delete_response(response_id: str) -> Response:
+        return _json(shelf().delete(response_id))
+
+    @app.get("/v1/responses/{response_id}/input_items", responses=gives(InputItemList))
+    async def input_items(response_id: str, request: Request) -> Response:
+        return _json(shelf().input_items(response_id, request.query_params))
+
+
+def _add_embeddings(app: FastAPI, gate: Gate) -> None:
+    @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingsRequest), responses=gives(EmbeddingList))
+    async def embeddings() -> Response:
+        return EmbeddingsExchange(gate)
 
 
 def _add_tokens(app: FastAPI, gate: Gate) -> None:
@@ -104,7 +169,7 @@ def _add_health(app: FastAPI, gate: Gate) -> None:
         """200 for as long as this process answers."""
         return _json({"status": "live"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus's text format; empty until the model is loaded."""
         figures = gate.metrics()

@@ -7,74 +7,115 @@ import uuid
 from collections.abc import Sequence
 
 import msgspec
+from msgspec import UNSET
 
+from weft.errors import WeftError
+from weft.frontend import sse
 from weft.frontend.answers import (
     SYSTEM_FINGERPRINT,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     Output,
+    PromptLogprobs,
+    UsageBody,
+    timings_body,
     usage_body,
 )
 from weft.frontend.body import parse
 from weft.frontend.exchange import Order
 from weft.frontend.gate import Service
-from weft.frontend.logprobs import completion_logprobs
+from weft.frontend.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from weft.frontend.schemas import CompletionRequest
 from weft.frontend.sse import ChunkFrame, ChunkHead
-from weft.frontend.translate import completion_job
+from weft.frontend.translate import CompletionJob, completion_job
 from weft.text.tokenizer import Tokenizer
-from weft.types import Delta, Usage
+from weft.types import Delta, TokenLogprob, Usage
 
 
 async def completion_door(body: bytes, service: Service) -> Order:
-    request = await parse(CompletionRequest, body)
+    request = await parse(CompletionRequest, body, service.limits)
     service.check_model(request.model)
-    job = await completion_job(request, service.engine)
-    answer_id = f"cmpl-{request.request_id or uuid.uuid4().hex}"
-    writer = CompletionWriter(
-        answer_id, service.model_name, service.engine.tokenizer, job.include_usage, len(job.prompts)
-    )
-    return Order(job, writer)
+    completion = await completion_job(request, service)
+    return Order(completion.job, CompletionWriter(request, completion, service.model_name, service.engine.tokenizer))
 
 
 class CompletionWriter:
-    """Writes one answer, with a choice for every prompt."""
+    """Writes one answer, with all the choices of every prompt."""
 
     def __init__(
-        self, answer_id: str, model_name: str, tokenizer: Tokenizer, include_usage: bool, num_prompts: int
+        self, request: CompletionRequest, completion: CompletionJob, model_name: str, tokenizer: Tokenizer
     ) -> None:
-        self.answer_id = answer_id
+        self.answer_id = f"cmpl-{request.request_id or uuid.uuid4().hex}"
+        self._request = request
+        self._completion = completion
         self._tokenizer = tokenizer
+        options = request.stream_options
+        self._include_usage = options is not None and options.include_usage
+        self._continuous_usage = options is not None and options.continuous_usage_stats
         self._head = ChunkHead(
-            id=answer_id,
+            id=self.answer_id,
             object="text_completion",
             created=int(time.time()),
             model=model_name,
             system_fingerprint=SYSTEM_FINGERPRINT,
         )
-        self._frame = ChunkFrame(self._head, include_usage=include_usage)
-        self._before_text = [self._frame.before + b'{"index":%d,"text":' % index for index in range(num_prompts)]
+        self._frame = ChunkFrame(self._head, include_usage=self._include_usage)
+        choices = range(completion.job.num_choices)
+        self._before_text = [self._frame.before + b'{"index":%d,"text":' % index for index in choices]
         self._after_text = b',"logprobs":null,"finish_reason":null}' + self._frame.after
-        self._text_offsets = [0] * num_prompts
+        self._text_offsets = [0 for _ in choices]
+        self._usages = [Usage() for _ in choices]
+        self._has_begun = [False for _ in choices]
+        self._prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
+        """By prompt: its first choice brings them, before any other choice begins."""
+        self._is_simple = not (self._continuous_usage or request.return_token_ids or request.echo)
+        """A delta of text alone is a chunk of text alone."""
 
     def opening(self) -> bytes:
         return b""
 
     def chunks(self, index: int, delta: Delta) -> bytes:
-        chunk = self._before_text[index] + msgspec.json.encode(delta.text)
-        if not (delta.logprobs or delta.finish):
-            return chunk + self._after_text if delta.text else b""
+        if self._is_simple and not (delta.logprobs or delta.finish or delta.prompt_logprobs):
+            return self._before_text[index] + msgspec.json.encode(delta.text) + self._after_text if delta.text else b""
+        self._usages[index] = delta.usage
+        self._note(index, delta.prompt_logprobs)
+        is_first, self._has_begun[index] = not self._has_begun[index], True
+        text = self._shown(delta.text)
+        choice: dict[str, object] = {"logprobs": None, "finish_reason": delta.finish}
         logprobs: CompletionLogprobs | None = None
-        if delta.logprobs:
-            logprobs, self._text_offsets[index] = completion_logprobs(
+        if is_first and self._request.echo:
+            text = self._prompt_text(index) + text
+            logprobs = self._echoed(index)
+        if delta.logprobs and self._shows_answer:
+            own, self._text_offsets[index] = completion_logprobs(
                 self._tokenizer, delta.token_ids, delta.logprobs, self._text_offsets[index]
             )
-        chunk += b',"logprobs":' + msgspec.json.encode(logprobs)
-        return chunk + b',"finish_reason":' + msgspec.json.encode(delta.finish) + b"}" + self._frame.after
+            logprobs = own if logprobs is None else joined(logprobs, own)
+        choice["logprobs"] = logprobs
+        if is_first and self._request.return_token_ids:
+            choice["prompt_token_ids"] = self._prompt(index)
+        if self._request.return_token_ids:
+            choice["token_ids"] = delta.token_ids if self._shows_answer else []
+        if is_first and (figures := self._prompt_figures(index)) is not None:
+            choice["prompt_logprobs"] = figures
+        if delta.finish and delta.stop_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if delta.timings is not None and self._request.return_timings:
+            choice["timings"] = timings_body(delta.timings)
+        if not (text or logprobs or delta.finish or "token_ids" in choice or "prompt_logprobs" in choice):
+            return b""
+        fields: dict[str, object] = {"usage": self._usage_body(self._usages)} if self._continuous_usage else {}
+        rest = b"," + msgspec.json.encode(choice)[1:]
+        return self._before_text[index] + msgspec.json.encode(text) + rest + self._frame.after_with(fields)
 
-    def usage_chunk(self, usages: Sequence[Usage]) -> bytes:
-        return self._frame.usage_chunk(usage_body(usages))
+    def closing(self, usages: Sequence[Usage]) -> bytes:
+        if not self._include_usage:
+            return sse.DONE
+        return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + sse.DONE
+
+    def failure(self, error: WeftError) -> bytes:
+        return sse.error_event(error)
 
     def whole(self, outputs: Sequence[Output]) -> bytes:
         return msgspec.json.encode(
@@ -83,13 +124,66 @@ class CompletionWriter:
                 created=self._head.created,
                 model=self._head.model,
                 choices=[self._choice(index, output) for index, output in enumerate(outputs)],
-                usage=usage_body(output.usage for output in outputs),
+                usage=self._usage_body([output.usage for output in outputs]),
                 system_fingerprint=SYSTEM_FINGERPRINT,
             )
         )
 
     def _choice(self, index: int, output: Output) -> CompletionChoice:
-        logprobs: CompletionLogprobs | None = None
-        if output.logprobs:
-            logprobs, _ = completion_logprobs(self._tokenizer, output.token_ids, output.logprobs, 0)
-        return CompletionChoice(index=index, text=output.text, logprobs=logprobs, finish_reason=output.finish)
+        request = self._request
+        self._note(index, output.prompt_logprobs)
+        text, logprobs = self._shown(output.text), None
+        if request.echo:
+            text = self._prompt_text(index) + text
+            logprobs = self._echoed(index)
+        if output.logprobs and self._shows_answer:
+            own, _ = completion_logprobs(self._tokenizer, output.token_ids, output.logprobs, self._text_offsets[index])
+            logprobs = own if logprobs is None else joined(logprobs, own)
+        figures = self._prompt_figures(index)
+        token_ids = output.token_ids if self._shows_answer else []
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=output.finish,
+            stop_reason=UNSET if output.stop_reason is None else output.stop_reason,
+            prompt_token_ids=self._prompt(index) if request.return_token_ids else UNSET,
+            token_ids=token_ids if request.return_token_ids else UNSET,
+            prompt_logprobs=UNSET if figures is None else figures,
+            timings=timings_body(output.timings) if request.return_timings and output.timings else UNSET,
+        )
+
+    @property
+    def _shows_answer(self) -> bool:
+        """Not with an echo of the prompt alone."""
+        return self._request.max_tokens > 0
+
+    def _shown(self, text: str) -> str:
+        return text if self._shows_answer else ""
+
+    def _prompt(self, index: int) -> list[int]:
+        return self._completion.job.prompts[index // self._completion.job.n]
+
+    def _prompt_text(self, index: int) -> str:
+        prompt = self._prompt(index)
+        return self._tokenizer.decode(prompt, skip_special_tokens=self._request.skip_special_tokens)
+
+    def _note(self, index: int, logprobs: Sequence[TokenLogprob] | None) -> None:
+        if logprobs is not None:
+            self._prompt_logprobs[index // self._completion.job.n] = logprobs
+
+    def _prompt_figures(self, index: int) -> PromptLogprobs | None:
+        logprobs = self._prompt_logprobs.get(index // self._completion.job.n)
+        if logprobs is None or self._request.prompt_logprobs is None:
+            return None
+        return prompt_logprobs(self._tokenizer, self._prompt(index), logprobs)
+
+    def _echoed(self, index: int) -> CompletionLogprobs | None:
+        logprobs = self._prompt_logprobs.get(index // self._completion.job.n)
+        if logprobs is None or self._request.logprobs is None:
+            return None
+        figures, self._text_offsets[index] = echoed_logprobs(self._tokenizer, self._prompt(index), logprobs)
+        return figures
+
+    def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:
+        return usage_body(usages, self._completion.job.n, self._completion.truncated_tokens)

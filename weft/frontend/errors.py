@@ -10,8 +10,8 @@ from fastapi import Request, Response
 from msgspec import Struct
 from starlette.exceptions import HTTPException
 
+from weft import logs
 from weft.errors import InvalidRequest, Overloaded, Unavailable, WeftError
-from weft.observe import logs
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,44 @@ class BodyTooLarge(InvalidRequest):
     kind = "body_too_large"
 
 
+class BodyTooSlow(InvalidRequest):
+    status = 408
+    kind = "body_timeout"
+
+
 class NoKey(InvalidRequest):
     status = 401
     kind = "invalid_api_key"
+
+
+class WrongKey(InvalidRequest):
+    status = 403
+    kind = "permission_denied"
+
+
+class HeadTooLarge(InvalidRequest):
+    status = 431
+    kind = "headers_too_large"
+
+
+class WrongHost(InvalidRequest):
+    status = 421
+    kind = "misdirected_request"
+
+
+class Conflict(InvalidRequest):
+    status = 409
+    kind = "conflict"
+
+
+class NoRequest(InvalidRequest):
+    status = 404
+    kind = "request_not_found"
+
+
+class NotHere(WeftError):
+    status = 501
+    kind = "not_implemented"
 
 
 class NoRoute(InvalidRequest):
@@ -74,7 +109,7 @@ def error_response(error: WeftError) -> Response:
         headers["Retry-After"] = str(RETRY_AFTER_S)
     if isinstance(error, NoKey):
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, BodyTooLarge | NoKey):
+    if isinstance(error, BodyTooLarge | BodyTooSlow | NoKey | WrongKey | HeadTooLarge | WrongHost):
         # The rest of the body is not read, so the connection cannot carry another request.
         headers["Connection"] = "close"
     return Response(
@@ -104,6 +139,8 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
 def _type(status: int) -> str:
     if status == NoKey.status:
         return "authentication_error"
+    if status == WrongKey.status:
+        return "permission_error"
     if status == Overloaded.status:
         return "rate_limit_error"
     return "invalid_request_error" if status < 500 else "server_error"

@@ -23,8 +23,8 @@ from weft.frontend.errors import Unexpected
 from weft.frontend.gate import Gate, Service
 from weft.frontend.generation import Generation
 from weft.frontend.guard import guarded
+from weft.frontend.job import Job
 from weft.frontend.protocol import ShortWay, short_way
-from weft.frontend.translate import Job
 from weft.types import Delta, Usage
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,11 @@ class Writer(Protocol):
     def chunks(self, index: int, delta: Delta) -> bytes:
         """The chunks that a delta gives: none, one, or a last one with the reason why it ended."""
 
-    def usage_chunk(self, usages: Sequence[Usage]) -> bytes: ...
+    def closing(self, usages: Sequence[Usage]) -> bytes:
+        """What follows the last delta's chunks; the usage is that of each choice."""
+
+    def failure(self, error: WeftError) -> bytes:
+        """What ends a stream that has begun and cannot go on."""
 
     def whole(self, outputs: Sequence[Output]) -> bytes:
         """The answer in one piece."""
@@ -71,17 +75,13 @@ class Reply:
     def __init__(self, send: Send, short_way: ShortWay | None) -> None:
         self._send = send
         self._short_way = short_way
-        self._starting = asyncio.Lock()
         self.started = False
 
-    async def start(self, headers: list[tuple[bytes, bytes]], opening: bytes = b"") -> None:
-        """Several prompts' answers may begin at the same time; the first one's call counts."""
-        async with self._starting:
-            if not self.started:
-                await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-                self.started = True
-                if opening and (writing := self.write(opening)) is not None:
-                    await writing
+    async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """The first call counts."""
+        if not self.started:
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self.started = True
 
     def write(self, body: bytes) -> Awaitable[None] | None:
         """None when the piece is on its way; else what to wait for."""
@@ -116,17 +116,18 @@ class Exchange(Response):
                 return
             order = await self._door(body, service)
             # A client may send the same id twice; the engine must never see it twice.
-            generation = Generation(order.job, service, f"{order.writer.answer_id}-{uuid.uuid4().hex[:8]}", arrived)
+            seat.answer_id = order.writer.answer_id
+            generation = Generation(order.job, seat, f"{seat.answer_id}-{uuid.uuid4().hex[:8]}", arrived)
             guard = partial(guarded, receive=receive, aborted=seat.aborted, timeout_s=service.options.request_timeout_s)
             reply = Reply(send, short_way(scope))
             if order.job.stream:
-                await _stream(order, generation, guard, reply)
+                await _stream(order, generation, guard, reply, service.options.keep_alive_s)
             else:
                 await _whole(order, generation, guard, reply)
 
 
 async def _whole(order: Order, generation: Generation, guard: Guard, reply: Reply) -> None:
-    outputs = [Output() for _ in order.job.prompts]
+    outputs = [Output() for _ in range(order.job.num_choices)]
     with _until_hang_up(), generation.counted():
         await guard(generation.run(lambda index, delta: outputs[index].add(delta)))
         body = order.writer.whole(outputs)
@@ -134,21 +135,21 @@ async def _whole(order: Order, generation: Generation, guard: Guard, reply: Repl
         await reply.end(body)
 
 
-async def _stream(order: Order, generation: Generation, guard: Guard, reply: Reply) -> None:
+async def _stream(order: Order, generation: Generation, guard: Guard, reply: Reply, keep_alive_s: float) -> None:
     """An error before the first byte is raised and gets its status; a later one becomes the stream's last event."""
     try:
         with _until_hang_up(), generation.counted():
-            await guard(_send_chunks(order, generation, reply))
+            await guard(_send_chunks(order, generation, reply, keep_alive_s))
     except WeftError as error:
         if not reply.started:
             raise
         log.error("a stream ended with %s: %s", type(error).__name__, error)
-        await reply.end(sse.error_event(error))
+        await reply.end(order.writer.failure(error))
     except Exception as error:
         if not reply.started:
             raise
         log.exception("a stream failed")
-        await reply.end(sse.error_event(Unexpected(str(error))))
+        await reply.end(order.writer.failure(Unexpected(str(error))))
 
 
 @contextmanager
@@ -160,23 +161,50 @@ def _until_hang_up() -> Iterator[None]:
         log.info("the client hung up")
 
 
-async def _send_chunks(order: Order, generation: Generation, reply: Reply) -> None:
+async def _send_chunks(order: Order, generation: Generation, reply: Reply, keep_alive_s: float) -> None:
     writer = order.writer
-    usages: list[Usage] = []
+    waiting = asyncio.create_task(_say_waiting(reply, keep_alive_s)) if keep_alive_s else None
+    opening = asyncio.Lock()
+    is_open = False
+    usages = [Usage()] * order.job.num_choices
 
     def take(index: int, delta: Delta) -> Awaitable[None] | None:
         if delta.finish:
-            usages.append(delta.usage)
+            usages[index] = delta.usage
         chunks = writer.chunks(index, delta)
-        if not reply.started:
+        if not is_open:
             return begin(chunks)
         return reply.write(chunks) if chunks else None
 
     async def begin(chunks: bytes) -> None:
-        await reply.start(sse.HEADERS, writer.opening())
-        if chunks and (writing := reply.write(chunks)) is not None:
-            await writing
+        """Several choices may begin at the same time; the first one's call counts."""
+        nonlocal is_open
+        async with opening:
+            if not is_open:
+                if waiting is not None:
+                    waiting.cancel()
+                    await asyncio.wait({waiting})
+                await reply.start(sse.HEADERS)
+                await _written(reply, writer.opening())
+                is_open = True
+        await _written(reply, chunks)
 
-    await generation.run(take)
-    last = writer.usage_chunk(usages) if order.job.include_usage else b""
-    await reply.end(last + sse.DONE)
+    try:
+        await generation.run(take)
+    finally:
+        if waiting is not None:
+            waiting.cancel()
+    await reply.end(writer.closing(usages))
+
+
+async def _say_waiting(reply: Reply, interval_s: float) -> None:
+    """Tell a client, and whatever stands between, that its stream has not been forgotten."""
+    while True:
+        await asyncio.sleep(interval_s)
+        await reply.start(sse.HEADERS)
+        await _written(reply, sse.WAITING)
+
+
+async def _written(reply: Reply, body: bytes) -> None:
+    if body and (writing := reply.write(body)) is not None:
+        await writing

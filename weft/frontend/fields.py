@@ -11,8 +11,6 @@ from pydantic_core import PydanticCustomError
 NotYet = Mapping[str, Sequence[object]]
 """Fields by name, each with the values that ask for nothing and are let through."""
 
-MAX_PROMPTS = 128
-
 
 def without_empty_fields(value: Any, known: Collection[str], not_yet: NotYet) -> Any:
     """The object without its nulls and without what asks for nothing; refuses what Weft would have to ignore."""
@@ -51,8 +49,6 @@ def prompts(value: object) -> list[str | list[int]]:
         raise ValueError("it must be a string, a list of strings, a list of token ids, or a list of such lists.")
     if _are_token_ids(value):
         return [value]
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"{len(value)} prompts in one request; at most {MAX_PROMPTS}.")
     if all(isinstance(item, str) for item in value):
         return value
     if all(isinstance(item, list) and item and _are_token_ids(item) for item in value):

@@ -1,4 +1,5 @@
-"""Who may come in: nobody while the engine starts, everybody while it serves, nobody new while it drains."""
+"""Who may come in: nobody while the engine starts, whoever has a key and a share left while it serves, nobody new
+while it drains. The doors share it, so what holds at one holds at all."""
 
 from __future__ import annotations
 
@@ -9,10 +10,20 @@ from contextlib import contextmanager
 
 from msgspec import Struct
 
+from weft import logs
 from weft.backends.contract import Engine, Health
-from weft.config import Config, ServerOptions
-from weft.errors import ModelNotFound, Unavailable
+from weft.config import Config, LimitOptions, ServerOptions
+from weft.errors import ModelNotFound, Overloaded, Unavailable
+from weft.frontend.keys import Keys
+from weft.frontend.limits import Account, Accounts
+from weft.frontend.stopwatch import Stopwatch
 from weft.observe.metrics import Metrics
+from weft.observe.traces import Traces, open_traces
+from weft.text.grammars.compiler import GrammarCompiler
+from weft.text.grammars.specs import GrammarSpec
+
+SHUTTING_DOWN = "The server is shutting down."
+DRAINING = "The server takes no new requests for now."
 
 
 class Service(Struct, frozen=True, kw_only=True):
@@ -23,7 +34,14 @@ class Service(Struct, frozen=True, kw_only=True):
     """The operator's name for it, or its own."""
     created: int
     metrics: Metrics
+    grammars: GrammarCompiler
     options: ServerOptions
+    limits: LimitOptions
+    traces: Traces | None = None
+
+    async def grammar_of(self, spec: GrammarSpec | None) -> str:
+        """What the engine needs to keep an output in form; empty: it has none."""
+        return await self.grammars.compile(spec) if spec is not None else ""
 
     def check_model(self, name: str) -> None:
         if name != self.model_name:
@@ -32,19 +50,42 @@ class Service(Struct, frozen=True, kw_only=True):
             )
 
 
-class Seat(Struct, frozen=True, eq=False):
+class Seat(Struct, eq=False, kw_only=True):
     """One request's place in the house."""
 
     service: Service
-    aborted: asyncio.Future[None]
-    """Done when the server will not wait for the request any longer."""
+    account: Account
+    aborted: asyncio.Future[str]
+    """Done, with the reason, when the server will not wait for the request any longer."""
+    request_id: str
+    tenant: str
+    """The name of its key; empty where no key is wanted."""
+    began: float
+    answer_id: str = ""
+    """Empty until the request was understood."""
+    choices: list[Stopwatch] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated so far."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    def abort(self, why: str) -> None:
+        if not self.aborted.done():
+            self.aborted.set_result(why)
 
 
 class Gate:
     def __init__(self, config: Config) -> None:
+        options = config.server
         self.config = config
+        self.keys = Keys(options.api_key, options.api_key_file)
+        self.admin_keys = Keys(options.admin_key, options.admin_key_file)
+        self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
+        self._accounts = Accounts(config.limits)
         self._service: Service | None = None
-        self._draining = False
+        self._closed_because = ""
+        """Empty: open."""
         self._seats: set[Seat] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -57,26 +98,44 @@ class Gate:
             model_name=name,
             created=int(time.time()),
             metrics=Metrics(name, engine),
+            grammars=GrammarCompiler(engine.tokenizer, self.config.server),
             options=self.config.server,
+            limits=self.config.limits,
+            traces=self.traces,
         )
         return self._service
 
-    def drain(self) -> None:
+    async def close(self) -> None:
+        if self._service is not None:
+            await self._service.grammars.close()
+
+    def drain(self, why: str = SHUTTING_DOWN) -> None:
         """Let nobody in any more; those inside go on."""
-        self._draining = True
+        if self._closed_because != SHUTTING_DOWN:
+            self._closed_because = why
+
+    def resume(self) -> bool:
+        """Let requests in again; false when the server is to end."""
+        if self._closed_because == SHUTTING_DOWN:
+            return False
+        self._closed_because = ""
+        return True
 
     def abort(self) -> None:
         """End the requests that are still inside."""
         for seat in self._seats:
-            if not seat.aborted.done():
-                seat.aborted.set_result(None)
+            seat.abort(SHUTTING_DOWN)
+
+    def seats(self) -> list[Seat]:
+        """The requests inside, the oldest first."""
+        return sorted(self._seats, key=lambda seat: seat.began)
 
     async def empty(self) -> None:
         """Returns when no request is inside."""
         await self._empty.wait()
 
     def health(self) -> Health:
-        if self._draining:
+        if self._closed_because:
             return Health(False, "draining")
         if self._service is None:
             return Health(False, "starting")
@@ -87,21 +146,43 @@ class Gate:
         return None if self._service is None else self._service.metrics
 
     def service(self) -> Service:
+        service = self.any_service()
+        if self._closed_because:
+            raise Unavailable(self._closed_because)
+        return service
+
+    def any_service(self) -> Service:
+        """Even while it drains."""
         if self._service is None:
             raise Unavailable("The model is being loaded.", hint="GET /health tells when it is ready.")
-        if self._draining:
-            raise Unavailable("The server is shutting down.")
         return self._service
 
     @contextmanager
     def admit(self) -> Iterator[Seat]:
-        """A seat for as long as one request takes; Unavailable when there is none."""
-        seat = Seat(self.service(), asyncio.get_running_loop().create_future())
+        """A seat for as long as one request takes; Unavailable when there is none, RateLimited when its owner has had
+        enough for now."""
+        service = self.service()
+        tenant = logs.tenant.get()
+        account = self._accounts.of(tenant)
+        try:
+            account.enter()
+        except Overloaded:
+            service.metrics.rejected()
+            raise
+        seat = Seat(
+            service=service,
+            account=account,
+            aborted=asyncio.get_running_loop().create_future(),
+            request_id=logs.request_id.get(),
+            tenant=tenant,
+            began=time.monotonic(),
+        )
         self._seats.add(seat)
         self._empty.clear()
         try:
             yield seat
         finally:
+            account.leave()
             self._seats.discard(seat)
             if not self._seats:
                 self._empty.set()

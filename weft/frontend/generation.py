@@ -3,67 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
+from weft import logs
 from weft.backends.contract import Deltas, failure_of
 from weft.errors import EngineFault, Overloaded, RequestTimeout, Unavailable
 from weft.frontend.body import ClientGone
-from weft.frontend.gate import Service
-from weft.frontend.translate import Job
-from weft.observe.metrics import Metrics
+from weft.frontend.gate import Seat
+from weft.frontend.job import Choice, Job
+from weft.frontend.stopwatch import Stopwatch
+from weft.observe.traces import Outcome
 from weft.types import Delta, FinishReason
 
+log = logging.getLogger(__name__)
+
 TakeOf = Callable[[int, Delta], Awaitable[None] | None]
-"""Is given a delta and the index of its prompt. What it returns, if anything, is awaited before that prompt's next
+"""Is given a delta and the index of its choice. What it returns, if anything, is awaited before that choice's next
 delta is made: a slow reader gets larger deltas."""
 
 
-class Stopwatch:
-    """The times of one choice, from the request's arrival."""
-
-    def __init__(self, metrics: Metrics, arrived: float) -> None:
-        self._metrics = metrics
-        self._arrived = arrived
-        self._last_token: float | None = None
-        self.ended = False
-
-    def saw(self, delta: Delta) -> None:
-        if num_tokens := len(delta.token_ids):
-            now = time.perf_counter()
-            if self._last_token is None:
-                self._metrics.time_to_first_token.observe(now - self._arrived)
-            else:
-                self._metrics.inter_token_latency.observe((now - self._last_token) / num_tokens, num_tokens)
-            self._last_token = now
-        if delta.finish:
-            self.end(delta.finish)
-
-    def end(self, reason: FinishReason) -> None:
-        if not self.ended:
-            self.ended = True
-            self._metrics.finished(reason, time.perf_counter() - self._arrived)
-
-
 class Generation:
-    """The deltas of every prompt of a job. Every prompt that was submitted is counted as ended exactly once."""
+    """The deltas of every choice of a job. Every one that was submitted is counted as ended exactly once."""
 
-    def __init__(self, job: Job, service: Service, engine_id: str, arrived: float) -> None:
+    def __init__(self, job: Job, seat: Seat, engine_id: str, arrived: float) -> None:
         self._job = job
-        self._service = service
+        self._seat = seat
+        self._service = seat.service
         self._engine_id = engine_id
         self._arrived = arrived
         self._stopwatches: list[Stopwatch] = []
+        seat.choices = self._stopwatches
 
     async def run(self, take: TakeOf) -> None:
         """Submit the job and give every delta to `take`. Raises what the engine refuses, and the first error that an
         answer ends with. Cancelling it aborts the job."""
         answers: list[Deltas] = []
         try:
-            for index, prompt in enumerate(self._job.prompts):
-                answers.append(await self._submit(prompt, index))
-                self._stopwatches.append(Stopwatch(self._service.metrics, self._arrived))
+            for index, choice in enumerate(self._job.choices()):
+                answers.append(await self._submit(choice, index))
+                self._stopwatches.append(
+                    Stopwatch(self._service.metrics, self._seat.account, self._arrived, len(choice.prompt))
+                )
             if len(answers) == 1:
                 await self._follow(answers[0], 0, take)
             else:
@@ -74,7 +57,7 @@ class Generation:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """However the work within ends, every prompt that was submitted is counted as ended."""
+        """However the work within ends, every choice that was submitted is counted as ended."""
         reason = FinishReason.ABORT
         try:
             yield
@@ -89,12 +72,14 @@ class Generation:
         finally:
             for stopwatch in self._stopwatches:
                 stopwatch.end(reason)
+            if self._stopwatches:
+                self._report()
 
     async def _follow(self, answer: Deltas, index: int, take: TakeOf) -> None:
         stopwatch = self._stopwatches[index]
 
         def take_timed(delta: Delta) -> Awaitable[None] | None:
-            stopwatch.saw(delta)
+            delta = stopwatch.saw(delta)
             if delta.finish and (failure := failure_of(delta)):
                 raise failure
             return take(index, delta)
@@ -111,14 +96,61 @@ class Generation:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _submit(self, prompt: list[int], index: int) -> Deltas:
+    async def _submit(self, choice: Choice, index: int) -> Deltas:
         try:
-            return await self._service.engine.submit(
-                prompt,
-                self._job.params,
-                request_id=f"{self._engine_id}-{index}" if len(self._job.prompts) > 1 else self._engine_id,
+            answer = await self._service.engine.submit(
+                choice.prompt,
+                choice.params,
+                request_id=self._id_of(index),
                 cache_salt=self._job.cache_salt,
+                priority=self._job.priority,
+                tenant=self._seat.tenant,
+                sibling_of="" if choice.leader is None else self._id_of(choice.leader),
+                markers=self._job.markers,
             )
         except Overloaded:
             self._service.metrics.rejected()
             raise
+        if choice.leader is None:
+            self._seat.account.spend_tokens(len(choice.prompt))
+        return answer
+
+    def _report(self) -> None:
+        """To the log, and to whoever follows traces."""
+        outcome = self._outcome()
+        fields: dict[str, object] = {
+            "answer_id": self._seat.answer_id,
+            "choices": outcome.choices,
+            "prompt_tokens": outcome.prompt_tokens,
+            "tokens": outcome.completion_tokens,
+            "queue_s": outcome.queue_seconds,
+            "first_token_s": outcome.first_token_seconds,
+            "seconds": outcome.seconds,
+            "finish": outcome.finish,
+        }
+        if self._service.options.log_prompts:
+            decode = self._service.engine.tokenizer.decode
+            fields["prompts"] = [decode(prompt, skip_special_tokens=False) for prompt in self._job.prompts]
+        logs.event(log, logging.INFO, "generated", fields)
+        if self._service.traces is not None:
+            self._service.traces.record(outcome)
+
+    def _outcome(self) -> Outcome:
+        watches = self._stopwatches
+        queued = [watch.queue_seconds for watch in watches if watch.queue_seconds is not None]
+        firsts = [watch.first_token_seconds for watch in watches if watch.first_token_seconds is not None]
+        return Outcome(
+            model=self._service.model_name,
+            request_id=self._seat.request_id,
+            tenant=self._seat.tenant,
+            choices=len(watches),
+            prompt_tokens=sum(map(len, self._job.prompts)),
+            completion_tokens=sum(watch.num_tokens for watch in watches),
+            queue_seconds=min(queued, default=None),
+            first_token_seconds=min(firsts, default=None),
+            seconds=time.perf_counter() - self._arrived,
+            finish=",".join(sorted({watch.finish for watch in watches if watch.finish is not None})),
+        )
+
+    def _id_of(self, index: int) -> str:
+        return f"{self._engine_id}-{index}"

@@ -13,20 +13,21 @@ from weft.frontend.body import ClientGone
 
 
 async def guarded(
-    work: Coroutine[Any, Any, None], receive: Receive, *, aborted: asyncio.Future[None], timeout_s: float
+    work: Coroutine[Any, Any, None], receive: Receive, *, aborted: asyncio.Future[str], timeout_s: float
 ) -> None:
     """Run the work to its end, or cancel it and raise ClientGone, Unavailable or RequestTimeout (0: no limit)."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_hung_up(receive))
+    ends: set[asyncio.Future[Any]] = {task, gone, aborted}
     try:
-        await asyncio.wait({task, gone, aborted}, timeout=timeout_s or None, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, timeout=timeout_s or None, return_when=asyncio.FIRST_COMPLETED)
         if task.done() or await _ended_after_all(task):
             return task.result()
         if gone.done():
             gone.result()
             raise ClientGone
         if aborted.done():
-            raise Unavailable("The server is shutting down.")
+            raise Unavailable(aborted.result())
         raise RequestTimeout(f"The request took longer than {timeout_s:g} s and was ended.")
     finally:
         task.cancel()

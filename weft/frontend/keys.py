@@ -1,33 +1,83 @@
-"""API keys, the same for every door: who has one comes in."""
+"""API keys, the same for every door: who has one comes in, under the name that the operator gave it."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Sequence
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec import Struct
 
 from weft.errors import ConfigError
+from weft.frontend.keyfile import KeyFile
+
+log = logging.getLogger(__name__)
 
 HOW = "authorization: Bearer KEY, or x-api-key: KEY"
 _BEARER = "bearer "
+
+POLL_S = 1.0
+"""How often, at most, the file is looked at."""
+
+
+class _Key(Struct, frozen=True):
+    digest: bytes
+    name: str
 
 
 class Keys:
     """Digests of the keys. Whether a key is right takes the same time to say however wrong it is."""
 
-    def __init__(self, keys: Sequence[str]) -> None:
+    def __init__(self, keys: Sequence[str], file: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
         if not all(key.strip() == key and key for key in keys):
             raise ConfigError("An API key is empty, or has space around it.", hint="Set --api-key or WEFT_API_KEY.")
-        self._digests = [_digest(key) for key in keys]
+        self._given = [_key(key) for key in keys]
+        self._file = KeyFile(file) if file else None
+        self._clock = clock
+        self._next_look = 0.0
+        self._all: list[_Key] = self._given
+        if self._file is not None:
+            self._read(self._file)
 
     @property
     def required(self) -> bool:
-        return bool(self._digests)
+        """A file without keys lets nobody in."""
+        return bool(self._given) or self._file is not None
 
-    def know(self, key: str) -> bool:
-        presented = _digest(key)
-        matches = [hmac.compare_digest(presented, digest) for digest in self._digests]
-        return any(matches)
+    def owner(self, shown: Iterable[str]) -> str | None:
+        """The name of the first right key among those shown; None when none is right."""
+        self._look()
+        for key in shown:
+            presented = _digest(key)
+            matches = [known.name for known in self._all if hmac.compare_digest(presented, known.digest)]
+            if matches:
+                return matches[0]
+        return None
+
+    def reload(self) -> int:
+        """Read the file again, changed or not, and return how many keys there are. Raises ConfigError when it is
+        broken; the keys are those from before, then."""
+        if self._file is not None:
+            self._read(self._file)
+        return len(self._all)
+
+    def _look(self) -> None:
+        """Take in a file that has changed; one that is broken changes nothing."""
+        if self._file is None or self._clock() < self._next_look:
+            return
+        self._next_look = self._clock() + POLL_S
+        if self._file.has_changed():
+            try:
+                self._read(self._file)
+            except ConfigError as error:
+                log.error("the keys stay as they were: %s", error)
+            else:
+                log.info("keys were read again: %d", len(self._all))
+
+    def _read(self, file: KeyFile) -> None:
+        self._all = self._given + [_key(line.key, line.name) for line in file.read()]
 
 
 def presented(headers: Iterable[tuple[str, str | bytes]]) -> Iterable[str]:
@@ -39,6 +89,11 @@ def presented(headers: Iterable[tuple[str, str | bytes]]) -> Iterable[str]:
             yield value
         elif name == "authorization" and value[: len(_BEARER)].lower() == _BEARER:
             yield value[len(_BEARER) :]
+
+
+def _key(key: str, name: str = "") -> _Key:
+    digest = _digest(key)
+    return _Key(digest, name or digest.hex()[:8])
 
 
 def _digest(key: str) -> bytes:

@@ -4,23 +4,45 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from weft.frontend.errors import NoKey, error_response
-from weft.frontend.keys import HOW, Keys, presented
+from weft import logs
+from weft.frontend.errors import NoKey, WrongKey, error_response
+from weft.frontend.gate import Gate
+from weft.frontend.keys import HOW, presented
 
 OPEN_PATHS = frozenset({"/health/live"})
+ADMIN_PATH = "/admin"
 
 
 class Lock:
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    """Admin keys open what is below /admin and nothing else; other keys open everything else."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app
-        self._keys = keys
+        self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._is_known(scope):
+        refusal = None if scope["type"] != "http" else self._refusal(scope)
+        if refusal is None:
             await self._app(scope, receive, send)
         else:
-            await error_response(NoKey(f"This server wants an API key: {HOW}."))(scope, receive, send)
+            await error_response(refusal)(scope, receive, send)
 
-    def _is_known(self, scope: Scope) -> bool:
-        headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
-        return any(self._keys.know(key) for key in presented(headers))
+    def _refusal(self, scope: Scope) -> NoKey | WrongKey | None:
+        """None when the door opens; the task is then the key's owner's."""
+        path = scope["path"]
+        # A pipelined request's task begins as a copy of the one before it.
+        logs.tenant.set("")
+        if path in OPEN_PATHS:
+            return None
+        for_admins = self._gate.admin_keys.required and (path == ADMIN_PATH or path.startswith(ADMIN_PATH + "/"))
+        keys = self._gate.admin_keys if for_admins else self._gate.keys
+        if not keys.required:
+            return None
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        owner = keys.owner(presented(headers))
+        if owner is not None:
+            logs.tenant.set(owner)
+            return None
+        if for_admins and self._gate.keys.owner(presented(headers)) is not None:
+            return WrongKey("This wants an admin key, and the one shown is another.")
+        return NoKey(f"This server wants an API key: {HOW}.")

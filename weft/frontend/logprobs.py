@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from weft.frontend.answers import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from weft.frontend.answers import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
 from weft.text.tokenizer import Tokenizer
 from weft.types import TokenLogprob
 
@@ -23,6 +30,46 @@ def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequ
     return ChatLogprobs(content)
 
 
+def prompt_logprobs(tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> PromptLogprobs:
+    """Of every token but the first: its own figure, and those of the likeliest in its place."""
+
+    def entry(token_id: int, logprob: float) -> tuple[str, PromptLogprob]:
+        return str(token_id), PromptLogprob(max(logprob, LOWEST), tokenizer.token_text(token_id))
+
+    return [
+        None,
+        *(
+            dict([entry(token_id, own.logprob), *(entry(*top) for top in own.top)])
+            for token_id, own in zip(prompt[1:], logprobs, strict=True)
+        ),
+    ]
+
+
+def echoed_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]
+) -> tuple[CompletionLogprobs, int]:
+    """The figures of a prompt that stands before its answer, and the offset behind it."""
+    rest, offset = completion_logprobs(tokenizer, prompt[1:], logprobs, len(tokenizer.token_text(prompt[0])))
+    return (
+        CompletionLogprobs(
+            tokens=[tokenizer.token_text(prompt[0]), *rest.tokens],
+            token_logprobs=[None, *rest.token_logprobs],
+            top_logprobs=[None, *rest.top_logprobs],
+            text_offset=[0, *rest.text_offset],
+        ),
+        offset,
+    )
+
+
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        tokens=first.tokens + second.tokens,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+        text_offset=first.text_offset + second.text_offset,
+    )
+
+
 def completion_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], text_offset: int
 ) -> tuple[CompletionLogprobs, int]:
@@ -33,12 +80,12 @@ def completion_logprobs(
         offsets.append(text_offset)
         text_offset += len(token)
     chosen = [max(entry.logprob, LOWEST) for entry in logprobs]
-    tops = [
+    tops: list[dict[str, float] | None] = [
         # The chosen token is there even when it is not among the likeliest.
         {tokenizer.token_text(top_id): max(top, LOWEST) for top_id, top in entry.top} | {token: own}
         for token, own, entry in zip(tokens, chosen, logprobs, strict=True)
     ]
     return (
-        CompletionLogprobs(tokens=tokens, token_logprobs=chosen, top_logprobs=tops, text_offset=offsets),
+        CompletionLogprobs(tokens=tokens, token_logprobs=[*chosen], top_logprobs=tops, text_offset=offsets),
         text_offset,
     )

@@ -12,12 +12,22 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from weft.frontend.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized, Version
+from weft.frontend.embeddings import EmbeddingList, EmbeddingsRequest
 from weft.frontend.errors import ErrorBody
+from weft.frontend.messages.answers import MessageAnswer, TokenCount
+from weft.frontend.messages.errors import AnthropicError
+from weft.frontend.messages.schemas import CountTokensRequest, MessagesRequest
+from weft.frontend.responses.answers import DeletedResponse, InputItemList, ResponseAnswer
+from weft.frontend.responses.schemas import ResponsesRequest
 from weft.frontend.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-REQUESTS: tuple[type[BaseModel], ...] = (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
+REQUESTS: tuple[type[BaseModel], ...] = (
+    ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, MessagesRequest, CountTokensRequest,
+    ResponsesRequest, EmbeddingsRequest,
+)  # fmt: skip
 ANSWERS: tuple[type[Struct], ...] = (
-    ChatCompletion, Completion, ModelCard, ModelList, Tokenized, Detokenized, Version, ErrorBody,
+    ChatCompletion, Completion, ModelCard, ModelList, Tokenized, Detokenized, Version, ErrorBody, MessageAnswer,
+    TokenCount, AnthropicError, ResponseAnswer, DeletedResponse, InputItemList, EmbeddingList,
 )  # fmt: skip
 
 
@@ -29,17 +39,17 @@ def takes(request: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": _reference(request)}}}
 
 
-def gives(answer: type[Struct], *, streamed: bool = False) -> Responses:
+def gives(answer: type[Struct], *, streamed: bool = False, error: type[Struct] = ErrorBody) -> Responses:
     """The answers of a route that writes its own bytes."""
     content = {"application/json": _reference(answer)}
     if streamed:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    about = "With `stream`: server-sent events, ended by `data: [DONE]`." if streamed else "Found."
-    return {200: {"description": about, "content": content}, **errors()}
+    about = "With `stream`: server-sent events." if streamed else "Found."
+    return {200: {"description": about, "content": content}, **errors(error)}
 
 
-def errors() -> Responses:
-    return {"default": {"description": "An error.", "content": {"application/json": _reference(ErrorBody)}}}
+def errors(error: type[Struct] = ErrorBody) -> Responses:
+    return {"default": {"description": "An error.", "content": {"application/json": _reference(error)}}}
 
 
 def describe(app: FastAPI) -> dict[str, Any]:

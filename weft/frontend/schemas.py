@@ -1,10 +1,11 @@
-"""OpenAI's requests, as far as Weft answers them, and Weft's own additions to them."""
+"""OpenAI's requests to generate, as far as Weft answers them, and Weft's own additions to them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from weft.frontend.fields import NotYet, content_text, prompts, stop_strings, without_empty_fields
@@ -23,7 +24,8 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_field_is_ignored(cls, value: Any) -> Any:
-        return without_empty_fields(value, cls.model_fields, cls.not_yet)
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        return without_empty_fields(value, known, cls.not_yet)
 
 
 class TextPart(TypedDict):
@@ -31,9 +33,22 @@ class TextPart(TypedDict):
     text: str
 
 
+class PastFunction(Fields):
+    name: str
+    arguments: str = Field("{}", description="JSON, as a string.")
+
+
+class PastCall(Fields):
+    """A tool call that the assistant made earlier."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: PastFunction
+    index: int | None = Field(None, description="Accepted, and without meaning here.")
+
+
 class Message(Fields):
     not_yet: ClassVar[NotYet] = {
-        "tool_calls": [[]],
         "function_call": [],
         "audio": [],
         "refusal": [],
@@ -41,16 +56,90 @@ class Message(Fields):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, PlainValidator(content_text, json_schema_input_type=str | list[TextPart])]
-    """Several parts are joined by line ends."""
+    content: Annotated[str | None, PlainValidator(content_text, json_schema_input_type=str | list[TextPart] | None)] = (
+        Field(None, description="Several parts are joined by line ends. Only an assistant's call needs none.")
+    )
     name: str | None = None
+    tool_calls: list[PastCall] = []
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(None, description="What an assistant thought; templates may use it.")
+    reasoning: str | None = Field(None, description="The other name of reasoning_content.")
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("calls", "only an assistant's message has them.", {"field": "tool_calls"})
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("missing", "it must be given.", {"field": "content"})
+        return self
+
+
+TOOL_NAME = r"^[A-Za-z0-9_.:-]{1,64}$"
+
+
+class Function(Fields):
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] = Field({"type": "object", "properties": {}}, description="A JSON schema.")
+    strict: bool | None = Field(None, description="Arguments of a call that is forced always fit the schema.")
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Fields):
+    name: str
+
+
+class NamedTool(Fields):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Fields):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field({}, alias="schema")
+    strict: bool | None = Field(None, description="Answers fit the schema whether or not this is set.")
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema, and with no other.")
+        return self
+
+
+class StructuredOutputs(Fields):
+    """What the output must be: exactly one of these."""
+
+    not_yet: ClassVar[NotYet] = {"structural_tag": []}
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="In Lark's notation.")
+    json_object: bool = False
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> Self:
+        asked = [self.json_ is not None, self.regex is not None, self.choice is not None, self.grammar is not None]
+        if sum(asked) + self.json_object != 1:
+            raise ValueError("give exactly one of json, regex, choice, grammar and json_object.")
+        return self
 
 
 class StreamOptions(Fields):
     not_yet: ClassVar[NotYet] = {"include_obfuscation": [False]}
 
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="Every chunk tells of the usage so far.")
 
 
 class GenerationRequest(Fields):
@@ -61,6 +150,7 @@ class GenerationRequest(Fields):
     stream_options: StreamOptions | None = None
     temperature: float = 1.0
     top_p: float = 1.0
+    n: int = Field(1, description="Answers to each prompt.")
     seed: int | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(stop_strings, json_schema_input_type=str | list[str] | None)] = ()
     presence_penalty: float = 0.0
@@ -76,6 +166,14 @@ class GenerationRequest(Fields):
     ignore_eos: bool = Field(False, description="Go on behind the model's end of sequence.")
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(None, description="Figures of the prompt's tokens, and so many likely ones.")
+    return_token_ids: bool = Field(False, description="The prompt's and the answer's token ids as well.")
+    return_timings: bool = Field(False, description="How long it took, with every choice's end.")
+    truncate_prompt_tokens: int | None = Field(
+        None, description="Keep the last so many tokens of a longer prompt; -1: what the context holds."
+    )
+    structured_outputs: StructuredOutputs | None = None
+    priority: int = Field(0, description="Waiting requests of a lower number go first.")
     cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
     request_id: str | None = Field(None, pattern=SANE_ID, description="Becomes part of the answer's id.")
 
@@ -89,15 +187,11 @@ class ChatRequest(GenerationRequest):
         "functions": [[]],
         "modalities": [["text"]],
         "moderation": [],
-        "n": [1],
         "prediction": [],
         "prompt_cache_retention": ["in_memory", "in-memory"],
         "reasoning_effort": [],
-        "response_format": [{"type": "text"}],
         "service_tier": ["auto", "default"],
         "store": [False],
-        "tool_choice": ["none", "auto"],
-        "tools": [[]],
         "verbosity": ["medium"],
         "web_search_options": [],
     }
@@ -108,25 +202,32 @@ class ChatRequest(GenerationRequest):
     logprobs: bool = False
     top_logprobs: int | None = None
     metadata: dict[str, str] = Field({}, description="Accepted, and without meaning here.")
-    parallel_tool_calls: bool = Field(True, description="Accepted, and without meaning here.")
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = Field(True, description="False: at most one call an answer.")
+    include_reasoning: bool = Field(True, description="False: what the model thinks is left out.")
     prompt_cache_key: str | None = Field(None, description="Accepted, and without meaning here.")
     safety_identifier: str | None = Field(None, description="Accepted, and without meaning here.")
 
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = Field(None, description="True unless the final message is continued.")
+    continue_final_message: bool = Field(False, description="The answer goes on where the last message ends.")
     chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the model's chat template.")
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions"""
 
-    not_yet: ClassVar[NotYet] = {"best_of": [1], "echo": [False], "n": [1], "suffix": [""]}
+    not_yet: ClassVar[NotYet] = {"suffix": [""]}
 
     prompt: Annotated[
         list[str | list[int]],
         PlainValidator(prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
-    max_tokens: int = 16
+    max_tokens: int = Field(16, description="0 is allowed with echo.")
     logprobs: int | None = None
+    echo: bool = Field(False, description="The prompt stands before the answer, its tokens' figures too.")
+    best_of: int | None = Field(None, description="Accepted when it is n.")
 
 
 class TokenizeRequest(Fields):
@@ -136,6 +237,7 @@ class TokenizeRequest(Fields):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = Field(True, description="Of a prompt; a chat template brings its own.")
+    tools: list[Tool] = []
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the model's chat template.")
     return_token_strs: bool = False

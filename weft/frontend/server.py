@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import errno
 import gc
-import ipaddress
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
+from weft import logs
 from weft.backends.contract import Engine
 from weft.config import Config, ServerOptions
 from weft.errors import ConfigError, EngineFault, WeftError
 from weft.frontend.app import gated_app
 from weft.frontend.gate import Gate
+from weft.frontend.hosts import is_loopback
 from weft.frontend.protocol import protocol_factory
-from weft.observe import logs
 
 if TYPE_CHECKING:
     from weft.frontend.rpc.server import RpcServer
@@ -35,12 +36,16 @@ EngineFactory = Callable[[], Awaitable[Engine]]
 FAREWELL_S = 2
 """How long aborted requests have to tell their clients so, and connections to close."""
 
+MAX_FILES = 65536
+"""Open at the same time, where the operating system lets the process have so many."""
+
 
 def serve(engine_factory: EngineFactory, config: Config) -> None:
     """Serve until a signal says stop. Raises ConfigError when the address cannot be had, and what kept the engine
     from starting."""
-    logs.set_up(config.server.log_level)
+    logs.set_up(config.server.log_level, form=config.server.log_format)
     check_reach(config.server)
+    allow_many_connections()
     with bind(config.server.host, config.server.port) as listener:
         life = _Life(config, listener)
         with asyncio.Runner(loop_factory=life.loop_factory) as runner:
@@ -49,15 +54,20 @@ def serve(engine_factory: EngineFactory, config: Config) -> None:
 
 def check_reach(options: ServerOptions) -> None:
     """Raise ConfigError for an address that others can reach, when everybody could come in."""
-    if options.api_key or options.insecure or options.host == "localhost":
+    if options.api_key or options.api_key_file or options.insecure or is_loopback(options.host):
         return
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(options.host).is_loopback:
-            return
     raise ConfigError(
         f"--host {options.host} lets other machines in, and no API key is set.",
-        hint="Set --api-key (or WEFT_API_KEY), or --insecure if that is what you want.",
+        hint="Set --api-key-file, --api-key or WEFT_API_KEY, or --insecure if that is what you want.",
     )
+
+
+def allow_many_connections() -> None:
+    """Each is an open file, and shells allow a process only 1024 until it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
+        allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -99,7 +109,7 @@ class _Life:
         self._gate = Gate(config)
         options = uvicorn.Config(
             gated_app(self._gate),
-            http=protocol_factory(),  # type: ignore[arg-type]
+            http=protocol_factory(config),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -115,6 +125,7 @@ class _Life:
     async def live(self, engine_factory: EngineFactory) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload_keys)
         began = time.monotonic()
         rpc = await self._open_rpc()
         http = asyncio.create_task(self._server.serve(sockets=[self._listener]))
@@ -129,12 +140,15 @@ class _Life:
                     await self._stop.wait()
                     await self._drain()
                 finally:
+                    await self._gate.close()
                     await engine.close()
         finally:
             self._server.should_exit = True
             if rpc is not None:
                 await rpc.stop(FAREWELL_S)
             await http
+            if self._gate.traces is not None:
+                await asyncio.to_thread(self._gate.traces.close)
 
     async def _open_rpc(self) -> RpcServer | None:
         if not self._config.grpc.grpc:
@@ -147,6 +161,13 @@ class _Life:
         if self._stop.is_set():
             self._stop_now.set()
         self._stop.set()
+
+    def _reload_keys(self) -> None:
+        for keys in (self._gate.keys, self._gate.admin_keys):
+            try:
+                log.info("keys were read again: %d", keys.reload())
+            except ConfigError as error:
+                log.error("the keys stay as they were: %s", error)
 
     async def _start(self, engine_factory: EngineFactory) -> Engine | None:
         """The engine, or None when the word to stop came first."""

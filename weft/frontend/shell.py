@@ -9,9 +9,10 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft import logs
 from weft.frontend.errors import Unexpected, error_response
 from weft.frontend.schemas import SANE_ID
-from weft.observe import logs
+from weft.observe import traces
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,9 @@ class Shell:
                 message["headers"] = [*message.get("headers", ()), header]
             await send(message)
 
+        traces.take_in(
+            ("traceparent", value.decode("latin-1")) for name, value in scope["headers"] if name == b"traceparent"
+        )
         token = logs.request_id.set(request_id)
         try:
             await self._app(scope, receive, send_with_id)

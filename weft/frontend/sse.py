@@ -9,6 +9,8 @@ from weft.errors import WeftError
 from weft.frontend.errors import error_body
 
 DONE = b"data: [DONE]\n\n"
+WAITING = b": waiting\n\n"
+"""A comment: clients read over it."""
 
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -34,8 +36,13 @@ class ChunkFrame:
         self.before = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
         self.after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
-    def usage_chunk(self, usage: Struct) -> bytes:
-        return self.before + b'],"usage":' + msgspec.json.encode(usage) + b"}\n\n"
+    def after_with(self, fields: dict[str, object]) -> bytes:
+        """What ends a chunk that has these fields besides its choices."""
+        return b"]," + msgspec.json.encode(fields)[1:] + b"\n\n" if fields else self.after
+
+
+def named_event(name: str, body: object) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
 
 
 def error_event(error: WeftError) -> bytes:

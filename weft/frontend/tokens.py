@@ -15,7 +15,7 @@ from weft.frontend.answers import Detokenized, Tokenized
 from weft.frontend.body import ClientGone, parse, read_body
 from weft.frontend.gate import Gate, Service
 from weft.frontend.schemas import DetokenizeRequest, TokenizeRequest
-from weft.frontend.translate import template_message
+from weft.frontend.translate import template_message, template_tools
 from weft.types import check_token_ids
 
 Asked = Callable[[bytes, Service], Awaitable[Struct]]
@@ -41,7 +41,7 @@ class Question(Response):
 
 
 async def tokenize(body: bytes, service: Service) -> Tokenized:
-    request = await parse(TokenizeRequest, body)
+    request = await parse(TokenizeRequest, body, service.limits)
     service.check_model(request.model or service.model_name)
     engine = service.engine
     if (request.prompt is None) == (request.messages is None):
@@ -52,6 +52,7 @@ async def tokenize(body: bytes, service: Service) -> Tokenized:
             return engine.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
         return engine.encode_chat(
             [template_message(message) for message in request.messages or ()],
+            tools=template_tools(request.tools) or None,
             add_generation_prompt=request.add_generation_prompt,
             template_variables=request.chat_template_kwargs,
         ).token_ids
@@ -66,7 +67,7 @@ async def tokenize(body: bytes, service: Service) -> Tokenized:
 
 
 async def detokenize(body: bytes, service: Service) -> Detokenized:
-    request = await parse(DetokenizeRequest, body)
+    request = await parse(DetokenizeRequest, body, service.limits)
     service.check_model(request.model or service.model_name)
     check_token_ids(request.tokens, service.engine.model.logits_width, "tokens")
     text = await asyncio.to_thread(service.engine.tokenizer.decode, request.tokens, skip_special_tokens=False)

@@ -5,51 +5,149 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
-from weft.backends.contract import Engine
+from weft.backends.contract import ChatPrompt, Engine
 from weft.errors import InvalidRequest
-from weft.frontend.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message
+from weft.frontend.gate import Service
+from weft.frontend.job import Job
+from weft.frontend.reading import Reading
+from weft.frontend.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message, Tool
+from weft.frontend.shapes import chat_shape, leaves_no_room, structured_shape
+from weft.frontend.toolbox import Toolbox, toolbox
+from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
 from weft.types import SamplingParams, check_token_ids
 
 LONG_PROMPT = 2000
 """Characters, or token ids. Above this prompts are encoded in a thread: the streams of others go on meanwhile."""
 
 
-class Job(Struct, frozen=True, kw_only=True):
-    """What the engine is asked for: each prompt gives one choice of the answer."""
-
-    prompts: list[list[int]]
-    params: SamplingParams
-    cache_salt: str
-    stream: bool
-    include_usage: bool
+class ChatJob(Struct, frozen=True, kw_only=True):
+    job: Job
+    reading: Reading
+    truncated_tokens: int
+    """What was cut from the prompt's beginning, because the request allowed it."""
 
 
-async def chat_job(request: ChatRequest, engine: Engine) -> Job:
-    logprobs = request.top_logprobs or 0 if request.logprobs else None
+class CompletionJob(Struct, frozen=True, kw_only=True):
+    job: Job
+    truncated_tokens: int
+
+
+async def chat_job(request: ChatRequest, service: Service) -> ChatJob:
+    engine = service.engine
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    params = _params(request, max_tokens=_chat_max_tokens(request), logprobs=logprobs, engine=engine)
+    tools = toolbox(request, engine.styles)
+    shape = chat_shape(request, tools)
+    grammar = await service.grammar_of(shape)
+    params = _params(
+        request,
+        max_tokens=_chat_max_tokens(request),
+        logprobs=request.top_logprobs or 0 if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+        grammar=grammar,
+        engine=engine,
+    )
     # The template is rendered by another process, and its answer waited for.
-    chat = await asyncio.to_thread(
-        engine.encode_chat,
+    chat = await asyncio.to_thread(_chat_prompt, request, tools, engine)
+    reading = _reading(request, tools, chat, None if leaves_no_room(shape) else engine.styles.reasoning)
+    prompts, truncated = _truncated([chat.token_ids], request, params, engine)
+    return ChatJob(
+        job=_job(request, prompts, params, service, reading.markers), reading=reading, truncated_tokens=truncated
+    )
+
+
+async def completion_job(request: CompletionRequest, service: Service) -> CompletionJob:
+    engine = service.engine
+    if request.best_of is not None and request.best_of != request.n:
+        raise InvalidRequest("best_of other than n is not supported.", param="best_of")
+    grammar = await service.grammar_of(structured_shape(request))
+    params = _params(
+        request,
+        # Nothing behind the prompt is wanted: the one token that the engine must make is not shown.
+        max_tokens=1 if request.echo and request.max_tokens == 0 else request.max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=_prompt_logprobs(request),
+        grammar=grammar,
+        engine=engine,
+    )
+    if sum(map(len, request.prompt)) > LONG_PROMPT:
+        encoded = await asyncio.to_thread(_encode_prompts, request.prompt, engine)
+    else:
+        encoded = _encode_prompts(request.prompt, engine)
+    if not all(encoded):
+        raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
+    prompts, truncated = _truncated(encoded, request, params, engine)
+    return CompletionJob(job=_job(request, prompts, params, service), truncated_tokens=truncated)
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    # Chat templates know the developer by the older name.
+    fields: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.content or "",
+    }
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if reasoning := message.reasoning_content or message.reasoning:
+        fields["reasoning_content"] = reasoning
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.id,
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_none=True) for tool in tools]
+
+
+def _arguments(text: str) -> Any:
+    """Templates write arguments as JSON themselves; what is no JSON object is left as it is."""
+    try:
+        value = msgspec.json.decode(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> ChatPrompt:
+    continues = request.continue_final_message
+    if continues and request.messages[-1].role != "assistant":
+        raise InvalidRequest("Only an assistant's message can be continued.", param="continue_final_message")
+    if continues and request.add_generation_prompt:
+        raise InvalidRequest(
+            "add_generation_prompt begins a new message; continue_final_message goes on with the last.",
+            param="add_generation_prompt",
+        )
+    return engine.encode_chat(
         [template_message(message) for message in request.messages],
-        add_generation_prompt=request.add_generation_prompt,
+        tools=template_tools(tools.offered) or None,
+        add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
+        continue_final_message=continues,
         template_variables=request.chat_template_kwargs,
     )
-    return _job(request, [chat.token_ids], params)
 
 
-async def completion_job(request: CompletionRequest, engine: Engine) -> Job:
-    params = _params(request, max_tokens=request.max_tokens, logprobs=request.logprobs, engine=engine)
-    if sum(map(len, request.prompt)) > LONG_PROMPT:
-        prompts = await asyncio.to_thread(_encode_prompts, request.prompt, engine)
-    else:
-        prompts = _encode_prompts(request.prompt, engine)
-    if not all(prompts):
-        raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
-    return _job(request, prompts, params)
+def _reading(request: ChatRequest, tools: Toolbox, chat: ChatPrompt, reasoning: ReasoningStyle | None) -> Reading:
+    return Reading(
+        tools=tools.style,
+        declared=tuple(tool.function.name for tool in tools.offered),
+        most_calls=None if request.parallel_tool_calls else 1,
+        reasoning=reasoning,
+        reasoning_opened=reasoning is not None and opens_reasoning(reasoning, chat.text[-100:]),
+        with_reasoning=request.include_reasoning,
+        is_named_call=tools.named is not None,
+    )
 
 
 def _encode_prompts(prompts: list[str | list[int]], engine: Engine) -> list[list[int]]:
@@ -63,20 +161,63 @@ def _encode_prompts(prompts: list[str | list[int]], engine: Engine) -> list[list
     return encoded
 
 
-def _job(request: GenerationRequest, prompts: list[list[int]], params: SamplingParams) -> Job:
+def _truncated(
+    prompts: list[list[int]], request: GenerationRequest, params: SamplingParams, engine: Engine
+) -> tuple[list[list[int]], int]:
+    """The prompts within the length that the request allows, and how many tokens were cut off in all."""
+    longest = request.truncate_prompt_tokens
+    if longest is None:
+        return prompts, 0
+    room = engine.model.max_model_len - (params.max_tokens or 1)
+    if longest == -1:
+        longest = room
+    if not 1 <= longest <= engine.model.max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {request.truncate_prompt_tokens}; it must be -1, or from 1 to "
+            f"{engine.model.max_model_len}.",
+            param="truncate_prompt_tokens",
+        )
+    kept = [prompt[-longest:] for prompt in prompts]
+    return kept, sum(map(len, prompts)) - sum(map(len, kept))
+
+
+def _job(
+    request: GenerationRequest,
+    prompts: list[list[int]],
+    params: SamplingParams,
+    service: Service,
+    markers: tuple[str, ...] = (),
+) -> Job:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
+    if request.n < 1:
+        raise InvalidRequest(f"n is {request.n}; it must be at least 1.", param="n")
+    num_choices, most = len(prompts) * request.n, max(service.limits.max_n, service.limits.max_prompts)
+    if num_choices > most:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n = {request.n} are {num_choices} answers; at most {most} in one request.",
+            hint="The operator's settings are --max-n and --max-prompts.",
+            param="n",
+        )
     return Job(
         prompts=prompts,
         params=params,
+        n=request.n,
         cache_salt=request.cache_salt,
+        priority=request.priority,
         stream=request.stream,
-        include_usage=request.stream_options is not None and request.stream_options.include_usage,
+        markers=markers,
     )
 
 
 def _params(
-    request: GenerationRequest, *, max_tokens: int | None, logprobs: int | None, engine: Engine
+    request: GenerationRequest,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    grammar: str,
+    engine: Engine,
 ) -> SamplingParams:
     params = SamplingParams(
         temperature=request.temperature,
@@ -96,10 +237,19 @@ def _params(
         include_stop_str_in_output=request.include_stop_str_in_output,
         skip_special_tokens=request.skip_special_tokens,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
     params.check()
     params.check_token_ids(engine.model.logits_width)
     return params
+
+
+def _prompt_logprobs(request: CompletionRequest) -> int | None:
+    """An echoed prompt has figures whenever the answer has."""
+    echoed = request.logprobs if request.echo else None
+    asked = request.prompt_logprobs
+    return max(echoed, asked) if echoed is not None and asked is not None else echoed if asked is None else asked
 
 
 def _chat_max_tokens(request: ChatRequest) -> int | None:
@@ -109,19 +259,6 @@ def _chat_max_tokens(request: ChatRequest) -> int | None:
             f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same.", param="max_tokens"
         )
     return old if new is None else new
-
-
-def template_message(message: Message) -> dict[str, Any]:
-    # Chat templates know the developer by the older name.
-    fields: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.content,
-    }
-    if message.name is not None:
-        fields["name"] = message.name
-    if message.tool_call_id is not None:
-        fields["tool_call_id"] = message.tool_call_id
-    return fields
 
 
 def _token_id(key: str) -> int:

@@ -22,8 +22,12 @@ ITL_SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0
 )  # fmt: skip
 E2E_SECONDS = (
+    0.005, 0.01, 0.025,
     0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 480.0, 960.0
 )  # fmt: skip
+
+STAGE_SECONDS = (0.001, 0.0025, *E2E_SECONDS)
+NUM_TOKENS = tuple(digit * 10.0**power for power in range(6) for digit in (1, 2, 5))
 
 StatReader = Callable[[EngineStats], float]
 
@@ -69,6 +73,11 @@ class Metrics(Collector):
         self.time_to_first_token = Histogram(TTFT_SECONDS)
         self.inter_token_latency = Histogram(ITL_SECONDS)
         self.e2e_latency = Histogram(E2E_SECONDS)
+        self.request_queue_time = Histogram(STAGE_SECONDS)
+        self.request_prefill_time = Histogram(STAGE_SECONDS)
+        self.request_decode_time = Histogram(STAGE_SECONDS)
+        self.request_prompt_tokens = Histogram(NUM_TOKENS)
+        self.request_generation_tokens = Histogram(NUM_TOKENS)
         self._finished = dict.fromkeys(FinishReason, 0)
         self._rejected = 0
         self._registry = CollectorRegistry()
@@ -100,15 +109,26 @@ class Metrics(Collector):
         for name, doc, read in COUNTERS:
             yield self._counter(name, doc, read(stats))
         yield self._counter("weft_engine_restarts", "Times the engine process was replaced.", self._source.restarts())
-        yield self._counter("weft_num_requests_rejected", "Requests answered 429: the queue was full.", self._rejected)
+        yield self._counter("weft_num_requests_rejected", "Requests answered 429.", self._rejected)
         yield self._finished_by_reason()
-        yield self._histogram(
-            "weft_time_to_first_token_seconds", "From a request's arrival to its first token.", self.time_to_first_token
+        for name, doc, histogram in self._histograms():
+            yield self._histogram(name, doc, histogram)
+
+    def _histograms(self) -> tuple[tuple[str, str, Histogram], ...]:
+        return (
+            (
+                "weft_time_to_first_token_seconds",
+                "From a request's arrival to its first token.",
+                self.time_to_first_token,
+            ),
+            ("weft_inter_token_latency_seconds", "Between a request's tokens.", self.inter_token_latency),
+            ("weft_e2e_request_latency_seconds", "From arrival to the last token.", self.e2e_latency),
+            ("weft_request_queue_time_seconds", "In the engine's queue.", self.request_queue_time),
+            ("weft_request_prefill_time_seconds", "From there to the first token.", self.request_prefill_time),
+            ("weft_request_decode_time_seconds", "From the first token to the last.", self.request_decode_time),
+            ("weft_request_prompt_tokens", "Tokens of a request's prompt.", self.request_prompt_tokens),
+            ("weft_request_generation_tokens", "Tokens of a request's answer.", self.request_generation_tokens),
         )
-        yield self._histogram(
-            "weft_inter_token_latency_seconds", "Between a request's tokens.", self.inter_token_latency
-        )
-        yield self._histogram("weft_e2e_request_latency_seconds", "From arrival to the last token.", self.e2e_latency)
 
     def _counter(self, name: str, doc: str, value: float) -> Metric:
         counter = CounterMetricFamily(name, doc, labels=["model_name"])

@@ -13,8 +13,8 @@ import pytest
 
 from tests.frontend.rpc.calls import answer_to, ask, check_whole, door, failed, refused, text_of
 from tests.frontend.scripted_engine import ScriptedEngine, answer
+from weft import logs
 from weft.errors import ContextTooLong, EngineFault, Overloaded, Unavailable, WeftError
-from weft.observe import logs
 from weft.types import Delta, FinishReason, SamplingParams, Usage
 
 Code = grpc.StatusCode

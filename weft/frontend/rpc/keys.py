@@ -8,8 +8,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from weft.frontend.keys import HOW, Keys, presented
+from weft import logs
+from weft.frontend.gate import Gate
+from weft.frontend.keys import HOW, presented
 from weft.frontend.rpc.status import Status, refuse
+from weft.observe import traces
 
 OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
 """Probes have no key, and learn nothing but whether the server is well."""
@@ -18,8 +21,8 @@ NO_KEY = Status(grpc.StatusCode.UNAUTHENTICATED, f"This server wants an API key:
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
-    def __init__(self, keys: Keys) -> None:
-        self._keys = keys
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
         # Whatever kind of method was called: this kind can end a call that sends nothing.
         self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refuse)
 
@@ -28,11 +31,16 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        if handler_call_details.method in OPEN_METHODS:
+        metadata = handler_call_details.invocation_metadata
+        traces.take_in(metadata)
+        if handler_call_details.method in OPEN_METHODS or not self._gate.keys.required:
             return await continuation(handler_call_details)
-        if any(self._keys.know(key) for key in presented(handler_call_details.invocation_metadata)):
-            return await continuation(handler_call_details)
-        return self._refusal
+        owner = self._gate.keys.owner(presented(metadata))
+        if owner is None:
+            return self._refusal
+        # The call goes on in this task, and is the key's owner's.
+        logs.tenant.set(owner)
+        return await continuation(handler_call_details)
 
 
 async def _refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:

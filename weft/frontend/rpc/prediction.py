@@ -14,9 +14,10 @@ from weft.errors import InvalidRequest
 from weft.frontend.gate import Seat, Service
 from weft.frontend.generation import Generation
 from weft.frontend.guard import guarded
+from weft.frontend.job import Job
 from weft.frontend.rpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 from weft.frontend.rpc.buffer import ChunkBuffer
-from weft.frontend.translate import LONG_PROMPT, Job
+from weft.frontend.translate import LONG_PROMPT
 from weft.types import Delta, SamplingParams
 
 Send = Callable[[StreamPredictResponse], Awaitable[None]]
@@ -50,7 +51,9 @@ class Prediction:
         service = self._seat.service
         job = await job_of(request, service)
         # A client may send the same id twice; the engine must never see it twice.
-        generation = Generation(job, service, f"rpc-{uuid.uuid4().hex}", self._arrived)
+        engine_id = f"rpc-{uuid.uuid4().hex}"
+        self._seat.answer_id = self._trace_id
+        generation = Generation(job, self._seat, engine_id, self._arrived)
         generating = asyncio.create_task(self._generate(generation))
         try:
             async for text in self._buffer:
@@ -108,7 +111,7 @@ async def job_of(request: StreamPredictRequest, service: Service) -> Job:
         prompt = await asyncio.to_thread(encode, request.prompt)
     else:
         prompt = encode(request.prompt)
-    return Job(prompts=[prompt], params=params, cache_salt="", stream=True, include_usage=False)
+    return Job(prompts=[prompt], params=params, priority=request.priority)
 
 
 def params_of(generation: GenerationParameters) -> SamplingParams:

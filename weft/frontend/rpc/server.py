@@ -8,9 +8,8 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from weft.config import Config, GrpcOptions
+from weft.config import Config
 from weft.frontend.gate import Gate
-from weft.frontend.keys import Keys
 from weft.frontend.rpc.addresses import add_socket, add_tcp
 from weft.frontend.rpc.inference import SERVICE_NAME, Inference
 from weft.frontend.rpc.keys import KeyCheck
@@ -38,8 +37,7 @@ class RpcServer:
 async def serve_rpc(gate: Gate, config: Config) -> RpcServer:
     """Open the door, on the running event loop. Raises ConfigError when it cannot be where it is told to be."""
     options = config.grpc
-    keys = Keys(config.server.api_key)
-    server = grpc.aio.server(interceptors=[KeyCheck(keys)] if keys.required else [], options=_channel_options(options))
+    server = grpc.aio.server(interceptors=[KeyCheck(gate)], options=_channel_options(config))
     inference, probes = Inference(gate, options), Probes(gate)
     server.add_generic_rpc_handlers([inference.handler()])
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
@@ -51,11 +49,15 @@ async def serve_rpc(gate: Gate, config: Config) -> RpcServer:
     return RpcServer(server, inference, probes, port)
 
 
-def _channel_options(options: GrpcOptions) -> list[tuple[str, int]]:
+def _channel_options(config: Config) -> list[tuple[str, int]]:
+    metadata_bytes = config.limits.max_header_kb << 10
     return [
         # Two servers would share a port, and its calls, without a word.
         ("grpc.so_reuseport", 0),
-        ("grpc.max_receive_message_length", options.grpc_max_message_mb << 20),
+        ("grpc.max_receive_message_length", config.grpc.grpc_max_message_mb << 20),
+        # A call with more is ended by gRPC itself, with RESOURCE_EXHAUSTED.
+        ("grpc.max_metadata_size", metadata_bytes),
+        ("grpc.absolute_max_metadata_size", metadata_bytes),
         # A client that went away without a word is noticed, and clients may ask whether the server is still there.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),

@@ -11,14 +11,14 @@ from collections.abc import AsyncIterable
 
 import grpc
 
+from weft import logs
 from weft.config import GrpcOptions
-from weft.errors import InvalidRequest, Unavailable
+from weft.errors import InvalidRequest, RequestTimeout, Unavailable
 from weft.frontend.gate import Gate
 from weft.frontend.rpc.ai_service_pb2 import StreamPredictRequest, StreamPredictResponse
 from weft.frontend.rpc.prediction import Prediction, Send
 from weft.frontend.rpc.status import Status, parse, status_of
 from weft.frontend.schemas import SANE_ID
-from weft.observe import logs
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +124,13 @@ class PredictionStream:
         return Status(status.code, f"trace_id {trace_id[:MAX_TRACE_ID]!r}: {status.details}")
 
     async def _send(self, response: StreamPredictResponse) -> None:
-        # gRPC takes one message at a time.
+        # gRPC takes one message at a time, and no other while the client does not read.
+        patience_s = self._gate.config.server.slow_reader_timeout_s
         async with self._sending:
-            await self._send_now(response)
+            try:
+                async with asyncio.timeout(patience_s or None):
+                    await self._send_now(response)
+            except TimeoutError as error:
+                raise RequestTimeout(
+                    f"The client read nothing for {patience_s:g} s (--slow-reader-timeout-s)."
+                ) from error

@@ -1,0 +1,36 @@
+"""docs/api.md: its examples work, and it leaves no route out."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.frontend.http import request
+from tests.frontend.says import STYLES
+from tests.frontend.scripted_engine import ScriptedEngine
+from weft.config import load
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+EXAMPLES = re.findall(r"^curl http://localhost:8000(\S+) (?:-H '[^']*' )?-d '([^']*)'", PAGE, re.MULTILINE)
+
+
+def test_examples_are_found() -> None:
+    assert len(EXAMPLES) == PAGE.count(" -d '") >= 8
+
+
+@pytest.mark.parametrize(("path", "body"), EXAMPLES, ids=[path for path, _ in EXAMPLES])
+def test_an_example_works(path: str, body: str) -> None:
+    engine = ScriptedEngine()
+    engine.styles = STYLES
+    body = body.replace("[504, 3426, 314]", "[104, 105]")  # The scripted model has no more than 256 tokens.
+    config = load({"served_model_name": "smollm2"}, env={})
+    response = request(engine, "POST", path, config, json=json.loads(body))
+    assert response.status_code == 200, response.text
+
+
+def test_every_route_is_told_of() -> None:
+    for path in request(ScriptedEngine(), "GET", "/openapi.json").json()["paths"]:
+        assert path in PAGE, path

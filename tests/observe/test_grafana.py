@@ -1,0 +1,83 @@
+"""Every query of the dashboard asks for something that /metrics has, under its name and with its labels."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.frontend.http import COMPLETIONS, PROMPT, request_app
+from tests.frontend.scripted_engine import ScriptedEngine, answer
+from weft.config import load
+from weft.frontend.app import build_app
+
+DASHBOARD = json.loads((Path(__file__).parents[2] / "docs" / "grafana" / "weft.json").read_text())
+
+WORD = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+NOT_METRICS = {"sum", "max", "min", "by", "rate", "increase", "histogram_quantile", "label_values"}
+
+
+def panels() -> Iterator[dict[str, Any]]:
+    for panel in DASHBOARD["panels"]:
+        yield panel
+        yield from panel.get("panels", [])
+
+
+def queries() -> list[str]:
+    shown = [target["expr"] for panel in panels() for target in panel.get("targets", [])]
+    return shown + [variable["query"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"]
+
+
+def asked_for(query: str) -> tuple[set[str], set[str]]:
+    """The metrics and the labels that a query names."""
+    labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", query))
+    labels |= {name.strip() for names in re.findall(r"by \(([^)]*)\)", query) for name in names.split(",")}
+    labels |= set(re.findall(r"label_values\(\w+, (\w+)\)", query))
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|by \([^)]*\)", " ", query)
+    metrics = {word for word in WORD.findall(bare) if not word.isdigit()} - NOT_METRICS - labels
+    return metrics, labels
+
+
+@pytest.fixture(scope="module")
+def exposed() -> dict[str, set[str]]:
+    """Every sample's labels by its name, after a request was served."""
+    app = build_app(ScriptedEngine(answer("ab", "c")), load(env={}))
+    assert request_app(app, "POST", COMPLETIONS, json=PROMPT).status_code == 200
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(request_app(app, "GET", "/metrics").text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+@pytest.mark.parametrize("query", queries())
+def test_a_query_resolves(query: str, exposed: dict[str, set[str]]) -> None:
+    metrics, labels = asked_for(query)
+    assert metrics and metrics <= exposed.keys(), metrics - exposed.keys()
+    for metric in metrics:
+        assert labels <= exposed[metric], (metric, labels - exposed[metric])
+
+
+def test_the_reader_of_queries_reads_them() -> None:
+    query = 'histogram_quantile(0.9, sum by (le, x) (rate(a_bucket{m=~"$model"}[$__rate_interval]))) / sum(b:c{y="1"})'
+    assert asked_for(query) == ({"a_bucket", "b:c"}, {"le", "x", "m", "y"})
+
+
+def test_what_a_dashboard_must_show_is_shown() -> None:
+    asked = set().union(*(asked_for(query)[0] for query in queries()))
+    for metric in ("time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket", "num_requests_waiting"):
+        assert f"weft_{metric}" in asked
+    ids = [panel["id"] for panel in panels()]
+    assert len(ids) == len(set(ids)) and len(queries()) > 20
+
+
+def test_the_same_dashboard_serves_with_the_names_of_others(exposed: dict[str, set[str]]) -> None:
+    """Whoever has dashboards for vLLM keeps them."""
+    alone = {"weft_prepared", "weft_engine_restarts_total", "weft_num_requests_rejected_total"}
+    for metric in set().union(*(asked_for(query)[0] for query in queries())) - alone:
+        assert metric.replace("weft_", "vllm:", 1) in exposed

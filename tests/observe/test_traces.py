@@ -1,0 +1,125 @@
+"""A span for every request, part of the client's own trace where it has one."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from tests.frontend.http import COMPLETIONS, PROMPT, request_app
+from tests.frontend.rpc.calls import ask, door
+from tests.frontend.scripted_engine import ScriptedEngine, Step, answer
+from weft.config import load
+from weft.errors import ConfigError, EngineFault
+from weft.frontend import gate as gates
+from weft.frontend.app import build_app
+from weft.observe.traces import Traces, open_traces
+from weft.types import Delta
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
+SCRIPT: list[Step] = [0.06, Delta(text="ab", token_ids=[1, 2], queue_seconds=0.02), 0.03, *answer("c")]
+WITH_TRACES = {"otlp_endpoint": "http://collector/v1/traces"}
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    traces = Traces(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(gates, "open_traces", lambda endpoint: traces)
+    yield exporter
+    traces.close()
+
+
+def post(script: list[Step], headers: dict[str, str] | None = None, **fields: Any) -> int:
+    app = build_app(ScriptedEngine(script), load(WITH_TRACES, env={}))
+    return request_app(app, "POST", COMPLETIONS, json=PROMPT | fields, headers=headers).status_code
+
+
+def seconds(span: ReadableSpan) -> float:
+    assert span.start_time is not None and span.end_time is not None
+    return (span.end_time - span.start_time) / 1e9
+
+
+def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+def test_a_request_s_stages(exporter: InMemorySpanExporter) -> None:
+    assert post(SCRIPT, {"traceparent": TRACEPARENT, "x-request-id": "r-1"}) == 200
+    spans = by_name(exporter)
+    assert spans.keys() == {"generate", "queue", "first token", "answer"}
+    whole = spans["generate"]
+    assert whole.parent is not None and whole.context is not None
+    assert f"{whole.context.trace_id:032x}" == TRACE
+    assert f"{whole.parent.span_id:016x}" == PARENT
+    for name in ("queue", "first token", "answer"):
+        parent = spans[name].parent
+        assert parent is not None and parent.span_id == whole.context.span_id
+    assert seconds(spans["queue"]) == pytest.approx(0.02, abs=1e-4)
+    assert seconds(spans["first token"]) >= 0.035
+    assert spans["first token"].end_time == spans["answer"].start_time
+    assert seconds(whole) == pytest.approx(sum(seconds(span) for span in spans.values()) - seconds(whole), abs=1e-3)
+    assert whole.attributes is not None
+    assert dict(whole.attributes) == {
+        "gen_ai.request.model": "scripted",
+        "gen_ai.usage.input_tokens": 2,
+        "gen_ai.usage.output_tokens": 3,
+        "gen_ai.response.finish_reasons": "stop",
+        "gen_ai.request.choice.count": 1,
+        "weft.request_id": "r-1",
+        "weft.tenant": "",
+    }
+    assert whole.resource.attributes["service.name"] == "weft"
+
+
+@pytest.mark.parametrize("traceparent", ["", "nonsense", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "x" * 5000])
+def test_what_is_no_traceparent_begins_a_trace(exporter: InMemorySpanExporter, traceparent: str) -> None:
+    assert post(SCRIPT, {"traceparent": traceparent}) == 200
+    assert by_name(exporter)["generate"].parent is None
+
+
+def test_a_client_that_does_not_sample_is_obeyed(exporter: InMemorySpanExporter) -> None:
+    assert post(SCRIPT, {"traceparent": TRACEPARENT[:-1] + "0"}) == 200
+    assert not exporter.get_finished_spans()
+
+
+def test_a_failure_has_its_span(exporter: InMemorySpanExporter) -> None:
+    assert post([EngineFault("broken")]) == 500
+    span = by_name(exporter)["generate"]
+    assert span.attributes is not None and span.attributes["gen_ai.response.finish_reasons"] == "error"
+
+
+def test_predictions_have_spans_too(exporter: InMemorySpanExporter) -> None:
+    async def scenario() -> None:
+        async with door(ScriptedEngine(SCRIPT), **WITH_TRACES) as opened:
+            method = opened.channel.stream_stream("/cy.llm.AiInference/StreamPredict")
+            call = method([ask(trace_id="t-1").SerializeToString()], metadata=[("traceparent", TRACEPARENT)])
+            assert [one async for one in call]
+
+    asyncio.run(scenario())
+    span = by_name(exporter)["generate"]
+    assert span.context is not None and f"{span.context.trace_id:032x}" == TRACE
+    assert span.attributes is not None and span.attributes["weft.request_id"] == "t-1"
+
+
+def test_without_an_endpoint_there_are_none() -> None:
+    assert gates.Gate(load(env={})).traces is None
+
+
+def test_missing_packages_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match=r"weft\[otel\]"):
+        open_traces("http://collector")
+
+
+def test_the_packages_are_loaded_only_when_they_are_wanted() -> None:
+    code = "import sys, weft.frontend.app; print([m for m in sys.modules if m.startswith('opentelemetry.sdk')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

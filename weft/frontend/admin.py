@@ -1,0 +1,125 @@
+"""The operator's routes, below /admin. They are there only when there are admin keys, and `lock` opens them to no
+other. Nothing here tells what a prompt says."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from msgspec import Struct
+
+from weft.errors import ConfigError, InvalidRequest
+from weft.frontend.body import ClientGone, parse, read_body
+from weft.frontend.errors import Conflict, NoRequest, NotHere
+from weft.frontend.gate import DRAINING, Gate, Seat
+from weft.frontend.schemas import Fields
+
+ENDED = "The operator ended this request."
+MAX_BODY_BYTES = 1 << 16
+
+
+class AbortRequest(Fields):
+    """POST /admin/abort"""
+
+    request_id: str
+    """A request's own id, or its answer's."""
+
+
+class OpenRequest(Struct, frozen=True, kw_only=True):
+    request_id: str
+    answer_id: str
+    """Empty until the request was understood."""
+    tenant: str
+    age_s: float
+    tokens: int
+    """Generated so far."""
+
+
+def add_admin(app: FastAPI, gate: Gate) -> None:
+    _add_requests(app, gate)
+    _add_engine(app, gate)
+
+
+def _add_requests(app: FastAPI, gate: Gate) -> None:
+    @app.post("/admin/drain", include_in_schema=False)
+    async def drain() -> Response:
+        gate.drain(DRAINING)
+        return _state(gate)
+
+    @app.post("/admin/resume", include_in_schema=False)
+    async def resume() -> Response:
+        if not gate.resume():
+            raise Conflict("The server is shutting down, and cannot be resumed.")
+        return _state(gate)
+
+    @app.get("/admin/requests", include_in_schema=False)
+    async def requests() -> Response:
+        return _json({"requests": [_shown(seat) for seat in gate.seats()]})
+
+    @app.post("/admin/abort", include_in_schema=False)
+    async def abort(request: Request) -> Response:
+        try:
+            body = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
+        except ClientGone:
+            return Response()
+        wanted = (await parse(AbortRequest, body, gate.config.limits)).request_id
+        found = [seat for seat in gate.seats() if wanted in (seat.request_id, seat.answer_id)]
+        if not found:
+            raise NoRequest(f"No request {wanted!r:.200} is open.", param="request_id")
+        for seat in found:
+            seat.abort(ENDED)
+        return _json({"aborted": len(found)})
+
+    @app.post("/admin/keys/reload", include_in_schema=False)
+    async def reload_keys() -> Response:
+        try:
+            return _json({"keys": gate.keys.reload(), "admin_keys": gate.admin_keys.reload()})
+        except ConfigError as error:
+            raise Conflict(f"The keys stay as they were: {error}") from error
+
+
+def _add_engine(app: FastAPI, gate: Gate) -> None:
+    @app.post("/admin/cache/reset", include_in_schema=False)
+    async def reset_cache() -> Response:
+        return _json({"forgotten_blocks": await gate.any_service().engine.reset_cache()})
+
+    @app.post("/admin/profile/start", include_in_schema=False)
+    async def start_profile() -> Response:
+        folder = gate.config.server.profile_dir
+        if not folder:
+            raise Conflict("There is no folder for traces.", hint="Start the server with --profile-dir.")
+        try:
+            return _json({"file": await gate.any_service().engine.start_profile(folder)})
+        except InvalidRequest as error:
+            raise Conflict(str(error)) from error
+
+    @app.post("/admin/profile/stop", include_in_schema=False)
+    async def stop_profile() -> Response:
+        try:
+            return _json({"file": await gate.any_service().engine.stop_profile()})
+        except InvalidRequest as error:
+            raise Conflict(str(error)) from error
+
+    @app.post("/admin/lora/load", include_in_schema=False)
+    @app.post("/admin/lora/unload", include_in_schema=False)
+    async def adapters() -> Response:
+        raise NotHere("This server has no adapters yet: they can be neither loaded nor unloaded.")
+
+
+def _state(gate: Gate) -> Response:
+    return _json({"state": gate.health().reason or "ready", "open_requests": len(gate.seats())})
+
+
+def _shown(seat: Seat) -> OpenRequest:
+    return OpenRequest(
+        request_id=seat.request_id,
+        answer_id=seat.answer_id,
+        tenant=seat.tenant,
+        age_s=round(time.monotonic() - seat.began, 3),
+        tokens=seat.num_tokens,
+    )
+
+
+def _json(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

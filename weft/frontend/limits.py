@@ -1,0 +1,97 @@
+"""What one key's owner may ask for in a minute, and at the same time: the same accounts for every door."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from weft.config import LimitOptions
+from weft.errors import Overloaded
+
+MINUTE_S = 60.0
+ROUNDING = 1e-6
+"""A bucket that lacks no more than this is full enough: who waits as long as it was told comes in."""
+
+
+class RateLimited(Overloaded):
+    """This client has had its share; others are still served."""
+
+    kind = "rate_limit_exceeded"
+
+
+class Bucket:
+    """Holds what may be spent: a minute's worth at most, filled evenly. What is spent in advance is a debt."""
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self._per_second = per_minute / MINUTE_S
+        self._size = float(per_minute)
+        self._level = self._size
+        self._filled_at = now
+
+    def seconds_until(self, amount: float, now: float) -> float:
+        """How long it takes until the bucket holds so much; 0 when it does."""
+        self._level = min(self._size, self._level + (now - self._filled_at) * self._per_second)
+        self._filled_at = now
+        missing = amount - self._level
+        return missing / self._per_second if missing > ROUNDING else 0.0
+
+    def spend(self, amount: float) -> None:
+        self._level -= amount
+
+
+class Account:
+    """One owner's."""
+
+    def __init__(self, options: LimitOptions, clock: Callable[[], float]) -> None:
+        self._options = options
+        self._clock = clock
+        now = clock()
+        self._requests = _bucket(options.max_requests_per_minute_per_key, now)
+        self._tokens = _bucket(options.max_tokens_per_minute_per_key, now)
+        self._num_open = 0
+
+    def enter(self) -> None:
+        """Count a request in, or raise RateLimited. Whoever entered leaves."""
+        now = self._clock()
+        most = self._options.max_concurrent_per_key
+        if most and self._num_open >= most:
+            raise _refusal(f"This key has {self._num_open} requests open already", 1, "--max-concurrent-per-key")
+        if self._tokens is not None and (wait := self._tokens.seconds_until(1, now)):
+            raise _refusal("This key has used its tokens for now", wait, "--max-tokens-per-minute-per-key")
+        if self._requests is not None:
+            if wait := self._requests.seconds_until(1, now):
+                raise _refusal("This key has sent its requests for now", wait, "--max-requests-per-minute-per-key")
+            self._requests.spend(1)
+        self._num_open += 1
+
+    def leave(self) -> None:
+        self._num_open -= 1
+
+    def spend_tokens(self, count: int) -> None:
+        if self._tokens is not None:
+            self._tokens.spend(count)
+
+
+class Accounts:
+    """By owner. Owners are named by the operator, so there are never more than keys."""
+
+    def __init__(self, options: LimitOptions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._options = options
+        self._clock = clock
+        self._by_owner: dict[str, Account] = {}
+
+    def of(self, owner: str) -> Account:
+        account = self._by_owner.get(owner)
+        if account is None:
+            account = self._by_owner[owner] = Account(self._options, self._clock)
+        return account
+
+
+def _bucket(per_minute: int, now: float) -> Bucket | None:
+    return Bucket(per_minute, now) if per_minute else None
+
+
+def _refusal(what: str, wait_s: float, flag: str) -> RateLimited:
+    seconds = math.ceil(wait_s)
+    return RateLimited(f"{what} ({flag}).", retry_after_s=seconds, hint=f"Try again in {seconds} s.")

@@ -1,0 +1,162 @@
+"""An answer of /v1/responses, whole or as its stream of events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from weft.errors import InvalidRequest, Overloaded, WeftError
+from weft.frontend.answers import Output
+from weft.frontend.blocks import Block, Blocks, Change, Closed, Grown, Kind, Opened
+from weft.frontend.errors import error_body
+from weft.frontend.responses.answers import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseAnswer,
+    ResponseFailure,
+    ResponseUsage,
+    output_item,
+    part_of,
+)
+from weft.frontend.sse import named_event
+from weft.frontend.translate import ChatJob
+from weft.text.tokenizer import Tokenizer
+from weft.types import Delta, FinishReason, Usage
+
+Keep = Callable[[bytes, Sequence[Block]], None]
+"""Is given the finished answer, in JSON and as its blocks."""
+
+_PREFIXES = {Kind.TEXT: "msg", Kind.THINKING: "rs", Kind.CALL: "fc"}
+
+
+class ResponsesWriter:
+    def __init__(self, begun: ResponseAnswer, chat: ChatJob, tokenizer: Tokenizer, keep: Keep) -> None:
+        self.answer_id = begun.id
+        self._begun = begun
+        self._tokenizer = tokenizer
+        self._keep = keep
+        self._blocks = Blocks(chat.reading.parser())
+        self._finish: FinishReason | None = None
+        self._num_events = 0
+        # Numbered before all others, although the first delta is written before the opening is asked for.
+        self._opening = self._event("response.created", response=begun)
+        self._opening += self._event("response.in_progress", response=begun)
+
+    def opening(self) -> bytes:
+        return self._opening
+
+    def chunks(self, index: int, delta: Delta) -> bytes:
+        self._finish = delta.finish
+        changes = self._blocks.push(delta.text, ended=delta.finish is not None)
+        return b"".join(self._event_of(change) for change in changes)
+
+    def closing(self, usages: Sequence[Usage]) -> bytes:
+        answer = self._finished(usages[0])
+        self._keep(msgspec.json.encode(answer), self._blocks.all)
+        return self._event(f"response.{answer.status}", response=answer)
+
+    def failure(self, error: WeftError) -> bytes:
+        said = error_body(error).error
+        failed = replace(self._begun, status="failed", error=ResponseFailure(_failure_code(error), said.message))
+        return self._event("error", code=said.code, message=said.message, param=said.param) + self._event(
+            "response.failed", response=failed
+        )
+
+    def whole(self, outputs: Sequence[Output]) -> bytes:
+        [output] = outputs
+        self._finish = output.finish
+        self._blocks.push(output.text, ended=True)
+        body = msgspec.json.encode(self._finished(output.usage))
+        self._keep(body, self._blocks.all)
+        return body
+
+    def _event_of(self, change: Change) -> bytes:
+        block = change.block
+        match change:
+            case Opened():
+                return self._item_event("response.output_item.added", block, "in_progress") + self._part_event(
+                    "response.content_part.added", block, ""
+                )
+            case Grown(_, text) if block.kind is Kind.TEXT:
+                return self._block_event("response.output_text.delta", block, delta=text, logprobs=[], content_index=0)
+            case Grown(_, text) if block.kind is Kind.THINKING:
+                return self._block_event("response.reasoning_text.delta", block, delta=text, content_index=0)
+            case Grown(_, text):
+                return self._block_event("response.function_call_arguments.delta", block, delta=text)
+            case Closed():
+                return (
+                    self._done_event(block)
+                    + self._part_event("response.content_part.done", block, block.text)
+                    + self._item_event("response.output_item.done", block, self._status(block))
+                )
+
+    def _done_event(self, block: Block) -> bytes:
+        match block.kind:
+            case Kind.TEXT:
+                return self._block_event(
+                    "response.output_text.done", block, text=block.text, logprobs=[], content_index=0
+                )
+            case Kind.THINKING:
+                return self._block_event("response.reasoning_text.done", block, text=block.text, content_index=0)
+            case Kind.CALL:
+                return self._block_event(
+                    "response.function_call_arguments.done", block, name=block.name, arguments=block.text
+                )
+
+    def _item_event(self, name: str, block: Block, status: str) -> bytes:
+        return self._event(name, output_index=block.index, item=output_item(block, self._item_id(block), status))
+
+    def _part_event(self, name: str, block: Block, text: str) -> bytes:
+        """A call has no parts."""
+        if block.kind is Kind.CALL:
+            return b""
+        return self._block_event(name, block, part=part_of(block, text), content_index=0)
+
+    def _block_event(self, event: str, block: Block, /, **fields: object) -> bytes:
+        return self._event(event, item_id=self._item_id(block), output_index=block.index, **fields)
+
+    def _event(self, event: str, /, **fields: object) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return named_event(event, {"type": event, "sequence_number": number, **fields})
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_PREFIXES[block.kind]}_{self.answer_id.removeprefix('resp_')}{block.index:04x}"
+
+    def _status(self, block: Block) -> str:
+        """Of a block that is closed: only the last one can have been cut off."""
+        is_cut = self._finish is FinishReason.LENGTH and block is self._blocks.all[-1]
+        return "incomplete" if is_cut else "completed"
+
+    def _finished(self, usage: Usage) -> ResponseAnswer:
+        is_cut = self._finish is FinishReason.LENGTH
+        return replace(
+            self._begun,
+            status="incomplete" if is_cut else "completed",
+            incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
+            completed_at=None if is_cut else int(time.time()),
+            output=[output_item(block, self._item_id(block), self._status(block)) for block in self._blocks.all],
+            usage=self._usage(usage),
+        )
+
+    def _usage(self, usage: Usage) -> ResponseUsage:
+        thoughts = "".join(block.text for block in self._blocks.all if block.kind is Kind.THINKING)
+        return ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(usage.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(
+                len(self._tokenizer.encode(thoughts, add_special_tokens=False)) if thoughts else 0
+            ),
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        )
+
+
+def _failure_code(error: WeftError) -> str:
+    """The nearest of the codes that there are."""
+    if isinstance(error, Overloaded):
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"
