@@ -21,6 +21,8 @@ class OutputText:
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._matched: str | None = None
         """The stop string that was found."""
+        self._own_stop_ids = params.stop_token_ids
+        """Those that the request asked for: the model's own end is not worth telling."""
         self._num_prompt = len(request.prompt_token_ids)
         self._num_output = 0
         self._num_cached = 0
@@ -56,7 +58,8 @@ class OutputText:
                 self.ended = True
                 if not arrival.error:
                     text += self._flush()
-                return self._delta(text, tokens, logprobs, first, arrival.finish, arrival.stop_token_id, arrival.error)
+                asked = arrival.stop_token_id if arrival.stop_token_id in self._own_stop_ids else None
+                return self._delta(text, tokens, logprobs, first, arrival.finish, asked, arrival.error)
         if self._matched is not None:
             self.ended = True
             return self._delta(text, tokens, logprobs, first, FinishReason.STOP, self._matched)

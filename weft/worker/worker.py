@@ -84,7 +84,8 @@ class Worker:
             stepper = Stepper(model, kv_cache, table)
             graphs = StepGraphs(stepper, self.limits.max_num_seqs) if is_on("graphs") else None
             self.runner = Runner(stepper, graphs=graphs, warm_up=WarmUp(stepper))
-            log.info("GPU memory:\n%s", ledger_table(ledger))
+            for line in ledger_table(ledger).splitlines():
+                log.info("GPU memory: %s", line)
         self.info = ModelInfo(
             name=config.model.served_model_name or files.name,
             max_model_len=plan.max_model_len,
