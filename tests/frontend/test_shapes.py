@@ -10,7 +10,7 @@ from tests.frontend.test_tools import HERMES, TIME, WEATHER
 from weft.backends.contract import ChatStyles
 from weft.errors import InvalidRequest
 from weft.frontend.schemas import ChatRequest, CompletionRequest
-from weft.frontend.shapes import chat_shape, leaves_no_room, structured_shape
+from weft.frontend.shapes import chat_shape, structured_shape
 from weft.frontend.toolbox import toolbox
 from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, Tool, ToolCalls
 
@@ -71,5 +71,3 @@ def test_calls_are_forced_only_when_they_must_be() -> None:
 def test_a_strict_tool_binds_calls_and_leaves_the_text_free() -> None:
     strict = shape_of(tools=[STRICT, TIME])
     assert isinstance(strict, ToolCalls) and not strict.at_least_one
-    assert not leaves_no_room(strict) and not leaves_no_room(None)
-    assert leaves_no_room(shape_of(tools=[STRICT], tool_choice="required"))

@@ -7,15 +7,20 @@ from collections.abc import Sequence
 
 from weft.config import ServerOptions
 from weft.text.grammars.compiler import GrammarCompiler
-from weft.text.grammars.specs import GrammarSpec
+from weft.text.grammars.specs import GrammarSpec, Thinking
 from weft.text.tokenizer import Tokenizer
 
 
-def grammars(tokenizer: Tokenizer, specs: Sequence[GrammarSpec], options: ServerOptions | None = None) -> list[str]:
+def grammars(
+    tokenizer: Tokenizer,
+    specs: Sequence[GrammarSpec],
+    options: ServerOptions | None = None,
+    thinking: Thinking | None = None,
+) -> list[str]:
     async def compiled() -> list[str]:
         compiler = GrammarCompiler(tokenizer, options)
         try:
-            return [await compiler.compile(spec) for spec in specs]
+            return [await compiler.compile(spec, thinking) for spec in specs]
         finally:
             await compiler.close()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from msgspec.structs import replace
 
 from tests.structured.grammar_maker import grammars
 from tests.tiny_models import END_OF_TURN, tokenizer_json
@@ -17,7 +18,7 @@ from weft.config import ServerOptions
 from weft.errors import InvalidRequest, Overloaded
 from weft.text.grammars import compiler as compiler_module
 from weft.text.grammars.compiler import GrammarCompiler
-from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, Tool, ToolCalls
+from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, Thinking, Tool, ToolCalls
 from weft.text.grammars.words import words_of
 from weft.text.parsers.pieces import collect
 from weft.text.parsers.styles import TOOL_STYLES, ToolStyle, parser_for
@@ -60,11 +61,11 @@ def marked() -> Tokenizer:
 class Judge:
     """What the engine would say of outputs."""
 
-    def __init__(self, tokenizer: Tokenizer, spec: GrammarSpec) -> None:
+    def __init__(self, tokenizer: Tokenizer, spec: GrammarSpec, thinking: Thinking | None = None) -> None:
         words = words_of(tokenizer)
         self._of_byte = {token[0]: i for i, token in enumerate(words.tokens) if len(token) == 1}
         made = Grammars(words.tokens, words.special_ids, words.eos_token_ids, tokenizer.vocab_size)
-        self._built = made.build(grammars(tokenizer, [spec])[0])
+        self._built = made.build(grammars(tokenizer, [spec], thinking=thinking)[0])
 
     def fits(self, output: str | list[int]) -> bool:
         ids = self.spelled(output) if isinstance(output, str) else output
@@ -98,6 +99,39 @@ def test_blanks_between_the_parts_of_json_come_to_an_end(plain: Tokenizer) -> No
     judge = Judge(plain, JsonObject())
     assert not judge.fits('{"a":' + "\n" * 3 + "1}") and not judge.fits('{"a":' + "  " + "1}")
     assert not judge.fits("{\n" + " " * 65 + "}") and judge.fits("{\n" + " " * 64 + "}")
+
+
+THOUGHTS = Thinking(begin="<think>", end="</think>", is_open=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "good"),
+    [
+        (JsonObject(), '{"a": 1}'),
+        (Choice(options=["yes", "no"]), "yes"),
+        (Regex(pattern="[a-c]+"), "abc"),
+        (Lark(text='start: "x" end\nend: "y"'), "xy"),
+        (ToolCalls(shape=TOOL_STYLES[0].shape, tools=TOOLS), TOOL_STYLES[0].shape.write([WEATHER_CALL])),
+    ],
+    ids=["object", "choice", "regex", "lark", "calls"],
+)
+def test_thoughts_may_come_before_what_is_in_form(plain: Tokenizer, spec: GrammarSpec, good: str) -> None:
+    closed = Judge(plain, spec, THOUGHTS)
+    fitting = [good, f"<think>hm, {{</think>{good}", f"<think>\nhm\n</think>\n\n{good}"]
+    others = [f"hm{good}", f"<think>{good}", f"<think></think>hm{good}", f"{good}<think></think>"]
+    assert [text for text in fitting if not closed.fits(text)] == []
+    assert [text for text in others if closed.fits(text)] == []
+    opened = Judge(plain, spec, replace(THOUGHTS, is_open=True))
+    assert opened.fits(f"hm</think>\n{good}") and not opened.fits(good)
+
+
+def test_thoughts_between_special_tokens() -> None:
+    tokenizer = tokenizer_with(["<think>", "</think>"])
+    judge = Judge(tokenizer, JsonObject(), THOUGHTS)
+    begin, end = (tokenizer.encode(marker, add_special_tokens=False) for marker in ("<think>", "</think>"))
+    assert len(begin) == len(end) == 1
+    assert judge.fits([*begin, *judge.spelled("hm"), *end, *judge.spelled("{}")])
+    assert not judge.fits([*begin, *judge.spelled("hm{}")])
 
 
 def test_a_special_token_in_lark_is_that_token(plain: Tokenizer) -> None:

@@ -184,3 +184,23 @@ def test_threads_share_a_template() -> None:
 
 def test_half_a_character_passes_through_for_the_tokenizer_to_name() -> None:
     assert render("{{ messages[0].content }}", [{"role": "user", "content": "a\ud83d"}]) == "a\ud83d"
+
+
+def test_a_variable_that_the_template_never_reads_is_refused() -> None:
+    source = "{{ messages[0].content }}{{ tone }}"
+    assert render(source, extra={"tone": "!"}) == "hello!"
+    with pytest.raises(InvalidRequest, match="no variable 'mood'; it has: tone") as caught:
+        render(source, extra={"mood": "?"})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_the_final_message_is_continued() -> None:
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
+    messages = [*HELLO, {"role": "assistant", "content": "hello"}]
+    text = render(source, messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<user>hello<end>\n<assistant>hello"
+
+
+def test_a_final_message_that_the_template_changes_cannot_be_continued() -> None:
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        render("{{ messages[0].content | upper }}", continue_final_message=True)

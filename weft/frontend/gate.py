@@ -20,7 +20,7 @@ from weft.frontend.stopwatch import Stopwatch
 from weft.observe.metrics import Metrics
 from weft.observe.traces import Traces, open_traces
 from weft.text.grammars.compiler import GrammarCompiler
-from weft.text.grammars.specs import GrammarSpec
+from weft.text.grammars.specs import GrammarSpec, Thinking
 
 SHUTTING_DOWN = "The server is shutting down."
 DRAINING = "The server takes no new requests for now."
@@ -39,9 +39,9 @@ class Service(Struct, frozen=True, kw_only=True):
     limits: LimitOptions
     traces: Traces | None = None
 
-    async def grammar_of(self, spec: GrammarSpec | None) -> str:
+    async def grammar_of(self, spec: GrammarSpec | None, thinking: Thinking | None = None) -> str:
         """What the engine needs to keep an output in form; empty: it has none."""
-        return await self.grammars.compile(spec) if spec is not None else ""
+        return await self.grammars.compile(spec, thinking) if spec is not None else ""
 
     def check_model(self, name: str) -> None:
         if name != self.model_name:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from weft.text.grammars.specs import Thinking
 from weft.text.parsers.pieces import CallArguments, CallStarted, Parser, Piece, PlainParser, Reasoning
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle, parser_for
@@ -31,6 +32,13 @@ class Reading(Struct, frozen=True, kw_only=True):
     def markers(self) -> tuple[str, ...]:
         tools = self.tools.markers if self.tools is not None else ()
         return tools + ((self.reasoning.begin, self.reasoning.end) if self.reasoning is not None else ())
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """What may stand before an output that is in form."""
+        if self.reasoning is None:
+            return None
+        return Thinking(begin=self.reasoning.begin, end=self.reasoning.end, is_open=self.reasoning_opened)
 
     def parser(self) -> Parser:
         """For one answer."""

@@ -38,11 +38,6 @@ def chat_shape(request: ChatRequest, tools: Toolbox) -> GrammarSpec | None:
     return _calls(request, tools, at_least_one=True)
 
 
-def leaves_no_room(shape: GrammarSpec | None) -> bool:
-    """Whether the output is in form from its first character on: the model cannot think before it answers."""
-    return shape is not None and not (isinstance(shape, ToolCalls) and not shape.at_least_one)
-
-
 def _response_format(request: ChatRequest) -> GrammarSpec | None:
     asked = request.response_format
     if asked is None or asked.type == "text":

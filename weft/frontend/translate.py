@@ -14,7 +14,7 @@ from weft.frontend.gate import Service
 from weft.frontend.job import Job
 from weft.frontend.reading import Reading
 from weft.frontend.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message, Tool
-from weft.frontend.shapes import chat_shape, leaves_no_room, structured_shape
+from weft.frontend.shapes import chat_shape, structured_shape
 from weft.frontend.toolbox import Toolbox, toolbox
 from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
 from weft.types import SamplingParams, check_token_ids
@@ -40,23 +40,20 @@ async def chat_job(request: ChatRequest, service: Service) -> ChatJob:
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     tools = toolbox(request, engine.styles)
-    shape = chat_shape(request, tools)
-    grammar = await service.grammar_of(shape)
+    # The template is rendered by another process, and its answer waited for.
+    chat = await asyncio.to_thread(_chat_prompt, request, tools, engine)
+    reading = _reading(request, tools, chat, engine.styles.reasoning)
     params = _params(
         request,
         max_tokens=_chat_max_tokens(request),
         logprobs=request.top_logprobs or 0 if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
-        grammar=grammar,
+        grammar=await service.grammar_of(chat_shape(request, tools), reading.thinking),
         engine=engine,
     )
-    # The template is rendered by another process, and its answer waited for.
-    chat = await asyncio.to_thread(_chat_prompt, request, tools, engine)
-    reading = _reading(request, tools, chat, None if leaves_no_room(shape) else engine.styles.reasoning)
     prompts, truncated = _truncated([chat.token_ids], request, params, engine)
-    return ChatJob(
-        job=_job(request, prompts, params, service, reading.markers), reading=reading, truncated_tokens=truncated
-    )
+    job = _job(request, prompts, params, service, reading.markers)
+    return ChatJob(job=job, reading=reading, truncated_tokens=truncated)
 
 
 async def completion_job(request: CompletionRequest, service: Service) -> CompletionJob:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from weft.config import ServerOptions
 from weft.errors import InvalidRequest, Overloaded
 from weft.text.grammars.process import GrammarProcess
-from weft.text.grammars.specs import GrammarSpec
+from weft.text.grammars.specs import GrammarSpec, Thinking
 from weft.text.grammars.words import words_of
 from weft.text.grammars.writing import GrammarWriter
 from weft.text.tokenizer import Tokenizer
@@ -28,15 +28,16 @@ class GrammarCompiler:
         self._problems: OrderedDict[str, str] = OrderedDict()
         """Of the last grammars that were tried: why each cannot be built, or nothing."""
 
-    async def compile(self, spec: GrammarSpec) -> str:
-        """The grammar of what a request asks for; InvalidRequest names its field and what is wrong with it."""
+    async def compile(self, spec: GrammarSpec, thinking: Thinking | None = None) -> str:
+        """The grammar of what a request asks for, and of the thoughts before it; InvalidRequest names its field and
+        what is wrong with it."""
         if not self._tokenizer.eos_token_ids:
             raise InvalidRequest("This model names no token that ends an answer, so no form can end.", param=spec.param)
         if self._writer is None:
             specials = {self._tokenizer.token_text(i): i for i in sorted(self._tokenizer.special_ids)}
             self._writer = GrammarWriter(specials, max_schema_depth=self._options.max_schema_depth)
         # In a thread: a schema may be as large as a request's body.
-        grammar = await asyncio.to_thread(self._writer.write, spec)
+        grammar = await asyncio.to_thread(self._writer.write, spec, thinking)
         self._check_size(grammar, spec.param)
         if grammar not in self._problems:
             problem = await self._try(grammar, spec.param)

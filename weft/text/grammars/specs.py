@@ -62,4 +62,13 @@ class ToolCalls(Struct, frozen=True, kw_only=True):
     param: str = "tools"
 
 
+class Thinking(Struct, frozen=True, kw_only=True):
+    """What a model may write before the output that is in form."""
+
+    begin: str
+    end: str
+    is_open: bool
+    """The prompt has opened the thoughts; else the model may do so, or not think at all."""
+
+
 GrammarSpec = JsonObject | JsonSchema | Regex | Choice | Lark | ToolCalls

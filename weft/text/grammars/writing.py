@@ -11,7 +11,7 @@ from llguidance import regex_to_lark
 
 from weft.errors import InvalidRequest
 from weft.text.grammars.schema import check_schema
-from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, Tool, ToolCalls
+from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, Thinking, Tool, ToolCalls
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """The model decides how a text is cut into tokens. Behind the grammar, so that errors count its own lines."""
@@ -31,7 +31,7 @@ class GrammarWriter:
         )
         self._max_schema_depth = max_schema_depth
 
-    def write(self, spec: GrammarSpec) -> str:
+    def write(self, spec: GrammarSpec, thinking: Thinking | None = None) -> str:
         match spec:
             case JsonObject():
                 lines = ["start: " + self._json({"type": "object"}, spec.param)]
@@ -48,7 +48,24 @@ class GrammarWriter:
                 lines = [text]
             case ToolCalls():
                 lines = self._tool_calls(spec)
+        if thinking is not None:
+            lines = self._after_thoughts(thinking, lines)
         return "\n".join(lines) + _OPTIONS
+
+    def _after_thoughts(self, thinking: Thinking, lines: list[str]) -> list[str]:
+        ends = ["thoughts"] + ([f"TEXT {self._token(thinking.end)}"] if thinking.end in self._specials else [])
+        thoughts = f"({' | '.join(ends)}) GAP"
+        if not thinking.is_open:
+            thoughts = f"({self._literal(thinking.begin)} {thoughts})?"
+        return [
+            f"start: {thoughts} answer",
+            f"thoughts[lazy]: TEXT {json.dumps(thinking.end)}",
+            _ANY_TEXT,
+            "GAP: /[ \\n]{0,4}/",
+            "answer: %lark {",
+            *lines,
+            "}",
+        ]
 
     def _json(self, schema: Mapping[str, Any], param: str) -> str:
         check_schema(schema, max_depth=self._max_schema_depth, param=param)
