@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
+from typing import Literal
 
 from msgspec import Struct
 
@@ -135,6 +136,40 @@ class Pooling(enum.StrEnum):
     LAST = "last"
 
 
+MAX_DENOISE_STEPS = 1000
+MAX_GUIDANCE = 50.0
+FlowSampler = Literal["euler", "heun"]
+
+
+class ImageParams(Struct, frozen=True, kw_only=True):
+    """One image: its size and the way to it. Every default is resolved by the door, from the model's."""
+
+    width: int
+    height: int
+    steps: int
+    guidance_scale: float
+    """How far the prompt steers away from the negative one; 1: the prompt alone, in one pass a step instead of two."""
+    seed: int
+    sampler: FlowSampler = "euler"
+    negative_token_ids: list[int] = []
+    """Empty: away from no prompt at all."""
+    preview_every: int = 0
+    """After every so many steps, the image as it is; 0: none."""
+
+    def check(self) -> None:
+        _in_range("num_inference_steps", self.steps, 1, MAX_DENOISE_STEPS)
+        _in_range("guidance_scale", self.guidance_scale, 0, MAX_GUIDANCE)
+        _in_range("seed", self.seed, -(2**63), 2**63 - 1)
+        _in_range("preview_every", self.preview_every, 0, MAX_DENOISE_STEPS)
+        for name, size in (("width", self.width), ("height", self.height)):
+            _in_range(name, size, 1, 16384)
+
+    @property
+    def passes(self) -> int:
+        """Of the model, for one velocity."""
+        return 1 if self.guidance_scale == 1 else 2
+
+
 class Request(Struct, frozen=True, kw_only=True):
     """One generation as the engine sees it: integers only, every default resolved."""
 
@@ -156,6 +191,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """The id of a request with the same prompt, whose blocks this one shares as soon as they are computed."""
     pooling: Pooling | None = None
     """Set: the answer is a vector made of the prompt's hidden states, and no token is sampled."""
+    image: ImageParams | None = None
+    """Set: the answer is an image, drawn from the prompt's hidden states."""
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
@@ -183,6 +220,10 @@ class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """On a request's first event: how long it waited in this engine before it was admitted."""
     embedding: bytes | None = None
     """The last event of a request with `pooling`: a vector of float32."""
+    denoise_step: int | None = None
+    """Of a request for an image: how many of its steps are done."""
+    image: bytes | None = None
+    """The image after that step, a preview or the last: rows of RGB bytes."""
 
     @property
     def is_plain(self) -> bool:
@@ -272,6 +313,18 @@ class MemoryLedger(Struct, frozen=True, kw_only=True):
         return self.total - self.weights - self.activations - self.graphs - self.kv - self.others
 
 
+class ImageModelInfo(Struct, frozen=True, kw_only=True):
+    """What the doors must know of the model that draws."""
+
+    name: str
+    width: int
+    height: int
+    max_prompt_tokens: int
+    steps: int
+    guidance_scale: float
+    """The last two: for a request that does not say."""
+
+
 class ModelInfo(Struct, frozen=True, kw_only=True):
     """What the api process must know of the model that the engine loaded."""
 
@@ -284,6 +337,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     dtype: str
     memory: MemoryLedger = MemoryLedger()
     load_seconds: float = 0.0
+    images: ImageModelInfo | None = None
+    """The model that draws beside this one, from its hidden states."""
 
 
 class TextAssets(Struct, frozen=True, kw_only=True):

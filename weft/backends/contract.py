@@ -11,7 +11,7 @@ from weft.errors import EngineFault, InvalidRequest, RequestTimeout, Unavailable
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle
 from weft.text.tokenizer import Tokenizer
-from weft.types import Delta, EngineStats, FinishReason, ModelInfo, Pooling, SamplingParams, Usage
+from weft.types import Delta, EngineStats, FinishReason, ImageParams, ModelInfo, Pooling, SamplingParams, Usage
 
 
 class Health(Struct, frozen=True):
@@ -56,6 +56,29 @@ class Embedding(Struct, frozen=True):
 
     data: bytes
     usage: Usage
+
+
+class ImageUpdate(Struct, frozen=True, kw_only=True):
+    """How far an image is."""
+
+    step: int
+    """How many of its steps are done."""
+    image: bytes | None = None
+    """Rows of RGB bytes: the image as it is after this step, when a preview was asked for, or it is the last."""
+    finish: FinishReason | None = None
+    error: str = ""
+    usage: Usage = Usage()
+
+
+class ImageUpdates(Protocol):
+    """An image on its way: an update after every step, the last one with `finish`."""
+
+    def __aiter__(self) -> ImageUpdates: ...
+
+    async def __anext__(self) -> ImageUpdate: ...
+
+    async def aclose(self) -> None:
+        """End the request, whether or not it was ever iterated."""
 
 
 class ChatStyles(Struct, frozen=True):
@@ -123,6 +146,19 @@ class Engine(Protocol):
         tenant: str = "",
     ) -> Embedding:
         """The prompt as one vector of length 1. Raises as `submit` does. Cancelling it ends the request."""
+
+    async def draw(
+        self,
+        prompt_token_ids: list[int],
+        image: ImageParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+    ) -> ImageUpdates:
+        """Check and queue one image. Raises as `submit` does, and InvalidRequest when `model.images` is None or cannot
+        draw this size or a prompt of this length."""
 
     def health(self) -> Health: ...
 
