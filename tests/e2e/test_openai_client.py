@@ -91,10 +91,8 @@ def test_errors_are_openais(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="gpt-4", messages=QUESTION)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model="smollm2", messages=QUESTION, temperature=-1)
-    with pytest.raises(openai.BadRequestError, match="tools"):
-        client.chat.completions.create(
-            model="smollm2", messages=QUESTION, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
+    with pytest.raises(openai.BadRequestError, match="modalities"):
+        client.chat.completions.create(model="smollm2", messages=QUESTION, modalities=["audio"])
     with pytest.raises(openai.BadRequestError, match=r"9000 tokens.*8192") as error:
         client.completions.create(model="smollm2", prompt=[1000] * 9000)
     assert error.value.code == "context_length_exceeded"

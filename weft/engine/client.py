@@ -122,7 +122,12 @@ class EngineClient:
         waiting = self._journal.at(Place.HELD, Place.QUEUED)
         check_room((entry.request for entry in waiting), request, self.config.scheduler)
         entry = self._journal.open(request)
-        self._dispatch()
+        try:
+            self._dispatch()
+        except Exception:
+            # What cannot be sent must not be sent again to every engine to come.
+            self._journal.close(request.request_id)
+            raise
         return entry
 
     def abort(self, request_id: str) -> None:

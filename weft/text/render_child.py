@@ -134,6 +134,14 @@ def bound_resources(memory_bytes: int) -> None:
         resource.setrlimit(limit, (value, value))
 
 
+def allow_seconds(of_work: float, by_the_clock: int) -> None:
+    """The kernel ends this process by SIGPROF when it has computed for so long: a busy machine is not the template's
+    fault. The server kills one that is late by the clock; if the server was killed meanwhile, the alarm does. 0: no
+    limit."""
+    signal.setitimer(signal.ITIMER_PROF, of_work)
+    signal.alarm(by_the_clock)
+
+
 def _answers(requests: Iterator[bytes]) -> Iterator[dict[str, Any]]:
     with contextlib.suppress(Raised):
         render(compile_template(_WARM_UP)[0], {}, _MAX_MESSAGE_CHARS)
@@ -143,22 +151,21 @@ def _answers(requests: Iterator[bytes]) -> Iterator[dict[str, Any]]:
         return
     settings = json.loads(first)
     bound_resources(settings["memory_bytes"])
-    # The server kills a process that is late; if the server itself was killed meanwhile, the alarm does.
-    signal.alarm(settings["alarm_seconds"])
+    allow_seconds(settings["compile_seconds"], settings["alarm_seconds"])
     try:
         template, declared = compile_template(settings["source"])
     except Exception as error:  # noqa: BLE001 (whatever a hostile template causes is reported, not raised here)
         yield _failure(error)
         return
-    signal.alarm(0)
+    allow_seconds(0, 0)
     yield {"declared": declared}
     for line in requests:
-        signal.alarm(settings["alarm_seconds"])
+        allow_seconds(settings["render_seconds"], settings["alarm_seconds"])
         try:
             answer = {"text": render(template, json.loads(line), settings["max_output_chars"])}
         except Exception as error:  # noqa: BLE001 (as above)
             answer = _failure(error)
-        signal.alarm(0)
+        allow_seconds(0, 0)
         yield answer
 
 

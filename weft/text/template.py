@@ -60,7 +60,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         extra: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt's text. Blocks the caller for as long as the template takes, at most `limits.render_seconds`."""
+        """The prompt's text. Blocks the caller for as long as the template takes."""
         extra = extra or {}
         self._check_extra(extra)
         variables: dict[str, object] = {

@@ -1,0 +1,243 @@
+"""Requests that cannot be, through both doors of one real server: each is refused as the client's own mistake, and a
+request that runs beside them does not notice."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from tests.e2e.server import Server
+from tests.frontend.http import wait_until
+from weft.frontend.rpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
+
+CONTEXT = 64
+HUGE = 2**63
+ONE_TOKEN = "Z"
+"""A letter that the tiny model's tokenizer joins with no other: so many letters, so many tokens."""
+
+
+class Canary(threading.Thread):
+    """Asks for the same answer over and over, and notes whether it ever changes."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._client = httpx.Client(base_url=url, timeout=60)
+        self.first = self.ask()
+        self.runs = 0
+        self.changed: list[str] = []
+        self.leaving = threading.Event()
+        self.start()
+
+    def ask(self) -> str:
+        body = {"model": "tiny", "prompt": "The weft runs", "max_tokens": 40, "temperature": 0.9, "seed": 7}
+        response = self._client.post("/v1/completions", json=body | {"stream": True, "ignore_eos": True})
+        assert response.text.endswith("data: [DONE]\n\n"), response.text
+        events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
+        return "".join(choice["text"] for event in events for choice in event["choices"])
+
+    def run(self) -> None:
+        while not self.leaving.is_set():
+            answer = self.ask()
+            if answer != self.first:
+                self.changed.append(answer)
+            self.runs += 1
+        self._client.close()
+
+
+class Doors:
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        wait_until(lambda: "gRPC answers" in "".join(server.log))
+        (port,) = re.findall(r"gRPC answers on port (\d+)", "".join(server.log))
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        self.client = httpx.Client(base_url=server.url, timeout=60)
+
+    def predict(self, *, prompt: Any = "hi", model_id: str = "", **generation: Any) -> str:
+        """The status of a prediction."""
+        call = self._channel.stream_stream(
+            "/cy.llm.AiInference/StreamPredict",
+            request_serializer=StreamPredictRequest.SerializeToString,
+            response_deserializer=StreamPredictResponse.FromString,
+        )
+        given = {"max_new_tokens": 2, **generation}
+        request = StreamPredictRequest(prompt=prompt, model_id=model_id, generation=GenerationParameters(**given))
+        try:
+            assert list(call(iter([request]), timeout=60))[-1].end_of_stream
+        except grpc.RpcError as error:
+            return error.code().name
+        return "OK"
+
+    def close(self) -> None:
+        self._channel.close()
+        self.client.close()
+
+
+@pytest.fixture(scope="module")
+def doors(tiny_model: Path) -> Iterator[Doors]:
+    flags = ["--max-model-len", str(CONTEXT), "--kv-cache-memory-mb", "16", "--threads", "1"]
+    with Server("--model", str(tiny_model), "--served-model-name", "tiny", *flags) as server:
+        doors = Doors(server)
+        yield doors
+        doors.close()
+        assert server.metric("weft_engine_restarts_total") == 0
+        assert server.metric("weft_kv_cache_usage_perc") == 0, "all blocks are back"
+
+
+@pytest.fixture(scope="module")
+def canary(doors: Doors) -> Iterator[Canary]:
+    canary = Canary(doors.server.url)
+    yield canary
+    canary.leaving.set()
+    canary.join()
+
+
+@pytest.fixture(autouse=True)
+def beside(canary: Canary) -> Iterator[None]:
+    """A whole answer goes by beside every test, and it is the same as ever."""
+    before = canary.runs
+    yield
+    wait_until(lambda: canary.runs > before + 1, 60)
+    assert not canary.changed
+
+
+def completion(doors: Doors, **fields: Any) -> httpx.Response:
+    return doors.client.post("/v1/completions", json={"model": "tiny", "prompt": "hi", "max_tokens": 2, **fields})
+
+
+def chat(doors: Doors, **fields: Any) -> httpx.Response:
+    messages = [{"role": "user", "content": "hi"}]
+    return doors.client.post(
+        "/v1/chat/completions", json={"model": "tiny", "messages": messages, "max_tokens": 2, **fields}
+    )
+
+
+NUMBERS = [HUGE, -HUGE, 2**31, -1e308, 1e308, "1", [], {}, True, [1]]
+FLOATS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+INTEGERS = ["max_tokens", "top_k", "min_tokens", "n", "logprobs"]
+
+
+def test_numbers_that_cannot_be(doors: Doors) -> None:
+    for field in (*FLOATS, *INTEGERS, "seed", "priority"):
+        for value in NUMBERS:
+            if field == "seed" and type(value) is int and -HUGE <= value < HUGE:
+                continue
+            response = completion(doors, **{field: value})
+            assert response.status_code == 400, (field, value, response.text)
+            assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999", "1" * 400, "0x1", "01", "1.", ".5"])
+def test_literals_that_are_no_numbers(doors: Doors, literal: str) -> None:
+    prompts = {"completions": '"prompt":"hi"', "chat/completions": '"messages":[{"role":"user","content":"hi"}]'}
+    for field in (*FLOATS, *INTEGERS, "seed"):
+        for path, prompt in prompts.items():
+            content = f'{{"model":"tiny",{prompt},"{field}":{literal}}}'
+            response = doors.client.post(f"/v1/{path}", content=content)
+            assert response.status_code == 400, response.text
+
+
+COMPLETIONS: list[dict[str, Any]] = [
+    {"prompt": ""}, {"prompt": []}, {"prompt": [""]}, {"prompt": ["a", ""]}, {"prompt": [[]]},
+    {"prompt": [[1], []]},
+    {"prompt": None}, {"prompt": 1}, {"prompt": {}}, {"prompt": [1, "a"]}, {"prompt": [1.5]}, {"prompt": [True]},
+    {"prompt": [-1]}, {"prompt": [HUGE]}, {"prompt": [10**6]}, {"prompt": [[1], ["a"]]},
+    {"model": ""}, {"model": None}, {"model": 1}, {"stop": [""]}, {"stop": ["x"] * 17}, {"stop": "x" * 257},
+    {"stop": 1}, {"logit_bias": {"a": 1}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"1": 101}},
+    {"logit_bias": {"1": None}}, {"logit_bias": {str(HUGE): 1}}, {"logit_bias": []},
+    {"logit_bias": {str(token): 1 for token in range(1025)}}, {"stop_token_ids": [-1]}, {"stop_token_ids": [10**9]},
+    {"stop_token_ids": ["1"]}, {"stop_token_ids": [HUGE]}, {"cache_salt": "x" * 257}, {"cache_salt": 1},
+    {"request_id": "a b"}, {"request_id": ""}, {"stream": 1}, {"stream": "true"}, {"stream_options": {}},
+    {"stream_options": {"include_usage": 1}, "stream": True}, {"nonsense": 1}, {"temprature": 1},
+]  # fmt: skip
+
+
+def test_completions_that_cannot_be(doors: Doors) -> None:
+    for fields in COMPLETIONS:
+        response = completion(doors, **fields)
+        assert response.status_code in ((400, 404) if "model" in fields else (400,)), (fields, response.text)
+        assert "Traceback" not in response.text and "/" not in response.json()["error"]["message"]
+    half_a_character = b'{"model":"tiny","prompt":"\\ud800"}'
+    assert doors.client.post("/v1/completions", content=half_a_character).status_code == 400
+
+
+CHATS: list[Any] = [
+    None, [], {}, "hi", [None], [1], [[]], [{}], [{"role": "user"}], [{"role": "nobody", "content": "x"}],
+    [{"role": "user", "content": None}], [{"role": "user", "content": 1}], [{"role": "user", "content": []}],
+    [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{"type": "nothing"}]}],
+    [{"role": "user", "content": "x", "extra": 1}], [{"role": 1, "content": "x"}],
+]  # fmt: skip
+
+
+def test_chats_that_cannot_be(doors: Doors) -> None:
+    for messages in CHATS:
+        response = chat(doors, messages=messages)
+        assert response.status_code == 400, (messages, response.text)
+
+
+BODIES = [b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"\x00", b'{"model":"tiny"', b"{}", b"[" * 10**5]
+
+
+def test_bodies_that_are_none(doors: Doors) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        for content in BODIES:
+            assert doors.client.post(path, content=content).status_code == 400, (path, content[:20])
+
+
+GENERATIONS: list[dict[str, Any]] = [
+    {name: value}
+    for name in ("temperature", "top_p", "repetition_penalty")
+    for value in (math.nan, math.inf, -math.inf, -1.0, 1e308, -1e308)
+]
+GENERATIONS += [{"top_p": 0.0}, {"top_p": 1.1}, {"repetition_penalty": 0.0}, {"temperature": 101.0}]
+GENERATIONS += [{"max_new_tokens": count} for count in (0, 2**31, 2**32 - 1, CONTEXT)]
+
+
+def test_predictions_that_cannot_be(doors: Doors) -> None:
+    for generation in GENERATIONS:
+        assert doors.predict(**generation) == "INVALID_ARGUMENT", generation
+
+
+def test_an_empty_prompt_is_refused_at_both_doors(doors: Doors) -> None:
+    assert completion(doors, prompt="").status_code == 400
+    assert doors.predict(prompt="") == "INVALID_ARGUMENT"
+
+
+def test_a_prompt_of_nothing_but_special_tokens_is_answered_alike(doors: Doors) -> None:
+    for prompt in ("<|im_start|>", "<|im_end|>", "<|endoftext|>" * 5, "\x00", "\ufffd", " ", "\n"):
+        assert completion(doors, prompt=prompt).status_code == 200, prompt
+        assert doors.predict(prompt=prompt) == "OK", prompt
+
+
+@pytest.mark.parametrize(
+    ("length", "fits"), [(CONTEXT - 2, True), (CONTEXT - 1, False), (CONTEXT, False), (CONTEXT + 1, False)]
+)
+def test_the_context_s_end_is_the_same_at_both_doors(doors: Doors, length: int, fits: bool) -> None:
+    """With two tokens of an answer."""
+    prompt = ONE_TOKEN * length
+    assert doors.client.post("/tokenize", json={"prompt": prompt}).json()["count"] == length
+    response = completion(doors, prompt=prompt)
+    assert response.status_code == (200 if fits else 400)
+    if not fits:
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert doors.predict(prompt=prompt) == ("OK" if fits else "INVALID_ARGUMENT")
+
+
+def test_a_prompt_of_the_whole_context_leaves_room_for_one_token(doors: Doors) -> None:
+    prompt = ONE_TOKEN * (CONTEXT - 1)
+    response = completion(doors, prompt=prompt, max_tokens=1)
+    assert response.json()["usage"]["total_tokens"] == CONTEXT
+    assert doors.predict(prompt=prompt, max_new_tokens=1) == "OK"
+
+
+def test_another_model_is_not_found_at_either_door(doors: Doors) -> None:
+    assert completion(doors, model="other").status_code == 404
+    assert doors.predict(model_id="other") == "NOT_FOUND"

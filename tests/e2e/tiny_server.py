@@ -1,0 +1,63 @@
+"""A real server over a tiny random model: what it does is real, what it says is nonsense, and it is quick."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.e2e.server import Server
+
+NAME = "tiny"
+
+
+class TinyServer(Server):
+    def __init__(self, model: Path, *flags: str) -> None:
+        super().__init__("--model", str(model), "--served-model-name", NAME, *flags)
+        self.first_engine = self.engine_pid()
+
+    def grpc_port(self) -> int:
+        deadline = time.monotonic() + 10
+        while not (found := re.search(r"gRPC answers on port (\d+)", "".join(self.log))):
+            assert time.monotonic() < deadline, "gRPC never answered"
+            time.sleep(0.01)
+        return int(found[1])
+
+    def check_unharmed(self) -> None:
+        """The first engine still runs, and holds nothing; the log tells of no error. The engine checks its own books
+        whenever it is idle, and would have died of a block that was lost."""
+        deadline = time.monotonic() + 20
+        held = ("weft_num_requests_running", "weft_num_requests_waiting", "weft_kv_cache_usage_perc")
+        while any(left := {name: self.metric(name) for name in held}.values()):
+            assert time.monotonic() < deadline, f"still held: {left}"
+            time.sleep(0.05)
+        assert self.get("/health").status_code == 200
+        assert self.metric("weft_engine_restarts_total") == 0
+        assert self.engine_pid() == self.first_engine
+        assert not [line for line in self.log if " ERROR " in line]
+
+    @contextmanager
+    def engine_stopped(self) -> Iterator[None]:
+        """Its queue fills meanwhile. The server must have a long --heartbeat-timeout-s, or it starts another."""
+        os.kill(self.first_engine, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.first_engine, signal.SIGCONT)
+
+    def memory_mb(self) -> dict[str, float]:
+        """Resident, of the api process and of its engine."""
+        return {"api": _resident_mb(self.process.pid), "engine": _resident_mb(self.first_engine)}
+
+    def num_files(self) -> int:
+        """Open in the api process, connections included."""
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+
+def _resident_mb(pid: int) -> float:
+    (kilobytes,) = re.findall(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return int(kilobytes) / 1024
