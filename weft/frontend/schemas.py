@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from weft.frontend.fields import NotYet, content_text, prompts, stop_strings, without_empty_fields
+from weft.types import MAX_LOGPROBS
 
 SANE_ID = r"^[A-Za-z0-9._-]{1,128}$"
 
@@ -142,38 +143,59 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool = Field(False, description="Every chunk tells of the usage so far.")
 
 
+def _within(low: float, high: float | None = None, *, open_low: bool = False) -> dict[str, JsonValue]:
+    """The bounds of a number, for those who read the interface; `SamplingParams.check` is who keeps them."""
+    bounds: dict[str, JsonValue] = {"exclusiveMinimum" if open_low else "minimum": low}
+    return bounds if high is None else bounds | {"maximum": high}
+
+
+_PENALTY = _within(-2, 2)
+_LOGPROBS = _within(0, MAX_LOGPROBS)
+_POSITIVE = _within(1, 2**31 - 1)
+
+
 class GenerationRequest(Fields):
     """What chat and plain completions have in common."""
 
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    n: int = Field(1, description="Answers to each prompt.")
-    seed: int | None = None
+    temperature: float = Field(1.0, json_schema_extra=_within(0, 100))
+    top_p: float = Field(1.0, json_schema_extra=_within(0, 1, open_low=True))
+    n: int = Field(1, description="Answers to each prompt.", json_schema_extra=_within(1))
+    seed: int | None = Field(None, json_schema_extra=_within(-(2**63), 2**63 - 1))
     stop: Annotated[tuple[str, ...], PlainValidator(stop_strings, json_schema_input_type=str | list[str] | None)] = ()
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: float = Field(0.0, json_schema_extra=_PENALTY)
+    frequency_penalty: float = Field(0.0, json_schema_extra=_PENALTY)
     logit_bias: dict[str, float] = Field({}, description="Token ids, as strings, and what is added to their logits.")
     user: str | None = Field(None, description="Accepted, and without meaning here.")
 
-    top_k: int = Field(0, description="Keep the k likeliest tokens; 0 or -1: all.")
-    min_p: float = Field(0.0, description="Keep tokens at least this likely, as a share of the likeliest one.")
-    repetition_penalty: float = 1.0
+    top_k: int = Field(
+        0, description="Keep the k likeliest tokens; 0 or -1: all.", json_schema_extra=_within(-1, 2**31 - 1)
+    )
+    min_p: float = Field(
+        0.0,
+        description="Keep tokens at least this likely, as a share of the likeliest one.",
+        json_schema_extra=_within(0, 1),
+    )
+    repetition_penalty: float = Field(1.0, json_schema_extra=_within(0, 100, open_low=True))
     stop_token_ids: list[int] = []
-    min_tokens: int = 0
+    min_tokens: int = Field(0, json_schema_extra=_within(0, 2**31 - 1))
     ignore_eos: bool = Field(False, description="Go on behind the model's end of sequence.")
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    prompt_logprobs: int | None = Field(None, description="Figures of the prompt's tokens, and so many likely ones.")
+    prompt_logprobs: int | None = Field(
+        None, description="Figures of the prompt's tokens, and so many likely ones.", json_schema_extra=_LOGPROBS
+    )
     return_token_ids: bool = Field(False, description="The prompt's and the answer's token ids as well.")
     return_timings: bool = Field(False, description="How long it took, with every choice's end.")
     truncate_prompt_tokens: int | None = Field(
         None, description="Keep the last so many tokens of a longer prompt; -1: what the context holds."
     )
     structured_outputs: StructuredOutputs | None = None
-    priority: int = Field(0, description="Waiting requests of a lower number go first.")
+    priority: int = Field(
+        0, description="Waiting requests of a lower number go first.", json_schema_extra=_within(-(2**31), 2**31 - 1)
+    )
     cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
     request_id: str | None = Field(None, pattern=SANE_ID, description="Becomes part of the answer's id.")
 
@@ -197,10 +219,14 @@ class ChatRequest(GenerationRequest):
     }
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: int | None = Field(None, description="Without it: up to the end of the context.")
-    max_completion_tokens: int | None = Field(None, description="The newer name of max_tokens.")
+    max_tokens: int | None = Field(
+        None, description="Without it: up to the end of the context.", json_schema_extra=_POSITIVE
+    )
+    max_completion_tokens: int | None = Field(
+        None, description="The newer name of max_tokens.", json_schema_extra=_POSITIVE
+    )
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(None, json_schema_extra=_LOGPROBS)
     metadata: dict[str, str] = Field({}, description="Accepted, and without meaning here.")
     response_format: ResponseFormat | None = None
     tools: list[Tool] = []
@@ -224,8 +250,8 @@ class CompletionRequest(GenerationRequest):
         list[str | list[int]],
         PlainValidator(prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
-    max_tokens: int = Field(16, description="0 is allowed with echo.")
-    logprobs: int | None = None
+    max_tokens: int = Field(16, description="0 is allowed with echo.", json_schema_extra=_within(0, 2**31 - 1))
+    logprobs: int | None = Field(None, json_schema_extra=_LOGPROBS)
     echo: bool = Field(False, description="The prompt stands before the answer, its tokens' figures too.")
     best_of: int | None = Field(None, description="Accepted when it is n.")
 
