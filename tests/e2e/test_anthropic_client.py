@@ -31,8 +31,9 @@ def server(smollm2_files: ModelFiles) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key="sesame", max_retries=0)
+def client(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, api_key="sesame", max_retries=0) as client:
+        yield client
 
 
 def test_streamed_and_not_are_the_same(client: anthropic.Anthropic) -> None:
@@ -94,6 +95,8 @@ def test_errors_are_anthropic_s(client: anthropic.Anthropic, server: Server) -> 
     with pytest.raises(anthropic.BadRequestError, match="top_k") as refused:
         client.messages.create(model="smollm2", **asked, extra_body={"top_k": -5})
     assert refused.value.body["error"]["type"] == "invalid_request_error"
-    stranger = anthropic.Anthropic(base_url=server.url, api_key="guess", max_retries=0)
-    with pytest.raises(anthropic.AuthenticationError):
+    with (
+        anthropic.Anthropic(base_url=server.url, api_key="guess", max_retries=0) as stranger,
+        pytest.raises(anthropic.AuthenticationError),
+    ):
         stranger.messages.create(model="smollm2", **asked)

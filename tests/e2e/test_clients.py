@@ -107,17 +107,19 @@ class TestOpenAI:
 
 class TestLangChain:
     @pytest.fixture
-    def chat(self, server: TinyServer) -> ChatOpenAI:
-        return ChatOpenAI(
-            base_url=server.url + "/v1",
-            api_key="none",
-            model=NAME,
-            temperature=0,
-            seed=1,
-            max_tokens=200,
-            max_retries=0,
-            stream_usage=True,
-        )
+    def chat(self, server: TinyServer) -> Iterator[ChatOpenAI]:
+        with httpx.Client() as http:
+            yield ChatOpenAI(
+                base_url=server.url + "/v1",
+                api_key="none",
+                model=NAME,
+                temperature=0,
+                seed=1,
+                max_tokens=200,
+                max_retries=0,
+                stream_usage=True,
+                http_client=http,
+            )
 
     def test_invoke_and_stream(self, chat: ChatOpenAI) -> None:
         whole = chat.invoke("Sing.")

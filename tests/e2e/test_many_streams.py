@@ -73,6 +73,7 @@ class Stream:
         """The whole text; the stream must end as it should."""
         chunked = await self._reader.readuntil(b"\r\n0\r\n\r\n")
         self._writer.close()
+        await self._writer.wait_closed()
         *events, done, nothing = without_chunks(chunked).decode().split("\n\n")
         assert (done, nothing) == ("data: [DONE]", "")
         choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events if event[0] != ":"]

@@ -39,8 +39,9 @@ def server(smollm2_files: ModelFiles) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_streamed_and_not_are_the_same(client: openai.OpenAI) -> None:

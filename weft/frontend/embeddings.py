@@ -19,13 +19,13 @@ from pydantic import Field, PlainValidator
 from starlette.types import Receive, Scope, Send
 
 from weft.backends.contract import Embedding, Engine
-from weft.errors import InvalidRequest, Overloaded, RequestTimeout, Unavailable
+from weft.errors import InvalidRequest, Overloaded
 from weft.frontend.body import ClientGone, parse, read_body
 from weft.frontend.fields import prompts
 from weft.frontend.gate import Gate, Seat
 from weft.frontend.guard import guarded
 from weft.frontend.schemas import Fields
-from weft.frontend.stopwatch import Stopwatch
+from weft.frontend.stopwatch import Stopwatch, all_ended
 from weft.frontend.translate import LONG_PROMPT
 from weft.types import FinishReason, Pooling, check_token_ids
 
@@ -124,20 +124,8 @@ class Batch:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """However the work within ends, every input that was taken is counted as ended."""
-        reason = FinishReason.ABORT
-        try:
+        with all_ended(self._stopwatches):
             yield
-        except RequestTimeout:
-            reason = FinishReason.TIMEOUT
-            raise
-        except (ClientGone, Unavailable):
-            raise
-        except Exception:
-            reason = FinishReason.ERROR
-            raise
-        finally:
-            for stopwatch in self._stopwatches:
-                stopwatch.end(reason)
 
     def answer(self) -> EmbeddingList:
         vectors = [self._vectors[index] for index in range(len(self._inputs))]

@@ -10,13 +10,12 @@ from contextlib import contextmanager
 
 from weft import logs
 from weft.backends.contract import Deltas, failure_of
-from weft.errors import EngineFault, Overloaded, RequestTimeout, Unavailable
-from weft.frontend.body import ClientGone
+from weft.errors import EngineFault, Overloaded
 from weft.frontend.gate import Seat
 from weft.frontend.job import Choice, Job
-from weft.frontend.stopwatch import Stopwatch
+from weft.frontend.stopwatch import Stopwatch, all_ended
 from weft.observe.traces import Outcome
-from weft.types import Delta, FinishReason
+from weft.types import Delta
 
 log = logging.getLogger(__name__)
 
@@ -58,20 +57,10 @@ class Generation:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """However the work within ends, every choice that was submitted is counted as ended."""
-        reason = FinishReason.ABORT
         try:
-            yield
-        except RequestTimeout:
-            reason = FinishReason.TIMEOUT
-            raise
-        except (ClientGone, Unavailable):
-            raise
-        except Exception:
-            reason = FinishReason.ERROR
-            raise
+            with all_ended(self._stopwatches):
+                yield
         finally:
-            for stopwatch in self._stopwatches:
-                stopwatch.end(reason)
             if self._stopwatches:
                 self._report()
 

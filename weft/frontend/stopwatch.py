@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from msgspec.structs import replace
 
+from weft.errors import RequestTimeout, Unavailable
+from weft.frontend.body import ClientGone
 from weft.frontend.limits import Account
 from weft.observe.metrics import Metrics
 from weft.types import Delta, FinishReason, Timings
@@ -73,3 +77,22 @@ class Stopwatch:
             total_seconds=self._last_token - self._arrived,
             tokens=self.num_tokens,
         )
+
+
+@contextmanager
+def all_ended(stopwatches: Sequence[Stopwatch]) -> Iterator[None]:
+    """However the work within ends, everything that was submitted meanwhile is counted as ended."""
+    reason = FinishReason.ABORT
+    try:
+        yield
+    except RequestTimeout:
+        reason = FinishReason.TIMEOUT
+        raise
+    except (ClientGone, Unavailable):
+        raise
+    except Exception:
+        reason = FinishReason.ERROR
+        raise
+    finally:
+        for stopwatch in stopwatches:
+            stopwatch.end(reason)
