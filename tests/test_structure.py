@@ -13,7 +13,7 @@ import pytest
 import weft
 
 PACKAGE = Path(weft.__file__).parent
-GROUND = {"types", "plan", "errors", "config", "switches", "logs", "__init__"}
+GROUND = {"types", "plan", "errors", "config", "switches", "logs", "payloads", "__init__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": set(),
     "kernels": set(),
@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": {"engine", "text", "hub"},
     "observe": {"backends"},
     "frontend": {"backends", "text", "observe"},
-    "llm": {"backends"},
+    "llm": {"backends", "frontend"},
     "bench": {"backends", "frontend"},
     "cli": {"frontend", "backends", "text", "hub", "observe", "bench", "llm"},
     "__main__": {"cli"},

@@ -205,6 +205,63 @@ def chat(
         terminal.converse(local, params, _console(), system=system, read_line=input)
 
 
+@app.command(epilog=EPILOG)
+@configured("model", "cache", "scheduler", "engine")
+def image(
+    config: Config,
+    prompt: Annotated[str, typer.Argument(help='What to draw, as in "a red circle on a blue background".')],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The PNG file to write.")] = Path("image.png"),
+    steps: Annotated[
+        int | None, typer.Option(help="More take longer and draw finer; else as the model has it.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same image; else any.")] = None,
+    guidance: Annotated[
+        float | None, typer.Option(help="How closely the prompt is followed; 1 takes half the time.")
+    ] = None,
+    negative: Annotated[str, typer.Option(help="What the image is steered away from.")] = "",
+    sampler: Annotated[
+        str, typer.Option(help="The way of a step: heun is finer than euler, and slower.", metavar="euler|heun")
+    ] = "euler",
+    size: Annotated[str, typer.Option(help="Width and height, as in 32x32; auto: as the model has it.")] = "auto",
+) -> None:
+    """Draw an image of what the prompt says, and write it to a PNG file.
+
+    weft image "a red circle on a blue background" -o circle.png
+
+    weft image "the letter K in green" --seed 7 --steps 50 -o k.png
+
+    The line that it ends with tells the seed: the same prompt, seed and settings give the same image again.
+    """
+    import asyncio
+
+    from weft import logs
+    from weft.frontend import terminal
+    from weft.frontend.images.job import Wish, sampler_named, sides
+
+    terminal.check_image_file(output)
+    width, height = sides(size)
+    wish = Wish(
+        prompt=prompt,
+        negative_prompt=negative,
+        width=width,
+        height=height,
+        steps=steps,
+        guidance_scale=guidance,
+        seed=seed,
+        sampler=sampler_named(sampler),
+    )
+    logs.set_up("warning")
+
+    async def draw() -> None:
+        engine = await _start(config)
+        try:
+            await terminal.draw_image(engine, wish, output, _console(stderr=True))
+        finally:
+            await engine.close()
+
+    asyncio.run(draw())
+
+
 @app.command()
 def pull(
     name: Annotated[str, typer.Argument(help="A name from the catalogue, or a hub id.")] = "smollm2",

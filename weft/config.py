@@ -38,6 +38,13 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
     load_format: Annotated[
         Literal["auto", "dummy"], _doc("dummy: random weights for the shape in a config.json, to measure with.")
     ] = "auto"
+    image_model: Annotated[
+        str,
+        _doc(
+            "The model that draws from the language model's hidden states: auto (the one that comes with Weft, if it "
+            "is for this model), none, or a directory."
+        ),
+    ] = "auto"
     device: Annotated[Device, _doc("Where the model runs: auto takes a GPU when there is one.")] = "auto"
     dtype: Annotated[Dtype, _doc("The type of weights and activations; auto: float32 on CPU, bfloat16 on GPU.")] = (
         "auto"
@@ -88,6 +95,18 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 0
+    max_num_images: Annotated[int, _doc("Images that are drawn at the same time; 0: 16 on CPU, 64 on GPU.", ge=0)] = 0
+    max_mixed_denoise: Annotated[
+        int,
+        _doc(
+            "Tokens of denoise steps in a step that also decodes: fewer keep the time between tokens short, more "
+            "finish images sooner; 0: 256 on CPU, 384 on GPU.",
+            ge=0,
+        ),
+    ] = 0
+    max_embedding_mb: Annotated[
+        int, _doc("MiB that images may hold in all: their latents and the hidden states of their prompts.", ge=1)
+    ] = 1024
     max_queued_requests: Annotated[
         int,
         _doc(
@@ -186,6 +205,9 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
     max_tools: Annotated[int, _doc("Tools of one chat; more are answered 400.", ge=1)] = 128
     max_prompts: Annotated[int, _doc("Prompts of one request; more are answered 400.", ge=1)] = 128
     max_n: Annotated[int, _doc("Choices of one prompt (n); more are answered 400.", ge=1)] = 128
+    allow_prompt_embeds: Annotated[
+        bool, _doc("Take tensors from clients: prompts that were encoded elsewhere, and what else a model may be told.")
+    ] = False
 
 
 class GrpcOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -202,7 +224,7 @@ class GrpcOptions(Struct, frozen=True, forbid_unknown_fields=True):
         int, _doc("Largest message from a client, in MiB; a larger one is RESOURCE_EXHAUSTED.", ge=1, le=1024)
     ] = 4
     grpc_max_streams: Annotated[
-        int, _doc("StreamPredict calls at the same time; one more is RESOURCE_EXHAUSTED.", ge=1)
+        int, _doc("Calls of StreamPredict and GenerateImage at the same time; one more is RESOURCE_EXHAUSTED.", ge=1)
     ] = 1000
     grpc_tls_cert: Annotated[str, _doc("The server's certificate chain, a PEM file; empty: no TLS.")] = ""
     grpc_tls_key: Annotated[str, _doc("The private key of --grpc-tls-cert, a PEM file.")] = ""

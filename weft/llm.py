@@ -5,6 +5,7 @@ from weft import LLM, SamplingParams
 with LLM("smollm2") as llm:
     for answer in llm.generate(["The sea is", "The sky is"], SamplingParams(max_tokens=20)):
         print(answer.text)
+    llm.draw("a red circle on a blue background").save("circle.png")
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from weft import config as configuration
 from weft.backends.contract import Deltas, failure_of
 from weft.backends.native import NativeEngine, start_native
 from weft.errors import InvalidRequest
-from weft.types import Delta, FinishReason, ModelInfo, SamplingParams, TokenLogprob, Usage
+from weft.frontend.images.job import Wish, job_of, sides
+from weft.frontend.images.picture import Image
+from weft.frontend.images.updates import draw
+from weft.types import Delta, FinishReason, FlowSampler, ModelInfo, SamplingParams, TokenLogprob, Usage
 
 T = TypeVar("T")
 Prompt = str | list[int]
@@ -80,6 +84,32 @@ class LLM:
                 yield delta
         finally:
             self._wait(deltas.aclose())
+
+    def draw(
+        self,
+        prompt: str,
+        *,
+        negative_prompt: str = "",
+        size: str = "auto",
+        steps: int | None = None,
+        guidance_scale: float | None = None,
+        seed: int | None = None,
+        sampler: FlowSampler = "euler",
+    ) -> Image:
+        """An image of the prompt, by the model that draws beside this one; what is not given is as that has it."""
+        width, height = sides(size)
+        wish = Wish(
+            prompt=prompt,
+            negative_prompt=negative_prompt,
+            width=width,
+            height=height,
+            steps=steps,
+            guidance_scale=guidance_scale,
+            seed=seed,
+            sampler=sampler,
+        )
+        job = job_of(wish, self._engine.model, self._engine.tokenizer)
+        return self._wait(draw(self._engine, job, lambda _: None))
 
     def close(self) -> None:
         if self._thread.is_alive():

@@ -8,7 +8,30 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from weft.types import Pooling, SamplingParams, TokenLogprob
+from weft.types import FlowSampler, ImageParams, Pooling, SamplingParams, TokenLogprob
+
+
+class ImageLimits(Struct, frozen=True, kw_only=True):
+    """The same for images: what the model that draws can do, and how much of it at once."""
+
+    width: int
+    height: int
+    num_tokens: int
+    """What an image counts as in one pass of the model."""
+    max_prompt_tokens: int
+    evaluations: dict[FlowSampler, int]
+    """Velocities that a step of each sampler takes."""
+    canvas_bytes: int
+    """What one image holds from its admission to its end: its latents, and the hidden states of two prompts."""
+    max_num_images: int
+    max_mixed_denoise: int
+    max_embedding_bytes: int
+    whole_images: bool = False
+    """All steps of an image at once, with everybody waiting for it: what denoise steps are measured against."""
+
+    def cost(self, image: ImageParams) -> int:
+        """Of one denoise step, in tokens of the step's budget."""
+        return self.num_tokens * image.passes * self.evaluations[image.sampler]
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -25,6 +48,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     max_preemptions: int = 3
     force_preempt_every: int = 0
+    image: ImageLimits | None = None
+    """None: there is no model that draws."""
 
 
 class Admission(Struct, frozen=True):
@@ -53,7 +78,16 @@ class Pooled(Struct, frozen=True):
     """These are the prompt's last tokens: the vector comes back."""
 
 
-Extra = PromptLogprobs | Pooled
+class Held(Struct, frozen=True):
+    """The hidden states of a prompt's tokens, kept in the worker as the text of a canvas."""
+
+    slot: int
+    is_negative: bool
+    is_end: bool
+    """These are the prompt's last tokens: the text is whole."""
+
+
+Extra = PromptLogprobs | Pooled | Held
 """What a row may ask of its tokens besides the next one. Steps with such a row are not as fast as others."""
 
 
@@ -70,16 +104,50 @@ class Row(Struct, frozen=True):
     extra: Extra | None = None
 
 
+class DenoiseAdmission(Struct, frozen=True):
+    """An image is begun on a canvas that has its texts, and goes on until `StepPlan.release_slots` names it."""
+
+    slot: int
+    image: ImageParams
+    text_length: int
+    negative_length: int
+
+
+class Denoise(Struct, frozen=True):
+    """Make the denoise steps start .. start + count - 1 of one image: one step, or all that are left.
+
+    The latents after earlier steps are still there, as far back as steps may be under way: a step that was planned may
+    be planned again.
+    """
+
+    slot: int
+    start: int
+    count: int
+    cost: int
+    """In tokens of the step's budget."""
+    shows: bool
+    """The image as it is then is wanted."""
+
+
 class StepPlan(Struct, frozen=True):
     step_id: int
     release: list[int]
     """Rows to forget before anything else; after a step that failed, also rows that the worker may not know."""
     admit: list[Admission]
     rows: list[Row]
+    release_slots: list[int] = []
+    """The same for canvases."""
+    admit_images: list[DenoiseAdmission] = []
+    denoise: list[Denoise] = []
 
     @property
     def num_tokens(self) -> int:
-        return sum(row.count for row in self.rows)
+        """What the step counts as against its budget."""
+        return sum(row.count for row in self.rows) + sum(one.cost for one in self.denoise)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.rows) + len(self.denoise)
 
 
 class Sampled(Struct, frozen=True):
@@ -99,9 +167,19 @@ class Gained(Struct, frozen=True):
     error: str = ""
 
 
+class Drawn(Struct, frozen=True):
+    """What a denoise step brought; `error` when the latents are no numbers."""
+
+    image: bytes | None = None
+    """Rows of RGB bytes, when it shows."""
+    error: str = ""
+
+
 class StepResult(Struct, frozen=True):
     step_id: int
     sampled: list[Sampled]
     """One for every row of the plan that samples, in the plan's order."""
     gained: list[Gained] = []
     """One for every row of the plan that asks for an extra, in the plan's order."""
+    drawn: list[Drawn] = []
+    """One for each of the plan's denoise steps, in its order."""

@@ -18,6 +18,7 @@ SWITCHES = {
     "skinny": "linear layers of a few rows are read at the memory's speed, fused with their neighbours",
     "library-attention": "a long prompt that is alone in its step goes to cuDNN's attention",
     "last-tokens": "the last layer computes only the tokens that sample",
+    "denoise-steps": "an image advances by a step at a time beside everybody's tokens; off: all its steps at once",
 }
 
 

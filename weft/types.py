@@ -194,6 +194,11 @@ class Request(Struct, frozen=True, kw_only=True):
     image: ImageParams | None = None
     """Set: the answer is an image, drawn from the prompt's hidden states."""
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """All that are computed before there is an answer."""
+        return len(self.prompt_token_ids) + (len(self.image.negative_token_ids) if self.image is not None else 0)
+
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
     """The log probability of the chosen token, and of the likeliest tokens as (id, logprob)."""
@@ -292,6 +297,17 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     steps: int = 0
     prepared: bool = True
     """Nothing is left to compile or capture: steps are as fast as they will be."""
+    images_running: int = 0
+    images_waiting: int = 0
+    embedding_bytes: int = 0
+    """Held by images: their latents, and the hidden states of their prompts."""
+    images: int = 0
+    """That were finished."""
+    denoise_steps: int = 0
+    encode_seconds: float = 0.0
+    """From an image's admission until its prompts were encoded, of all images together."""
+    denoise_seconds: float = 0.0
+    """From there to its last step."""
 
 
 class MemoryLedger(Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ Json = Any
 BASES: dict[str, dict[str, Json]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "over"}], "max_tokens": 3, "seed": 1},
     "/v1/completions": {"prompt": "over", "max_tokens": 3, "seed": 1},
+    "/v1/images/generations": {"prompt": "over"},
     "/v1/messages": {"messages": [{"role": "user", "content": "over"}], "max_tokens": 3, "seed": 1},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "over"}]},
     "/v1/responses": {"input": "over", "max_output_tokens": 3, "seed": 1},

@@ -33,7 +33,13 @@ CANARY = {
 DOCUMENTED = {200, 400, 404, 413, 429, 503}
 GOOD_CODES = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED}
 PRIVATE = re.compile(r"Traceback|0x[0-9a-fA-F]{6,}|\.py\b|site-packages")
-LAST_EVENTS = ("[DONE]", '"message_stop"', '"response.completed"', '"response.incomplete"')
+LAST_EVENTS = (
+    "[DONE]",
+    '"message_stop"',
+    '"response.completed"',
+    '"response.incomplete"',
+    '"image_generation.completed"',
+)
 
 T = TypeVar("T")
 

@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 
 from tests.engine.faulty import POISON
+from tests.tiny_images import SIZE, save_image_model
 from weft.backends.native import NativeEngine, start_native
 from weft.config import load
 from weft.engine.launch import EngineProcess, EngineThread
 from weft.errors import EngineFault, ModelError, OutOfMemory, Overloaded
 from weft.hub.files import ModelFiles
-from weft.types import Delta, FinishReason, SamplingParams
+from weft.types import Delta, FinishReason, ImageParams, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=40, ignore_eos=True)
@@ -86,6 +87,37 @@ def test_killed_in_mid_stream_every_stream_goes_on(smollm2_files: ModelFiles) ->
             assert engine.restarts() == 1
             assert engine.health().ready
             assert not alive(first_pid)
+
+    asyncio.run(scenario())
+
+
+def test_killed_in_mid_image_it_is_drawn_again_and_is_the_same(smollm2_files: ModelFiles, tmp_path: Path) -> None:
+    """Beside a chat. No step is told twice, and none is left out."""
+    image = ImageParams(
+        width=SIZE, height=SIZE, steps=100, guidance_scale=2.0, seed=5, preview_every=40, negative_token_ids=[9, 8]
+    )
+
+    async def scenario() -> None:
+        async with serving(smollm2_files, image_model=str(save_image_model(tmp_path / "dit", 576))) as engine:
+            prompt = engine.tokenizer.encode("a red circle")
+
+            async def drawn() -> tuple[list[int], dict[int, bytes]]:
+                updates = [update async for update in await engine.draw(prompt, image)]
+                assert updates[-1].finish is FinishReason.STOP and not updates[-1].error
+                shown = {update.step: update.image for update in updates if update.image is not None}
+                return [update.step for update in updates], shown
+
+            steps, shown = await drawn()
+            assert steps == list(range(1, 101)) and list(shown) == [40, 80, 100]
+            text, _ = await answer(engine, PROMPTS[0], GREEDY)
+            streams = [asyncio.create_task(drawn()) for _ in range(2)]
+            chat = asyncio.create_task(answer(engine, PROMPTS[0], GREEDY))
+            made = engine.stats().denoise_steps
+            await until(lambda: engine.stats().denoise_steps > made + 60)
+            os.kill(engine.client.engine_pid, signal.SIGKILL)
+            assert await asyncio.gather(*streams) == [(steps, shown)] * 2
+            assert (await chat)[0] == text
+            assert engine.restarts() == 1 and engine.stats().embedding_bytes == 0
 
     asyncio.run(scenario())
 

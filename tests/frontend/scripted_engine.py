@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
-from weft.backends.contract import ChatPrompt, ChatStyles, Deltas, Embedding, Health
+from weft.backends.contract import ChatPrompt, ChatStyles, Deltas, Embedding, Health, ImageUpdate, ImageUpdates
 from weft.errors import InvalidRequest, WeftError
-from weft.types import Delta, EngineStats, FinishReason, ModelInfo, Pooling, SamplingParams, TokenLogprob, Usage
+from weft.types import (
+    Delta,
+    EngineStats,
+    FinishReason,
+    ImageModelInfo,
+    ImageParams,
+    ModelInfo,
+    Pooling,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
 
 Step = Delta | float | Exception
 """A delta to give, seconds to wait, or an error to raise."""
+
+ImageStep = ImageUpdate | float | Exception
+
+PAINTER = ImageModelInfo(name="painter", width=4, height=2, max_prompt_tokens=40, steps=6, guidance_scale=3.0)
 
 
 class ScriptedTokenizer:
@@ -52,6 +67,27 @@ class Embedded(Struct, frozen=True):
     tenant: str
 
 
+class Drawn(Struct, frozen=True):
+    prompt: list[int]
+    image: ImageParams
+    cache_salt: str
+    priority: int
+    tenant: str
+
+
+def picture(image: ImageParams, step: int) -> bytes:
+    """What the scripted engine draws: every pixel tells the seed, the step and the guidance."""
+    return bytes([image.seed % 256, step % 256, int(image.guidance_scale)]) * (image.width * image.height)
+
+
+def all_steps(image: ImageParams, prompt_tokens: int) -> Iterator[ImageStep]:
+    for step in range(1, image.steps):
+        shown = image.preview_every and step % image.preview_every == 0
+        yield ImageUpdate(step=step, image=picture(image, step) if shown else None)
+    usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=10 * image.steps)
+    yield ImageUpdate(step=image.steps, image=picture(image, image.steps), finish=FinishReason.STOP, usage=usage)
+
+
 def answer(*texts: str, finish: FinishReason = FinishReason.STOP, prompt_tokens: int = 3) -> list[Step]:
     """A script that gives these texts, the last one with the end."""
     completion_tokens = sum(len(text.encode()) for text in texts)
@@ -73,7 +109,9 @@ def with_logprobs(text: str) -> list[Step]:
 
 
 class ScriptedEngine:
-    def __init__(self, script: Sequence[Step] = (), *, refuse: WeftError | None = None) -> None:
+    def __init__(
+        self, script: Sequence[Step] = (), *, refuse: WeftError | None = None, images: ImageModelInfo | None = None
+    ) -> None:
         self.model = ModelInfo(
             name="scripted",
             max_model_len=1000,
@@ -82,6 +120,7 @@ class ScriptedEngine:
             block_size=16,
             device="cpu",
             dtype="float32",
+            images=images,
         )
         self.tokenizer: Any = ScriptedTokenizer()
         self.script = list(script or answer("Hello", ", ", "world"))
@@ -93,6 +132,9 @@ class ScriptedEngine:
         self.embedded: list[Embedded] = []
         self.embed_seconds = 0.0
         """How long a vector takes."""
+        self.drawn: list[Drawn] = []
+        self.image_script: Sequence[ImageStep] | None = None
+        """None: every step, to the end."""
         self.open: set[str] = set()
         self.messages: Sequence[Mapping[str, Any]] = ()
         self.template_variables: Mapping[str, Any] | None = None
@@ -166,6 +208,25 @@ class ScriptedEngine:
         values = array("f", [len(prompt_token_ids), prompt_token_ids[0]])
         return Embedding(values.tobytes(), Usage(prompt_tokens=len(prompt_token_ids)))
 
+    async def draw(
+        self,
+        prompt_token_ids: list[int],
+        image: ImageParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+    ) -> Any:
+        if self.refuse is not None and len(self.drawn) >= self.refuse_from:
+            raise self.refuse
+        request_id = request_id or f"own-image-{len(self.drawn)}"
+        assert request_id not in self.open
+        self.drawn.append(Drawn(prompt_token_ids, image, cache_salt, priority, tenant))
+        self.open.add(request_id)
+        steps = all_steps(image, len(prompt_token_ids)) if self.image_script is None else iter(self.image_script)
+        return _PlayedImage(self, request_id, steps)
+
     def health(self) -> Health:
         return self.state
 
@@ -216,6 +277,33 @@ class _Play(Deltas):
         for step in self._steps:
             match step:
                 case Delta():
+                    if step.finish:
+                        self._engine.open.discard(self._request_id)
+                    await asyncio.sleep(0)
+                    return step
+                case Exception():
+                    raise step
+                case seconds:
+                    await asyncio.sleep(seconds)
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self._engine.open.discard(self._request_id)
+
+
+class _PlayedImage(ImageUpdates):
+    def __init__(self, engine: ScriptedEngine, request_id: str, steps: Iterator[ImageStep]) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._steps = steps
+
+    def __aiter__(self) -> _PlayedImage:
+        return self
+
+    async def __anext__(self) -> ImageUpdate:
+        for step in self._steps:
+            match step:
+                case ImageUpdate():
                     if step.finish:
                         self._engine.open.discard(self._request_id)
                     await asyncio.sleep(0)

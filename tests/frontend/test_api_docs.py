@@ -10,7 +10,7 @@ import pytest
 
 from tests.frontend.http import request
 from tests.frontend.says import STYLES
-from tests.frontend.scripted_engine import ScriptedEngine
+from tests.frontend.scripted_engine import PAINTER, ScriptedEngine
 from weft.config import load
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
@@ -23,7 +23,7 @@ def test_examples_are_found() -> None:
 
 @pytest.mark.parametrize(("path", "body"), EXAMPLES, ids=[path for path, _ in EXAMPLES])
 def test_an_example_works(path: str, body: str) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedEngine(images=PAINTER)
     engine.styles = STYLES
     body = body.replace("[504, 3426, 314]", "[104, 105]")  # The scripted model has no more than 256 tokens.
     config = load({"served_model_name": "smollm2"}, env={})

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from tests.frontend.http import CHAT, COMPLETIONS, request
 from tests.frontend.scripted_engine import ScriptedEngine
 from weft.frontend.embeddings import EmbeddingsRequest
+from weft.frontend.images.schemas import ImagesRequest
 from weft.frontend.messages.schemas import CountTokensRequest, MessagesRequest
 from weft.frontend.responses.schemas import ResponsesRequest
 from weft.frontend.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -28,6 +29,7 @@ def test_every_route_is_there(document: dict[str, Any]) -> None:
         CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/version", "/v1/models", "/v1/models/{model_id}", "/health",
         "/health/live", "/metrics", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
         "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items", "/v1/embeddings",
+        "/v1/images/generations",
     }  # fmt: skip
 
 
@@ -42,6 +44,7 @@ def test_every_route_is_there(document: dict[str, Any]) -> None:
         ("/v1/messages/count_tokens", CountTokensRequest),
         ("/v1/responses", ResponsesRequest),
         ("/v1/embeddings", EmbeddingsRequest),
+        ("/v1/images/generations", ImagesRequest),
     ],
 )
 def test_request_bodies_are_shown(document: dict[str, Any], path: str, schema: type[BaseModel]) -> None:

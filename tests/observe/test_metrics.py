@@ -19,11 +19,18 @@ CONTRACT = {
     "weft_num_requests_waiting": "gauge",
     "weft_kv_cache_usage_perc": "gauge",
     "weft_prepared": "gauge",
+    "weft_images_running": "gauge",
+    "weft_images_waiting": "gauge",
+    "weft_embedding_bytes": "gauge",
     "weft_prompt_tokens_total": "counter",
     "weft_generation_tokens_total": "counter",
     "weft_prefix_cache_queries_total": "counter",
     "weft_prefix_cache_hits_total": "counter",
     "weft_num_preemptions_total": "counter",
+    "weft_images_total": "counter",
+    "weft_denoise_steps_total": "counter",
+    "weft_image_encode_seconds_total": "counter",
+    "weft_image_denoise_seconds_total": "counter",
     "weft_engine_restarts_total": "counter",
     "weft_num_requests_rejected_total": "counter",
     "weft_request_success_total": "counter",
@@ -38,7 +45,9 @@ CONTRACT = {
 }
 
 
-WEFT_ALONE = {"weft_prepared", "weft_engine_restarts_total", "weft_num_requests_rejected_total"}
+WEFT_ALONE = {"weft_prepared", "weft_engine_restarts_total", "weft_num_requests_rejected_total"} | {
+    name for name in CONTRACT if "image" in name or "denoise" in name or "embedding" in name
+}
 
 
 def samples(text: str) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """A worker made of dictionaries: it believes the plan and nothing else, and notices every lie in it.
 
 Each cache slot holds the digest of the whole prefix up to its token. A token is sampled from the digests that
-attention would read, so a stale, foreign or missing slot changes the output.
+attention would read, so a stale, foreign or missing slot changes the output. An image's latents are the digest of
+its texts and of every step so far; as in the real worker those of the last steps are kept, and no more.
 """
 
 from __future__ import annotations
@@ -10,13 +11,31 @@ import hashlib
 from collections import deque
 from collections.abc import Sequence
 
-from weft.plan import Gained, Limits, Pooled, PromptLogprobs, Row, Sampled, StepPlan, StepResult
+from msgspec.structs import replace
+
+from weft.plan import (
+    Denoise,
+    DenoiseAdmission,
+    Drawn,
+    Gained,
+    Held,
+    ImageLimits,
+    Limits,
+    Pooled,
+    PromptLogprobs,
+    Row,
+    Sampled,
+    StepPlan,
+    StepResult,
+)
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
-from weft.types import Event, Pooling, Request, SamplingParams, TokenLogprob
+from weft.types import Event, ImageParams, Pooling, Request, SamplingParams, TokenLogprob
 
 VOCAB = 50
 STOP_TOKEN = 7
+KEPT_LATENTS = 3
+SIZE = 8
 
 
 def limits(**changes: object) -> Limits:
@@ -31,6 +50,48 @@ def limits(**changes: object) -> Limits:
     }
     chosen = defaults | changes
     return Limits(**({"max_mixed_prefill": chosen["max_prefill_chunk"]} | chosen))
+
+
+def image_limits(**changes: object) -> ImageLimits:
+    defaults = {
+        "width": SIZE,
+        "height": SIZE,
+        "num_tokens": 4,
+        "max_prompt_tokens": 12,
+        "evaluations": {"euler": 1, "heun": 2},
+        "canvas_bytes": 100,
+        "max_num_images": 3,
+        "max_mixed_denoise": 8,
+        "max_embedding_bytes": 1000,
+    }
+    return ImageLimits(**(defaults | changes))
+
+
+def drawing(
+    name: str,
+    prompt: Sequence[int] = (1, 2, 3),
+    steps: int = 5,
+    *,
+    guidance: float = 2.0,
+    negative: Sequence[int] = (),
+    sampler: str = "euler",
+    preview_every: int = 0,
+    seed: int = 0,
+    size: int = SIZE,
+    **details: object,
+) -> Request:
+    """A request for an image."""
+    image = ImageParams(
+        width=size,
+        height=size,
+        steps=steps,
+        guidance_scale=guidance,
+        seed=seed,
+        sampler=sampler,
+        negative_token_ids=list(negative),
+        preview_every=preview_every,
+    )
+    return replace(request(name, list(prompt), 1, **details), image=image)
 
 
 def request(
@@ -99,6 +160,37 @@ def expected_vector(request: Request) -> bytes:
     return seen + request.pooling.encode()
 
 
+def text_of(tokens: Sequence[int]) -> bytes:
+    seen = b""
+    for token in tokens:
+        seen = digest(seen, token)
+    return seen
+
+
+def denoised(latents: bytes, step: int) -> bytes:
+    return hashlib.blake2b(latents + step.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def first_latents(image: ImageParams, text: bytes, negative: bytes) -> bytes:
+    described = f"{image.seed} {image.guidance_scale} {image.sampler} {image.steps}".encode()
+    return hashlib.blake2b(described + text + b"|" + negative, digest_size=8).digest()
+
+
+def expected_images(request: Request) -> dict[int, bytes]:
+    """What an undisturbed run shows, by the number of steps done."""
+    image = request.image
+    assert image is not None
+    negative = image.negative_token_ids if image.guidance_scale != 1 else []
+    latents = first_latents(image, text_of(request.prompt_token_ids), text_of(negative))
+    shown = {}
+    for step in range(image.steps):
+        latents = denoised(latents, step)
+        done = step + 1
+        if done == image.steps or (image.preview_every and done % image.preview_every == 0):
+            shown[done] = latents
+    return shown
+
+
 class SimulatedWorker:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -110,10 +202,21 @@ class SimulatedWorker:
         self.largest_batch = 0
         self.broken: set[int] = set()
         """Token ids that make the logits of every sequence they stand in no numbers."""
+        self.texts: dict[tuple[int, bool], dict[int, bytes]] = {}
+        """By slot and kind: the digest after each token."""
+        self.canvases: dict[int, tuple[DenoiseAdmission, dict[int, bytes]]] = {}
+        """By slot: the latents after so many steps."""
+        self.broken_seeds: set[int] = set()
+        self.denoised = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         for row in plan.release:
             del self.rows[row]
+        for slot in plan.release_slots:
+            self.canvases.pop(slot, None)
+            for is_negative in (False, True):
+                self.texts.pop((slot, is_negative), None)
+        assert plan.rows or plan.denoise, "an empty step"
         for admission in plan.admit:
             assert admission.row not in self.rows, "a row was given to two requests"
             self.rows[admission.row] = (list(admission.token_ids), [])
@@ -141,7 +244,33 @@ class SimulatedWorker:
             if row.extra is not None:
                 broken = self.broken.intersection(tokens[: row.start + row.count])
                 gained.append(Gained(error="not a number") if broken else self._gained(row))
-        return StepResult(plan.step_id, sampled, gained)
+        for admission in plan.admit_images:
+            self._begin(admission)
+        assert len({one.slot for one in plan.denoise}) == len(plan.denoise), "an image is planned twice"
+        return StepResult(plan.step_id, sampled, gained, [self._denoise(one) for one in plan.denoise])
+
+    def _begin(self, admission: DenoiseAdmission) -> None:
+        texts = []
+        for is_negative, length in ((False, admission.text_length), (True, admission.negative_length)):
+            text = self.texts.get((admission.slot, is_negative), {})
+            assert set(text) >= set(range(length)), "the text is not whole"
+            texts.append(text[length - 1] if length else b"")
+        self.canvases[admission.slot] = admission, {0: first_latents(admission.image, *texts)}
+
+    def _denoise(self, one: Denoise) -> Drawn:
+        admission, latents = self.canvases[one.slot]
+        image = admission.image
+        assert one.count > 0 and one.start + one.count <= image.steps, "the plan asks for steps nobody asked for"
+        here = latents[one.start]
+        for step in range(one.start, one.start + one.count):
+            here = denoised(here, step)
+        end = one.start + one.count
+        latents[end] = here
+        latents.pop(end - KEPT_LATENTS, None)
+        self.denoised += one.count
+        if image.seed in self.broken_seeds:
+            return Drawn(error="not a number")
+        return Drawn(here if one.shows else None)
 
     def _gained(self, row: Row) -> Gained:
         tokens, blocks = self.rows[row.row]
@@ -157,6 +286,11 @@ class SimulatedWorker:
                     self.pooled[row.row] = stop
                 assert is_end == (stop == len(tokens))
                 return Gained(vector=self._read(blocks, stop - 1) + pooling.encode()) if is_end else Gained()
+            case Held(slot=slot, is_negative=is_negative, is_end=is_end):
+                assert not row.samples and is_end == (stop == len(tokens))
+                text = self.texts.setdefault((slot, is_negative), {})
+                text.update({position: self._read(blocks, position) for position in range(row.start, stop)})
+                return Gained()
         raise AssertionError("an unknown extra")
 
     def _slot(self, blocks: list[int], position: int) -> int:
@@ -182,6 +316,9 @@ class Simulation:
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, Event] = {}
         self.events: list[Event] = []
+        self.shown: dict[str, dict[int, bytes]] = {}
+        """Of each image: what was shown, by the number of steps done."""
+        self.progress: dict[str, list[int]] = {}
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -206,6 +343,10 @@ class Simulation:
                 self.events.append(event)
                 assert event.request_id not in self.ends, "a request went on after its end"
                 self.outputs[event.request_id] += event.token_ids
+                if event.denoise_step is not None:
+                    self.progress.setdefault(event.request_id, []).append(event.denoise_step)
+                    if event.image is not None:
+                        self.shown.setdefault(event.request_id, {})[event.denoise_step] = event.image
                 if event.finish is not None:
                     self.ends[event.request_id] = event
             check_integrity(self.scheduler)

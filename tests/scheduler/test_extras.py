@@ -18,7 +18,8 @@ from tests.scheduler.simulation import (
 from weft.errors import InvalidRequest
 from weft.plan import Pooled, PromptLogprobs
 from weft.scheduler.integrity import check_integrity
-from weft.scheduler.scheduler import MAX_SCORED_TOKENS, NO_MEMORY, Scheduler
+from weft.scheduler.scheduler import NO_MEMORY, Scheduler
+from weft.scheduler.step import MAX_SCORED_TOKENS
 from weft.types import Event, FinishReason, Pooling, Request
 
 NUMBERS = [(i * 7 + i // 50) % VOCAB for i in range(200)]

@@ -15,7 +15,8 @@ from weft.plan import Limits, Sampled, StepResult
 from weft.scheduler.cursors import TokenCursor
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.queue import WaitingQueue
-from weft.scheduler.scheduler import MAX_SCORED_TOKENS, Scheduler
+from weft.scheduler.scheduler import Scheduler
+from weft.scheduler.step import MAX_SCORED_TOKENS
 from weft.types import Request
 
 ARRIVALS = iter(range(10**9))

@@ -41,6 +41,9 @@ class Output(Struct):
     error: str = ""
     prompt_logprobs: list[TokenLogprob] | None = None
     embedding: bytes | None = None
+    denoise_steps: list[int] = []
+    images: dict[int, bytes] = {}
+    """By the number of steps done."""
 
 
 class Outcome(Struct, frozen=True):
@@ -59,12 +62,22 @@ class Driven(Struct, frozen=True):
 
 
 def load(
-    model: Path | ModelFiles, *, num_blocks: int = 128, max_num_seqs: int = 12, max_model_len: int = 256
+    model: Path | ModelFiles,
+    *,
+    num_blocks: int = 128,
+    max_num_seqs: int = 12,
+    max_model_len: int = 256,
+    image_model: Path | None = None,
 ) -> Driven:
     files = model if isinstance(model, ModelFiles) else resolve(str(model))
     worker = Worker(
         Config(
-            model=ModelOptions(device="cpu", dtype="float32", max_model_len=max_model_len),
+            model=ModelOptions(
+                device="cpu",
+                dtype="float32",
+                max_model_len=max_model_len,
+                image_model="none" if image_model is None else str(image_model),
+            ),
             cache=CacheOptions(num_blocks=num_blocks),
             scheduler=SchedulerOptions(max_num_seqs=max_num_seqs),
         ),
@@ -125,6 +138,10 @@ def run(
                 assert output.prompt_logprobs is None and len(output.token_ids) == 1, "not with the first token"
                 output.prompt_logprobs = event.prompt_logprobs
             output.embedding = event.embedding
+            if event.denoise_step is not None:
+                output.denoise_steps.append(event.denoise_step)
+                if event.image is not None:
+                    output.images[event.denoise_step] = event.image
         check_integrity(scheduler)
         step += 1
         assert step < MOST_STEPS, "no end in sight"

@@ -5,13 +5,25 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
 
-from weft.backends.contract import ChatPrompt, ChatStyles, Deltas, Embedding, Health, Take, failure_of
+from weft.backends.contract import (
+    ChatPrompt,
+    ChatStyles,
+    Deltas,
+    Embedding,
+    Health,
+    ImageUpdate,
+    ImageUpdates,
+    Take,
+    failure_of,
+)
 from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.engine.launch import EngineProcess, LaunchedEngine
@@ -26,7 +38,20 @@ from weft.text.parsers.styles import reasoning_style, tool_style
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
 from weft.text.tool_prompt import without_tools
-from weft.types import Delta, EngineStats, ModelInfo, Pooling, Request, SamplingParams, check_priority, check_token_ids
+from weft.types import (
+    Arrival,
+    Delta,
+    EngineStats,
+    Event,
+    ImageParams,
+    ModelInfo,
+    Pooling,
+    Request,
+    SamplingParams,
+    Usage,
+    check_priority,
+    check_token_ids,
+)
 
 STYLE_IN_WORDS = "hermes"
 """How a model writes calls that was told of its tools by its system message."""
@@ -145,6 +170,52 @@ class NativeDeltas(Deltas):
         self._client.abort(self._entry.id)
 
 
+class NativeImageUpdates(ImageUpdates):
+    """The updates of one image, which is queued when this is made."""
+
+    def __init__(self, client: EngineClient, request: Request) -> None:
+        self._client = client
+        self._request = request
+        self._entry = client.submit(request)
+        self._arrived: deque[Arrival] = deque()
+        self._step = 0
+        self._ended = False
+
+    def __aiter__(self) -> NativeImageUpdates:
+        return self
+
+    async def __anext__(self) -> ImageUpdate:
+        while not self._ended:
+            self._arrived += self._entry.take()
+            if self._arrived:
+                return self._update(self._arrived.popleft())
+            arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._entry.listener = partial(_set_done, arrival)
+            await arrival
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self._ended = True
+        self._client.abort(self._entry.id)
+
+    def _update(self, event: Arrival) -> ImageUpdate:
+        assert isinstance(event, Event), "an image has no tokens"
+        self._ended = event.finish is not None
+        self._step = self._step if event.denoise_step is None else event.denoise_step
+        return ImageUpdate(
+            step=self._step,
+            image=event.image,
+            finish=event.finish,
+            error=event.error,
+            usage=Usage(prompt_tokens=self._request.num_prompt_tokens),
+        )
+
+
+def _set_done(arrival: asyncio.Future[None]) -> None:
+    if not arrival.done():
+        arrival.set_result(None)
+
+
 class NativeEngine:
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, styles: ChatStyles
@@ -252,6 +323,29 @@ class NativeEngine:
             await deltas.aclose()
         raise EngineFault("The engine ended a request without its vector.")
 
+    async def draw(
+        self,
+        prompt_token_ids: list[int],
+        image: ImageParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+    ) -> NativeImageUpdates:
+        self._check_image(prompt_token_ids, image)
+        check_priority(priority)
+        request = Request(
+            request_id=request_id or uuid.uuid4().hex,
+            prompt_token_ids=prompt_token_ids,
+            params=SamplingParams(temperature=0, seed=0, max_tokens=1),
+            cache_salt=cache_salt,
+            priority=priority,
+            tenant=tenant,
+            image=image,
+        )
+        return NativeImageUpdates(self.client, request)
+
     def health(self) -> Health:
         if self.client.state != "ready":
             return Health(False, self.client.state)
@@ -279,6 +373,28 @@ class NativeEngine:
         await self.client.close()
         if self._template is not None:
             self._template.close()
+
+    def _check_image(self, prompt_token_ids: list[int], image: ImageParams) -> None:
+        drawn_by = self.model.images
+        if drawn_by is None:
+            raise InvalidRequest(
+                "There is no model that draws here.", hint="Serve with an --image-model for this language model."
+            )
+        image.check()
+        if (image.width, image.height) != (drawn_by.width, drawn_by.height):
+            raise InvalidRequest(
+                f"{drawn_by.name} draws images of {drawn_by.width}x{drawn_by.height}, not of "
+                f"{image.width}x{image.height}.",
+                param="size",
+            )
+        for param, token_ids in (("prompt", prompt_token_ids), ("negative_prompt", image.negative_token_ids)):
+            check_token_ids(token_ids, self.model.logits_width, param)
+            if len(token_ids) > drawn_by.max_prompt_tokens:
+                raise ContextTooLong(
+                    f"{param} has {len(token_ids)} tokens; {drawn_by.name} draws from at most "
+                    f"{drawn_by.max_prompt_tokens}.",
+                    param=param,
+                )
 
     def _check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         model = self.model

@@ -54,6 +54,10 @@ COUNTERS = (
     "prefix_hits",
     "preemptions",
     "steps",
+    "images",
+    "denoise_steps",
+    "encode_seconds",
+    "denoise_seconds",
 )
 LATE_BEATS = 3
 """An engine that misses so many beats is not ready, though not yet given up."""
@@ -88,7 +92,7 @@ class EngineClient:
         self._launch = launch
         self._journal = Journal()
         self._connection: _Connection | None = None
-        self._past = dict.fromkeys(COUNTERS, 0)
+        self._past: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._deaths_in_a_row = 0
         self._supervision: asyncio.Task[None] | None = None
         self._errands: dict[int, asyncio.Future[Done]] = {}

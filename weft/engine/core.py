@@ -80,7 +80,7 @@ class EngineCore:
         events = self._take_built() if self._building else []
         plan = self.scheduler.schedule()
         if plan is not None:
-            if plan.admit:
+            if plan.admit or plan.admit_images:
                 on_start(self._admitted(plan))
             launched = _within_memory(partial(self.runner.execute, plan))
             if launched is None:
@@ -144,7 +144,9 @@ class EngineCore:
 
     def _admitted(self, plan: StepPlan) -> list[str]:
         rows = {admission.row for admission in plan.admit}
-        return [cursor.id for cursor in self.scheduler.running if cursor.row in rows]
+        slots = {admission.slot for admission in plan.admit_images}
+        drawing = [cursor.id for cursor in self.scheduler.images.drawing if cursor.canvas.slot in slots]
+        return [cursor.id for cursor in self.scheduler.running if cursor.row in rows] + drawing
 
 
 def _refusal(request: Request, error: InvalidRequest) -> Event:

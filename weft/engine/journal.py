@@ -1,5 +1,5 @@
 """The journal: every open request, with the tokens its user already has. It is the truth: an engine that dies
-is replaced, and goes on from here.
+is replaced, and goes on from here. An image is drawn again from its seed, and its user hears of no step twice.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Place(enum.Enum):
 
     HELD = "not sent to the engine yet"
     QUEUED = "sent to the engine"
-    STARTED = "in the engine's steps, and no token since"
-    PROVEN = "in the engine's steps, and has given a token to this engine"
+    STARTED = "in the engine's steps, and no result since"
+    PROVEN = "in the engine's steps, and this engine has given a token or a denoise step for it"
 
 
 class Entry:
@@ -27,6 +27,8 @@ class Entry:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.delivered: list[int] = []
+        self.denoised = 0
+        """Denoise steps that the user knows of."""
         self.place = Place.HELD
         self.deaths = 0
         """Engines that died while this request was in their steps."""
@@ -44,8 +46,12 @@ class Entry:
 
     def put(self, event: Event) -> None:
         self.delivered += event.token_ids
-        if event.token_ids:
+        if event.token_ids or event.denoise_step is not None:
             self.place = Place.PROVEN
+        if event.denoise_step is not None:
+            if event.denoise_step <= self.denoised and event.finish is None:
+                return
+            self.denoised = event.denoise_step
         self._arrived.append(event)
         if self.listener is not None:
             self.listener()

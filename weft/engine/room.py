@@ -38,4 +38,4 @@ def _fits(waiting: list[Request], request: Request, limit: int, size: Callable[[
 
 def _num_tokens(request: Request) -> int:
     """A sibling's prompt is its leader's, and counted there."""
-    return 0 if request.sibling_of else len(request.prompt_token_ids)
+    return 0 if request.sibling_of else request.num_prompt_tokens

@@ -138,6 +138,10 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str = "weft"
     max_model_len: int
+    """Of a model that draws: the longest prompt."""
+    capabilities: list[str]
+    sizes: list[str] | UnsetType = UNSET
+    """Of the images, where it draws."""
 
 
 class ModelList(Struct, frozen=True, kw_only=True):

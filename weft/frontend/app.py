@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from weft import __version__, logs
 from weft.backends.contract import Engine
 from weft.config import Config
-from weft.errors import Unavailable, WeftError
+from weft.errors import ModelNotFound, Unavailable, WeftError
 from weft.frontend.admin import add_admin
 from weft.frontend.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized, Version
 from weft.frontend.chat import chat_door
@@ -22,6 +22,9 @@ from weft.frontend.errors import answer_http_exception, answer_weft_error
 from weft.frontend.exchange import Exchange
 from weft.frontend.gate import Gate, Service
 from weft.frontend.head import Head
+from weft.frontend.images.answers import ImagesAnswer
+from weft.frontend.images.door import ImagesExchange
+from weft.frontend.images.schemas import ImagesRequest
 from weft.frontend.lock import Lock
 from weft.frontend.messages.answers import MessageAnswer, TokenCount
 from weft.frontend.messages.door import count_tokens, messages_door
@@ -63,6 +66,7 @@ def gated_app(gate: Gate) -> FastAPI:
     _add_messages(app, gate)
     _add_responses(app, gate)
     _add_embeddings(app, gate)
+    _add_images(app, gate)
     _add_tokens(app, gate)
     _add_models(app, gate)
     _add_health(app, gate)
@@ -129,6 +133,14 @@ def _add_embeddings(app: FastAPI, gate: Gate) -> None:
         return EmbeddingsExchange(gate)
 
 
+def _add_images(app: FastAPI, gate: Gate) -> None:
+    @app.post(
+        "/v1/images/generations", openapi_extra=takes(ImagesRequest), responses=gives(ImagesAnswer, streamed=True)
+    )
+    async def image_generations() -> Response:
+        return ImagesExchange(gate)
+
+
 def _add_tokens(app: FastAPI, gate: Gate) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=gives(Tokenized))
     async def to_tokens() -> Response:
@@ -146,13 +158,14 @@ def _add_models(app: FastAPI, gate: Gate) -> None:
 
     @app.get("/v1/models", responses=gives(ModelList))
     async def models() -> Response:
-        return _json(ModelList(data=[_card(gate.service())]))
+        return _json(ModelList(data=_cards(gate.service())))
 
     @app.get("/v1/models/{model_id:path}", responses=gives(ModelCard))
     async def model(model_id: str) -> Response:
-        service = gate.service()
-        service.check_model(model_id)
-        return _json(_card(service))
+        cards = {card.id: card for card in _cards(gate.service())}
+        if model_id not in cards:
+            raise ModelNotFound(f"There is no model {model_id!r:.200} here; this server has {', '.join(cards)}.")
+        return _json(cards[model_id])
 
 
 def _add_health(app: FastAPI, gate: Gate) -> None:
@@ -176,8 +189,25 @@ def _add_health(app: FastAPI, gate: Gate) -> None:
         return Response(figures.exposition() if figures else b"", media_type=CONTENT_TYPE)
 
 
-def _card(service: Service) -> ModelCard:
-    return ModelCard(id=service.model_name, created=service.created, max_model_len=service.engine.model.max_model_len)
+def _cards(service: Service) -> list[ModelCard]:
+    """The model that writes, and the one that draws beside it, if any."""
+    model = service.engine.model
+    writes = ModelCard(
+        id=service.model_name,
+        created=service.created,
+        max_model_len=model.max_model_len,
+        capabilities=["chat", "completions", "embeddings"],
+    )
+    if (painter := model.images) is None:
+        return [writes]
+    draws = ModelCard(
+        id=painter.name,
+        created=service.created,
+        max_model_len=painter.max_prompt_tokens,
+        capabilities=["images"],
+        sizes=[f"{painter.width}x{painter.height}"],
+    )
+    return [writes, draws]
 
 
 def _json(body: object) -> Response:

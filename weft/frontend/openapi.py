@@ -14,6 +14,8 @@ from pydantic.json_schema import models_json_schema
 from weft.frontend.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized, Version
 from weft.frontend.embeddings import EmbeddingList, EmbeddingsRequest
 from weft.frontend.errors import ErrorBody
+from weft.frontend.images.answers import ImagesAnswer
+from weft.frontend.images.schemas import ImagesRequest
 from weft.frontend.messages.answers import MessageAnswer, TokenCount
 from weft.frontend.messages.errors import AnthropicError
 from weft.frontend.messages.schemas import CountTokensRequest, MessagesRequest
@@ -23,11 +25,12 @@ from weft.frontend.schemas import ChatRequest, CompletionRequest, DetokenizeRequ
 
 REQUESTS: tuple[type[BaseModel], ...] = (
     ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, MessagesRequest, CountTokensRequest,
-    ResponsesRequest, EmbeddingsRequest,
+    ResponsesRequest, EmbeddingsRequest, ImagesRequest,
 )  # fmt: skip
 ANSWERS: tuple[type[Struct], ...] = (
     ChatCompletion, Completion, ModelCard, ModelList, Tokenized, Detokenized, Version, ErrorBody, MessageAnswer,
     TokenCount, AnthropicError, ResponseAnswer, DeletedResponse, InputItemList, EmbeddingList,
+    ImagesAnswer,
 )  # fmt: skip
 
 

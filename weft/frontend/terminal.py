@@ -1,14 +1,19 @@
-"""The terminal as a door: one answer, or a conversation."""
+"""The terminal as a door: one answer, a conversation, or an image."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from weft.errors import WeftError
+from weft.backends.contract import Engine, ImageUpdate
+from weft.errors import ConfigError, WeftError
+from weft.frontend.images.job import Wish, job_of
+from weft.frontend.images.updates import draw
 from weft.frontend.local import LocalEngine
 from weft.types import Delta, SamplingParams
 
@@ -52,6 +57,37 @@ def converse(
                 console.print(HELP, style="dim", highlight=False)
             case _:
                 _answer(local, messages, line, params, console)
+
+
+def check_image_file(path: Path) -> None:
+    """Raise ConfigError for a file that could not be written later."""
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"The image is a PNG file, and {path} is not named so.", hint="Give -o a name like out.png.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"There is no folder {path.absolute().parent}.", hint="Make it first, or give -o another.")
+
+
+async def draw_image(engine: Engine, wish: Wish, path: Path, console: Console) -> None:
+    """Draw it with a bar that tells how far it is, write it, and say where it is."""
+    job = job_of(wish, engine.model, engine.tokenizer)
+    params = job.images[0]
+    began = time.perf_counter()
+    columns = (TextColumn("drawing"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("", total=params.steps)
+
+        def show(update: ImageUpdate) -> None:
+            progress.update(bar, completed=update.step)
+
+        image = await draw(engine, job, show)
+    try:
+        image.save(path)
+    except OSError as error:
+        raise WeftError(f"{path} cannot be written: {error.strerror}.") from error
+    seconds = time.perf_counter() - began
+    sys.stdout.write(
+        f"{path}: {image.width}x{image.height}, {params.steps} steps in {seconds:.1f} s, seed {params.seed}\n"
+    )
 
 
 def _answer(local: LocalEngine, messages: Messages, line: str, params: SamplingParams, console: Console) -> None:

@@ -1,8 +1,7 @@
 """A small diffusion transformer: pixels in patches, modulated by time and by the prompt as a whole (adaLN-zero), and
 attending to a language model's hidden states of the prompt.
 
-It predicts the finished image, which lies among few possible ones, rather than the noise, which may be anything; the
-velocity follows from that. Text of length 0 is no prompt at all: what classifier-free guidance steers away from.
+Text of length 0 is no prompt at all: what classifier-free guidance steers away from.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from weft.hub.jsonfile import read_text
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 NORM_EPS = 1e-5
-LEAST_TIME = 0.04
-"""Times below count as this one where the way to the image is divided by the time that is left."""
 
 
 class DitConfig(Struct, frozen=True, kw_only=True):
@@ -84,7 +81,7 @@ class Dit(nn.Module):
         """The float32 velocity [B, C, H, W] of latents at times t [B], given text [B, L, text width], of which each
         row's first `lengths` [B] tokens count."""
         words, is_word = self._words(text, lengths)
-        return self._drawn(latents, t, words, self._condition(t, words, is_word))
+        return self._drawn(latents, words, self._condition(t, words, is_word))
 
     @torch.inference_mode()
     def velocity(self, latents: Tensor, t: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
@@ -107,7 +104,7 @@ class Dit(nn.Module):
         rounded differently at almost every size."""
         words, is_word = self._words(text, lengths)
         conditions = [self._condition(t[i : i + 1], words[i : i + 1], is_word[i : i + 1]) for i in range(len(t))]
-        return self._drawn(latents, t, words, torch.cat(conditions))
+        return self._drawn(latents, words, torch.cat(conditions))
 
     def _words(self, text: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """The text in the model's width, filled up to the longest, and which of these words are the text's."""
@@ -126,13 +123,12 @@ class Dit(nn.Module):
         condition: Tensor = self.modulation(F.silu(self.time(waves) + self.pooled_text(mean.to(words.dtype))))
         return condition.view(len(t), 8, self.config.width)
 
-    def _drawn(self, latents: Tensor, t: Tensor, words: Tensor, condition: Tensor) -> Tensor:
+    def _drawn(self, latents: Tensor, words: Tensor, condition: Tensor) -> Tensor:
         x = self.patches_in(self._patches(latents).to(self.positions.dtype)) + self.positions
         for block in self.blocks:
             x = block(x, condition[:, :6], words)
         shift, scale = condition[:, 6:].unsqueeze(2).unbind(1)
-        image = self._image(self.patches_out(_normed(x) * (1 + scale) + shift))
-        return (latents.float() - image.float()) / t.clamp(min=LEAST_TIME).view(-1, 1, 1, 1)
+        return self._image(self.patches_out(_normed(x) * (1 + scale) + shift)).float()
 
     def _patches(self, images: Tensor) -> Tensor:
         size, side = self.config.patch_size, self.config.image_size // self.config.patch_size

@@ -40,6 +40,17 @@ GAUGES: tuple[tuple[str, str, StatReader], ...] = (
         lambda stats: stats.blocks_used / max(stats.blocks_total, 1),
     ),
     ("weft_prepared", "1 when nothing is left to compile or capture.", lambda stats: stats.prepared),
+    (
+        "weft_images_running",
+        "Images that are drawn, or whose prompts are encoded.",
+        lambda stats: stats.images_running,
+    ),
+    ("weft_images_waiting", "Images in the engine's queue.", lambda stats: stats.images_waiting),
+    (
+        "weft_embedding_bytes",
+        "Held by images: their latents and the hidden states of their prompts.",
+        lambda stats: stats.embedding_bytes,
+    ),
 )
 
 COUNTERS: tuple[tuple[str, str, StatReader], ...] = (
@@ -48,11 +59,28 @@ COUNTERS: tuple[tuple[str, str, StatReader], ...] = (
     ("weft_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda stats: stats.prefix_queries),
     ("weft_prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda stats: stats.prefix_hits),
     ("weft_num_preemptions", "Requests that had to give up their blocks.", lambda stats: stats.preemptions),
+    ("weft_images", "Images drawn.", lambda stats: stats.images),
+    ("weft_denoise_steps", "Denoise steps made.", lambda stats: stats.denoise_steps),
+    ("weft_image_encode_seconds", "Images' time in their prompts' stage.", lambda stats: stats.encode_seconds),
+    ("weft_image_denoise_seconds", "Images' time in their denoise steps.", lambda stats: stats.denoise_seconds),
 )
 
 
 OWN_PREFIX, ALIAS_PREFIX = "weft_", "vllm:"
-WEFT_ALONE = frozenset({"weft_prepared", "weft_engine_restarts", "weft_num_requests_rejected"})
+WEFT_ALONE = frozenset(
+    {
+        "weft_prepared",
+        "weft_engine_restarts",
+        "weft_num_requests_rejected",
+        "weft_images",
+        "weft_images_running",
+        "weft_images_waiting",
+        "weft_embedding_bytes",
+        "weft_denoise_steps",
+        "weft_image_encode_seconds",
+        "weft_image_denoise_seconds",
+    }
+)
 """All the others are given a second time, under the names that dashboards and autoscalers made for vLLM look for."""
 
 

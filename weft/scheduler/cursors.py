@@ -3,54 +3,61 @@
 A request has no phase. Its cursor has `known` units of work and `computed` ones, and scheduling means letting
 `computed` catch up with `known`. For tokens a unit is a token: a prompt is many known tokens at once, decoding
 is one more known token after each step. For an encoding the units are the prompt's tokens, and no more become known.
+For an image they are the denoise steps that were asked for.
 """
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
-from weft.plan import Extra, Gained, Limits, Pooled, PromptLogprobs, Row
+from weft.plan import Extra, Gained, Held, Pooled, PromptLogprobs, Row
 from weft.scheduler.blocks import Block
 from weft.scheduler.prefix import KeyChain, root_key
-from weft.types import FinishReason, Pooling, Request, TokenLogprob
+from weft.types import FinishReason, ImageParams, Pooling, Request, TokenLogprob
+
+
+class Need(enum.Enum):
+    """What a step may have none left of. Whoever needs it does not stand in the way of those who do not."""
+
+    SCORING = "room for prompt tokens that are scored"
+    CANVAS = "a canvas for an image"
+
+
+class Canvas:
+    """What an image holds in the worker from stage to stage: a slot for its latents and its texts."""
+
+    def __init__(self) -> None:
+        self.slot = -1
+        """-1: none yet."""
+        self.since = 0.0
+        """When its present stage began."""
 
 
 class Cursor(ABC):
-    """A request, from its arrival to its end."""
+    """A request, or one stage of it, from its arrival to its end."""
 
-    def __init__(self, request: Request, limit: int, block_size: int, arrival: int, arrived_at: float) -> None:
+    def __init__(self, request: Request, num_prompt: int, arrival: int, arrived_at: float) -> None:
         self.request = request
-        self.tokens = [*request.prompt_token_ids, *request.output_token_ids]
-        self.num_prompt = len(request.prompt_token_ids)
-        self.limit = limit
-        """No more tokens than these can be known, prompt included."""
-        self.block_size = block_size
+        self.num_prompt = num_prompt
+        """Tokens of prompt that this stage computes."""
         self.arrival = arrival
         """Counts requests: the smaller, the earlier it came."""
         self.arrived_at = arrived_at
         self.tenant = request.tenant
+        self.canvas: Canvas | None = None
+        """Of an image."""
 
         self.computed = 0
-        """Tokens whose keys and values are in the cache, or will be by the steps that are under way."""
-        self.settled = 0
-        """Those of them that were planned before the newest step that advances this request."""
-        self.pending = 0
-        """Tokens that steps under way will sample: known to exist, their values not yet."""
-        self.row = -1
-        """The worker's row; -1 while the request waits."""
-        self.blocks: list[Block] = []
-        self.keys = KeyChain(root_key(request.cache_salt), block_size)
-        self.holds_all = False
-        """Whether `blocks` has room for `limit` tokens: such a request never has to give way again."""
+        """Units of work that are done, or will be by the steps that are under way."""
         self.preemptions = 0
         self.cached_tokens = 0
         """Prompt tokens that the prefix cache, or a sibling, held at the first admission."""
-        self.queue_seconds = 0.0
+        self.queue_seconds: float | None = None
         """From its arrival to its first admission."""
         self.reported = bool(request.output_token_ids)
         """Whether an event of this request has left: of this engine, or of one before it."""
-        self.prompt_logprobs: list[TokenLogprob] = []
-        """Of the prompt's tokens from the second on, as far as they have come. Preemption does not make them wrong."""
         self.ended = False
 
     @property
@@ -62,13 +69,47 @@ class Cursor(ABC):
         return self.request.priority
 
     @property
-    def family(self) -> str:
-        """The id of the leader of the siblings that it belongs to."""
-        return self.request.sibling_of or self.request.request_id
+    @abstractmethod
+    def known(self) -> int: ...
 
     @property
     @abstractmethod
-    def known(self) -> int: ...
+    def need(self) -> Need | None: ...
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id}, computed={self.computed}, known={self.known})"
+
+
+class RowCursor(Cursor):
+    """A cursor over tokens: it has a row in the worker while it runs, and blocks of the cache."""
+
+    def __init__(
+        self, request: Request, tokens: Sequence[int], num_prompt: int, limit: int, block_size: int, arrival: int,
+        arrived_at: float,
+    ) -> None:  # fmt: skip
+        super().__init__(request, num_prompt, arrival, arrived_at)
+        self.tokens = list(tokens)
+        self.limit = limit
+        """No more tokens than these can be known, prompt included."""
+        self.block_size = block_size
+
+        self.settled = 0
+        """Computed tokens that were planned before the newest step that advances this request."""
+        self.pending = 0
+        """Tokens that steps under way will sample: known to exist, their values not yet."""
+        self.row = -1
+        """The worker's row; -1 while the request waits."""
+        self.blocks: list[Block] = []
+        self.keys = KeyChain(root_key(request.cache_salt), block_size)
+        self.holds_all = False
+        """Whether `blocks` has room for `limit` tokens: such a request never has to give way again."""
+        self.prompt_logprobs: list[TokenLogprob] = []
+        """Of the prompt's tokens from the second on, as far as they have come. Preemption does not make them wrong."""
+
+    @property
+    def family(self) -> str:
+        """The id of the leader of the siblings that it belongs to."""
+        return self.request.sibling_of or self.request.request_id
 
     @property
     @abstractmethod
@@ -112,23 +153,26 @@ class Cursor(ABC):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.limit else None
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.id}, computed={self.computed}, known={self.known}, row={self.row})"
 
-
-class TokenCursor(Cursor):
+class TokenCursor(RowCursor):
     """A request for tokens."""
 
     def __init__(
-        self, request: Request, *, max_model_len: int, block_size: int, arrival: int = 0, arrived_at: float = 0.0
+        self, request: Request, max_model_len: int, block_size: int, arrival: int = 0, arrived_at: float = 0.0
     ) -> None:
-        max_tokens = request.params.max_tokens
-        wanted = max_model_len if max_tokens is None else len(request.prompt_token_ids) + max_tokens
-        super().__init__(request, min(max_model_len, wanted), block_size, arrival, arrived_at)
+        prompt, max_tokens = request.prompt_token_ids, request.params.max_tokens
+        wanted = max_model_len if max_tokens is None else len(prompt) + max_tokens
+        tokens = [*prompt, *request.output_token_ids]
+        limit = min(max_model_len, wanted)
+        super().__init__(request, tokens, len(prompt), limit, block_size, arrival, arrived_at)
 
     @property
     def known(self) -> int:
         return len(self.tokens) + self.pending
+
+    @property
+    def need(self) -> Need | None:
+        return Need.SCORING if self.scores_prompt else None
 
     @property
     def todo(self) -> int:
@@ -163,18 +207,22 @@ class TokenCursor(Cursor):
         return PromptLogprobs(num_top) if num_top is not None and self.scores_prompt else None
 
 
-class EncodeCursor(Cursor):
-    """A request for what the model makes of a prompt. Nothing is sampled."""
+class EncodeCursor(RowCursor):
+    """What the model makes of a prompt. Nothing is sampled."""
 
     def __init__(
-        self, request: Request, pooling: Pooling, *, block_size: int, arrival: int = 0, arrived_at: float = 0.0
+        self, request: Request, token_ids: Sequence[int], block_size: int, arrival: int, arrived_at: float
     ) -> None:
-        super().__init__(request, len(request.prompt_token_ids), block_size, arrival, arrived_at)
-        self.pooling = pooling
+        num_prompt = len(token_ids)
+        super().__init__(request, token_ids, num_prompt, num_prompt, block_size, arrival, arrived_at)
 
     @property
     def known(self) -> int:
         return self.num_prompt
+
+    @property
+    def need(self) -> Need | None:
+        return None
 
     @property
     def todo(self) -> int:
@@ -187,7 +235,7 @@ class EncodeCursor(Cursor):
     @property
     def takes_cached(self) -> bool:
         """The hidden states of cached tokens are not kept."""
-        return self.pooling is Pooling.LAST
+        return False
 
     @property
     def scores_prompt(self) -> bool:
@@ -196,20 +244,75 @@ class EncodeCursor(Cursor):
     def samples(self, count: int) -> bool:
         return False
 
+
+class PoolCursor(EncodeCursor):
+    """A request for the vector of a prompt."""
+
+    def __init__(
+        self, request: Request, pooling: Pooling, block_size: int, arrival: int = 0, arrived_at: float = 0.0
+    ) -> None:
+        super().__init__(request, request.prompt_token_ids, block_size, arrival, arrived_at)
+        self.pooling = pooling
+
+    @property
+    def takes_cached(self) -> bool:
+        return self.pooling is Pooling.LAST
+
     def extra(self, count: int) -> Extra | None:
         is_end = self.computed + count == self.num_prompt
         return Pooled(self.pooling, is_end) if is_end or self.pooling is Pooling.MEAN else None
 
 
-def cursor_of(request: Request, limits: Limits, arrival: int, arrived_at: float) -> Cursor:
-    if request.pooling is not None:
-        return EncodeCursor(
-            request, request.pooling, block_size=limits.block_size, arrival=arrival, arrived_at=arrived_at
-        )
-    return TokenCursor(
-        request,
-        max_model_len=limits.max_model_len,
-        block_size=limits.block_size,
-        arrival=arrival,
-        arrived_at=arrived_at,
-    )
+class TextCursor(EncodeCursor):
+    """A stage of an image: one of its prompts, whose hidden states stay in the worker."""
+
+    def __init__(
+        self, request: Request, token_ids: Sequence[int], is_negative: bool, canvas: Canvas, block_size: int,
+        arrival: int = 0, arrived_at: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__(request, token_ids, block_size, arrival, arrived_at)
+        self.is_negative = is_negative
+        self.canvas: Canvas = canvas
+
+    @property
+    def need(self) -> Need | None:
+        return Need.CANVAS if self.canvas.slot < 0 else None
+
+    def extra(self, count: int) -> Extra | None:
+        return Held(self.canvas.slot, self.is_negative, self.computed + count == self.num_prompt)
+
+
+class DenoiseCursor(Cursor):
+    """The last stage of an image. It has neither a row nor blocks: all it holds is its canvas, so it gives way by
+    not being planned, and loses nothing by that."""
+
+    def __init__(
+        self, request: Request, image: ImageParams, cost: int, canvas: Canvas, arrival: int = 0,
+        arrived_at: float = 0.0,
+    ) -> None:  # fmt: skip
+        super().__init__(request, 0, arrival, arrived_at)
+        self.image = image
+        self.cost = cost
+        """Of a step."""
+        self.canvas: Canvas = canvas
+        self.is_begun = False
+        """Whether the worker knows of it."""
+        self.done = 0
+        """Steps whose results have come."""
+
+    @property
+    def known(self) -> int:
+        return self.image.steps
+
+    @property
+    def todo(self) -> int:
+        return self.image.steps - self.computed
+
+    @property
+    def need(self) -> Need | None:
+        return Need.CANVAS if self.canvas.slot < 0 else None
+
+    def shows_after(self, step: int) -> bool:
+        """Whether the image is wanted once so many steps are done."""
+        every = self.image.preview_every
+        return step == self.image.steps or (every > 0 and step % every == 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from weft.scheduler.cursors import RowCursor
 from weft.scheduler.scheduler import Scheduler
 
 
@@ -16,6 +17,7 @@ def check_integrity(scheduler: Scheduler) -> None:
     _check_requests(scheduler)
     _check_queue(scheduler)
     _check_rows(scheduler)
+    _check_images(scheduler)
 
 
 def _check_blocks(scheduler: Scheduler) -> None:
@@ -36,14 +38,16 @@ def _check_blocks(scheduler: Scheduler) -> None:
 
 def _check_requests(scheduler: Scheduler) -> None:
     waiting, running = [*scheduler.waiting, *scheduler.siblings], scheduler.running
-    everybody = Counter([*waiting, *running])
+    everybody = Counter([*waiting, *running, *scheduler.images.drawing])
     _require(all(count == 1 for count in everybody.values()), "a request is in two places")
     _require(everybody.keys() == set(scheduler.cursors.values()), "a request neither waits nor runs")
     for name, cursor in scheduler.cursors.items():
         _require(cursor.id == name and not cursor.ended, f"{cursor} is filed wrongly, or has ended")
-        _require(0 <= cursor.pending <= scheduler.num_promises(cursor), f"{cursor} expects a token of no step")
+        if isinstance(cursor, RowCursor):
+            _require(0 <= cursor.pending <= scheduler.num_promises(cursor), f"{cursor} expects a token of no step")
     for cursor in waiting:
-        _require(cursor.row < 0 and not cursor.blocks and cursor.computed == 0, f"{cursor} waits, but holds something")
+        holds = isinstance(cursor, RowCursor) and (cursor.row >= 0 or bool(cursor.blocks))
+        _require(not holds and cursor.computed == 0, f"{cursor} waits, but holds something")
     for cursor in running:
         room = len(cursor.blocks) * scheduler.limits.block_size
         _require(cursor.computed <= room, f"{cursor} has more tokens than its blocks hold")
@@ -67,6 +71,25 @@ def _check_queue(scheduler: Scheduler) -> None:
 def _check_rows(scheduler: Scheduler) -> None:
     rows = [cursor.row for cursor in scheduler.running] + scheduler.free_rows
     _require(sorted(rows) == list(range(scheduler.limits.max_num_seqs)), "a row is lost, or has two owners")
+
+
+def _check_images(scheduler: Scheduler) -> None:
+    images, limits = scheduler.images, scheduler.limits.image
+    open_images = [cursor for cursor in scheduler.cursors.values() if cursor.request.image is not None]
+    _require(images.num_open == len(open_images), "images are miscounted")
+    _require(all(cursor.canvas is not None for cursor in open_images), "an image has no canvas")
+    slots = [cursor.canvas.slot for cursor in open_images if cursor.canvas is not None and cursor.canvas.slot >= 0]
+    _require(images.canvases.num_taken == len(slots), "canvases are miscounted")
+    if limits is not None:
+        everything = sorted(slots + images.canvases.free)
+        _require(everything == list(range(limits.max_num_images)), "a canvas is lost, or has two owners")
+        _require(images.canvases.num_bytes <= limits.max_embedding_bytes, "images hold more bytes than there are")
+    for cursor in images.drawing:
+        _require(cursor.canvas.slot >= 0, f"{cursor} is drawn on nothing")
+        _require(cursor.done <= cursor.computed <= cursor.known, f"{cursor} ran ahead of itself")
+        _require(cursor.is_begun or cursor.computed == 0, f"{cursor} goes on, but was never begun")
+        under_way = scheduler.num_promises(cursor)
+        _require((cursor.done == cursor.computed) == (under_way == 0), f"{cursor} expects a step that is not under way")
 
 
 def _require(truth: bool, otherwise: str) -> None:

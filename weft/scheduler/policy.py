@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from weft.plan import Limits
-from weft.scheduler.cursors import Cursor
+from weft.plan import ImageLimits, Limits
+from weft.scheduler.cursors import RowCursor
 
 LEAST_PROMPT_ROOM = 128
 
 
-def decodes_first(running: Iterable[Cursor]) -> tuple[list[Cursor], list[Cursor]]:
+def decodes_first(running: Iterable[RowCursor]) -> tuple[list[RowCursor], list[RowCursor]]:
     """Running requests in the order of a step: those that decode, so that answers keep flowing, then the rest.
     Within each kind the oldest comes first."""
-    decodes: list[Cursor] = []
-    others: list[Cursor] = []
+    decodes: list[RowCursor] = []
+    others: list[RowCursor] = []
     for cursor in running:
         (decodes if cursor.decoding else others).append(cursor)
     return decodes, others
@@ -28,7 +28,14 @@ def prompt_room(limits: Limits, decodes: int, waiting_tokens: int) -> int:
     return min(limits.max_mixed_prefill, max(LEAST_PROMPT_ROOM, 4 * decodes))
 
 
-def victim(running: Sequence[Cursor], planned: Collection[Cursor]) -> Cursor | None:
+def denoise_credit(limits: ImageLimits, room: int, *, decodes: int, prompts_wait: bool) -> int:
+    """Tokens of denoise steps for a step in which decodes left so much room: half of it if prompts want the other
+    half, and no more than the limit if there are decodes, whose step it would make longer."""
+    share = room // 2 if prompts_wait else room
+    return max(1, min(share, limits.max_mixed_denoise) if decodes else share)
+
+
+def victim(running: Sequence[RowCursor], planned: Collection[RowCursor]) -> RowCursor | None:
     """The newest running request that this step has not promised anything to, and that may be preempted."""
     for cursor in reversed(running):
         if cursor not in planned and not cursor.holds_all:

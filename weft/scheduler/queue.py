@@ -1,17 +1,19 @@
 """Who waits, and who of them is next: by priority, then by fair shares, then by arrival.
 
-A tenant's counter says how many tokens were computed for it, prompt and answer alike. Of equal priority, the tenant
-with the smallest counter is next. While two tenants always have somebody waiting, and nobody is preempted, their
-counters differ by at most what the running requests of one can still compute: max_num_seqs * max_model_len tokens.
+A tenant's counter says how many tokens were computed for it, prompt and answer alike, and denoise steps by what they
+cost. Of equal priority, the tenant with the smallest counter is next. While two tenants always have somebody waiting,
+nobody is preempted and nothing is drawn, their counters differ by at most what the running requests of one can still
+compute: max_num_seqs * max_model_len tokens. Images under way add what is left of them; among those the tenant with
+the smallest counter comes first in every step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from weft.scheduler.cursors import Cursor
+from weft.scheduler.cursors import Cursor, Need
 
 Line = OrderedDict[Cursor, None]
 """Requests in order: both of its ends, and any of its middle, in constant time."""
@@ -79,8 +81,8 @@ class _Level:
     def __init__(self) -> None:
         self.returned: Line = OrderedDict()
         """Were preempted, and go first."""
-        self.lines: dict[tuple[str, bool], Line] = {}
-        """By tenant, and by whether a request's prompt is to be scored."""
+        self.lines: dict[tuple[str, Need | None], Line] = {}
+        """By tenant, and by what a request needs that may be scarce."""
 
     def __iter__(self) -> Iterator[Cursor]:
         yield from self.returned
@@ -138,14 +140,14 @@ class WaitingQueue:
         self.num_tokens -= cursor.num_prompt
         self._length -= 1
 
-    def next(self, *, scored: bool = True) -> Cursor | None:
-        """Whose turn it is; not one whose prompt is to be scored unless `scored`."""
+    def next(self, lacking: Collection[Need] = ()) -> Cursor | None:
+        """Whose turn it is, of those who need nothing that is lacking."""
         for priority in self._priorities:
             level = self._levels[priority]
             for cursor in level.returned:
-                if scored or not cursor.scores_prompt:
+                if cursor.need not in lacking:
                     return cursor
-            heads = [next(iter(line)) for (_, scores), line in level.lines.items() if scored or not scores]
+            heads = [next(iter(line)) for (_, need), line in level.lines.items() if need not in lacking]
             if heads:
                 return min(heads, key=lambda head: (self.tenants.served(head.tenant), head.arrival))
         return None
@@ -164,5 +166,7 @@ class WaitingQueue:
         self._length += 1
 
 
-def _line_of(cursor: Cursor) -> tuple[str, bool]:
-    return cursor.tenant, cursor.request.params.prompt_logprobs is not None
+def _line_of(cursor: Cursor) -> tuple[str, Need | None]:
+    if cursor.request.image is not None:
+        return cursor.tenant, Need.CANVAS
+    return cursor.tenant, None if cursor.request.params.prompt_logprobs is None else Need.SCORING

@@ -1,47 +1,42 @@
 """The scheduler: `plan = schedule()`, then `events = apply(plan, result)`. Pure Python: no torch, no I/O.
 
 There is no prefill and no decode: every request is a cursor whose `computed` catches up with its `known` under
-the step's budget. Results may arrive one step late: what a plan promised is remembered with it, and never
-derived again.
+the step's budget. Denoise steps of images are counted in the same tokens. Results may arrive one step late: what a
+plan promised is remembered with it, and never derived again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
-from weft.errors import InvalidRequest
-from weft.plan import Admission, Limits, PromptLogprobs, Row, Sampled, StepPlan, StepResult
+from weft.plan import (
+    Admission,
+    Denoise,
+    DenoiseAdmission,
+    Drawn,
+    Limits,
+    PromptLogprobs,
+    Row,
+    Sampled,
+    StepPlan,
+    StepResult,
+)
 from weft.scheduler import policy
 from weft.scheduler.blocks import Block, BlockPool
-from weft.scheduler.cursors import Cursor, cursor_of
+from weft.scheduler.checks import check_request
+from weft.scheduler.cursors import Cursor, DenoiseCursor, Need, RowCursor, TextCursor
+from weft.scheduler.events import denoise_event, failure_event, token_event, vector_event
+from weft.scheduler.images import Images
 from weft.scheduler.prefix import find_prefix
 from weft.scheduler.queue import WaitingQueue
 from weft.scheduler.siblings import Siblings, shared_blocks, waits_for
+from weft.scheduler.stages import first_cursor, next_cursor
+from weft.scheduler.step import Promised, Step
 from weft.scheduler.throttle import LEAST_TOKENS, Throttle
-from weft.types import EngineStats, Event, FinishReason, Request, check_priority, check_token_ids
+from weft.types import EngineStats, Event, Request
 
 NO_MEMORY = f"There is no memory for this request, even alone and in steps of {LEAST_TOKENS} tokens."
-MAX_SCORED_TOKENS = 256
-"""Prompt tokens of a step that are computed for their log probabilities: each takes a whole row of logits."""
-
-
-class _Step:
-    """A plan in the making."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.rows: list[Row] = []
-        self.admit: list[Admission] = []
-        self.promised: dict[Cursor, int] = {}
-        """Each planned cursor, with the number of preemptions it had when the promise was made."""
-        self.decodes = 0
-        self.prompt_tokens = 0
-        """Tokens of rows that do not decode."""
-        self.prompt_room = 0
-        """How many there may be beside decodes."""
-        self.scoring_room = MAX_SCORED_TOKENS
-        self.preempted = False
 
 
 class Scheduler:
@@ -54,35 +49,40 @@ class Scheduler:
         self.waiting = WaitingQueue()
         self.siblings = Siblings()
         """They wait too, but not in the queue."""
-        self.running: list[Cursor] = []
+        self.running: list[RowCursor] = []
         """In the order of admission."""
+        self.images = Images(limits.image)
         self.cursors: dict[str, Cursor] = {}
         """Every request that has not ended."""
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._released_rows: list[int] = []
-        self._under_way: dict[int, dict[Cursor, int]] = {}
+        self._under_way: dict[int, Promised] = {}
         self._next_step_id = 0
         self._clock = clock
         self._num_arrived = 0
         self._counts = dict.fromkeys(
-            ("prompt_tokens", "computed_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "preemptions"), 0
-        )
+            ("prompt_tokens", "computed_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "preemptions",
+             "denoise_steps", "images"), 0
+        )  # fmt: skip
+        self._encode_seconds = 0.0
+        self._denoise_seconds = 0.0
 
     # Requests come and go.
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise InvalidRequest: the last check before anything is computed."""
-        self._check(request)
-        cursor = cursor_of(request, self.limits, self._num_arrived, self._clock())
+        check_request(request, self.limits, self.cursors)
+        cursor = first_cursor(request, self.limits, self._num_arrived, self._clock())
         self._num_arrived += 1
+        self.images.num_open += request.image is not None
         self.waiting.tenants.opened(cursor.tenant)
-        if waits_for(cursor, self.cursors.get(request.sibling_of)):
+        if isinstance(cursor, RowCursor) and waits_for(cursor, self.cursors.get(request.sibling_of)):
             self.siblings.add(cursor)
         else:
             self.waiting.add(cursor)
         self.cursors[cursor.id] = cursor
         if not request.output_token_ids and not request.sibling_of:
-            self._counts["prompt_tokens"] += cursor.num_prompt
+            self._counts["prompt_tokens"] += request.num_prompt_tokens
 
     def abort(self, request_id: str) -> bool:
         """End a request without an event: whoever aborts it knows. False if there is no such request."""
@@ -98,16 +98,21 @@ class Scheduler:
 
     def num_promises(self, cursor: Cursor) -> int:
         """Steps under way that advance this request."""
-        return sum(cursor in promised for promised in self._under_way.values())
+        return sum(cursor in promised.rows or cursor in promised.images for promised in self._under_way.values())
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            running=len(self.running),
+            running=len(self.running) + len(self.images.drawing),
             waiting=len(self.waiting) + len(self.siblings),
             blocks_total=self.pool.num_usable,
             blocks_used=self.pool.num_usable - self.pool.num_free,
             steps=self._next_step_id,
             prepared=False,
+            images_running=self.images.canvases.num_taken,
+            images_waiting=self.images.num_open - self.images.canvases.num_taken,
+            embedding_bytes=self.images.canvases.num_bytes,
+            encode_seconds=self._encode_seconds,
+            denoise_seconds=self._denoise_seconds,
             **self._counts,
         )
 
@@ -115,25 +120,28 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Promise the work of the next step, or None when nothing can be computed now."""
-        step = _Step(self.throttle.tokens)
+        step = Step(self.throttle.tokens)
         self._force_preemption()
-        decodes, others = policy.decodes_first(self.running)
-        for cursor in decodes:
-            self._plan_running(cursor, min(1, step.budget), step)
-        for cursor in reversed(self.siblings.take_ready(self.cursors)):
-            self.waiting.add(cursor, ahead=True)
-        step.prompt_room = policy.prompt_room(self.limits, step.decodes, self.waiting.num_tokens)
-        for cursor in others:
-            self._plan_running(cursor, self._share_of(cursor, step), step)
-        while (head := self.waiting.next(scored=step.scoring_room > 0)) is not None and self._admit(head, step):
-            self.waiting.remove(head)
-        if not step.rows:
+        if self.images.must_go_alone:
+            self._plan_idle_rest(step)
+        else:
+            self._plan_all(step)
+        if step.is_empty:
             return None
-        plan = StepPlan(self._next_step_id, self._released_rows, step.admit, step.rows)
+        plan = StepPlan(
+            self._next_step_id,
+            self._released_rows,
+            step.admit,
+            step.rows,
+            self.images.canvases.released,
+            step.admit_images,
+            step.denoise,
+        )
         self._under_way[plan.step_id] = step.promised
         self._counts["computed_tokens"] += step.decodes + step.prompt_tokens
         self._next_step_id += 1
         self._released_rows = []
+        self.images.canvases.released = []
         return plan
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Event]:
@@ -141,7 +149,7 @@ class Scheduler:
         events: list[Event] = []
         sampled, gained = iter(result.sampled), iter(result.gained)
         promised = self._under_way.pop(plan.step_id)
-        for row, (cursor, preemptions) in zip(plan.rows, promised.items(), strict=True):
+        for row, (cursor, preemptions) in zip(plan.rows, promised.rows.items(), strict=True):
             token = next(sampled) if row.samples else None
             gain = next(gained) if row.extra is not None else None
             if cursor.ended:
@@ -153,14 +161,21 @@ class Scheduler:
             if token is not None:
                 cursor.tokens.append(token.token_id)
             # What made broken logits is not worth finding again; what a preempted request held is gone.
-            if cursor.preemptions == preemptions:
+            holds_still = cursor.preemptions == preemptions
+            if holds_still:
                 self._remember_blocks(cursor, row)
             if gain is not None:
                 cursor.gain(row, gain)
                 if gain.vector is not None:
-                    events.append(self._encoded(cursor, gain.vector))
+                    self._end(cursor)
+                    events.append(vector_event(cursor, gain.vector))
+                elif holds_still and isinstance(cursor, TextCursor) and row.start + row.count == cursor.known:
+                    self._hand_over(cursor)
             if token is not None:
-                events.append(self._event(cursor, token))
+                events.append(self._sampled(cursor, token))
+        for denoise, image, drawn in zip(plan.denoise, promised.images, result.drawn, strict=True):
+            if not image.ended:
+                events.append(self._failure(image, drawn.error) if drawn.error else self._drawn(image, denoise, drawn))
         self.throttle.went_well()
         return events
 
@@ -170,22 +185,68 @@ class Scheduler:
         promised = self._take_back(failed)
         for plan in later:
             self._take_back(plan)
-        is_hopeless = self.throttle.is_least and len(promised) == 1
+        is_hopeless = self.throttle.is_least and failed.num_requests == 1
         self.throttle.failed(failed)
         if not is_hopeless:
             return []
-        return [self._failure(cursor, NO_MEMORY) for cursor in promised if not cursor.ended]
+        alone = [*promised.rows, *promised.images]
+        return [self._failure(cursor, NO_MEMORY) for cursor in alone if not cursor.ended]
 
     # The parts of a step.
 
-    def _plan_running(self, cursor: Cursor, count: int, step: _Step) -> None:
+    def _plan_all(self, step: Step) -> None:
+        """Decodes, then denoise steps and prompts, each with a share of what is left."""
+        decodes, others = policy.decodes_first(self.running)
+        for cursor in decodes:
+            self._plan_running(cursor, min(1, step.budget), step)
+        for sibling in reversed(self.siblings.take_ready(self.cursors)):
+            self.waiting.add(sibling, ahead=True)
+        if self.images.drawing:
+            self._plan_images(step, prompts_wait=len(self.waiting) > 0 or any(cursor.todo for cursor in others))
+        step.prompt_room = policy.prompt_room(self.limits, step.decodes, self.waiting.num_tokens)
+        for cursor in others:
+            self._plan_running(cursor, self._share_of(cursor, step), step)
+        while (head := self.waiting.next(self._lacking(step))) is not None and self._admit(head, step):
+            self.waiting.remove(head)
+        if not step.decodes:
+            self._plan_idle_rest(step)
+
+    def _plan_images(self, step: Step, *, prompts_wait: bool) -> None:
+        limits = self.limits.image
+        assert limits is not None, "an image was admitted that nothing can draw"
+        chosen = self.images.in_turn(self.waiting.tenants.served)
+        if not self.images.draws_whole:
+            credit = policy.denoise_credit(limits, step.budget, decodes=step.decodes, prompts_wait=prompts_wait)
+            most = self._most_images(step)
+            chosen = self.images.share(chosen, step.budget, most, is_alone=step.is_empty, credit=credit)
+        for cursor in chosen:
+            self._promise_image(cursor, step)
+
+    def _plan_idle_rest(self, step: Step) -> None:
+        """Denoise steps in what nobody else wants of a step."""
+        in_turn = self.images.in_turn(self.waiting.tenants.served, step.promised.images)
+        for cursor in self.images.take(in_turn, step.budget, self._most_images(step), is_alone=step.is_empty):
+            self._promise_image(cursor, step)
+
+    def _most_images(self, step: Step) -> int:
+        """How many more images a step may have. After steps without memory no more than other requests, and in the
+        smallest steps each is alone, so that one that does not fit is found."""
+        if self.throttle.is_least and not step.is_empty:
+            return 0
+        return self.throttle.rows - len(step.denoise)
+
+    def _lacking(self, step: Step) -> list[Need]:
+        lacking = [] if step.scoring_room > 0 else [Need.SCORING]
+        return lacking if self.images.canvases.has_room else [*lacking, Need.CANVAS]
+
+    def _plan_running(self, cursor: RowCursor, count: int, step: Step) -> None:
         if cursor.row < 0 or count == 0:
             return
         new_blocks: list[Block] = []
         missing = self._blocks_for(cursor.computed + count) - len(cursor.blocks)
         if missing > 0:
             while missing > self.pool.num_free:
-                victim = policy.victim(self.running, step.promised) or cursor
+                victim = policy.victim(self.running, step.promised.rows) or cursor
                 self._preempt(victim)
                 step.preempted = True
                 if victim is cursor:
@@ -194,7 +255,21 @@ class Scheduler:
             cursor.blocks += new_blocks
         self._promise(cursor, count, new_blocks, step)
 
-    def _admit(self, cursor: Cursor, step: _Step) -> bool:
+    def _admit(self, cursor: Cursor, step: Step) -> bool:
+        """Let a waiting request begin, if all that it needs for that is there."""
+        if isinstance(cursor, DenoiseCursor):
+            self._admit_to_canvas(cursor)
+            self.images.drawing.append(cursor)
+            return True
+        return isinstance(cursor, RowCursor) and self._admit_to_row(cursor, step)
+
+    def _admit_to_canvas(self, cursor: TextCursor | DenoiseCursor) -> None:
+        if cursor.canvas.slot < 0:
+            now = self._clock()
+            self.images.canvases.take(cursor.canvas, now)
+            cursor.queue_seconds = now - cursor.arrived_at
+
+    def _admit_to_row(self, cursor: RowCursor, step: Step) -> bool:
         """Give a waiting request a row, the blocks that others have for it and its first chunk, if all of it fits."""
         if step.preempted or cursor.pending or len(self.running) >= self.throttle.rows:
             return False
@@ -217,7 +292,9 @@ class Scheduler:
         cursor.row = self.free_rows.pop()
         self.running.append(cursor)
         request = cursor.request
-        if cursor.preemptions == 0:
+        if isinstance(cursor, TextCursor):
+            self._admit_to_canvas(cursor)
+        elif cursor.preemptions == 0:
             cursor.queue_seconds = self._clock() - cursor.arrived_at
             cursor.cached_tokens = min(cursor.computed, cursor.num_prompt)
             if cursor.takes_cached and not request.sibling_of:
@@ -229,7 +306,7 @@ class Scheduler:
         self._promise(cursor, count, cursor.blocks, step)
         return True
 
-    def _share_of(self, cursor: Cursor, step: _Step) -> int:
+    def _share_of(self, cursor: RowCursor, step: Step) -> int:
         """How many tokens of this request the step has room for."""
         if cursor.decoding:
             return min(1, step.budget)
@@ -240,12 +317,12 @@ class Scheduler:
             chunk = min(chunk, step.scoring_room)
         return min(cursor.todo, chunk, step.budget)
 
-    def _promise(self, cursor: Cursor, count: int, new_blocks: list[Block], step: _Step) -> None:
+    def _promise(self, cursor: RowCursor, count: int, new_blocks: list[Block], step: Step) -> None:
         start, decoding = cursor.computed, cursor.decoding
         samples = decoding or cursor.samples(count)
         extra = None if decoding else cursor.extra(count)
         step.rows.append(Row(cursor.row, start, count, [block.id for block in new_blocks], samples, extra))
-        step.promised[cursor] = cursor.preemptions
+        step.promised.rows[cursor] = cursor.preemptions
         step.budget -= count
         if decoding:
             step.decodes += 1
@@ -258,7 +335,21 @@ class Scheduler:
         cursor.computed += count
         cursor.pending += samples
 
-    def _preempt(self, cursor: Cursor) -> None:
+    def _promise_image(self, cursor: DenoiseCursor, step: Step) -> None:
+        slot, count = cursor.canvas.slot, cursor.todo if self.images.draws_whole else 1
+        if not cursor.is_begun:
+            length, negative = len(cursor.request.prompt_token_ids), len(cursor.image.negative_token_ids)
+            step.admit_images.append(DenoiseAdmission(slot, cursor.image, length, negative * (cursor.image.passes > 1)))
+            cursor.is_begun = True
+        shows = cursor.shows_after(cursor.computed + count)
+        step.denoise.append(Denoise(slot, cursor.computed, count, cursor.cost * count, shows))
+        step.promised.images.append(cursor)
+        # In the smallest steps nobody stands beside an image, so that one that does not fit is found.
+        step.budget = 0 if self.throttle.is_least else max(0, step.budget - cursor.cost)
+        self.waiting.tenants.charge(cursor.tenant, cursor.cost * count)
+        cursor.computed += count
+
+    def _preempt(self, cursor: RowCursor) -> None:
         """Take everything from a running request; it waits at the head of its priority to be computed again."""
         self._leave_row(cursor)
         cursor.computed = cursor.settled = 0
@@ -266,14 +357,19 @@ class Scheduler:
         self.waiting.put_back(cursor)
         self._counts["preemptions"] += 1
 
-    def _take_back(self, plan: StepPlan) -> Collection[Cursor]:
+    def _take_back(self, plan: StepPlan) -> Promised:
         promised = self._under_way.pop(plan.step_id)
-        for row, cursor in zip(plan.rows, promised, strict=True):
+        for row, cursor in zip(plan.rows, promised.rows, strict=True):
             cursor.pending -= row.samples
-        for cursor in [cursor for cursor in reversed(self.running) if cursor in promised]:
+        for cursor in [cursor for cursor in reversed(self.running) if cursor in promised.rows]:
             self._preempt(cursor)
-        # Nobody knows how far the worker came: what it was to forget, it is told again.
+        # Nobody knows how far the worker came: what it was to forget, or to begin, it is told again.
         self._released_rows += plan.release
+        self.images.canvases.released += plan.release_slots
+        begun = {admission.slot for admission in plan.admit_images}
+        for denoise, image in zip(plan.denoise, promised.images, strict=True):
+            image.computed = min(image.computed, denoise.start)
+            image.is_begun = image.is_begun and denoise.slot not in begun
         return promised
 
     def _force_preemption(self) -> None:
@@ -283,57 +379,56 @@ class Scheduler:
             if victim is not None and victim.preemptions <= self.limits.max_preemptions:
                 self._preempt(victim)
 
-    def _event(self, cursor: Cursor, sampled: Sampled) -> Event:
-        is_first, cursor.reported = not cursor.reported, True
+    def _sampled(self, cursor: RowCursor, sampled: Sampled) -> Event:
         self._counts["generation_tokens"] += 1
-        token = sampled.token_id
-        finish = cursor.finish_after(token)
+        finish = cursor.finish_after(sampled.token_id)
         if finish is not None:
             self._end(cursor)
-        wants_prompt = is_first and cursor.request.params.prompt_logprobs is not None
-        return Event(
-            request_id=cursor.id,
-            token_ids=[token],
-            logprobs=None if sampled.logprob is None else [sampled.logprob],
-            cached_tokens=cursor.cached_tokens if is_first else None,
-            finish=finish,
-            stop_token_id=token if finish is FinishReason.STOP else None,
-            prompt_logprobs=cursor.prompt_logprobs if wants_prompt else None,
-            queue_seconds=cursor.queue_seconds if is_first else None,
-        )
+        return token_event(cursor, sampled, finish)
 
-    def _encoded(self, cursor: Cursor, vector: bytes) -> Event:
-        self._end(cursor)
-        return Event(
-            request_id=cursor.id,
-            cached_tokens=cursor.cached_tokens,
-            finish=FinishReason.STOP,
-            queue_seconds=cursor.queue_seconds,
-            embedding=vector,
-        )
+    def _hand_over(self, cursor: TextCursor) -> None:
+        """A stage of an image is done: its row and its blocks are free, and the next stage begins."""
+        self._leave_row(cursor)
+        cursor.ended = True
+        following = next_cursor(cursor, self.limits)
+        self.cursors[cursor.id] = following
+        if isinstance(following, DenoiseCursor):
+            began, following.canvas.since = following.canvas.since, self._clock()
+            self._encode_seconds += following.canvas.since - began
+            self.images.drawing.append(following)
+        else:
+            self.waiting.put_back(following)
+
+    def _drawn(self, cursor: DenoiseCursor, denoise: Denoise, drawn: Drawn) -> Event:
+        cursor.done = denoise.start + denoise.count
+        self._counts["denoise_steps"] += denoise.count
+        if cursor.done == cursor.known:
+            self._counts["images"] += 1
+            self._denoise_seconds += self._clock() - cursor.canvas.since
+            self._end(cursor)
+        return denoise_event(cursor, drawn)
 
     def _failure(self, cursor: Cursor, error: str) -> Event:
         self._end(cursor)
-        return Event(
-            request_id=cursor.id,
-            cached_tokens=None if cursor.reported else cursor.cached_tokens,
-            finish=FinishReason.ERROR,
-            error=error,
-            queue_seconds=None if cursor.reported else cursor.queue_seconds,
-        )
+        return failure_event(cursor, error)
 
     def _end(self, cursor: Cursor) -> None:
         cursor.ended = True
         del self.cursors[cursor.id]
-        if cursor.row >= 0:
-            self._leave_row(cursor)
-        elif cursor in self.waiting:
+        if cursor in self.waiting:
             self.waiting.remove(cursor)
-        else:
+        elif isinstance(cursor, DenoiseCursor):
+            self.images.drawing.remove(cursor)
+        elif isinstance(cursor, RowCursor) and cursor.row >= 0:
+            self._leave_row(cursor)
+        elif isinstance(cursor, RowCursor):
             self.siblings.remove(cursor)
+        if cursor.canvas is not None and cursor.canvas.slot >= 0:
+            self.images.canvases.give_back(cursor.canvas)
+        self.images.num_open -= cursor.request.image is not None
         self.waiting.tenants.closed(cursor.tenant)
 
-    def _leave_row(self, cursor: Cursor) -> None:
+    def _leave_row(self, cursor: RowCursor) -> None:
         self.running.remove(cursor)
         self.pool.release(cursor.blocks)
         cursor.blocks = []
@@ -347,59 +442,22 @@ class Scheduler:
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_size)
 
-    def _shared_prompt(self, cursor: Cursor) -> list[Block]:
+    def _shared_prompt(self, cursor: RowCursor) -> list[Block]:
         """The blocks of the prompt that a running sibling has computed, all that can be shared or none."""
         if not cursor.request.sibling_of or not cursor.takes_cached:
             return []
         return next(filter(None, (shared_blocks(cursor, relative) for relative in self.running)), [])
 
-    def _cached_prefix(self, cursor: Cursor) -> list[Block]:
+    def _cached_prefix(self, cursor: RowCursor) -> list[Block]:
         """Cached blocks that begin the request. At least its last token is computed: its logits are needed."""
         if not self.limits.enable_prefix_caching or not cursor.takes_cached:
             return []
         full = (len(cursor.tokens) - 1) // self.limits.block_size
         return find_prefix(self.pool, (cursor.keys.of(cursor.tokens, i) for i in range(full)))
 
-    def _remember_blocks(self, cursor: Cursor, row: Row) -> None:
+    def _remember_blocks(self, cursor: RowCursor, row: Row) -> None:
         """Make the blocks that a row filled findable."""
         if self.limits.enable_prefix_caching:
             size = self.limits.block_size
             for i in range(row.start // size, (row.start + row.count) // size):
                 self.pool.remember(cursor.blocks[i], cursor.keys.of(cursor.tokens, i))
-
-    def _check(self, request: Request) -> None:
-        limits = self.limits
-        request.params.check()
-        request.params.check_token_ids(limits.logits_width)
-        check_token_ids(request.stop_token_ids, limits.logits_width, "stop_token_ids")
-        check_token_ids(request.prompt_token_ids, limits.logits_width, "prompt")
-        check_token_ids(request.output_token_ids, limits.logits_width, "output_token_ids")
-        length = len(request.prompt_token_ids)
-        if request.request_id in self.cursors:
-            raise InvalidRequest(f"There is a request {request.request_id!r} already.")
-        check_priority(request.priority)
-        self._check_kin(request)
-        if length == 0:
-            raise InvalidRequest("The prompt is empty.", param="prompt")
-        if length >= limits.max_model_len:
-            raise InvalidRequest(
-                f"The prompt has {length} tokens; the context of {limits.max_model_len} tokens must also hold "
-                "at least one of the answer.",
-                param="prompt",
-            )
-        room = min(request.params.max_tokens or limits.max_model_len, limits.max_model_len - length)
-        if len(request.output_token_ids) >= room:
-            raise InvalidRequest("The request has all its tokens already.", param="max_tokens")
-        if request.pooling is not None and (request.output_token_ids or request.params.prompt_logprobs is not None):
-            raise InvalidRequest("A request for a vector has no tokens, and no log probabilities.", param="pooling")
-
-    def _check_kin(self, request: Request) -> None:
-        leader = self.cursors.get(request.sibling_of)
-        if leader is None:
-            return
-        theirs = leader.request
-        if (request.prompt_token_ids, request.cache_salt) != (theirs.prompt_token_ids, theirs.cache_salt):
-            raise InvalidRequest(
-                f"{request.request_id!r} is no sibling of {leader.id!r}: prompt or cache salt differ.",
-                param="sibling_of",
-            )

@@ -6,33 +6,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from weft.scheduler.blocks import Block
-from weft.scheduler.cursors import Cursor
+from weft.scheduler.cursors import Cursor, RowCursor
 
 
 class Siblings:
     """Those that wait for their leaders."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, dict[Cursor, None]] = {}
+        self._waiting: dict[str, dict[RowCursor, None]] = {}
         """By their leader's id, in the order of arrival."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def __iter__(self) -> Iterator[Cursor]:
+    def __iter__(self) -> Iterator[RowCursor]:
         for waiting in self._waiting.values():
             yield from waiting
 
-    def add(self, cursor: Cursor) -> None:
+    def add(self, cursor: RowCursor) -> None:
         self._waiting.setdefault(cursor.request.sibling_of, {})[cursor] = None
 
-    def remove(self, cursor: Cursor) -> None:
+    def remove(self, cursor: RowCursor) -> None:
         leader = cursor.request.sibling_of
         del self._waiting[leader][cursor]
         if not self._waiting[leader]:
             del self._waiting[leader]
 
-    def take_ready(self, cursors: Mapping[str, Cursor]) -> list[Cursor]:
+    def take_ready(self, cursors: Mapping[str, Cursor]) -> list[RowCursor]:
         """Take out those that need not wait any longer; `cursors` are all open requests."""
         ready = [
             cursor
@@ -45,21 +45,21 @@ class Siblings:
         return ready
 
 
-def waits_for(cursor: Cursor, leader: Cursor | None) -> bool:
+def waits_for(cursor: RowCursor, leader: Cursor | None) -> bool:
     """Whether there is something to wait for: a leader that will have computed the prompt sooner than the sibling
     itself. One that was preempted has lost what it had."""
-    if leader is None or leader.preemptions or not cursor.takes_cached:
+    if not isinstance(leader, RowCursor) or leader.preemptions or not cursor.takes_cached:
         return False
     return leader.settled < num_shared(cursor) * cursor.block_size
 
 
-def num_shared(cursor: Cursor) -> int:
+def num_shared(cursor: RowCursor) -> int:
     """How many blocks a sibling can share: full ones of the prompt. The last token that is known it computes itself,
     for its logits."""
     return min(cursor.num_prompt, len(cursor.tokens) - 1) // cursor.block_size
 
 
-def shared_blocks(cursor: Cursor, relative: Cursor) -> list[Block]:
+def shared_blocks(cursor: RowCursor, relative: RowCursor) -> list[Block]:
     """The blocks that a running request of the same family has for a sibling: all it can share, or none."""
     ours, theirs = cursor.request, relative.request
     if (

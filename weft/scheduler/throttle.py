@@ -23,8 +23,8 @@ class Throttle:
         return self.rows == 1 and self.tokens <= LEAST_TOKENS
 
     def failed(self, plan: StepPlan) -> None:
-        """There was no memory for a step: the next ones have at most half its tokens and half its rows."""
-        self._set(min(self.tokens, plan.num_tokens) // 2, min(self.rows, len(plan.rows)) // 2)
+        """There was no memory for a step: the next ones have at most half its tokens and half its requests."""
+        self._set(min(self.tokens, plan.num_tokens) // 2, min(self.rows, plan.num_requests) // 2)
         self._patience *= 2
         self._good_steps = 0
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from weft.plan import Row
 from weft.worker.rows import Ints, runs
+from weft.worker.transfer import sent
 
 
 class StepShape(NamedTuple):
@@ -122,10 +123,7 @@ def lay_out(rows: list[Row], shape: StepShape, padding_row: int) -> Layout:
 
 def to_device(arrays: list[Ints], device: torch.device) -> list[Tensor]:
     """Arrays as tensors on the device, by one copy that nobody waits for."""
-    packed = torch.from_numpy(np.concatenate(arrays))
-    if device.type != "cpu":
-        # Pinned memory is fresh every step: the copy of the last one may still be under way.
-        packed = packed.pin_memory().to(device, non_blocking=True)
+    packed = sent(torch.from_numpy(np.concatenate(arrays)), device)
     return list(torch.split(packed, [len(array) for array in arrays]))
 
 

@@ -20,8 +20,9 @@ COSTLIEST = SamplingParams(
 )
 
 
-def measured(room: Room, model: DenseModel, table: RowTable, limits: Limits) -> Room:
-    """The room on a GPU as it is once weights and tables are there and the largest step was computed."""
+def measured(room: Room, model: DenseModel, table: RowTable, limits: Limits, *, drawing_bytes: int = 0) -> Room:
+    """The room on a GPU as it is once weights and tables are there and the largest step was computed. Beside them lies
+    what images are drawn with, this many bytes."""
     device, plan = table.device, largest_step(limits)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -41,7 +42,7 @@ def measured(room: Room, model: DenseModel, table: RowTable, limits: Limits) -> 
         room,
         others=others,
         libraries=max(0, others - room.others),
-        activations=held - model.weights.num_bytes,
+        activations=held - model.weights.num_bytes - drawing_bytes,
     )
 
 

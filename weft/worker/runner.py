@@ -1,4 +1,5 @@
-"""The runner: one plan in, one forward pass, one sampled token for each row that asked for one."""
+"""The runner: one plan in, one forward pass, one sampled token for each row that asked for one, and the plan's denoise
+steps beside them."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 
 from weft.plan import Row, StepPlan, StepResult
 from weft.worker.constraints import Constraint, Constraints, Masks, followed, masks_of
+from weft.worker.denoise import Denoiser, DrawnBatch
 from weft.worker.extras import Extras, GainedBatch
 from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import exact_shape, lay_out, to_device, views
@@ -18,15 +20,22 @@ from weft.worker.step import Outcome, Stepper
 from weft.worker.warmup import WarmUp
 
 
+class Besides(NamedTuple):
+    """What a step gives besides tokens."""
+
+    gained: GainedBatch | None = None
+    drawn: DrawnBatch | None = None
+
+
 class Pending(NamedTuple):
     """A step that was launched. `result` waits for it."""
 
     plan: StepPlan
     sampling: list[Row]
     sampled: SampledBatch | None
+    besides: Besides
     constrained: dict[int, Constraint] | None = None
     """Of the rows that sample, by place: a row may be another request's when this step is read."""
-    gained: GainedBatch | None = None
 
     def result(self) -> StepResult:
         read = self.sampled.read() if self.sampled is not None else []
@@ -34,10 +43,10 @@ class Pending(NamedTuple):
             read = followed(self.constrained, read)
         by_row = dict(zip((row.row for row in self.sampling), read, strict=True))
         sampled = [by_row[row.row] for row in self.plan.rows if row.samples]
-        if self.gained is None:
-            return StepResult(self.plan.step_id, sampled)
-        gained = self.gained.read()
-        return StepResult(self.plan.step_id, sampled, [gained[row.row] for row in self.plan.rows if row.extra])
+        gained = self.besides.gained.read() if self.besides.gained is not None else {}
+        drawn = self.besides.drawn.read() if self.besides.drawn is not None else []
+        extras = [gained[row.row] for row in self.plan.rows if row.extra]
+        return StepResult(self.plan.step_id, sampled, extras, drawn)
 
 
 class Deferred(NamedTuple):
@@ -52,15 +61,27 @@ class Deferred(NamedTuple):
 
 
 class Runner:
-    def __init__(self, stepper: Stepper, *, graphs: StepGraphs | None = None, warm_up: WarmUp | None = None) -> None:
+    def __init__(
+        self,
+        stepper: Stepper,
+        *,
+        graphs: StepGraphs | None = None,
+        warm_up: WarmUp | None = None,
+        denoiser: Denoiser | None = None,
+    ) -> None:
         self.stepper = stepper
-        self.extras = Extras(stepper.table)
+        self.denoiser = denoiser
+        self.extras = Extras(stepper.table, denoiser)
         self.graphs = graphs
         self.warm_up = warm_up
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Pending | Deferred:
         """Launch a step. What it samples is in the row table for the next step, read or not."""
+        if not plan.rows:
+            self.stepper.table.take_in(plan)
+            self.extras.forget(plan.release)
+            return Pending(plan, [], None, Besides(drawn=self._drawn(plan)))
         table = self.stepper.table
         exact = exact_shape(plan.rows)
         has_extras = any(row.extra is not None for row in plan.rows)
@@ -75,10 +96,11 @@ class Runner:
         else:
             outcome = self.stepper.step(exact, views(packed, exact), layout.longest, ask.asked if ask else None)
         gained = self.extras.collect(ask, outcome.given) if ask and outcome.given else None
+        besides = Besides(gained, self._drawn(plan))
         if constrained := table.constraints.among(layout.sampling):
-            sample = partial(self._sample_constrained, plan, layout.sampling, outcome, constrained, gained)
+            sample = partial(self._sample_constrained, plan, layout.sampling, outcome, constrained, besides)
             return Deferred(plan, sample)
-        return Pending(plan, layout.sampling, self._sampled(layout.sampling, outcome), gained=gained)
+        return Pending(plan, layout.sampling, self._sampled(layout.sampling, outcome), besides)
 
     @property
     def constraints(self) -> Constraints:
@@ -93,10 +115,15 @@ class Runner:
 
     @torch.inference_mode()
     def _sample_constrained(
-        self, plan: StepPlan, rows: list[Row], outcome: Outcome, constrained: dict[int, Constraint],
-        gained: GainedBatch | None,
-    ) -> Pending:  # fmt: skip
-        return Pending(plan, rows, self._sampled(rows, outcome, masks_of(constrained)), constrained, gained)
+        self, plan: StepPlan, rows: list[Row], outcome: Outcome, constrained: dict[int, Constraint], besides: Besides
+    ) -> Pending:
+        return Pending(plan, rows, self._sampled(rows, outcome, masks_of(constrained)), besides, constrained)
+
+    def _drawn(self, plan: StepPlan) -> DrawnBatch | None:
+        if self.denoiser is None:
+            return None
+        self.denoiser.take_in(plan)
+        return self.denoiser.draw(plan.denoise) if plan.denoise else None
 
     def _sampled(self, rows: list[Row], outcome: Outcome, masks: Masks | None = None) -> SampledBatch | None:
         """The likeliest tokens are in the table already; rows that want others get them now."""

@@ -1,9 +1,16 @@
-"""From the device to the host, by copies that nobody waits for until they are read."""
+"""To the device and back, by copies that nobody waits for until they are read."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return tensor
+    # Pinned memory is fresh every time: the last copy may still be under way.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:

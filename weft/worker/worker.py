@@ -22,6 +22,7 @@ from weft.plan import Limits
 from weft.switches import is_on
 from weft.types import ModelInfo
 from weft.worker.graphs import StepGraphs, graph_shapes
+from weft.worker.images import load_image_side
 from weft.worker.memory import (
     MemoryPlan,
     Room,
@@ -64,26 +65,32 @@ class Worker:
                 dtype=dtype,
                 kv_memory_bytes=DEFAULT_CPU_CACHE_BYTES if device.type == "cpu" else None,
             )
+            images = load_image_side(config, files, text_width=geometry.hidden_size, dtype=dtype, device=device)
+            denoiser = images.denoiser if images is not None else None
+            drawing_bytes = denoiser.num_bytes if denoiser is not None else 0
             # What cannot fit is refused before anything large is allocated.
-            plan = plan_for(room, weights_bytes=num_parameters(geometry) * dtype.itemsize)
-            self.limits = _limits(config, plan, geometry.vocab_size, device)
+            plan = plan_for(room, weights_bytes=num_parameters(geometry) * dtype.itemsize + drawing_bytes)
+            self.limits = replace(
+                _limits(config, plan, geometry.vocab_size, device), image=images.limits if images is not None else None
+            )
             weights = load_weights(files, geometry, source, dtype=dtype, device=device)
         model = DenseModel(geometry, weights, ops_for(device.type), plan.max_model_len)
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
         if device.type == "cuda":
             if is_on("graphs"):
                 room = replace(room, graphs=graphs_bytes(geometry, dtype, graph_shapes(self.limits.max_num_seqs)))
-            room = measured(room, model, table, self.limits)
-            plan = plan_for(room, weights_bytes=weights.num_bytes)
+            room = measured(room, model, table, self.limits, drawing_bytes=drawing_bytes)
+            plan = plan_for(room, weights_bytes=weights.num_bytes + drawing_bytes)
             self.limits = replace(self.limits, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len)
-        ledger = room.ledger(weights.num_bytes, plan.kv_bytes)
+        ledger = room.ledger(weights.num_bytes + drawing_bytes, plan.kv_bytes)
         kv_cache = _kv_cache(geometry, plan, config.cache.block_size, dtype, device)
         if device.type == "cpu":
-            self.runner = Runner(Stepper(model, kv_cache, table, fast_step=_native_step(model, kv_cache)))
+            stepper = Stepper(model, kv_cache, table, fast_step=_native_step(model, kv_cache))
+            self.runner = Runner(stepper, denoiser=denoiser)
         else:
             stepper = Stepper(model, kv_cache, table)
             graphs = StepGraphs(stepper, self.limits.max_num_seqs) if is_on("graphs") else None
-            self.runner = Runner(stepper, graphs=graphs, warm_up=WarmUp(stepper))
+            self.runner = Runner(stepper, graphs=graphs, warm_up=WarmUp(stepper), denoiser=denoiser)
             for line in ledger_table(ledger).splitlines():
                 log.info("GPU memory: %s", line)
         self.info = ModelInfo(
@@ -96,6 +103,7 @@ class Worker:
             dtype=str(dtype).removeprefix("torch."),
             memory=ledger,
             load_seconds=time.perf_counter() - began,
+            images=images.info if images is not None else None,
         )
 
 

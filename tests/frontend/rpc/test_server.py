@@ -76,7 +76,7 @@ def test_without_a_key_every_method_is_closed_but_the_probe() -> None:
                 else:
                     assert (await refused(call))[0] is Code.UNAUTHENTICATED, path
                     closed.add(path)
-            assert len(closed) == 6
+            assert len(closed) == 7
             for unknown in ("/cy.llm.AiInference/Nothing", "/nobody.Knows/It", "/grpc.health.v1.Health/check"):
                 assert (await refused(call_raw(opened.channel, unknown, False, False)))[0] is Code.UNAUTHENTICATED
 

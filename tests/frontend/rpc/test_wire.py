@@ -23,6 +23,7 @@ ROOT = Path(weft.__file__).parent.parent
 STRING, BOOL = FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BOOL
 INT32, UINT32 = FieldDescriptor.TYPE_INT32, FieldDescriptor.TYPE_UINT32
 FLOAT, DOUBLE, MESSAGE = FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_MESSAGE
+INT64, BYTES = FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_BYTES
 
 FIELDS = {
     "StreamPredictRequest": {
@@ -44,6 +45,20 @@ FIELDS = {
     "ControlMessage": {"trace_id": (1, STRING), "command": (2, STRING), "payload": (3, MESSAGE)},
     "WorkerHealthRequest": {"trace_id": (1, STRING)},
     "WorkerHealthResponse": {"healthy": (1, BOOL), "metrics": (2, MESSAGE)},
+    "GenerateImageRequest": {
+        "trace_id": (1, STRING), "model_id": (2, STRING), "prompt": (3, STRING), "negative_prompt": (4, STRING),
+        "seed": (5, INT64), "steps": (6, UINT32), "guidance_scale": (7, DOUBLE), "width": (8, UINT32),
+        "height": (9, UINT32), "sampler": (10, STRING), "previews": (11, UINT32), "priority": (12, INT32),
+        "prompt_embeds": (13, MESSAGE), "additional_information": (14, MESSAGE),
+    },
+    "ClientTensor": {"data": (1, BYTES), "shape": (2, UINT32), "dtype": (3, STRING), "sha256": (4, STRING)},
+    "InformationEntry": {"tensor": (1, MESSAGE), "values": (2, MESSAGE)},
+    "InformationValues": {"values": (1, MESSAGE)},
+    "InformationValue": {"truth": (1, BOOL), "integer": (2, INT64), "number": (3, DOUBLE), "text": (4, STRING)},
+    "GenerateImageUpdate": {
+        "trace_id": (1, STRING), "index": (2, UINT32), "step": (3, UINT32), "steps": (4, UINT32), "image": (5, BYTES),
+        "end_of_stream": (6, BOOL), "elapsed_ms": (7, FLOAT), "seed": (8, INT64),
+    },
 }  # fmt: skip
 
 
@@ -72,6 +87,7 @@ def test_the_service_is_frozen() -> None:
         "StreamPredict": ("StreamPredictRequest", True, "StreamPredictResponse", True),
         "Control": ("ControlMessage", False, "ControlMessage", False),
         "Health": ("WorkerHealthRequest", False, "WorkerHealthResponse", False),
+        "GenerateImage": ("GenerateImageRequest", False, "GenerateImageUpdate", True),
     }
 
 

@@ -1,7 +1,7 @@
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -110,3 +110,100 @@ class WorkerHealthResponse(_message.Message):
     healthy: bool
     metrics: _containers.ScalarMap[str, str]
     def __init__(self, healthy: _Optional[bool] = ..., metrics: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class GenerateImageRequest(_message.Message):
+    __slots__ = ("trace_id", "model_id", "prompt", "negative_prompt", "seed", "steps", "guidance_scale", "width", "height", "sampler", "previews", "priority", "prompt_embeds", "additional_information")
+    class AdditionalInformationEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: InformationEntry
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[InformationEntry, _Mapping]] = ...) -> None: ...
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    NEGATIVE_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    GUIDANCE_SCALE_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_FIELD_NUMBER: _ClassVar[int]
+    PREVIEWS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_EMBEDS_FIELD_NUMBER: _ClassVar[int]
+    ADDITIONAL_INFORMATION_FIELD_NUMBER: _ClassVar[int]
+    trace_id: str
+    model_id: str
+    prompt: str
+    negative_prompt: str
+    seed: int
+    steps: int
+    guidance_scale: float
+    width: int
+    height: int
+    sampler: str
+    previews: int
+    priority: int
+    prompt_embeds: ClientTensor
+    additional_information: _containers.MessageMap[str, InformationEntry]
+    def __init__(self, trace_id: _Optional[str] = ..., model_id: _Optional[str] = ..., prompt: _Optional[str] = ..., negative_prompt: _Optional[str] = ..., seed: _Optional[int] = ..., steps: _Optional[int] = ..., guidance_scale: _Optional[float] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., sampler: _Optional[str] = ..., previews: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_embeds: _Optional[_Union[ClientTensor, _Mapping]] = ..., additional_information: _Optional[_Mapping[str, InformationEntry]] = ...) -> None: ...
+
+class ClientTensor(_message.Message):
+    __slots__ = ("data", "shape", "dtype", "sha256")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    dtype: str
+    sha256: str
+    def __init__(self, data: _Optional[bytes] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class InformationEntry(_message.Message):
+    __slots__ = ("tensor", "values")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    tensor: ClientTensor
+    values: InformationValues
+    def __init__(self, tensor: _Optional[_Union[ClientTensor, _Mapping]] = ..., values: _Optional[_Union[InformationValues, _Mapping]] = ...) -> None: ...
+
+class InformationValues(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedCompositeFieldContainer[InformationValue]
+    def __init__(self, values: _Optional[_Iterable[_Union[InformationValue, _Mapping]]] = ...) -> None: ...
+
+class InformationValue(_message.Message):
+    __slots__ = ("truth", "integer", "number", "text")
+    TRUTH_FIELD_NUMBER: _ClassVar[int]
+    INTEGER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    truth: bool
+    integer: int
+    number: float
+    text: str
+    def __init__(self, truth: _Optional[bool] = ..., integer: _Optional[int] = ..., number: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
+
+class GenerateImageUpdate(_message.Message):
+    __slots__ = ("trace_id", "index", "step", "steps", "image", "end_of_stream", "elapsed_ms", "seed")
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    IMAGE_FIELD_NUMBER: _ClassVar[int]
+    END_OF_STREAM_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_MS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    trace_id: str
+    index: int
+    step: int
+    steps: int
+    image: bytes
+    end_of_stream: bool
+    elapsed_ms: float
+    seed: int
+    def __init__(self, trace_id: _Optional[str] = ..., index: _Optional[int] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., image: _Optional[bytes] = ..., end_of_stream: _Optional[bool] = ..., elapsed_ms: _Optional[float] = ..., seed: _Optional[int] = ...) -> None: ...

@@ -75,7 +75,7 @@ class Prediction:
             with generation.counted():
                 await guarded(
                     generation.run(self._take),
-                    _no_hang_up,
+                    no_hang_up,
                     aborted=self._seat.aborted,
                     timeout_s=self._seat.service.options.request_timeout_s,
                 )
@@ -121,7 +121,7 @@ def params_of(generation: GenerationParameters) -> SamplingParams:
     return params
 
 
-async def _no_hang_up() -> Message:
+async def no_hang_up() -> Message:
     """gRPC cancels the call of a client that has gone; there is nothing to listen for."""
     never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
     return await never

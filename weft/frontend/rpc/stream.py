@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 import uuid
 from collections.abc import AsyncIterable
@@ -13,21 +12,18 @@ import grpc
 
 from weft import logs
 from weft.config import GrpcOptions
-from weft.errors import InvalidRequest, RequestTimeout, Unavailable
+from weft.errors import InvalidRequest, Unavailable
 from weft.frontend.gate import Gate
 from weft.frontend.rpc.ai_service_pb2 import StreamPredictRequest, StreamPredictResponse
 from weft.frontend.rpc.prediction import Prediction, Send
+from weft.frontend.rpc.sending import in_time
 from weft.frontend.rpc.status import Status, parse, status_of
-from weft.frontend.schemas import SANE_ID
+from weft.frontend.rpc.trace import MAX_TRACE_ID, take_up
 
 log = logging.getLogger(__name__)
 
 MAX_OPEN = 128
 """Predictions that run on one stream; the next request is read when one has ended."""
-
-MAX_TRACE_ID = 256
-
-_SANE_ID = re.compile(SANE_ID)
 
 
 class PredictionStream:
@@ -86,8 +82,9 @@ class PredictionStream:
         try:
             request = parse(StreamPredictRequest, message)
             trace_id = request.metadata.trace_id or uuid.uuid4().hex
-            logs.request_id.set(trace_id if _SANE_ID.fullmatch(trace_id) else uuid.uuid4().hex)
-            self._check_trace_id(trace_id)
+            take_up(trace_id)
+            if trace_id in self._open:
+                raise InvalidRequest("There is a prediction with this trace_id on the stream already.")
             self._open.add(trace_id)
             try:
                 with self._gate.admit() as seat:
@@ -111,12 +108,6 @@ class PredictionStream:
             }
             logs.event(log, logging.INFO, "prediction", fields)
 
-    def _check_trace_id(self, trace_id: str) -> None:
-        if len(trace_id) > MAX_TRACE_ID:
-            raise InvalidRequest(f"The trace_id has {len(trace_id)} characters; at most {MAX_TRACE_ID}.")
-        if trace_id in self._open:
-            raise InvalidRequest("There is a prediction with this trace_id on the stream already.")
-
     def _named(self, status: Status, trace_id: str) -> Status:
         """With the prediction that it belongs to, where there could be a doubt."""
         if self._num_begun == 1 or not trace_id:
@@ -125,12 +116,5 @@ class PredictionStream:
 
     async def _send(self, response: StreamPredictResponse) -> None:
         # gRPC takes one message at a time, and no other while the client does not read.
-        patience_s = self._gate.config.server.slow_reader_timeout_s
         async with self._sending:
-            try:
-                async with asyncio.timeout(patience_s or None):
-                    await self._send_now(response)
-            except TimeoutError as error:
-                raise RequestTimeout(
-                    f"The client read nothing for {patience_s:g} s (--slow-reader-timeout-s)."
-                ) from error
+            await in_time(self._send_now(response), self._gate.config.server.slow_reader_timeout_s)

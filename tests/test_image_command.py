@@ -1,0 +1,118 @@
+"""`weft image` and `LLM.draw`: the same image by both ways, and what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from tests.frontend.images.pixels import pixels_of
+from tests.frontend.scripted_engine import PAINTER, ImageStep, ScriptedEngine, picture
+from weft import LLM, cli, llm
+from weft.backends.contract import ImageUpdate
+from weft.errors import ConfigError, EngineFault, InvalidRequest
+from weft.frontend import terminal
+from weft.frontend.images.job import Wish
+from weft.types import FinishReason, ImageParams
+
+WIDE = {"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
+    """What every command and every LLM starts."""
+    engine = ScriptedEngine(images=PAINTER)
+
+    async def start(*_: Any) -> ScriptedEngine:
+        return engine
+
+    monkeypatch.setattr(cli, "_start", start)
+    monkeypatch.setattr(llm, "start_native", start)
+    return engine
+
+
+def weft(*words: str) -> Any:
+    return CliRunner().invoke(cli.app, ["image", *words], env=WIDE)
+
+
+def test_the_command_writes_the_image_and_says_where_it_is(engine: ScriptedEngine, tmp_path: Path) -> None:
+    file = tmp_path / "out.png"
+    words = ("--steps", "3", "--seed", "7", "--guidance", "2.5", "--negative", "b", "--sampler", "heun")
+    done = weft("a red circle", "-o", str(file), *words, "--size", "4x2")
+    assert done.exit_code == 0, done.output
+    [drawn] = engine.drawn
+    assert drawn.prompt == list(b"a red circle")
+    assert drawn.image == ImageParams(
+        width=4, height=2, steps=3, guidance_scale=2.5, seed=7, sampler="heun", negative_token_ids=list(b"b")
+    )
+    assert pixels_of(file.read_bytes()) == (4, 2, picture(drawn.image, 3))
+    assert f"{file}: 4x2, 3 steps in " in done.output and "seed 7" in done.output
+    assert engine.closed and not engine.open
+
+
+def test_a_bar_tells_how_far_the_image_is(tmp_path: Path) -> None:
+    engine = ScriptedEngine(images=PAINTER)
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, width=100)
+    asyncio.run(terminal.draw_image(engine, Wish(prompt="a"), tmp_path / "a.png", console))
+    assert "6/6" in written.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("-o", "out.jpg"), ConfigError),
+        (("-o", "nowhere/at/all/out.png"), ConfigError),
+        (("--size", "big"), InvalidRequest),
+        (("--size", "64x64"), InvalidRequest),
+        (("--steps", "0"), InvalidRequest),
+        (("--sampler", "ddim"), InvalidRequest),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_and_leaves_nothing(
+    engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], error: type
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = weft("a", *words)
+    assert type(done.exception) is error
+    assert not engine.drawn and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "end", [ImageUpdate(step=1, finish=FinishReason.ERROR, error="no luck"), EngineFault("no luck")]
+)
+def test_an_image_that_fails_closes_the_engine(engine: ScriptedEngine, tmp_path: Path, end: ImageStep) -> None:
+    engine.image_script = [ImageUpdate(step=1), end]
+    done = weft("a", "-o", str(tmp_path / "out.png"))
+    assert isinstance(done.exception, EngineFault) and "no luck" in str(done.exception)
+    assert engine.closed and not engine.open and not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_is_named(engine: ScriptedEngine, tmp_path: Path) -> None:
+    (tmp_path / "out.png").mkdir()
+    done = weft("a", "-o", str(tmp_path / "out.png"))
+    assert "out.png cannot be written" in str(done.exception)
+
+
+def test_the_help_teaches() -> None:
+    text = weft("--help").output
+    assert 'weft image "a red circle on a blue background" -o circle.png' in text
+    for flag in ("--steps", "--seed", "--guidance", "--size", "--model", "--output"):
+        assert flag in text
+
+
+def test_the_python_api_draws(engine: ScriptedEngine, tmp_path: Path) -> None:
+    with LLM("smollm2") as model:
+        image = model.draw("a", seed=3, steps=2, guidance_scale=1, size="4x2")
+        assert (image.width, image.height) == (4, 2)
+        assert image.rgb == picture(engine.drawn[0].image, 2)
+        image.save(tmp_path / "a.png")
+        assert pixels_of((tmp_path / "a.png").read_bytes())[2] == image.rgb
+        with pytest.raises(InvalidRequest, match="4x2"):
+            model.draw("a", size="8x8")
+    assert engine.closed and not engine.open

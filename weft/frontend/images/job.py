@@ -1,0 +1,153 @@
+"""What somebody wants drawn, and what the engine is asked for then: the same from every door."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import get_args
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from weft.errors import InvalidRequest, ModelNotFound
+from weft.text.tokenizer import Tokenizer
+from weft.types import FlowSampler, ImageModelInfo, ImageParams, ModelInfo
+
+MAX_PROMPT_CHARS = 4000
+MAX_IMAGES = 10
+MAX_PREVIEWS = 3
+
+AUTO = "auto"
+_SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
+
+
+class Wish(Struct, frozen=True, kw_only=True):
+    """None: as the model has it."""
+
+    prompt: str
+    negative_prompt: str = ""
+    width: int | None = None
+    height: int | None = None
+    steps: int | None = None
+    guidance_scale: float | None = None
+    seed: int | None = None
+    """None: any."""
+    sampler: FlowSampler = "euler"
+    n: int = 1
+    previews: int = 0
+    """At most so many on the way to each image, evenly."""
+
+
+class ImageJob(Struct, frozen=True, kw_only=True):
+    """Images of one prompt."""
+
+    prompt: list[int]
+    images: list[ImageParams]
+    cache_salt: str = ""
+    priority: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """What is to be read before anything is drawn."""
+        return len(self.prompt) + len(self.images[0].negative_token_ids)
+
+
+def sides(size: str) -> tuple[int, int] | tuple[None, None]:
+    """Width and height of a size such as 32x32; none for auto."""
+    if size == AUTO:
+        return None, None
+    if (match := _SIZE.fullmatch(size)) is None:
+        raise InvalidRequest(
+            f"size is {size!r:.40}; it must be auto, or a width and a height as in 32x32.", param="size"
+        )
+    return int(match[1]), int(match[2])
+
+
+def sampler_named(name: str) -> FlowSampler:
+    known: tuple[FlowSampler, ...] = get_args(FlowSampler)
+    for sampler in known:
+        if sampler == name:
+            return sampler
+    raise InvalidRequest(f"sampler is {name!r:.40}; it must be one of {', '.join(known)}.", param="sampler")
+
+
+def drawing_model(model: ModelInfo) -> ImageModelInfo:
+    if model.images is None:
+        raise InvalidRequest(
+            f"{model.name} writes text, and no model that draws images is loaded beside it.",
+            hint="The operator's setting is --image-model; Weft's own goes with the language model smollm2.",
+            param="model",
+        )
+    return model.images
+
+
+def check_image_model(name: str | None, served_name: str, model: ModelInfo) -> None:
+    """Raise unless this is the model that draws, and not the one beside it, which is served under its own name; None
+    always is."""
+    painter = drawing_model(model)
+    if name in (None, painter.name):
+        return
+    hint = f"This server draws with {painter.name!r}."
+    if name == served_name:
+        raise InvalidRequest(f"The model {name!r} writes text and draws no images.", hint=hint, param="model")
+    raise ModelNotFound(f"There is no model {name!r:.200} here.", hint=hint, param="model")
+
+
+def job_of(wish: Wish, model: ModelInfo, tokenizer: Tokenizer, *, cache_salt: str = "", priority: int = 0) -> ImageJob:
+    """Every default resolved; raises InvalidRequest for what this model does not draw."""
+    painter = drawing_model(model)
+    guidance = painter.guidance_scale if wish.guidance_scale is None else wish.guidance_scale
+    if wish.negative_prompt and guidance == 1:
+        raise InvalidRequest(
+            "negative_prompt has no effect with guidance_scale 1: nothing steers away from it.", param="negative_prompt"
+        )
+    width, height = _size(wish, painter)
+    steps = painter.steps if wish.steps is None else wish.steps
+    negative = _tokens("negative_prompt", wish.negative_prompt, painter, tokenizer) if wish.negative_prompt else []
+    _check_count("n", wish.n, 1, MAX_IMAGES)
+    _check_count("partial_images", wish.previews, 0, MAX_PREVIEWS)
+    first = ImageParams(
+        width=width,
+        height=height,
+        steps=steps,
+        guidance_scale=guidance,
+        seed=secrets.randbits(63) if wish.seed is None else wish.seed,
+        sampler=wish.sampler,
+        negative_token_ids=negative,
+        preview_every=-(-steps // (wish.previews + 1)) if wish.previews else 0,
+    )
+    first.check()
+    images = [first, *(replace(first, seed=_nth_seed(first.seed, number)) for number in range(1, wish.n))]
+    prompt = _tokens("prompt", wish.prompt, painter, tokenizer)
+    return ImageJob(prompt=prompt, images=images, cache_salt=cache_salt, priority=priority)
+
+
+def _size(wish: Wish, painter: ImageModelInfo) -> tuple[int, int]:
+    width = painter.width if wish.width is None else wish.width
+    height = painter.height if wish.height is None else wish.height
+    if (width, height) != (painter.width, painter.height):
+        raise InvalidRequest(
+            f"The size is {width}x{height}; {painter.name} draws {painter.width}x{painter.height}.", param="size"
+        )
+    return width, height
+
+
+def _tokens(param: str, text: str, painter: ImageModelInfo, tokenizer: Tokenizer) -> list[int]:
+    if not 0 < len(text) <= MAX_PROMPT_CHARS:
+        raise InvalidRequest(f"{param} has {len(text)} characters; it must be 1 to {MAX_PROMPT_CHARS}.", param=param)
+    tokens = tokenizer.encode(text)
+    if len(tokens) > painter.max_prompt_tokens:
+        raise InvalidRequest(
+            f"{param} has {len(tokens)} tokens; {painter.name} reads at most {painter.max_prompt_tokens}.", param=param
+        )
+    return tokens
+
+
+def _nth_seed(seed: int, number: int) -> int:
+    """Of its own, or all images would be alike."""
+    return (seed + number + 2**63) % 2**64 - 2**63
+
+
+def _check_count(param: str, count: int, least: int, most: int) -> None:
+    if not least <= count <= most:
+        raise InvalidRequest(f"{param} is {count}; it must be {least} to {most}.", param=param)

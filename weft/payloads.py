@@ -1,0 +1,128 @@
+"""Tensors that clients send: prompts that were encoded elsewhere, and what else a model may be told.
+
+Nothing is copied on the way: decoded from msgpack, the data is a view into the message, and `array` a view into that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from weft.errors import InvalidRequest
+
+MAX_BYTES = 100_000_000
+MAX_ENTRIES = 100
+MAX_DIMENSIONS = 8
+
+BFLOAT16 = "bfloat16"
+STORED_AS: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    BFLOAT16: np.dtype("<u2"),
+}
+"""numpy has no bfloat16: its bits are kept as integers."""
+
+BFLOAT16_EXPONENT = 0x7F80
+"""All of these bits are set in an infinity or a NaN, and in no other value."""
+
+Value = bool | int | float | str
+
+
+class Tensor(Struct, frozen=True, kw_only=True):
+    """Values row by row, little-endian."""
+
+    data: memoryview
+    shape: tuple[int, ...]
+    dtype: str
+    sha256: str = ""
+    """Of the data, in hexadecimal; empty: not given."""
+
+    def array(self) -> NDArray[Any]:
+        """A view of the data of a tensor that was checked."""
+        return np.frombuffer(self.data, STORED_AS[self.dtype]).reshape(self.shape)
+
+    def check_tensor(self, field: str) -> None:
+        """Raise InvalidRequest, with the place below `field`, for what is no tensor."""
+        self._check_shape(field)
+        self._check_data(field)
+
+    def _check_shape(self, field: str) -> None:
+        if not 0 < len(self.shape) <= MAX_DIMENSIONS or min(self.shape) < 1 or max(self.shape) > MAX_BYTES:
+            raise _wrong(f"{field}.shape", f"it must be 1 to {MAX_DIMENSIONS} numbers, each from 1 to {MAX_BYTES}")
+
+    def _check_data(self, field: str) -> None:
+        if self.data.nbytes > MAX_BYTES:
+            raise _wrong(f"{field}.data", f"it has {self.data.nbytes} bytes; at most {MAX_BYTES}")
+        if self.dtype not in STORED_AS:
+            raise _wrong(f"{field}.dtype", f"it is {self.dtype!r:.40}; possible are {', '.join(STORED_AS)}")
+        wanted = math.prod(self.shape) * STORED_AS[self.dtype].itemsize
+        if self.data.nbytes != wanted:
+            raise _wrong(f"{field}.data", f"it has {self.data.nbytes} bytes; its shape and dtype ask for {wanted}")
+        if self.sha256 and hashlib.sha256(self.data).hexdigest() != self.sha256.lower():
+            raise _wrong(f"{field}.sha256", "it is not that of the data")
+        if not self._is_finite():
+            raise _wrong(f"{field}.data", "it has values that are infinite or no numbers")
+
+    def _is_finite(self) -> bool:
+        values = self.array()
+        if self.dtype == BFLOAT16:
+            return bool(((values & BFLOAT16_EXPONENT) != BFLOAT16_EXPONENT).all())
+        return bool(np.isfinite(values).all())
+
+
+class PromptEmbeds(Tensor, frozen=True, kw_only=True):
+    """A prompt's hidden states, a row a token."""
+
+    def check(self, *, max_rows: int, width: int | None, field: str = "prompt_embeds") -> None:
+        """Raise InvalidRequest for what a model of this context and this width cannot take; None: its width is not
+        known here, and left to the engine to check."""
+        if len(self.shape) != 2:
+            raise _wrong(f"{field}.shape", f"it has {len(self.shape)} dimensions; rows and width are 2")
+        self._check_shape(field)
+        rows, given_width = self.shape
+        if rows > max_rows:
+            raise _wrong(f"{field}.shape", f"it has {rows} rows; this model takes 1 to {max_rows}")
+        if width is not None and given_width != width:
+            raise _wrong(f"{field}.shape", f"its rows have {given_width} values; this model's have {width}")
+        self._check_data(field)
+
+
+class InfoEntry(Struct, frozen=True, kw_only=True):
+    """Exactly one of the two."""
+
+    tensor: Tensor | None = None
+    values: list[Value] | None = None
+
+
+class AdditionalInformation(Struct, frozen=True, kw_only=True):
+    entries: dict[str, InfoEntry] = {}
+
+    def check(self, field: str = "additional_information") -> None:
+        if len(self.entries) > MAX_ENTRIES:
+            raise _wrong(f"{field}.entries", f"there are {len(self.entries)}; at most {MAX_ENTRIES}")
+        num_bytes = sum(entry.tensor.data.nbytes for entry in self.entries.values() if entry.tensor is not None)
+        if num_bytes > MAX_BYTES:
+            raise _wrong(f"{field}.entries", f"they have {num_bytes} bytes together; at most {MAX_BYTES}")
+        for name, entry in self.entries.items():
+            _check_entry(entry, f"{field}.entries[{name[:40]!r}]")
+
+
+def _check_entry(entry: InfoEntry, field: str) -> None:
+    if (entry.tensor is None) == (entry.values is None):
+        raise _wrong(field, "it must have either a tensor or values")
+    if entry.tensor is not None:
+        entry.tensor.check_tensor(f"{field}.tensor")
+    for value in entry.values or ():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _wrong(f"{field}.values", "it has a value that is infinite or no number")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise _wrong(f"{field}.values", "it has an integer of more than 64 bits")
+
+
+def _wrong(field: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"{field}: {reason}.", param=field)

@@ -1,0 +1,88 @@
+"""The last check of a request before anything is computed: a limit never exists at a door only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.errors import InvalidRequest
+from weft.plan import ImageLimits, Limits
+from weft.scheduler.cursors import Cursor
+from weft.types import ImageParams, Request, check_priority, check_token_ids
+
+
+def check_request(request: Request, limits: Limits, cursors: Mapping[str, Cursor]) -> None:
+    """Raise InvalidRequest for one that cannot be served within these limits beside the open ones."""
+    request.params.check()
+    request.params.check_token_ids(limits.logits_width)
+    check_token_ids(request.stop_token_ids, limits.logits_width, "stop_token_ids")
+    check_token_ids(request.prompt_token_ids, limits.logits_width, "prompt")
+    check_token_ids(request.output_token_ids, limits.logits_width, "output_token_ids")
+    if request.request_id in cursors:
+        raise InvalidRequest(f"There is a request {request.request_id!r} already.")
+    check_priority(request.priority)
+    _check_kin(request, cursors.get(request.sibling_of))
+    _check_length(request, limits)
+    wants_tokens = bool(request.output_token_ids) or request.params.prompt_logprobs is not None
+    if request.pooling is not None and wants_tokens:
+        raise InvalidRequest("A request for a vector has no tokens, and no log probabilities.", param="pooling")
+    if request.image is not None:
+        if wants_tokens or request.pooling is not None or request.sibling_of or request.params.grammar:
+            raise InvalidRequest("A request for an image has no tokens, no vector and no siblings.", param="image")
+        if limits.image is None:
+            raise InvalidRequest("This engine has no model that draws.", param="image")
+        _check_image(request, request.image, limits, limits.image)
+
+
+def _check_kin(request: Request, leader: Cursor | None) -> None:
+    if leader is None:
+        return
+    theirs = leader.request
+    if (request.prompt_token_ids, request.cache_salt) != (theirs.prompt_token_ids, theirs.cache_salt):
+        raise InvalidRequest(
+            f"{request.request_id!r} is no sibling of {leader.id!r}: prompt or cache salt differ.", param="sibling_of"
+        )
+
+
+def _check_length(request: Request, limits: Limits) -> None:
+    length = len(request.prompt_token_ids)
+    if length == 0 and request.image is None:
+        raise InvalidRequest("The prompt is empty.", param="prompt")
+    if length >= limits.max_model_len:
+        raise InvalidRequest(
+            f"The prompt has {length} tokens; the context of {limits.max_model_len} tokens must also hold "
+            "at least one of the answer.",
+            param="prompt",
+        )
+    room = min(request.params.max_tokens or limits.max_model_len, limits.max_model_len - length)
+    if len(request.output_token_ids) >= room:
+        raise InvalidRequest("The request has all its tokens already.", param="max_tokens")
+
+
+def _check_image(request: Request, image: ImageParams, limits: Limits, of_images: ImageLimits) -> None:
+    image.check()
+    if (image.width, image.height) != (of_images.width, of_images.height):
+        raise InvalidRequest(
+            f"An image of {image.width}x{image.height}: this model draws {of_images.width}x{of_images.height}.",
+            param="size",
+        )
+    if image.sampler not in of_images.evaluations:
+        raise InvalidRequest(f"There is no sampler {image.sampler!r}.", param="sampler")
+    texts = (("prompt", request.prompt_token_ids), ("negative_prompt", image.negative_token_ids))
+    check_token_ids(image.negative_token_ids, limits.logits_width, "negative_prompt")
+    most = min(of_images.max_prompt_tokens, limits.max_model_len - 1)
+    for param, token_ids in texts:
+        if len(token_ids) > most:
+            raise InvalidRequest(
+                f"{param} has {len(token_ids)} tokens; this model draws from at most {most}.", param=param
+            )
+    if (cost := of_images.cost(image)) > limits.max_num_batched_tokens:
+        raise InvalidRequest(
+            f"A step of this image counts as {cost} tokens; a step of the engine has at most "
+            f"{limits.max_num_batched_tokens}.",
+            param="image",
+        )
+    if of_images.canvas_bytes > of_images.max_embedding_bytes:
+        raise InvalidRequest(
+            f"An image holds {of_images.canvas_bytes} bytes; there are {of_images.max_embedding_bytes} for all images.",
+            param="image",
+        )
