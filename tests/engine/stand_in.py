@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from weft.engine.wire import FromEngine, Ready, Start, ToEngine, frame, receive
+from weft.engine.wire import FromEngine, Ready, Shutdown, Start, ToEngine, frame, receive
 from weft.types import ModelInfo
 
 MODEL = ModelInfo(
@@ -46,8 +46,10 @@ class StandIn:
         while (message := receive(self._theirs)) is not None:
             if isinstance(message, Start):
                 self.send(Ready(MODEL))
-            else:
-                self.inbox.put(message)
+                continue
+            self.inbox.put(message)
+            if isinstance(message, Shutdown):
+                self.kill()
 
 
 class StandIns:
