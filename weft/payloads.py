@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from msgspec import Struct
-from numpy.typing import NDArray
 
 from weft.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MAX_BYTES = 100_000_000
 MAX_ENTRIES = 100
 MAX_DIMENSIONS = 8
 
 BFLOAT16 = "bfloat16"
-STORED_AS: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype("<f4"),
-    "float16": np.dtype("<f2"),
-    BFLOAT16: np.dtype("<u2"),
-}
-"""numpy has no bfloat16: its bits are kept as integers."""
+STORED_AS = {"float32": "<f4", "float16": "<f2", BFLOAT16: "<u2"}
+"""As numpy calls it, with the bytes of a value. It has no bfloat16: its bits are kept as integers."""
 
 BFLOAT16_EXPONENT = 0x7F80
 """All of these bits are set in an infinity or a NaN, and in no other value."""
@@ -44,6 +41,8 @@ class Tensor(Struct, frozen=True, kw_only=True):
 
     def array(self) -> NDArray[Any]:
         """A view of the data of a tensor that was checked."""
+        import numpy as np  # servers that take no tensors start without it
+
         return np.frombuffer(self.data, STORED_AS[self.dtype]).reshape(self.shape)
 
     def check_tensor(self, field: str) -> None:
@@ -60,7 +59,7 @@ class Tensor(Struct, frozen=True, kw_only=True):
             raise _wrong(f"{field}.data", f"it has {self.data.nbytes} bytes; at most {MAX_BYTES}")
         if self.dtype not in STORED_AS:
             raise _wrong(f"{field}.dtype", f"it is {self.dtype!r:.40}; possible are {', '.join(STORED_AS)}")
-        wanted = math.prod(self.shape) * STORED_AS[self.dtype].itemsize
+        wanted = math.prod(self.shape) * int(STORED_AS[self.dtype][-1])
         if self.data.nbytes != wanted:
             raise _wrong(f"{field}.data", f"it has {self.data.nbytes} bytes; its shape and dtype ask for {wanted}")
         if self.sha256 and hashlib.sha256(self.data).hexdigest() != self.sha256.lower():
@@ -69,6 +68,8 @@ class Tensor(Struct, frozen=True, kw_only=True):
             raise _wrong(f"{field}.data", "it has values that are infinite or no numbers")
 
     def _is_finite(self) -> bool:
+        import numpy as np
+
         values = self.array()
         if self.dtype == BFLOAT16:
             return bool(((values & BFLOAT16_EXPONENT) != BFLOAT16_EXPONENT).all())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from weft.types import FlowSampler, ImageParams, Pooling, SamplingParams, TokenLogprob
+from weft.types import ImageParams, Pooling, SamplingParams, TokenLogprob
 
 
 class ImageLimits(Struct, frozen=True, kw_only=True):
@@ -19,8 +19,6 @@ class ImageLimits(Struct, frozen=True, kw_only=True):
     num_tokens: int
     """What an image counts as in one pass of the model."""
     max_prompt_tokens: int
-    evaluations: dict[FlowSampler, int]
-    """Velocities that a step of each sampler takes."""
     canvas_bytes: int
     """What one image holds from its admission to its end: its latents, and the hidden states of two prompts."""
     max_num_images: int
@@ -31,7 +29,7 @@ class ImageLimits(Struct, frozen=True, kw_only=True):
 
     def cost(self, image: ImageParams) -> int:
         """Of one denoise step, in tokens of the step's budget."""
-        return self.num_tokens * image.passes * self.evaluations[image.sampler]
+        return self.num_tokens * image.passes_per_step
 
 
 class Limits(Struct, frozen=True, kw_only=True):

@@ -139,6 +139,8 @@ class Pooling(enum.StrEnum):
 MAX_DENOISE_STEPS = 1000
 MAX_GUIDANCE = 50.0
 FlowSampler = Literal["euler", "heun"]
+VELOCITIES: dict[FlowSampler, int] = {"euler": 1, "heun": 2}
+"""How often a step of each sampler asks for the velocity."""
 
 
 class ImageParams(Struct, frozen=True, kw_only=True):
@@ -163,11 +165,17 @@ class ImageParams(Struct, frozen=True, kw_only=True):
         _in_range("preview_every", self.preview_every, 0, MAX_DENOISE_STEPS)
         for name, size in (("width", self.width), ("height", self.height)):
             _in_range(name, size, 1, 16384)
+        if self.sampler not in VELOCITIES:
+            raise InvalidRequest(f"There is no sampler {self.sampler!r}.", param="sampler")
 
     @property
     def passes(self) -> int:
         """Of the model, for one velocity."""
         return 1 if self.guidance_scale == 1 else 2
+
+    @property
+    def passes_per_step(self) -> int:
+        return self.passes * VELOCITIES[self.sampler]
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -335,6 +343,8 @@ class ImageModelInfo(Struct, frozen=True, kw_only=True):
     name: str
     width: int
     height: int
+    num_tokens: int
+    """What an image counts as in one pass of the model."""
     max_prompt_tokens: int
     steps: int
     guidance_scale: float

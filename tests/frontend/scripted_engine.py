@@ -29,7 +29,9 @@ Step = Delta | float | Exception
 
 ImageStep = ImageUpdate | float | Exception
 
-PAINTER = ImageModelInfo(name="painter", width=4, height=2, max_prompt_tokens=40, steps=6, guidance_scale=3.0)
+PAINTER = ImageModelInfo(
+    name="painter", width=4, height=2, num_tokens=8, max_prompt_tokens=40, steps=6, guidance_scale=3.0
+)
 
 
 class ScriptedTokenizer:

@@ -13,6 +13,7 @@ import pytest
     [
         ("weft.cli", ["fastapi", "uvicorn", "pydantic", "prometheus_client", "torch", "tokenizers", "asyncio"]),
         ("weft.frontend.server", ["torch", "weft.engine", "weft.scheduler", "weft.worker", "weft.model", "weft.hub"]),
+        ("weft.frontend.app", ["numpy", "llguidance"]),
         ("weft.frontend.terminal", ["torch", "fastapi", "weft.engine", "weft.hub"]),
     ],
 )

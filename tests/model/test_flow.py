@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from weft.model import flow
+from weft.types import VELOCITIES, FlowSampler
 
 SHAPE = (3, 8, 8)
 
@@ -39,7 +40,7 @@ def test_noise_is_a_function_of_seed_and_step() -> None:
 
 
 @pytest.mark.parametrize("sampler", list(flow.STEPS))
-def test_a_step_asks_for_the_velocity_as_often_as_it_says(sampler: flow.Sampler) -> None:
+def test_a_step_asks_for_the_velocity_as_often_as_it_says(sampler: FlowSampler) -> None:
     asked = []
 
     def velocity(x: Tensor, t: Tensor) -> Tensor:
@@ -48,7 +49,7 @@ def test_a_step_asks_for_the_velocity_as_often_as_it_says(sampler: flow.Sampler)
 
     x = torch.zeros(2, *SHAPE)
     moved = flow.STEPS[sampler](x, torch.tensor([1.0, 0.5]), torch.tensor([0.75, 0.0]), velocity)
-    assert len(asked) == flow.EVALUATIONS[sampler]
+    assert len(asked) == VELOCITIES[sampler]
     assert torch.equal(moved[0], torch.full(SHAPE, -0.5))
     assert torch.equal(moved[1], torch.full(SHAPE, -1.0))
 
@@ -67,7 +68,7 @@ def bent(x: Tensor, t: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("sampler", list(flow.STEPS))
-def test_a_stopped_image_goes_on_as_if_it_had_not_stopped(sampler: flow.Sampler) -> None:
+def test_a_stopped_image_goes_on_as_if_it_had_not_stopped(sampler: FlowSampler) -> None:
     grid, step = flow.times(6, 2.0), flow.STEPS[sampler]
 
     def run(x: Tensor, start: int, stop: int) -> Tensor:
@@ -82,7 +83,7 @@ def test_a_stopped_image_goes_on_as_if_it_had_not_stopped(sampler: flow.Sampler)
 
 
 @pytest.mark.parametrize("sampler", list(flow.STEPS))
-def test_images_at_different_steps_share_a_batch(sampler: flow.Sampler) -> None:
+def test_images_at_different_steps_share_a_batch(sampler: FlowSampler) -> None:
     step, x = flow.STEPS[sampler], flow.noise(4, (3, *SHAPE))
     t, t_next = torch.tensor([1.0, 0.6, 0.2]), torch.tensor([0.9, 0.4, 0.0])
     alone = [step(x[i : i + 1], t[i : i + 1], t_next[i : i + 1], bent) for i in range(3)]

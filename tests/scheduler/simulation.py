@@ -58,7 +58,6 @@ def image_limits(**changes: object) -> ImageLimits:
         "height": SIZE,
         "num_tokens": 4,
         "max_prompt_tokens": 12,
-        "evaluations": {"euler": 1, "heun": 2},
         "canvas_bytes": 100,
         "max_num_images": 3,
         "max_mixed_denoise": 8,

@@ -28,6 +28,7 @@ from training.shapes.data import Image, Prompt
 from training.shapes.prepare import Prepared, read
 from weft.model import flow
 from weft.model.dit import Dit, load
+from weft.types import FlowSampler
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Settings(Struct, frozen=True, kw_only=True):
     num_steps: int
     guidance_scale: float
     shift: float = 1.0
-    sampler: flow.Sampler = "euler"
+    sampler: FlowSampler = "euler"
 
 
 class Scores(Struct, frozen=True, kw_only=True):

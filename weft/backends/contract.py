@@ -184,16 +184,16 @@ class Engine(Protocol):
     async def close(self) -> None: ...
 
 
-def failure_of(delta: Delta) -> WeftError | None:
-    """The error that a request's last delta stands for; None for an answer that ended as it should."""
-    match delta.finish:
+def failure_of(last: Delta | ImageUpdate) -> WeftError | None:
+    """The error that a request's last word stands for; None for an answer that ended as it should."""
+    match last.finish:
         case None | FinishReason.STOP | FinishReason.LENGTH:
             return None
         case FinishReason.TIMEOUT:
-            return RequestTimeout(delta.error or "The request took too long and was ended.")
+            return RequestTimeout(last.error or "The request took too long and was ended.")
         case FinishReason.REJECTED:
-            return InvalidRequest(delta.error or "The engine refused the request.")
+            return InvalidRequest(last.error or "The engine refused the request.")
         case FinishReason.ABORT:
-            return Unavailable(delta.error or "The server ended the request.")
+            return Unavailable(last.error or "The server ended the request.")
         case FinishReason.ERROR:
-            return EngineFault(delta.error or "The engine failed while it worked on this request.")
+            return EngineFault(last.error or "The engine failed while it worked on this request.")

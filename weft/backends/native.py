@@ -43,6 +43,7 @@ from weft.types import (
     Delta,
     EngineStats,
     Event,
+    ImageModelInfo,
     ImageParams,
     ModelInfo,
     Pooling,
@@ -173,9 +174,11 @@ class NativeDeltas(Deltas):
 class NativeImageUpdates(ImageUpdates):
     """The updates of one image, which is queued when this is made."""
 
-    def __init__(self, client: EngineClient, request: Request) -> None:
+    def __init__(self, client: EngineClient, request: Request, step_tokens: int) -> None:
+        """`step_tokens`: what a step of it counts as."""
         self._client = client
         self._request = request
+        self._step_tokens = step_tokens
         self._entry = client.submit(request)
         self._arrived: deque[Arrival] = deque()
         self._step = 0
@@ -207,7 +210,9 @@ class NativeImageUpdates(ImageUpdates):
             image=event.image,
             finish=event.finish,
             error=event.error,
-            usage=Usage(prompt_tokens=self._request.num_prompt_tokens),
+            usage=Usage(
+                prompt_tokens=self._request.num_prompt_tokens, completion_tokens=self._step * self._step_tokens
+            ),
         )
 
 
@@ -333,7 +338,7 @@ class NativeEngine:
         priority: int = 0,
         tenant: str = "",
     ) -> NativeImageUpdates:
-        self._check_image(prompt_token_ids, image)
+        drawn_by = self._painter_of(prompt_token_ids, image)
         check_priority(priority)
         request = Request(
             request_id=request_id or uuid.uuid4().hex,
@@ -344,7 +349,7 @@ class NativeEngine:
             tenant=tenant,
             image=image,
         )
-        return NativeImageUpdates(self.client, request)
+        return NativeImageUpdates(self.client, request, drawn_by.num_tokens * image.passes_per_step)
 
     def health(self) -> Health:
         if self.client.state != "ready":
@@ -374,7 +379,8 @@ class NativeEngine:
         if self._template is not None:
             self._template.close()
 
-    def _check_image(self, prompt_token_ids: list[int], image: ImageParams) -> None:
+    def _painter_of(self, prompt_token_ids: list[int], image: ImageParams) -> ImageModelInfo:
+        """The model that can draw this; raises InvalidRequest when none can."""
         drawn_by = self.model.images
         if drawn_by is None:
             raise InvalidRequest(
@@ -395,6 +401,7 @@ class NativeEngine:
                     f"{drawn_by.max_prompt_tokens}.",
                     param=param,
                 )
+        return drawn_by
 
     def _check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
         model = self.model

@@ -93,7 +93,7 @@ class ChatWriter:
         bodies: list[dict[str, object]] = [_delta_body(piece) for piece in pieces]
         if not bodies and (delta.logprobs or (delta.token_ids and self._request.return_token_ids)):
             bodies = [{"content": ""}]
-        chunks = [self._chunk(index, body, delta if first else None) for first, body in _firsts(bodies)]
+        chunks = [self._chunk(index, body, None if number else delta) for number, body in enumerate(bodies)]
         if delta.finish:
             chunks.append(self._last_chunk(index, delta))
         return b"".join(chunks)
@@ -181,10 +181,6 @@ class ChatWriter:
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
         return chat_logprobs(self._tokenizer, token_ids, logprobs)
-
-
-def _firsts(bodies: list[dict[str, object]]) -> list[tuple[bool, dict[str, object]]]:
-    return [(number == 0, body) for number, body in enumerate(bodies)]
 
 
 def _delta_body(piece: Piece) -> dict[str, object]:

@@ -8,8 +8,6 @@ import logging
 import time
 import uuid
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import msgspec
@@ -23,7 +21,7 @@ from weft.errors import InvalidRequest, Overloaded
 from weft.frontend.body import ClientGone, parse, read_body
 from weft.frontend.fields import prompts
 from weft.frontend.gate import Gate, Seat
-from weft.frontend.guard import guarded
+from weft.frontend.guard import guarded, side_by_side
 from weft.frontend.schemas import Fields
 from weft.frontend.stopwatch import Stopwatch, all_ended
 from weft.frontend.translate import LONG_PROMPT
@@ -89,7 +87,7 @@ class EmbeddingsExchange(Response):
             try:
                 body = await read_body(scope, receive, options.max_body_mb << 20)
                 batch = await _batch(body, seat, arrived)
-                with batch.counted():
+                with all_ended(batch.stopwatches):
                     await guarded(batch.run(), receive, aborted=seat.aborted, timeout_s=options.request_timeout_s)
             except ClientGone:
                 log.info("the client hung up")
@@ -108,24 +106,13 @@ class Batch:
         self._arrived = arrived
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
         self._vectors: dict[int, Embedding] = {}
-        self._stopwatches: list[Stopwatch] = []
+        self.stopwatches: list[Stopwatch] = []
         seat.answer_id = f"embd-{uuid.uuid4().hex}"
-        seat.choices = self._stopwatches
+        seat.choices = self.stopwatches
 
     async def run(self) -> None:
         """Raises the first error of any input; the others are ended then."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, token_ids in enumerate(self._inputs):
-                    group.create_task(self._embed(index, token_ids))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """However the work within ends, every input that was taken is counted as ended."""
-        with all_ended(self._stopwatches):
-            yield
+        await side_by_side(self._embed(index, token_ids) for index, token_ids in enumerate(self._inputs))
 
     def answer(self) -> EmbeddingList:
         vectors = [self._vectors[index] for index in range(len(self._inputs))]
@@ -143,7 +130,7 @@ class Batch:
         service, request = self._seat.service, self._request
         async with self._room:
             stopwatch = Stopwatch(service.metrics, self._seat.account, self._arrived, len(token_ids))
-            self._stopwatches.append(stopwatch)
+            self.stopwatches.append(stopwatch)
             try:
                 vector = await service.engine.embed(
                     token_ids,
@@ -154,7 +141,7 @@ class Batch:
                     tenant=self._seat.tenant,
                 )
             except Overloaded:
-                self._stopwatches.remove(stopwatch)
+                self.stopwatches.remove(stopwatch)
                 service.metrics.rejected()
                 raise
         self._seat.account.spend_tokens(len(token_ids))

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -92,6 +92,11 @@ class Reply:
     async def end(self, body: bytes) -> None:
         await self._send_body(body, more=False)
 
+    async def answer(self, body: bytes) -> None:
+        """All of it, in one piece of JSON."""
+        await self.start([*JSON_HEADERS, (b"content-length", b"%d" % len(body))])
+        await self.end(body)
+
     def _send_body(self, body: bytes, *, more: bool) -> Awaitable[None]:
         if self._short_way is not None:
             self._short_way.flush()
@@ -130,26 +135,32 @@ async def _whole(order: Order, generation: Generation, guard: Guard, reply: Repl
     outputs = [Output() for _ in range(order.job.num_choices)]
     with _until_hang_up(), generation.counted():
         await guard(generation.run(lambda index, delta: outputs[index].add(delta)))
-        body = order.writer.whole(outputs)
-        await reply.start([*JSON_HEADERS, (b"content-length", b"%d" % len(body))])
-        await reply.end(body)
+        await reply.answer(order.writer.whole(outputs))
 
 
 async def _stream(order: Order, generation: Generation, guard: Guard, reply: Reply, keep_alive_s: float) -> None:
-    """An error before the first byte is raised and gets its status; a later one becomes the stream's last event."""
-    try:
+    async with told_in_stream(reply, order.writer.failure):
         with _until_hang_up(), generation.counted():
             await guard(_send_chunks(order, generation, reply, keep_alive_s))
+
+
+@asynccontextmanager
+async def told_in_stream(reply: Reply, failure: Callable[[WeftError], bytes]) -> AsyncIterator[None]:
+    """An error before the first byte is raised and gets its status; a later one becomes the stream's last event."""
+    try:
+        yield
+    except ClientGone:
+        raise
     except WeftError as error:
         if not reply.started:
             raise
         log.error("a stream ended with %s: %s", type(error).__name__, error)
-        await reply.end(order.writer.failure(error))
+        await reply.end(failure(error))
     except Exception as error:
         if not reply.started:
             raise
         log.exception("a stream failed")
-        await reply.end(order.writer.failure(Unexpected(str(error))))
+        await reply.end(failure(Unexpected(str(error))))
 
 
 @contextmanager
@@ -163,7 +174,7 @@ def _until_hang_up() -> Iterator[None]:
 
 async def _send_chunks(order: Order, generation: Generation, reply: Reply, keep_alive_s: float) -> None:
     writer = order.writer
-    waiting = asyncio.create_task(_say_waiting(reply, keep_alive_s)) if keep_alive_s else None
+    waiting = Waiting(reply, keep_alive_s)
     opening = asyncio.Lock()
     is_open = False
     usages = [Usage()] * order.job.num_choices
@@ -181,30 +192,41 @@ async def _send_chunks(order: Order, generation: Generation, reply: Reply, keep_
         nonlocal is_open
         async with opening:
             if not is_open:
-                if waiting is not None:
-                    waiting.cancel()
-                    await asyncio.wait({waiting})
+                await waiting.end()
                 await reply.start(sse.HEADERS)
-                await _written(reply, writer.opening())
+                await written(reply, writer.opening())
                 is_open = True
-        await _written(reply, chunks)
+        await written(reply, chunks)
 
     try:
         await generation.run(take)
     finally:
-        if waiting is not None:
-            waiting.cancel()
+        await waiting.end()
     await reply.end(writer.closing(usages))
 
 
-async def _say_waiting(reply: Reply, interval_s: float) -> None:
-    """Tell a client, and whatever stands between, that its stream has not been forgotten."""
-    while True:
-        await asyncio.sleep(interval_s)
-        await reply.start(sse.HEADERS)
-        await _written(reply, sse.WAITING)
+class Waiting:
+    """Tells a client, and whatever stands between, that its stream has not been forgotten; until there is more to
+    tell."""
+
+    def __init__(self, reply: Reply, interval_s: float) -> None:
+        """0: it says nothing."""
+        self._task = asyncio.create_task(self._say(reply, interval_s)) if interval_s else None
+
+    async def end(self) -> None:
+        """Again and again, if need be."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _say(self, reply: Reply, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            await reply.start(sse.HEADERS)
+            await written(reply, sse.WAITING)
 
 
-async def _written(reply: Reply, body: bytes) -> None:
+async def written(reply: Reply, body: bytes) -> None:
     if body and (writing := reply.write(body)) is not None:
         await writing

@@ -13,7 +13,7 @@ from msgspec import Struct
 from weft import logs
 from weft.backends.contract import Engine, Health
 from weft.config import Config, LimitOptions, ServerOptions
-from weft.errors import ModelNotFound, Overloaded, Unavailable
+from weft.errors import InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from weft.frontend.keys import Keys
 from weft.frontend.limits import Account, Accounts
 from weft.frontend.stopwatch import Stopwatch
@@ -44,10 +44,18 @@ class Service(Struct, frozen=True, kw_only=True):
         return await self.grammars.compile(spec, thinking) if spec is not None else ""
 
     def check_model(self, name: str) -> None:
-        if name != self.model_name:
-            raise ModelNotFound(
-                f"There is no model {name!r:.200} here; this server has {self.model_name!r}.", param="model"
+        if name == self.model_name:
+            return
+        drawn_by = self.engine.model.images
+        if drawn_by is not None and name == drawn_by.name:
+            raise InvalidRequest(
+                f"The model {name!r} draws images and writes no text.",
+                hint=f"Send it to /v1/images/generations, or name {self.model_name!r}.",
+                param="model",
             )
+        raise ModelNotFound(
+            f"There is no model {name!r:.200} here; this server has {self.model_name!r}.", param="model"
+        )
 
 
 class Seat(Struct, eq=False, kw_only=True):

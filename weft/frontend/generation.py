@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,6 +11,7 @@ from weft import logs
 from weft.backends.contract import Deltas, failure_of
 from weft.errors import EngineFault, Overloaded
 from weft.frontend.gate import Seat
+from weft.frontend.guard import side_by_side
 from weft.frontend.job import Choice, Job
 from weft.frontend.stopwatch import Stopwatch, all_ended
 from weft.observe.traces import Outcome
@@ -49,7 +49,7 @@ class Generation:
             if len(answers) == 1:
                 await self._follow(answers[0], 0, take)
             else:
-                await self._follow_all(answers, take)
+                await side_by_side(self._follow(answer, index, take) for index, answer in enumerate(answers))
         finally:
             for answer in answers:
                 await answer.aclose()
@@ -76,14 +76,6 @@ class Generation:
         await answer.follow(take_timed)
         if not stopwatch.ended:
             raise EngineFault("The engine ended an answer without a reason.")
-
-    async def _follow_all(self, answers: list[Deltas], take: TakeOf) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for index, answer in enumerate(answers):
-                    group.create_task(self._follow(answer, index, take))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
 
     async def _submit(self, choice: Choice, index: int) -> Deltas:
         try:

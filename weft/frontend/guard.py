@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from starlette.types import Receive
 
 from weft.errors import RequestTimeout, Unavailable
 from weft.frontend.body import ClientGone
+
+
+async def side_by_side(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All of it at the same time. Raises the first error of any; the others are cancelled then."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 async def guarded(

@@ -44,5 +44,10 @@ class Job(Struct, frozen=True, kw_only=True):
 
 def _sibling(params: SamplingParams, number: int) -> SamplingParams:
     """With a seed of its own, or all choices would be alike. The prompt's figures come with the first choice."""
-    seed = None if params.seed is None else (params.seed + number + 2**63) % 2**64 - 2**63
+    seed = None if params.seed is None else nth_seed(params.seed, number)
     return replace(params, seed=seed, prompt_logprobs=None)
+
+
+def nth_seed(seed: int, number: int) -> int:
+    """Of the answer of this number to one request, within 64 bits."""
+    return (seed + number + 2**63) % 2**64 - 2**63

@@ -7,13 +7,13 @@ on from its latents and the number of steps done. Images of a batch may be at di
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Sampler = Literal["euler", "heun"]
+from weft.types import FlowSampler
+
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """The velocity of latents [B, C, H, W] at times [B]."""
 Step = Callable[[Tensor, Tensor, Tensor, Velocity], Tensor]
@@ -44,9 +44,7 @@ def heun(x: Tensor, t: Tensor, t_next: Tensor, velocity: Velocity) -> Tensor:
     return _moved(x, t_next - t, (here + there) / 2)
 
 
-STEPS: dict[Sampler, Step] = {"euler": euler, "heun": heun}
-EVALUATIONS: dict[Sampler, int] = {"euler": 1, "heun": 2}
-"""How often a step asks for the velocity."""
+STEPS: dict[FlowSampler, Step] = {"euler": euler, "heun": heun}
 
 
 def guided(conditional: Tensor, unconditional: Tensor, scale: Tensor) -> Tensor:

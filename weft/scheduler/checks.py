@@ -65,8 +65,6 @@ def _check_image(request: Request, image: ImageParams, limits: Limits, of_images
             f"An image of {image.width}x{image.height}: this model draws {of_images.width}x{of_images.height}.",
             param="size",
         )
-    if image.sampler not in of_images.evaluations:
-        raise InvalidRequest(f"There is no sampler {image.sampler!r}.", param="sampler")
     texts = (("prompt", request.prompt_token_ids), ("negative_prompt", image.negative_token_ids))
     check_token_ids(image.negative_token_ids, limits.logits_width, "negative_prompt")
     most = min(of_images.max_prompt_tokens, limits.max_model_len - 1)

@@ -8,7 +8,6 @@ from msgspec import Struct
 from weft.config import Config
 from weft.errors import ConfigError
 from weft.hub.files import ModelFiles
-from weft.model import flow
 from weft.model.dit import DitConfig, load, read_config
 from weft.model.images import check_text_width, find_image_model
 from weft.plan import ImageLimits
@@ -39,6 +38,7 @@ def load_image_side(
         name=folder.resolve().name,
         width=geometry.image_size,
         height=geometry.image_size,
+        num_tokens=geometry.num_tokens,
         max_prompt_tokens=geometry.max_text_tokens,
         steps=geometry.num_steps,
         guidance_scale=geometry.guidance_scale,
@@ -60,7 +60,6 @@ def _limits(config: Config, geometry: DitConfig, text_dtype: torch.dtype, *, on_
         height=geometry.image_size,
         num_tokens=geometry.num_tokens,
         max_prompt_tokens=geometry.max_text_tokens,
-        evaluations=flow.EVALUATIONS,
         canvas_bytes=size,
         max_num_images=min(options.max_num_images or (16 if on_cpu else 64), most_bytes // size),
         max_mixed_denoise=options.max_mixed_denoise or (256 if on_cpu else 384),

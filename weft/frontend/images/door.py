@@ -6,9 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
 
 from fastapi import Response
 from msgspec import Struct
@@ -17,12 +15,12 @@ from starlette.types import Receive, Scope, Send
 from weft.errors import WeftError
 from weft.frontend import sse
 from weft.frontend.body import ClientGone, parse, read_body
-from weft.frontend.errors import Unexpected, error_body
-from weft.frontend.exchange import JSON_HEADERS, Reply
+from weft.frontend.errors import error_body
+from weft.frontend.exchange import Guard, Reply, Waiting, told_in_stream, written
 from weft.frontend.gate import Gate, Service
 from weft.frontend.guard import guarded
 from weft.frontend.images.drawing import Drawing, Finished, Step
-from weft.frontend.images.embeds import check_payloads, payloads_of
+from weft.frontend.images.embeds import check_allowed, check_payloads, payloads_of
 from weft.frontend.images.job import ImageJob, Wish, check_image_model, job_of, sides
 from weft.frontend.images.schemas import ImagesRequest
 from weft.frontend.images.writer import ImagesWriter
@@ -30,8 +28,6 @@ from weft.frontend.protocol import short_way
 from weft.types import check_priority
 
 log = logging.getLogger(__name__)
-
-Guard = Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
 
 
 class Order(Struct, frozen=True):
@@ -70,6 +66,9 @@ async def _order(body: bytes, service: Service) -> Order:
     engine = service.engine
     check_image_model(request.model, service.model_name, engine.model)
     check_priority(request.priority)
+    for field in ("prompt_embeds", "additional_information"):
+        if getattr(request, field) is not None:
+            check_allowed(field, service)
     if request.prompt_embeds is not None or request.additional_information is not None:
         embeds, information = await asyncio.to_thread(payloads_of, request)
         await check_payloads(embeds, information, service)
@@ -100,62 +99,31 @@ async def _whole(job: ImageJob, drawing: Drawing, guard: Guard, reply: Reply) ->
 
     with drawing.counted():
         await guard(drawing.run(take))
-        body = writer.whole(finished)
-        await reply.start([*JSON_HEADERS, (b"content-length", b"%d" % len(body))])
-        await reply.end(body)
+        await reply.answer(writer.whole(finished))
 
 
 async def _stream(job: ImageJob, drawing: Drawing, guard: Guard, reply: Reply, keep_alive_s: float) -> None:
-    """An error before the first byte is raised and gets its status; a later one becomes the stream's last event."""
-    try:
+    async with told_in_stream(reply, _failure):
         with drawing.counted():
             await guard(_send_events(job, drawing, reply, keep_alive_s))
-    except WeftError as error:
-        if not reply.started:
-            raise
-        log.error("a stream ended with %s: %s", type(error).__name__, error)
-        await reply.end(_failure(error))
-    except ClientGone:
-        raise
-    except Exception as error:
-        if not reply.started:
-            raise
-        log.exception("a stream failed")
-        await reply.end(_failure(Unexpected(str(error))))
 
 
 async def _send_events(job: ImageJob, drawing: Drawing, reply: Reply, keep_alive_s: float) -> None:
     writer = ImagesWriter(job)
     sending = asyncio.Lock()
-    has_begun = False
-
-    async def send(events: bytes) -> None:
-        await reply.start(sse.HEADERS)
-        if (writing := reply.write(events)) is not None:
-            await writing
+    waiting = Waiting(reply, keep_alive_s)
 
     async def take(index: int, news: Step | Finished) -> None:
-        nonlocal has_begun
         events = writer.events(index, news)
         async with sending:
-            has_begun = True
-            await send(events)
+            await waiting.end()
+            await reply.start(sse.HEADERS)
+            await written(reply, events)
 
-    async def say_waiting() -> None:
-        """Tell a client, and whatever stands between, that its stream has not been forgotten."""
-        while not has_begun:
-            await asyncio.sleep(keep_alive_s)
-            async with sending:
-                if not has_begun:
-                    await send(sse.WAITING)
-
-    waiting = asyncio.create_task(say_waiting()) if keep_alive_s else None
     try:
         await drawing.run(take)
     finally:
-        if waiting is not None:
-            waiting.cancel()
-            await asyncio.wait({waiting})
+        await waiting.end()
     await reply.end(b"")
 
 

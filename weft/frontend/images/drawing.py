@@ -14,6 +14,7 @@ from weft import logs
 from weft.backends.contract import ImageUpdate, ImageUpdates
 from weft.errors import Overloaded
 from weft.frontend.gate import Seat
+from weft.frontend.guard import side_by_side
 from weft.frontend.images.job import ImageJob, drawing_model
 from weft.frontend.images.picture import Image
 from weft.frontend.images.updates import follow
@@ -69,11 +70,7 @@ class Drawing:
                 self._stopwatches.append(
                     Stopwatch(self._service.metrics, self._seat.account, self._arrived, self._job.num_prompt_tokens)
                 )
-            async with asyncio.TaskGroup() as group:
-                for index, updates in enumerate(images):
-                    group.create_task(self._follow(index, updates, take))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            await side_by_side(self._follow(index, updates, take) for index, updates in enumerate(images))
         finally:
             for updates in images:
                 await updates.aclose()
@@ -102,7 +99,7 @@ class Drawing:
             self._service.metrics.rejected()
             raise
         if index == 0:
-            # The others share what is computed of the prompt.
+            # As with the choices of a chat: a prompt counts once.
             self._seat.account.spend_tokens(self._job.num_prompt_tokens)
         return updates
 

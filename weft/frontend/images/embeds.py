@@ -13,27 +13,31 @@ from weft.frontend.images.schemas import AdditionalInformationField, ImagesReque
 from weft.payloads import AdditionalInformation, InfoEntry, PromptEmbeds, Tensor
 
 
+def check_allowed(field: str, service: Service) -> None:
+    """To be asked before a tensor is so much as decoded."""
+    if not service.limits.allow_prompt_embeds:
+        raise InvalidRequest(
+            f"{field}: this server takes no tensors from clients.",
+            hint="The operator's setting is --allow-prompt-embeds.",
+            param=field,
+        )
+
+
 async def check_payloads(
     embeds: PromptEmbeds | None, information: AdditionalInformation | None, service: Service
 ) -> None:
     """Raise InvalidRequest for what is wrong with them, and for what is right: no engine draws from them yet."""
-    given = {"prompt_embeds": embeds, "additional_information": information}
-    present = [name for name, payload in given.items() if payload is not None]
-    if not present:
+    if embeds is None and information is None:
         return
-    if not service.limits.allow_prompt_embeds:
-        raise InvalidRequest(
-            f"{present[0]}: this server takes no tensors from clients.",
-            hint="The operator's setting is --allow-prompt-embeds.",
-            param=present[0],
-        )
+    field = "additional_information" if embeds is None else "prompt_embeds"
+    check_allowed(field, service)
     # To look at every value takes a while: the streams of others go on meanwhile.
     if embeds is not None:
         max_rows = drawing_model(service.engine.model).max_prompt_tokens
         await asyncio.to_thread(embeds.check, max_rows=max_rows, width=None)
     if information is not None:
         await asyncio.to_thread(information.check)
-    raise InvalidRequest(f"{present[0]}: images are not drawn from it yet.", param=present[0])
+    raise InvalidRequest(f"{field}: images are not drawn from it yet.", param=field)
 
 
 def payloads_of(request: ImagesRequest) -> tuple[PromptEmbeds | None, AdditionalInformation | None]:

@@ -10,6 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.errors import InvalidRequest, ModelNotFound
+from weft.frontend.job import nth_seed
 from weft.text.tokenizer import Tokenizer
 from weft.types import FlowSampler, ImageModelInfo, ImageParams, ModelInfo
 
@@ -117,7 +118,7 @@ def job_of(wish: Wish, model: ModelInfo, tokenizer: Tokenizer, *, cache_salt: st
         preview_every=-(-steps // (wish.previews + 1)) if wish.previews else 0,
     )
     first.check()
-    images = [first, *(replace(first, seed=_nth_seed(first.seed, number)) for number in range(1, wish.n))]
+    images = [first, *(replace(first, seed=nth_seed(first.seed, number)) for number in range(1, wish.n))]
     prompt = _tokens("prompt", wish.prompt, painter, tokenizer)
     return ImageJob(prompt=prompt, images=images, cache_salt=cache_salt, priority=priority)
 
@@ -141,11 +142,6 @@ def _tokens(param: str, text: str, painter: ImageModelInfo, tokenizer: Tokenizer
             f"{param} has {len(tokens)} tokens; {painter.name} reads at most {painter.max_prompt_tokens}.", param=param
         )
     return tokens
-
-
-def _nth_seed(seed: int, number: int) -> int:
-    """Of its own, or all images would be alike."""
-    return (seed + number + 2**63) % 2**64 - 2**63
 
 
 def _check_count(param: str, count: int, least: int, most: int) -> None:

@@ -8,7 +8,6 @@ from weft.backends.contract import Engine, ImageUpdate, ImageUpdates, failure_of
 from weft.errors import EngineFault
 from weft.frontend.images.job import ImageJob
 from weft.frontend.images.picture import Image
-from weft.types import Delta
 
 Take = Callable[[ImageUpdate], Awaitable[None] | None]
 """Is given an update. What it returns, if anything, is awaited before the next one."""
@@ -20,7 +19,7 @@ async def follow(updates: ImageUpdates, take: Take) -> bytes:
     async for update in updates:
         if (taking := take(update)) is not None:
             await taking
-        if failure := failure_of(Delta(finish=update.finish, error=update.error)):
+        if failure := failure_of(update):
             raise failure
         if update.finish:
             if update.image is None:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llguidance import regex_to_lark
-
 from weft.errors import InvalidRequest
 from weft.text.grammars.schema import check_schema
 from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, Thinking, Tool, ToolCalls
@@ -38,6 +36,8 @@ class GrammarWriter:
             case JsonSchema(schema=schema, param=param):
                 lines = ["start: " + self._json(schema, param)]
             case Regex(pattern=pattern):
+                from llguidance import regex_to_lark  # costs nothing before it is needed
+
                 lines = [f"start: /{regex_to_lark(pattern, '')}/"]
             case Choice(options=options, param=param):
                 if not options:
