@@ -63,6 +63,43 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
     threads: Annotated[int, _doc("CPU threads of the engine; 0: one for every core it may use.", ge=0)] = 0
 
 
+class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which engine computes, and what it is told."""
+
+    engine: Annotated[
+        str,
+        _doc(
+            "A name from `weft engines`, several in the order in which they are tried (a,b), or auto: the best for "
+            "this machine that is installed."
+        ),
+    ] = "auto"
+    engine_url: Annotated[
+        str, _doc("Where a remote engine answers, as in http://localhost:8001/v1; for remote, cuda-trt, ascend-mindie.")
+    ] = ""
+    engine_api_key: Annotated[str, _doc("The key that a remote engine wants; empty: none.")] = ""
+    engine_model: Annotated[str, _doc("What a remote engine calls the model; empty: the first that it lists.")] = ""
+    tokenizer: Annotated[
+        str,
+        _doc(
+            "The model (a name, a path) whose tokenizer a remote engine's model has: prompts are then counted and "
+            "written here; empty: text and messages are passed on as they are."
+        ),
+    ] = ""
+    quantization: Annotated[
+        str, _doc("How vLLM quantises the weights, as in awq, gptq, fp8, bitsandbytes; empty: as the model says.")
+    ] = ""
+    tensor_parallel_size: Annotated[int, _doc("GPUs that hold the model together; for vLLM.", ge=1)] = 1
+    trust_remote_code: Annotated[
+        bool, _doc("Let vLLM run the code that comes with the model. Only for models that you have read.")
+    ] = False
+    allow_auto_tuning: Annotated[
+        bool, _doc("Try again with less where the memory does not hold what was asked; without it: fail, and say what.")
+    ] = True
+    stream_chunk_size: Annotated[
+        int, _doc("Tokens in a piece of an answer, where an engine gives it in larger ones.", ge=1)
+    ] = 4
+
+
 class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """The paged key-value cache."""
 
@@ -235,6 +272,7 @@ class GrpcOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelOptions = ModelOptions()
+    backend: BackendOptions = BackendOptions()
     cache: CacheOptions = CacheOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
     engine: EngineOptions = EngineOptions()

@@ -9,7 +9,16 @@ from typing import Any
 
 from msgspec import Struct
 
-from weft.backends.contract import ChatPrompt, ChatStyles, Deltas, Embedding, Health, ImageUpdate, ImageUpdates
+from weft.backends.contract import (
+    Abilities,
+    ChatPrompt,
+    ChatStyles,
+    Deltas,
+    Embedding,
+    Health,
+    ImageUpdate,
+    ImageUpdates,
+)
 from weft.errors import InvalidRequest, WeftError
 from weft.types import (
     Delta,
@@ -111,6 +120,9 @@ def with_logprobs(text: str) -> list[Step]:
 
 
 class ScriptedEngine:
+    name = "scripted"
+    abilities = Abilities()
+
     def __init__(
         self, script: Sequence[Step] = (), *, refuse: WeftError | None = None, images: ImageModelInfo | None = None
     ) -> None:

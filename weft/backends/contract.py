@@ -88,8 +88,40 @@ class ChatStyles(Struct, frozen=True):
     reasoning: ReasoningStyle | None = None
 
 
+class Abilities(Struct, frozen=True, kw_only=True):
+    """What an engine can be asked for besides plain sampling. What it cannot is refused, never dropped."""
+
+    tokens: bool = True
+    """Prompts are token ids, encoded on this side; else text and messages are passed on, and nothing that needs to
+    know the model's tokens is possible."""
+    seed: bool = True
+    penalties: bool = True
+    """Presence, frequency and repetition."""
+    top_k: bool = True
+    min_p: bool = True
+    logit_bias: bool = True
+    logprobs: bool = True
+    prompt_logprobs: bool = True
+    stop_tokens: bool = True
+    """Stop token ids, min_tokens and ignore_eos."""
+    grammar: bool = True
+    """Structured output, and calls of tools that must come."""
+    priority: bool = True
+    cache_salt: bool = True
+    embeddings: bool = True
+    images: bool = True
+    lora: bool = True
+
+
 class Engine(Protocol):
     """One model that is served."""
+
+    @property
+    def name(self) -> str:
+        """Of the kind of engine, as `weft engines` lists it."""
+
+    @property
+    def abilities(self) -> Abilities: ...
 
     @property
     def model(self) -> ModelInfo: ...

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from msgspec.structs import replace
 
 from weft.backends.contract import (
-    ChatPrompt,
-    ChatStyles,
+    Abilities,
     Deltas,
     Embedding,
     Health,
@@ -24,20 +19,16 @@ from weft.backends.contract import (
     Take,
     failure_of,
 )
+from weft.backends.text_room import TextRoom, check_prompt, open_text_room
 from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.engine.launch import EngineProcess, LaunchedEngine
 from weft.engine.wire import ResetCache, StartProfile, StopProfile, Vocabulary
 from weft.errors import ContextTooLong, EngineFault, InvalidRequest
-from weft.hub.assets import text_assets
 from weft.hub.files import ModelFiles, dummy_files
 from weft.hub.resolve import resolve
 from weft.text.grammars.words import words_of
 from weft.text.output import OutputText
-from weft.text.parsers.styles import reasoning_style, tool_style
-from weft.text.template import ChatTemplate
-from weft.text.tokenizer import Tokenizer
-from weft.text.tool_prompt import without_tools
 from weft.types import (
     Arrival,
     Delta,
@@ -54,9 +45,6 @@ from weft.types import (
     check_token_ids,
 )
 
-STYLE_IN_WORDS = "hermes"
-"""How a model writes calls that was told of its tools by its system message."""
-
 
 async def start_native(
     config: Config, files: ModelFiles | None = None, *, launch: Callable[[], LaunchedEngine] = EngineProcess
@@ -65,15 +53,13 @@ async def start_native(
     if files is None:
         files = await asyncio.to_thread(find_model, config)
     client = EngineClient(config, files, launch)
-    text = asyncio.create_task(asyncio.to_thread(_text_of, files))
+    opening = asyncio.create_task(asyncio.to_thread(open_text_room, files, config.model))
     try:
         await client.start()
-        tokenizer, template = await text
+        return NativeEngine(client, await opening)
     except BaseException:
         await client.close()
         raise
-    styles = _styles_of(config, template)
-    return NativeEngine(client, tokenizer, template, styles)
 
 
 def find_model(config: Config) -> ModelFiles:
@@ -81,22 +67,6 @@ def find_model(config: Config) -> ModelFiles:
     if config.model.load_format == "dummy":
         return dummy_files(Path(config.model.model))
     return resolve(config.model.model, config.model.revision)
-
-
-def _text_of(files: ModelFiles) -> tuple[Tokenizer, ChatTemplate | None]:
-    assets = text_assets(files)
-    tokenizer = Tokenizer.from_assets(assets)
-    return tokenizer, ChatTemplate.from_assets(assets, tokenizer) if assets.chat_template else None
-
-
-def _styles_of(config: Config, template: ChatTemplate | None) -> ChatStyles:
-    source = template.source if template is not None else None
-    in_words = template is not None and not template.knows_tools
-    tools, reasoning = config.model.tool_style, config.model.reasoning_style
-    return ChatStyles(
-        tool_style((STYLE_IN_WORDS if in_words else None) if tools == "auto" else tools, source),
-        reasoning_style(None if reasoning == "auto" else reasoning, source),
-    )
 
 
 class NativeDeltas(Deltas):
@@ -222,42 +192,19 @@ def _set_done(arrival: asyncio.Future[None]) -> None:
 
 
 class NativeEngine:
-    def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, template: ChatTemplate | None, styles: ChatStyles
-    ) -> None:
+    name = "native"
+    abilities = Abilities(lora=False)
+
+    def __init__(self, client: EngineClient, room: TextRoom) -> None:
         self.client = client
-        self.tokenizer = tokenizer
-        self.styles = styles
-        self._template = template
+        self.tokenizer = room.tokenizer
+        self.styles = room.styles
+        self.encode_chat = room.encode_chat
+        self._room = room
 
     @property
     def model(self) -> ModelInfo:
         return self.client.model
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_variables: Mapping[str, Any] | None = None,
-    ) -> ChatPrompt:
-        if self._template is None:
-            raise InvalidRequest(
-                "This model has no chat template, so it does not know what a conversation looks like.",
-                hint="Send a plain prompt to /v1/completions instead.",
-            )
-        if not self._template.knows_tools and self.styles.tools is not None:
-            messages, tools = without_tools(messages, tools, self.styles.tools.shape), None
-        text = self._template.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            extra=template_variables or {},
-        )
-        return ChatPrompt(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     async def submit(
         self,
@@ -271,28 +218,19 @@ class NativeEngine:
         sibling_of: str = "",
         markers: Collection[str] = (),
     ) -> NativeDeltas:
-        self._check(prompt_token_ids, params)
-        check_priority(priority)
-        room = self.model.max_model_len - len(prompt_token_ids)
-        resolved = replace(
+        request = self._room.request_of(
+            self.model,
+            prompt_token_ids,
             params,
-            max_tokens=min(params.max_tokens or room, room),
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-        )
-        if params.grammar and self.client.vocabulary is None:
-            words = await asyncio.to_thread(words_of, self.tokenizer)
-            self.client.vocabulary = Vocabulary(words.tokens, words.special_ids, words.eos_token_ids)
-        ends = () if params.ignore_eos else self.tokenizer.eos_token_ids
-        request = Request(
-            request_id=request_id or uuid.uuid4().hex,
-            prompt_token_ids=prompt_token_ids,
-            params=resolved,
-            stop_token_ids=list(dict.fromkeys((*ends, *params.stop_token_ids))),
+            request_id=request_id,
             cache_salt=cache_salt,
             priority=priority,
             tenant=tenant,
             sibling_of=sibling_of,
         )
+        if params.grammar and self.client.vocabulary is None:
+            words = await asyncio.to_thread(words_of, self.tokenizer)
+            self.client.vocabulary = Vocabulary(words.tokens, words.special_ids, words.eos_token_ids)
         return NativeDeltas(self.client, request, OutputText(self.tokenizer, request, markers))
 
     async def embed(
@@ -306,7 +244,7 @@ class NativeEngine:
         tenant: str = "",
     ) -> Embedding:
         params = SamplingParams(temperature=0, seed=0, max_tokens=1)
-        self._check(prompt_token_ids, params)
+        check_prompt(self.model, prompt_token_ids, params)
         check_priority(priority)
         request = Request(
             request_id=request_id or uuid.uuid4().hex,
@@ -376,8 +314,7 @@ class NativeEngine:
 
     async def close(self) -> None:
         await self.client.close()
-        if self._template is not None:
-            self._template.close()
+        self._room.close()
 
     def _painter_of(self, prompt_token_ids: list[int], image: ImageParams) -> ImageModelInfo:
         """The model that can draw this; raises InvalidRequest when none can."""
@@ -402,31 +339,3 @@ class NativeEngine:
                     param=param,
                 )
         return drawn_by
-
-    def _check(self, prompt_token_ids: list[int], params: SamplingParams) -> None:
-        model = self.model
-        params.check()
-        params.check_token_ids(model.logits_width)
-        check_token_ids(prompt_token_ids, model.logits_width, "prompt")
-        length = len(prompt_token_ids)
-        if length == 0:
-            raise InvalidRequest("The prompt is empty.", param="prompt")
-        if length >= model.max_model_len:
-            raise ContextTooLong(
-                f"The prompt has {length} tokens; this model's context is {model.max_model_len} tokens, "
-                "and at least one is needed for the answer.",
-                hint="Shorten the prompt, or serve with a larger --max-model-len.",
-                param="prompt",
-            )
-        if params.max_tokens is not None and length + params.max_tokens > model.max_model_len:
-            raise ContextTooLong(
-                f"The prompt has {length} tokens and max_tokens is {params.max_tokens}; together they exceed "
-                f"this model's context of {model.max_model_len} tokens.",
-                hint=f"Ask for {model.max_model_len - length} tokens or fewer.",
-                param="max_tokens",
-            )
-        if params.min_tokens > model.max_model_len - length:
-            raise InvalidRequest(
-                f"min_tokens is {params.min_tokens}; the context has room for {model.max_model_len - length} more.",
-                param="min_tokens",
-            )
