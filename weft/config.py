@@ -242,6 +242,11 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
     max_tools: Annotated[int, _doc("Tools of one chat; more are answered 400.", ge=1)] = 128
     max_prompts: Annotated[int, _doc("Prompts of one request; more are answered 400.", ge=1)] = 128
     max_n: Annotated[int, _doc("Choices of one prompt (n); more are answered 400.", ge=1)] = 128
+    max_stop: Annotated[int, _doc("Stop strings of one request; more are answered 400.", ge=1, le=16)] = 16
+    max_logprobs: Annotated[
+        int, _doc("Likeliest tokens that are told for each one; more are answered 400.", ge=0, le=20)
+    ] = 20
+    max_logit_bias: Annotated[int, _doc("Entries of logit_bias; more are answered 400.", ge=0, le=1024)] = 1024
     allow_prompt_embeds: Annotated[
         bool, _doc("Take tensors from clients: prompts that were encoded elsewhere, and what else a model may be told.")
     ] = False

@@ -96,10 +96,18 @@ def test_deep_json_is_400_at_the_door(nested: bytes) -> None:
         ("n", 3, 4, "--max-n"),
         ("n", -1, 10**18, "--max-n"),
         ("best_of", 3, 4, "--max-n"),
+        ("stop", ["a"] * 3, ["a"] * 4, "--max-stop"),
+        ("stop_sequences", ["a"] * 3, ["a"] * 4, "--max-stop"),
+        ("logprobs", 3, 4, "--max-logprobs"),
+        ("top_logprobs", 3, 4, "--max-logprobs"),
+        ("prompt_logprobs", 3, 4, "--max-logprobs"),
+        ("logit_bias", dict.fromkeys("abc", 1), dict.fromkeys("abcd", 1), "--max-logit-bias"),
     ],
 )
 def test_every_cap_holds_at_its_limit_and_not_above(field: str, most: Any, too_many: Any, flag: str) -> None:
-    limits = LimitOptions(max_messages=3, max_tools=3, max_prompts=3, max_n=3)
+    limits = LimitOptions(
+        max_messages=3, max_tools=3, max_prompts=3, max_n=3, max_stop=3, max_logprobs=3, max_logit_bias=3
+    )
     check_caps({field: most}, limits)
     with pytest.raises(InvalidRequest) as refused:
         check_caps({field: too_many}, limits)

@@ -138,7 +138,7 @@ def test_an_unknown_field_is_refused_with_the_nearest(value: Any) -> None:
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"stop_token_ids": [256]}, "stop_token_ids"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"include_usag": True}}, "stream_options.include_usag"),
         ({"stream": "yes"}, "stream"),

@@ -32,7 +32,7 @@ class Cap(Struct, frozen=True):
 
 
 def _length(value: Any) -> int:
-    return len(value) if isinstance(value, list) else 0
+    return len(value) if isinstance(value, list | dict) else 0
 
 
 def _number(value: Any) -> int:
@@ -52,6 +52,12 @@ CAPS = (
     Cap("input", _prompts, lambda limits: limits.max_messages, "--max-messages"),
     Cap("n", _number, lambda limits: limits.max_n, "--max-n"),
     Cap("best_of", _number, lambda limits: limits.max_n, "--max-n"),
+    Cap("stop", _length, lambda limits: limits.max_stop, "--max-stop"),
+    Cap("stop_sequences", _length, lambda limits: limits.max_stop, "--max-stop"),
+    Cap("logprobs", _number, lambda limits: limits.max_logprobs, "--max-logprobs"),
+    Cap("top_logprobs", _number, lambda limits: limits.max_logprobs, "--max-logprobs"),
+    Cap("prompt_logprobs", _number, lambda limits: limits.max_logprobs, "--max-logprobs"),
+    Cap("logit_bias", _length, lambda limits: limits.max_logit_bias, "--max-logit-bias"),
 )
 
 
