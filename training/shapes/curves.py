@@ -31,10 +31,12 @@ def plot(rows: Sequence[dict[str, str]]) -> Image.Image:
     def y_of(value: float) -> float:
         return MARGIN + (HEIGHT - 2 * MARGIN) * (high - value) / (high - low or 1.0)
 
-    for part in range(5):
-        value, step = low + (high - low) * part / 4, steps[-1] * part // 4
-        pen.line([(MARGIN, y_of(value)), (WIDTH - MARGIN, y_of(value))], fill="#dddddd")
-        pen.text((MARGIN - 6, y_of(value)), f"{10**value:.3g}", fill="black", font=font, anchor="rm")
+    for value in (digit * 10.0**power for power in range(-4, 2) for digit in (1, 2, 5)):
+        if low <= math.log10(value) <= high:
+            y = y_of(math.log10(value))
+            pen.line([(MARGIN, y), (WIDTH - MARGIN, y)], fill="#dddddd")
+            pen.text((MARGIN - 6, y), f"{value:g}", fill="black", font=font, anchor="rm")
+    for step in range(0, steps[-1] + 1, _round(steps[-1] // 6)):
         pen.text((x_of(step), HEIGHT - MARGIN + 8), f"{step:,}", fill="black", font=font, anchor="mt")
     for place, (name, colour) in enumerate(COLOURS.items()):
         points = [(x_of(step), y_of(math.log10(float(row[name])))) for step, row in zip(steps, rows, strict=True)]
@@ -42,6 +44,12 @@ def plot(rows: Sequence[dict[str, str]]) -> Image.Image:
         pen.text((WIDTH - MARGIN, 20 + 18 * place), name.replace("_", " "), fill=colour, font=font, anchor="rm")
     pen.text((WIDTH / 2, HEIGHT - 20), "steps", fill="black", font=font, anchor="mm")
     return page
+
+
+def _round(number: int) -> int:
+    """Its first digit and zeros; at least 1."""
+    unit = 10 ** (len(str(number)) - 1)
+    return max(1, number // unit * unit)
 
 
 def main() -> None:
