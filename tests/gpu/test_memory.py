@@ -21,10 +21,10 @@ from tests.worker.driving import Driven, request, run
 from weft.config import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.errors import OutOfMemory
 from weft.hub.files import ModelFiles, dummy_files
+from weft.hub.memory import MIB
 from weft.kernels.weights import DecoderWeights
 from weft.model.loader import load_weights, open_model
 from weft.types import FinishReason
-from weft.worker.memory import MIB
 from weft.worker.profiling import compute, largest_step
 from weft.worker.worker import Worker
 

@@ -8,11 +8,13 @@ its texts and of every step so far; as in the real worker those of the last step
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import deque
 from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from weft.payloads import GivenTexts, PromptEmbeds
 from weft.plan import (
     Denoise,
     DenoiseAdmission,
@@ -58,12 +60,23 @@ def image_limits(**changes: object) -> ImageLimits:
         "height": SIZE,
         "num_tokens": 4,
         "max_prompt_tokens": 12,
+        "text_width": 2,
         "canvas_bytes": 100,
+        "text_bytes": 10,
         "max_num_images": 3,
         "max_mixed_denoise": 8,
-        "max_embedding_bytes": 1000,
     }
-    return ImageLimits(**(defaults | changes))
+    chosen = defaults | changes
+    num_images = chosen["max_num_images"]
+    chosen.setdefault("max_num_texts", 2 * num_images)
+    slots = num_images * chosen["canvas_bytes"] + chosen["max_num_texts"] * chosen["text_bytes"]
+    return ImageLimits(**({"max_embedding_bytes": slots + 100} | chosen))
+
+
+def embeds(*values: int) -> PromptEmbeds:
+    """Hidden states that a client sent: two values a row, of two bytes each."""
+    data = struct.pack(f"<{len(values)}e", *values)
+    return PromptEmbeds(data=memoryview(data), shape=(len(values) // 2, 2), dtype="float16")
 
 
 def drawing(
@@ -77,6 +90,8 @@ def drawing(
     preview_every: int = 0,
     seed: int = 0,
     size: int = SIZE,
+    given: PromptEmbeds | None = None,
+    negative_given: PromptEmbeds | None = None,
     **details: object,
 ) -> Request:
     """A request for an image."""
@@ -90,7 +105,8 @@ def drawing(
         negative_token_ids=list(negative),
         preview_every=preview_every,
     )
-    return replace(request(name, list(prompt), 1, **details), image=image)
+    texts = GivenTexts(prompt=given, negative=negative_given)
+    return replace(request(name, [] if given else list(prompt), 1, **details), image=image, given=texts)
 
 
 def request(
@@ -179,8 +195,9 @@ def expected_images(request: Request) -> dict[int, bytes]:
     """What an undisturbed run shows, by the number of steps done."""
     image = request.image
     assert image is not None
-    negative = image.negative_token_ids if image.guidance_scale != 1 else []
-    latents = first_latents(image, text_of(request.prompt_token_ids), text_of(negative))
+    text = bytes(request.given.prompt.data) if request.given.prompt else text_of(request.prompt_token_ids)
+    negative = bytes(request.given.negative.data) if request.given.negative else text_of(image.negative_token_ids)
+    latents = first_latents(image, text, negative if image.guidance_scale != 1 else b"")
     shown = {}
     for step in range(image.steps):
         latents = denoised(latents, step)
@@ -201,10 +218,12 @@ class SimulatedWorker:
         self.largest_batch = 0
         self.broken: set[int] = set()
         """Token ids that make the logits of every sequence they stand in no numbers."""
-        self.texts: dict[tuple[int, bool], dict[int, bytes]] = {}
-        """By slot and kind: the digest after each token."""
-        self.canvases: dict[int, tuple[DenoiseAdmission, dict[int, bytes]]] = {}
-        """By slot: the latents after so many steps."""
+        self.texts: dict[int, dict[int, bytes]] = {}
+        """By slot: the digest after each token, or after the last one all that a client sent."""
+        self.encoded: list[int] = []
+        """Tokens of every text that was encoded to its end."""
+        self.canvases: dict[int, tuple[DenoiseAdmission, tuple[bytes, bytes], dict[int, bytes]]] = {}
+        """By slot: with its texts, and the latents after so many steps."""
         self.broken_seeds: set[int] = set()
         self.denoised = 0
 
@@ -213,8 +232,6 @@ class SimulatedWorker:
             del self.rows[row]
         for slot in plan.release_slots:
             self.canvases.pop(slot, None)
-            for is_negative in (False, True):
-                self.texts.pop((slot, is_negative), None)
         assert plan.rows or plan.denoise, "an empty step"
         for admission in plan.admit:
             assert admission.row not in self.rows, "a row was given to two requests"
@@ -249,16 +266,26 @@ class SimulatedWorker:
         return StepResult(plan.step_id, sampled, gained, [self._denoise(one) for one in plan.denoise])
 
     def _begin(self, admission: DenoiseAdmission) -> None:
-        texts = []
-        for is_negative, length in ((False, admission.text_length), (True, admission.negative_length)):
-            text = self.texts.get((admission.slot, is_negative), {})
-            assert set(text) >= set(range(length)), "the text is not whole"
-            texts.append(text[length - 1] if length else b"")
-        self.canvases[admission.slot] = admission, {0: first_latents(admission.image, *texts)}
+        for text in (admission.text, admission.negative):
+            if text.embeds is not None:
+                assert len(text.embeds.data) == text.length * 4
+                self.texts[text.slot] = {text.length - 1: bytes(text.embeds.data)}
+            else:
+                assert not text.length or len(self.texts[text.slot]) == text.length, "the text is not whole"
+        texts = self._texts_of(admission)
+        self.canvases[admission.slot] = admission, texts, {0: first_latents(admission.image, *texts)}
+
+    def _texts_of(self, admission: DenoiseAdmission) -> tuple[bytes, bytes]:
+        text, negative = (
+            self.texts[text.slot][text.length - 1] if text.slot >= 0 else b""
+            for text in (admission.text, admission.negative)
+        )
+        return text, negative
 
     def _denoise(self, one: Denoise) -> Drawn:
-        admission, latents = self.canvases[one.slot]
+        admission, texts, latents = self.canvases[one.slot]
         image = admission.image
+        assert self._texts_of(admission) == texts, "a text was overwritten that an image is drawn from"
         assert one.count > 0 and one.start + one.count <= image.steps, "the plan asks for steps nobody asked for"
         here = latents[one.start]
         for step in range(one.start, one.start + one.count):
@@ -285,10 +312,11 @@ class SimulatedWorker:
                     self.pooled[row.row] = stop
                 assert is_end == (stop == len(tokens))
                 return Gained(vector=self._read(blocks, stop - 1) + pooling.encode()) if is_end else Gained()
-            case Held(slot=slot, is_negative=is_negative, is_end=is_end):
+            case Held(slot=slot, is_end=is_end):
                 assert not row.samples and is_end == (stop == len(tokens))
-                text = self.texts.setdefault((slot, is_negative), {})
-                text.update({position: self._read(blocks, position) for position in range(row.start, stop)})
+                text = {} if row.start == 0 else self.texts[slot]
+                self.texts[slot] = text | {i: self._read(blocks, i) for i in range(row.start, stop)}
+                self.encoded += [len(tokens)] * is_end
                 return Gained()
         raise AssertionError("an unknown extra")
 

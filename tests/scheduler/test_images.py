@@ -24,6 +24,7 @@ from weft.plan import Held, ImageLimits, Limits
 from weft.scheduler.images import PATIENCE
 from weft.scheduler.integrity import IntegrityError, check_integrity
 from weft.scheduler.stages import Draw, Encode, Generate, Pool, stages_of
+from weft.scheduler.texts import TextKey
 from weft.types import FinishReason, Pooling, Request
 
 DELAYS = pytest.mark.parametrize("delay", [0, 1, 2])
@@ -61,16 +62,22 @@ def assert_nothing_is_held(simulation: Simulation) -> None:
 # What kind of request it is.
 
 
+def encode(*token_ids: int, salt: str = "") -> Encode:
+    return Encode(TextKey(salt, token_ids))
+
+
 def test_the_kind_comes_from_the_request_and_the_model() -> None:
     here = roomy()
     image = drawing("i", [1, 2], negative=[3])
     of_two = Draw(image.image, 4 * 2)
-    assert stages_of(image, here) == [Encode([1, 2], False), Encode([3], True), of_two]
+    assert stages_of(image, here) == [encode(1, 2), encode(3), of_two]
     assert stages_of(request("t", [1, 2]), here) == [Generate()]
     assert stages_of(request("v", [1, 2], pooling=Pooling.MEAN), here) == [Pool(Pooling.MEAN)]
-    assert stages_of(drawing("i", [1, 2]), here) == [Encode([1, 2], False), Draw(drawing("i").image, 8)]
+    assert stages_of(drawing("i", [1, 2]), here) == [encode(1, 2), Draw(drawing("i").image, 8)]
     alone = drawing("i", [1, 2], negative=[3], guidance=1.0)
-    assert stages_of(alone, here) == [Encode([1, 2], False), Draw(alone.image, 4)], "one pass steers away from nothing"
+    assert stages_of(alone, here) == [encode(1, 2), Draw(alone.image, 4)], "one pass steers away from nothing"
+    twice = drawing("i", [1, 2], negative=[1, 2], salt="s")
+    assert stages_of(twice, here) == [encode(1, 2, salt="s"), Draw(twice.image, 8)], "one text, encoded once"
 
 
 @DELAYS
@@ -152,7 +159,7 @@ def test_a_drawing_has_neither_a_row_nor_blocks() -> None:
     simulation.step()
     now = simulation.scheduler.stats()
     assert (now.blocks_used, now.running, now.images_running, len(simulation.scheduler.running)) == (0, 1, 1, 0)
-    assert now.embedding_bytes == 100
+    assert now.embedding_bytes == 100 + 10, "a canvas and a text"
     simulation.step()
     assert simulation.scheduler.stats().blocks_used == 0
     simulation.run()
@@ -332,7 +339,7 @@ def test_a_switch_draws_whole_images_at_once() -> None:
     assert_nothing_is_held(simulation)
 
 
-# Canvases and bytes.
+# Canvases.
 
 
 def test_no_more_images_are_drawn_than_there_are_canvases_and_nobody_waits_for_them() -> None:
@@ -347,22 +354,6 @@ def test_no_more_images_are_drawn_than_there_are_canvases_and_nobody_waits_for_t
     assert_drawn(simulation, *images)
     ends = [event.request_id for event in simulation.events if event.finish]
     assert ends == ["chat", "i0", "i1", "i2", "i3", "i4"], "in the order of their arrival"
-
-
-def test_bytes_defer_an_image_until_they_are_given_back() -> None:
-    images = [drawing(f"i{i}", [i], 4) for i in range(4)]
-    simulation = simulated(*images, of_images=image_limits(canvas_bytes=400, max_embedding_bytes=999, max_num_images=3))
-    held = []
-    while simulation.step():
-        held.append(simulation.scheduler.stats().embedding_bytes)
-    assert max(held) == 800
-    assert_drawn(simulation, *images)
-    assert_nothing_is_held(simulation)
-
-
-def test_an_image_that_holds_more_than_all_there_is_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="1001 bytes"):
-        simulated(drawing("i"), of_images=image_limits(canvas_bytes=1001))
 
 
 # Ends.
@@ -417,7 +408,9 @@ def test_a_stage_that_fails_ends_the_request_and_frees_everything(negative: bool
     simulation = simulated(broken, sound)
     simulation.worker.broken = {49}
     simulation.run()
-    assert simulation.ends["broken"].error == "not a number" and "broken" not in simulation.progress
+    end = simulation.ends["broken"]
+    assert end.error == "not a number" and "broken" not in simulation.progress
+    assert end.queue_seconds is not None and end.cached_tokens == 0
     assert_drawn(simulation, sound)
     assert_nothing_is_held(simulation)
 
@@ -507,16 +500,16 @@ def test_an_image_that_cannot_be_drawn_is_refused(asked: Request, param: str) ->
 
 
 def lost_canvas(simulation: Simulation) -> None:
-    simulation.scheduler.images.canvases.free.pop()
+    simulation.scheduler.images.holdings.free_canvases.pop()
 
 
 def canvas_of_two(simulation: Simulation) -> None:
     one, other = simulation.scheduler.images.drawing
-    one.canvas.slot = other.canvas.slot
+    one.slot = other.slot
 
 
 def miscounted_canvases(simulation: Simulation) -> None:
-    simulation.scheduler.images.canvases.num_taken += 1
+    simulation.scheduler.images.holdings.num_canvases += 1
 
 
 def miscounted_images(simulation: Simulation) -> None:
@@ -528,8 +521,8 @@ def forgotten_image(simulation: Simulation) -> None:
 
 
 def drawing_on_nothing(simulation: Simulation) -> None:
-    canvases, (one, _) = simulation.scheduler.images.canvases, simulation.scheduler.images.drawing
-    canvases.give_back(one.canvas)
+    holdings, (one, _) = simulation.scheduler.images.holdings, simulation.scheduler.images.drawing
+    holdings.give_back(one)
 
 
 def too_far(simulation: Simulation) -> None:

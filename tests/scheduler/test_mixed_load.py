@@ -17,6 +17,7 @@ from tests.scheduler.simulation import (
     VOCAB,
     Simulation,
     drawing,
+    embeds,
     expected_images,
     expected_output,
     image_limits,
@@ -30,6 +31,7 @@ from weft.scheduler.scheduler import Scheduler
 from weft.types import FinishReason, Request
 
 NUM_REQUESTS = 10_000
+SHARED_PROMPT = [1, 2, 3, 4, 5, 6, 7]
 
 
 def blank(plan: StepPlan) -> StepResult:
@@ -185,6 +187,7 @@ def workloads(draw: st.DrawFn) -> dict[str, object]:
             force_preempt_every=draw(st.sampled_from([0, 0, 2, 5])),
             image=image_limits(
                 max_num_images=draw(st.integers(1, 4)),
+                max_num_texts=draw(st.integers(2, 8)),
                 max_mixed_denoise=draw(st.integers(1, 20)),
                 canvas_bytes=draw(st.sampled_from([100, 400])),
                 whole_images=draw(st.sampled_from([False, False, False, True])),
@@ -210,13 +213,14 @@ def test_every_request_ends_once_with_what_it_asked_for(load: dict) -> None:
             to_come.append(
                 drawing(
                     f"r{i}",
-                    prompt[: rnd.randint(0, 12)],
+                    rnd.choice([prompt[: rnd.randint(0, 12)], SHARED_PROMPT]),
                     rnd.choice([1, 2, 9]),
                     seed=i,
                     guidance=rnd.choice([0.0, 1.0, 3.0]),
                     negative=[rnd.randrange(VOCAB) for _ in range(rnd.choice([0, 0, 5]))],
                     sampler=rnd.choice(["euler", "heun"]),
                     preview_every=rnd.choice([0, 0, 2]),
+                    given=rnd.choice([None, None, embeds(*range(2 * rnd.randint(1, 12)))]),
                     **details,
                 )
             )

@@ -20,9 +20,12 @@ from weft.config import Config, ModelOptions, SchedulerOptions
 from weft.errors import ConfigError
 from weft.hub.resolve import resolve
 from weft.model import flow
+from weft.model.painter import KEPT_STATES
 from weft.types import FinishReason, ImageParams, Request
-from weft.worker.denoise import KEPT_LATENTS, Denoiser
+from weft.worker.denoise import Denoiser
+from weft.worker.dit_painter import DitPainter
 from weft.worker.runner import Runner
+from weft.worker.texts import TextTable
 from weft.worker.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -70,7 +73,7 @@ def assert_as_alone(outcome: Outcome, solo: dict[str, dict[int, bytes]]) -> None
 @torch.inference_mode()
 def drawn_by_hand(driven: Driven, asked: Request, text: Tensor, negative: Tensor) -> bytes:
     """Flow matching in a few lines: one image, one pass after the other."""
-    model, params = driven.runner.denoiser.model, asked.image
+    model, params = driven.runner.denoiser.painter.model, asked.image
     config = model.config
     times = flow.times(params.steps, config.shift)
 
@@ -149,8 +152,10 @@ def test_beside_chats_neither_changes(
 
 def test_on_the_torch_path_too(driven: Driven, solo: dict[str, dict[int, bytes]]) -> None:
     """The language model's reference rounds differently; the images follow it by no more than a bit."""
-    model, slots = driven.runner.denoiser.model, driven.limits.image.max_num_images
-    denoiser = Denoiser(model, slots, text_dtype=torch.float32, device=torch.device("cpu"))
+    model, slots = driven.runner.denoiser.painter.model, driven.limits.image.max_num_images
+    cpu = torch.device("cpu")
+    texts = TextTable(2 * slots, model.config.max_text_tokens, WIDTH, dtype=torch.float32, device=cpu)
+    denoiser = Denoiser(DitPainter(model, texts), slots, device=cpu, texts=texts)
     slow = Driven(Runner(under_reference(driven).runner.stepper, denoiser=denoiser), driven.limits)
     outcome = run(slow, images())
     for one in images():
@@ -194,7 +199,7 @@ def test_whole_images_at_once_are_the_same_images(driven: Driven, solo: dict[str
 def test_what_is_no_number_ends_that_image_alone(
     driven: Driven, solo: dict[str, dict[int, bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, velocity = driven.runner.denoiser.model, driven.runner.denoiser.model.velocity
+    model, velocity = driven.runner.denoiser.painter.model, driven.runner.denoiser.painter.model.velocity
     bad = flow.noise(77, model.config.latent_shape)
 
     def breaks(latents: Tensor, *rest: Tensor) -> Tensor:
@@ -225,9 +230,9 @@ def test_a_prompt_whose_states_are_no_numbers_is_never_drawn(
 def test_memory_is_counted(driven: Driven) -> None:
     denoiser, of_images = driven.runner.denoiser, driven.limits.image
     slots = of_images.max_num_images
-    model = sum(weight.numel() * 4 for weight in denoiser.model.parameters())
-    assert of_images.canvas_bytes == KEPT_LATENTS * 3 * SIZE * SIZE * 4 + 2 * 24 * WIDTH * 4
-    assert denoiser.num_bytes == model + slots * of_images.canvas_bytes
+    model = sum(weight.numel() * 4 for weight in denoiser.painter.model.parameters())
+    assert of_images.canvas_bytes == KEPT_STATES * 3 * SIZE * SIZE * 4 and of_images.text_bytes == 24 * WIDTH * 4
+    assert denoiser.num_bytes == model + slots * (of_images.canvas_bytes + 2 * of_images.text_bytes)
 
 
 def test_there_are_as_many_canvases_as_their_memory_holds(
@@ -239,7 +244,7 @@ def test_there_are_as_many_canvases_as_their_memory_holds(
         Config(ModelOptions(device="cpu", image_model=str(folder), max_model_len=64), scheduler=options), files
     )
     of_images = worker.limits.image
-    assert of_images.max_num_images == 2**20 // of_images.canvas_bytes == 50
+    assert of_images.max_num_images == 2**20 // (of_images.canvas_bytes + 2 * of_images.text_bytes) == 50
     assert (
         worker.info.memory.weights == worker.runner.stepper.model.weights.num_bytes + worker.runner.denoiser.num_bytes
     )

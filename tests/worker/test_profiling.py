@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.scheduler.simulation import limits
 from tests.worker.driving import load, request, run
 from weft.errors import OutOfMemory
+from weft.hub.memory import Room
 from weft.worker import profiling
-from weft.worker.memory import Room
 from weft.worker.profiling import compute, largest_step, measured
 
 pytestmark = pytest.mark.usefixtures("one_thread")

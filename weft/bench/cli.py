@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from weft import config as configuration
+from weft.bench.mixed import MixedReport, MixedWork, ModeReport, Verdict, run_mixed
+from weft.bench.mixed import num_runs as num_mixed_runs
 from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
 from weft.bench.serve import DEFAULT_LOADS, Load, ServeReport, ServeWork, own_server, run_serve
 from weft.errors import ConfigError
@@ -29,6 +32,7 @@ app = typer.Typer(help="Measure this machine.", no_args_is_help=True, add_comple
 
 _WORK = OfflineWork()
 _LOADS = ServeWork()
+_MIXED = MixedWork()
 
 CLIENT_AT_ITS_LIMIT = 0.9
 """A client that computes for more than this share of the time may be what was measured."""
@@ -157,12 +161,63 @@ def rpc(
         raise typer.Exit(1)
 
 
+@app.command(
+    help="Chats and images at once in one engine, against each kind alone and against engines without step scheduling: "
+    "`one after the other` draws after the chats, one image at a time; `blocking` in the midst of them, with everybody "
+    "waiting for a whole image, or for all that are there (`batched`).\n\n"
+    "Every text and every image is compared with what the same request gives alone. The exit code is 1 when one "
+    "differs on a CPU, where none may."
+)
+def mixed(
+    model: Annotated[str, typer.Argument(help="What `weft serve` takes.")] = "smollm2",
+    chats: Annotated[int, typer.Option(min=0, help="Chats; 0: images alone.")] = _MIXED.chats,
+    images: Annotated[int, typer.Option(min=0, help="Images; 0: chats alone.")] = _MIXED.images,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of a chat.")] = _MIXED.input_tokens,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a chat.")] = _MIXED.max_tokens,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoise steps of an image, if not the model's own.")] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Its guidance scale, if not the model's own.")] = None,
+    stagger: Annotated[float, typer.Option(min=0, help="Seconds between the arrivals of two images.")] = 0,
+    runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _MIXED.runs,
+    seed: Annotated[int, typer.Option(help="Seed of the random prompts, and of the first image.")] = _MIXED.seed,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    image_model: Annotated[str | None, typer.Option(help="auto, or the directory of a model that draws.")] = None,
+    load_format: Annotated[str | None, typer.Option(help="auto or dummy.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    flags = {"image_model": image_model, "load_format": load_format, "device": device, "dtype": dtype}
+    given = {name: value for name, value in flags.items() if value is not None}
+    settings = configuration.load({"model": model, "enable_prefix_caching": False, **given}, file=config)
+    work = MixedWork(
+        chats=chats,
+        images=images,
+        input_tokens=input_tokens,
+        max_tokens=max_tokens,
+        steps=steps,
+        guidance=guidance,
+        stagger_s=stagger,
+        runs=runs,
+        seed=seed,
+    )
+    with _progress() as progress:
+        task = progress.add_task("loading", total=num_mixed_runs(work))
+        report = run(run_mixed(settings, work, lambda name: progress.update(task, advance=1, description=name)))
+    console = Console()
+    console.print(_mixed_table(report))
+    if report.verdict is not None:
+        console.print(_verdict_table(report.verdict, work))
+    _write(report, json_file)
+    if report.device == "cpu" and not report.all_as_alone:
+        raise typer.Exit(1)
+
+
 def _progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
-def _write(report: OfflineReport | ServeReport | RpcReport, json_file: Path | None) -> None:
+def _write(report: OfflineReport | ServeReport | RpcReport | MixedReport, json_file: Path | None) -> None:
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
 
@@ -221,4 +276,53 @@ def _offline_table(report: OfflineReport) -> Table:
     table.add_column("spread", justify="right")
     for figure in report.figures:
         table.add_row(figure.name, f"{figure.value:,.1f}", figure.unit, f"{figure.spread:.1%}")
+    return table
+
+
+_MIXED_COLUMNS: list[tuple[str, str, Callable[[ModeReport], float | None]]] = [
+    ("total\ns", ",.2f", lambda mode: mode.median.seconds),
+    ("spread", ".1%", lambda mode: mode.spread),
+    ("output\ntok/s", ",.1f", lambda mode: mode.median.output_tokens_per_s),
+    ("decode\ntok/s", ",.1f", lambda mode: mode.median.decode_tokens_per_s),
+    ("first\np50", ",.0f", lambda mode: mode.median.first_token_p50_ms),
+    ("between\np50", ",.1f", lambda mode: mode.median.inter_token_p50_ms),
+    ("between\np95", ",.1f", lambda mode: mode.median.inter_token_p95_ms),
+    ("between\nmax", ",.1f", lambda mode: mode.median.inter_token_max_ms),
+    ("images\n/s", ",.2f", lambda mode: mode.median.images_per_s),
+    ("image\np50", ",.2f", lambda mode: mode.median.image_p50_s),
+    ("image\nmax", ",.2f", lambda mode: mode.median.image_max_s),
+    ("texts\nas alone", "d", lambda mode: mode.same_texts),
+    ("images\nas alone", "d", lambda mode: mode.same_images),
+]
+
+
+def _mixed_table(report: MixedReport) -> Table:
+    work = report.work
+    painter = f" and {report.image_model}" if report.image_model else ""
+    table = Table(
+        title=f"{work.chats} chats, {work.images} images: {report.model}{painter}, {report.dtype}, {report.device}",
+        caption=f"medians of {work.runs} runs; ms to the first token and between tokens, s to an image\n"
+        "decode: while all chats decode, and images are under way if the mode has any",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("mode", no_wrap=True)
+    for heading, _, _ in _MIXED_COLUMNS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for mode in report.modes:
+        values = [(figure(mode), form) for _, form, figure in _MIXED_COLUMNS]
+        table.add_row(mode.name, *("–" if value is None else format(value, form) for value, form in values))
+    return table
+
+
+def _verdict_table(verdict: Verdict, work: MixedWork) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("texts as alone", f"{verdict.same_texts} of {work.chats}")
+    table.add_row("images as alone", f"{verdict.same_images} of {work.images}")
+    if verdict.inter_token_p95_ratio is not None:
+        table.add_row("between tokens, p95, over text only", f"{verdict.inter_token_p95_ratio:.2f}")
+    if verdict.decode_kept is not None:
+        table.add_row("decode throughput kept while images are under way", f"{verdict.decode_kept:.0%}")
+    for name, ratio in verdict.times_as_long.items():
+        table.add_row(f"total of {name}, over together", f"{ratio:.2f}")
     return table

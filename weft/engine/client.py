@@ -19,7 +19,7 @@ import weft.errors
 from weft.config import Config
 from weft.engine.journal import Entry, Journal, Place
 from weft.engine.launch import EngineProcess, LaunchedEngine
-from weft.engine.room import check_room
+from weft.engine.room import check_room, check_tensor_room
 from weft.engine.wire import (
     Abort,
     Beat,
@@ -69,7 +69,7 @@ class _Connection(Struct):
     engine: LaunchedEngine
     transport: asyncio.Transport
     inbox: Inbox
-    stats: EngineStats = EngineStats()
+    stats: EngineStats = EngineStats(prepared=False)
     beats_missed: int = 0
     heard: bool = True
     """Whether anything came since the last tick."""
@@ -125,6 +125,9 @@ class EngineClient:
             raise InvalidRequest(f"There is a request {request.request_id!r} already.", param="request_id")
         waiting = self._journal.at(Place.HELD, Place.QUEUED)
         check_room((entry.request for entry in waiting), request, self.config.scheduler)
+        if request.given.num_bytes:
+            everybody = self._journal.at(*Place)
+            check_tensor_room((entry.request for entry in everybody), request, self.config.scheduler)
         entry = self._journal.open(request)
         try:
             self._dispatch()
@@ -189,7 +192,9 @@ class EngineClient:
         for entry in sent:
             entry.place = Place.QUEUED
         self._teach(self._connection, sent)
-        self._connection.send(Submit([entry.resumed() for entry in sent]))
+        for entry in sent:
+            # In a message of its own: tensors of several could be more than one may hold.
+            self._connection.send(Submit([entry.resumed()]))
 
     def _teach(self, connection: _Connection, sent: list[Entry]) -> None:
         """An engine that gets its first request with a grammar must know the vocabulary."""

@@ -65,9 +65,10 @@ class EngineCore:
                 self.scheduler.abort(request_id)
 
     def forget_prompts(self) -> int:
-        """Empty the prefix cache; returns how many blocks it knew."""
+        """Empty the prefix cache, and forget the texts that no image is drawn from; returns how many blocks it knew."""
         known = len(self.scheduler.pool.by_key)
         self.scheduler.pool.forget_all()
+        self.scheduler.images.holdings.texts.forget_unused()
         return known
 
     @property
@@ -145,7 +146,7 @@ class EngineCore:
     def _admitted(self, plan: StepPlan) -> list[str]:
         rows = {admission.row for admission in plan.admit}
         slots = {admission.slot for admission in plan.admit_images}
-        drawing = [cursor.id for cursor in self.scheduler.images.drawing if cursor.canvas.slot in slots]
+        drawing = [cursor.id for cursor in self.scheduler.images.drawing if cursor.slot in slots]
         return [cursor.id for cursor in self.scheduler.running if cursor.row in rows] + drawing
 
 

@@ -18,6 +18,7 @@ from weft import logs
 from weft.engine.line import Line
 from weft.engine.wire import Failed, Start
 from weft.errors import WeftError
+from weft.hub.memory import as_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +41,11 @@ def run_engine(sock: socket.socket, *, owns_process: bool = False) -> int:
 
             serve(start, line)
         return 0
-    except WeftError as error:
-        line.send(Failed(type(error).__name__, error.message, error.hint))
-        return 1
     except Exception as error:  # noqa: BLE001 - whatever it is, the api process must hear of it
+        told = error if isinstance(error, WeftError) else as_out_of_memory(error)
+        if told is not None:
+            line.send(Failed(type(told).__name__, told.message, told.hint))
+            return 1
         log.error("The engine failed:\n%s", traceback.format_exc())
         # The rest of a CUDA error is advice for those who wrote the kernel; the log has it.
         line.send(Failed(type(error).__name__, next(iter(str(error).splitlines()), "no message")))

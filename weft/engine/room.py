@@ -26,6 +26,16 @@ def check_room(waiting: Iterable[Request], request: Request, limits: SchedulerOp
         )
 
 
+def check_tensor_room(others: Iterable[Request], request: Request, limits: SchedulerOptions) -> None:
+    """Raise Overloaded where the tensors of clients that are kept for open requests, in case that an engine dies, would
+    be too many. One that is too large by itself is for the engine to refuse."""
+    held = sum(other.given.num_bytes for other in others)
+    if held and held + request.given.num_bytes > limits.max_embedding_mb << 20:
+        raise Overloaded(
+            f"Images with tensors of {held} bytes are open already.", hint="Try again later (--max-embedding-mb)."
+        )
+
+
 def _fits(waiting: list[Request], request: Request, limit: int, size: Callable[[Request], int]) -> bool:
     total = sum(map(size, waiting)) + size(request)
     if total <= limit or size(request) == 0:

@@ -7,25 +7,28 @@ from pathlib import Path
 import weft
 from weft.errors import ConfigError
 from weft.model.dit import CONFIG_FILE, WEIGHTS_FILE, DitConfig, read_config
+from weft.model.pipelines.load import INDEX_FILE, is_pipeline
 
 PACKAGED = Path(weft.__file__).parent / "data" / "shapes"
 """The small model that comes with Weft."""
 AUTO, NONE = "auto", "none"
 
 
-def find_image_model(wanted: str, text_model: str) -> Path | None:
-    """The folder of the model that draws from a language model's hidden states; None: nothing is drawn. Raises
-    ConfigError for one that was asked for and is not there."""
+def find_image_model(wanted: str, text_model: str, text_width: int) -> Path | None:
+    """The folder of the model that draws beside a language model with hidden states of this width; None: nothing is
+    drawn. Raises ConfigError for one that was asked for and is not there."""
     if wanted == NONE:
         return None
     if wanted == AUTO:
-        is_there = all((PACKAGED / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE))
-        return PACKAGED if is_there and read_config(PACKAGED).text_model == text_model else None
+        if not all((PACKAGED / name).is_file() for name in (CONFIG_FILE, WEIGHTS_FILE)):
+            return None
+        packaged = read_config(PACKAGED)
+        return PACKAGED if (packaged.text_model, packaged.text_width) == (text_model, text_width) else None
     folder = Path(wanted).expanduser()
-    if not (folder / CONFIG_FILE).is_file():
+    if not is_pipeline(folder) and not (folder / CONFIG_FILE).is_file():
         raise ConfigError(
-            f"--image-model {wanted}: there is no {CONFIG_FILE} in that directory.",
-            hint=f"Give {AUTO}, {NONE}, or a directory with {CONFIG_FILE} and {WEIGHTS_FILE}.",
+            f"--image-model {wanted}: there is neither {CONFIG_FILE} nor {INDEX_FILE} in that directory.",
+            hint=f"Give {AUTO}, {NONE}, a directory with {CONFIG_FILE} and {WEIGHTS_FILE}, or a pipeline of diffusers.",
         )
     return folder
 

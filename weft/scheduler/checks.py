@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft.errors import InvalidRequest
+from weft.payloads import GivenTexts
 from weft.plan import ImageLimits, Limits
 from weft.scheduler.cursors import Cursor
 from weft.types import ImageParams, Request, check_priority, check_token_ids
@@ -25,6 +26,8 @@ def check_request(request: Request, limits: Limits, cursors: Mapping[str, Cursor
     wants_tokens = bool(request.output_token_ids) or request.params.prompt_logprobs is not None
     if request.pooling is not None and wants_tokens:
         raise InvalidRequest("A request for a vector has no tokens, and no log probabilities.", param="pooling")
+    if request.image is None and request.given != GivenTexts():
+        raise InvalidRequest("Only images are drawn from tensors.", param="prompt_embeds")
     if request.image is not None:
         if wants_tokens or request.pooling is not None or request.sibling_of or request.params.grammar:
             raise InvalidRequest("A request for an image has no tokens, no vector and no siblings.", param="image")
@@ -65,6 +68,7 @@ def _check_image(request: Request, image: ImageParams, limits: Limits, of_images
             f"An image of {image.width}x{image.height}: this model draws {of_images.width}x{of_images.height}.",
             param="size",
         )
+    image.check_read(request.prompt_token_ids, reads_text=of_images.reads_text)
     texts = (("prompt", request.prompt_token_ids), ("negative_prompt", image.negative_token_ids))
     check_token_ids(image.negative_token_ids, limits.logits_width, "negative_prompt")
     most = min(of_images.max_prompt_tokens, limits.max_model_len - 1)
@@ -79,8 +83,10 @@ def _check_image(request: Request, image: ImageParams, limits: Limits, of_images
             f"{limits.max_num_batched_tokens}.",
             param="image",
         )
-    if of_images.canvas_bytes > of_images.max_embedding_bytes:
+    request.check_given(max_rows=of_images.max_prompt_tokens, width=of_images.text_width)
+    if (given := request.given.num_bytes) > of_images.max_given_bytes:
         raise InvalidRequest(
-            f"An image holds {of_images.canvas_bytes} bytes; there are {of_images.max_embedding_bytes} for all images.",
-            param="image",
+            f"The tensors of this image have {given} bytes; there are {of_images.max_given_bytes} for all tensors "
+            "(--max-embedding-mb).",
+            param="prompt_embeds",
         )

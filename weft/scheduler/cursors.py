@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from weft.plan import Extra, Gained, Held, Pooled, PromptLogprobs, Row
 from weft.scheduler.blocks import Block
 from weft.scheduler.prefix import KeyChain, root_key
+from weft.scheduler.texts import Text, TextKey
 from weft.types import FinishReason, ImageParams, Pooling, Request, TokenLogprob
 
 
@@ -23,16 +24,7 @@ class Need(enum.Enum):
 
     SCORING = "room for prompt tokens that are scored"
     CANVAS = "a canvas for an image"
-
-
-class Canvas:
-    """What an image holds in the worker from stage to stage: a slot for its latents and its texts."""
-
-    def __init__(self) -> None:
-        self.slot = -1
-        """-1: none yet."""
-        self.since = 0.0
-        """When its present stage began."""
+    GIVEN = "a canvas, and room for tensors of a client"
 
 
 class Cursor(ABC):
@@ -46,8 +38,8 @@ class Cursor(ABC):
         """Counts requests: the smaller, the earlier it came."""
         self.arrived_at = arrived_at
         self.tenant = request.tenant
-        self.canvas: Canvas | None = None
-        """Of an image."""
+        self.drawing: DenoiseCursor | None = None
+        """Of an image: the cursor of its last stage, which holds what the image holds."""
 
         self.computed = 0
         """Units of work that are done, or will be by the steps that are under way."""
@@ -266,35 +258,39 @@ class PoolCursor(EncodeCursor):
 class TextCursor(EncodeCursor):
     """A stage of an image: one of its prompts, whose hidden states stay in the worker."""
 
-    def __init__(
-        self, request: Request, token_ids: Sequence[int], is_negative: bool, canvas: Canvas, block_size: int,
-        arrival: int = 0, arrived_at: float = 0.0,
-    ) -> None:  # fmt: skip
-        super().__init__(request, token_ids, block_size, arrival, arrived_at)
-        self.is_negative = is_negative
-        self.canvas: Canvas = canvas
+    def __init__(self, drawing: DenoiseCursor, text: Text, key: TextKey, block_size: int) -> None:
+        super().__init__(drawing.request, key.token_ids, block_size, drawing.arrival, drawing.arrived_at)
+        self.drawing: DenoiseCursor = drawing
+        self.text = text
+        self.preemptions = drawing.preemptions
 
     @property
-    def need(self) -> Need | None:
-        return Need.CANVAS if self.canvas.slot < 0 else None
+    def is_needless(self) -> bool:
+        """Whether somebody was faster than one that waits."""
+        return self.text.is_whole or self.text.is_being_encoded
 
     def extra(self, count: int) -> Extra | None:
-        return Held(self.canvas.slot, self.is_negative, self.computed + count == self.num_prompt)
+        return Held(self.text.slot, self.computed + count == self.num_prompt)
 
 
 class DenoiseCursor(Cursor):
-    """The last stage of an image. It has neither a row nor blocks: all it holds is its canvas, so it gives way by
-    not being planned, and loses nothing by that."""
+    """The last stage of an image, and what it holds from its admission to its end: a canvas, and the texts that it is
+    drawn from. It has neither a row nor blocks, so it gives way by not being planned, and loses nothing by that."""
 
     def __init__(
-        self, request: Request, image: ImageParams, cost: int, canvas: Canvas, arrival: int = 0,
-        arrived_at: float = 0.0,
-    ) -> None:  # fmt: skip
+        self, request: Request, image: ImageParams, cost: int, arrival: int = 0, arrived_at: float = 0.0
+    ) -> None:
         super().__init__(request, 0, arrival, arrived_at)
+        self.drawing: DenoiseCursor = self
         self.image = image
         self.cost = cost
         """Of a step."""
-        self.canvas: Canvas = canvas
+        self.slot = -1
+        """The canvas in the worker; -1 while the image waits for one."""
+        self.texts: tuple[Text | None, Text | None] = None, None
+        """What it is drawn from, and what it is steered away from; None: no words at all."""
+        self.since = 0.0
+        """When its present stage began."""
         self.is_begun = False
         """Whether the worker knows of it."""
         self.done = 0
@@ -310,7 +306,19 @@ class DenoiseCursor(Cursor):
 
     @property
     def need(self) -> Need | None:
-        return Need.CANVAS if self.canvas.slot < 0 else None
+        if self.slot >= 0:
+            return None
+        return Need.GIVEN if self.request.given.num_bytes else Need.CANVAS
+
+    @property
+    def missing(self) -> list[Text]:
+        """Its texts that are not whole."""
+        return [text for text in self.texts if text is not None and not text.is_whole]
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether others encode all that is missing."""
+        return bool(self.missing) and all(text.is_being_encoded for text in self.missing)
 
     def shows_after(self, step: int) -> bool:
         """Whether the image is wanted once so many steps are done."""

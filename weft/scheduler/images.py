@@ -1,4 +1,4 @@
-"""Images under way: the canvases that they hold, and whose denoise steps come next.
+"""Images under way: what they hold, and whose denoise steps come next.
 
 In a step that has tokens too, images come after the decodes and before the prompts, and pay for what they take: every
 step gives them a credit, and while it is not used up they go on. An image's step cannot be divided, so the first one
@@ -23,58 +23,38 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from weft.plan import ImageLimits
-from weft.scheduler.cursors import Canvas, DenoiseCursor
+from weft.scheduler.cursors import DenoiseCursor
+from weft.scheduler.holdings import Holdings
 
 PATIENCE = 3
 
 
-class Canvases:
-    """Slots in the worker, and the bytes that they stand for."""
-
-    def __init__(self, limits: ImageLimits | None) -> None:
-        self._limits = limits
-        self.free = list(range(limits.max_num_images - 1, -1, -1)) if limits is not None else []
-        self.num_taken = 0
-        self.released: list[int] = []
-        """Since the last plan: for the worker to forget."""
-
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self._limits is None else self.num_taken * self._limits.canvas_bytes
-
-    @property
-    def has_room(self) -> bool:
-        """Whether one more can be taken: a slot is free, and the bytes are."""
-        if self._limits is None or not self.free:
-            return False
-        return self.num_bytes + self._limits.canvas_bytes <= self._limits.max_embedding_bytes
-
-    def take(self, canvas: Canvas, now: float) -> None:
-        canvas.slot = self.free.pop()
-        canvas.since = now
-        self.num_taken += 1
-
-    def give_back(self, canvas: Canvas) -> None:
-        self.free.append(canvas.slot)
-        self.released.append(canvas.slot)
-        canvas.slot = -1
-        self.num_taken -= 1
-
-
 class Images:
-    """All images that have not ended. Those that wait, or whose prompts are being encoded, are cursors like any other;
-    once there are texts they are `drawing`."""
+    """All images that have not ended. Those that wait, or encode one of their prompts, are cursors like any other;
+    while others encode for them they stand `aside`, and once there are texts they are `drawing`."""
 
     def __init__(self, limits: ImageLimits | None) -> None:
-        self.canvases = Canvases(limits)
+        self.holdings = Holdings(limits)
         self.draws_whole = limits is not None and limits.whole_images
         """All that is left of an image at once."""
+        self.draws_singly = limits is not None and limits.single_images
         self.drawing: list[DenoiseCursor] = []
+        self.aside: list[DenoiseCursor] = []
         self.num_open = 0
         self._credit = 0
         """In tokens; below 0 it is a debt."""
         self._waited = 0
         """Steps in a row in which tokens left no room for the first in turn."""
+
+    def take_ready(self) -> list[DenoiseCursor]:
+        """Take out those that need not stand aside any longer: a text is whole, or nobody encodes it any more."""
+        ready = [cursor for cursor in self.aside if not cursor.is_held_up]
+        for cursor in ready:
+            self.aside.remove(cursor)
+        return ready
+
+    def remove(self, cursor: DenoiseCursor) -> None:
+        (self.drawing if cursor in self.drawing else self.aside).remove(cursor)
 
     @property
     def must_go_alone(self) -> bool:

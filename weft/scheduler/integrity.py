@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from weft.scheduler.cursors import RowCursor
+from weft.scheduler.cursors import DenoiseCursor, RowCursor, TextCursor
 from weft.scheduler.scheduler import Scheduler
+from weft.scheduler.texts import TextKey
 
 
 class IntegrityError(AssertionError):
@@ -37,7 +38,7 @@ def _check_blocks(scheduler: Scheduler) -> None:
 
 
 def _check_requests(scheduler: Scheduler) -> None:
-    waiting, running = [*scheduler.waiting, *scheduler.siblings], scheduler.running
+    waiting, running = [*scheduler.waiting, *scheduler.siblings, *scheduler.images.aside], scheduler.running
     everybody = Counter([*waiting, *running, *scheduler.images.drawing])
     _require(all(count == 1 for count in everybody.values()), "a request is in two places")
     _require(everybody.keys() == set(scheduler.cursors.values()), "a request neither waits nor runs")
@@ -75,21 +76,42 @@ def _check_rows(scheduler: Scheduler) -> None:
 
 def _check_images(scheduler: Scheduler) -> None:
     images, limits = scheduler.images, scheduler.limits.image
-    open_images = [cursor for cursor in scheduler.cursors.values() if cursor.request.image is not None]
+    open_images = [cursor.drawing for cursor in scheduler.cursors.values() if cursor.drawing is not None]
     _require(images.num_open == len(open_images), "images are miscounted")
-    _require(all(cursor.canvas is not None for cursor in open_images), "an image has no canvas")
-    slots = [cursor.canvas.slot for cursor in open_images if cursor.canvas is not None and cursor.canvas.slot >= 0]
-    _require(images.canvases.num_taken == len(slots), "canvases are miscounted")
+    holders = [cursor for cursor in open_images if cursor.slot >= 0]
+    _require(images.holdings.num_canvases == len(holders), "canvases are miscounted")
+    given = sum(cursor.request.given.num_bytes for cursor in holders)
+    _require(images.holdings.given_bytes == given, "tensors of clients are miscounted")
     if limits is not None:
-        everything = sorted(slots + images.canvases.free)
+        everything = sorted([cursor.slot for cursor in holders] + images.holdings.free_canvases)
         _require(everything == list(range(limits.max_num_images)), "a canvas is lost, or has two owners")
-        _require(images.canvases.num_bytes <= limits.max_embedding_bytes, "images hold more bytes than there are")
+        _require(images.holdings.num_bytes <= limits.max_embedding_bytes, "images hold more bytes than there are")
+    _check_texts(scheduler, open_images)
+    _require(all(cursor.slot >= 0 for cursor in images.aside), "an image stands aside that was never admitted")
     for cursor in images.drawing:
-        _require(cursor.canvas.slot >= 0, f"{cursor} is drawn on nothing")
+        _require(cursor.slot >= 0, f"{cursor} is drawn on nothing")
+        _require(not cursor.missing, f"{cursor} is drawn from a text that is not whole")
         _require(cursor.done <= cursor.computed <= cursor.known, f"{cursor} ran ahead of itself")
         _require(cursor.is_begun or cursor.computed == 0, f"{cursor} goes on, but was never begun")
         under_way = scheduler.num_promises(cursor)
         _require((cursor.done == cursor.computed) == (under_way == 0), f"{cursor} expects a step that is not under way")
+
+
+def _check_texts(scheduler: Scheduler, open_images: list[DenoiseCursor]) -> None:
+    texts = scheduler.images.holdings.texts
+    held = Counter(text for cursor in open_images for text in cursor.texts if text is not None)
+    encoding = Counter(cursor.text for cursor in scheduler.running if isinstance(cursor, TextCursor))
+    unused = {text for text in texts.slots if not text.refs}
+    _require(texts.unused.keys() == unused, "a text that is used is to be reused, or one that is not never will be")
+    for text in texts.slots:
+        is_shared = isinstance(text.source, TextKey)
+        _require(text.refs == held[text] and (is_shared or text.refs <= 1), f"{text} is held {held[text]} times")
+        _require(encoding[text] == text.is_being_encoded, f"{encoding[text]} rows encode {text}")
+        _require(not encoding[text] or (is_shared and not text.is_whole), f"{text} is encoded in vain")
+        _require(bool(text.refs) or text.is_whole == is_shared, f"{text} is known, and not whole")
+        _require(not text.refs or text.source is not None, f"{text} is nothing to draw from")
+    findable = {text.source: text for text in texts.slots if isinstance(text.source, TextKey)}
+    _require(texts.by_key == findable, "a text is found under a key that is not its own, or not at all")
 
 
 def _require(truth: bool, otherwise: str) -> None:

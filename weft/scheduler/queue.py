@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 
 from weft.scheduler.cursors import Cursor, Need
 
@@ -140,14 +140,14 @@ class WaitingQueue:
         self.num_tokens -= cursor.num_prompt
         self._length -= 1
 
-    def next(self, lacking: Collection[Need] = ()) -> Cursor | None:
-        """Whose turn it is, of those who need nothing that is lacking."""
+    def next(self, can_begin: Callable[[Cursor], bool] = lambda _: True) -> Cursor | None:
+        """Whose turn it is, of those for whom there is what they need."""
         for priority in self._priorities:
             level = self._levels[priority]
             for cursor in level.returned:
-                if cursor.need not in lacking:
+                if can_begin(cursor):
                     return cursor
-            heads = [next(iter(line)) for (_, need), line in level.lines.items() if need not in lacking]
+            heads = [head for line in level.lines.values() if can_begin(head := next(iter(line)))]
             if heads:
                 return min(heads, key=lambda head: (self.tenants.served(head.tenant), head.arrival))
         return None
@@ -167,6 +167,7 @@ class WaitingQueue:
 
 
 def _line_of(cursor: Cursor) -> tuple[str, Need | None]:
-    if cursor.request.image is not None:
-        return cursor.tenant, Need.CANVAS
-    return cursor.tenant, None if cursor.request.params.prompt_logprobs is None else Need.SCORING
+    request = cursor.request
+    if request.image is not None:
+        return cursor.tenant, Need.GIVEN if request.given.num_bytes else Need.CANVAS
+    return cursor.tenant, None if request.params.prompt_logprobs is None else Need.SCORING

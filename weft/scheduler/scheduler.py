@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from weft.plan import (
     Admission,
@@ -16,6 +17,7 @@ from weft.plan import (
     DenoiseAdmission,
     Drawn,
     Limits,
+    PlacedText,
     PromptLogprobs,
     Row,
     Sampled,
@@ -28,9 +30,9 @@ from weft.scheduler.checks import check_request
 from weft.scheduler.cursors import Cursor, DenoiseCursor, Need, RowCursor, TextCursor
 from weft.scheduler.events import denoise_event, failure_event, token_event, vector_event
 from weft.scheduler.images import Images
-from weft.scheduler.prefix import find_prefix
+from weft.scheduler.prefix import PrefixCache
 from weft.scheduler.queue import WaitingQueue
-from weft.scheduler.siblings import Siblings, shared_blocks, waits_for
+from weft.scheduler.siblings import Siblings, shared_prompt, waits_for
 from weft.scheduler.stages import first_cursor, next_cursor
 from weft.scheduler.step import Promised, Step
 from weft.scheduler.throttle import LEAST_TOKENS, Throttle
@@ -41,11 +43,14 @@ NO_MEMORY = f"There is no memory for this request, even alone and in steps of {L
 
 class Scheduler:
     def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
-        if -(-limits.max_model_len // limits.block_size) > limits.num_blocks - 1:
+        if limits.blocks_for(limits.max_model_len) > limits.num_blocks - 1:
             raise ValueError(f"{limits.num_blocks} blocks cannot hold one request of {limits.max_model_len} tokens")
+        if limits.image is not None and limits.image.max_given_bytes < 0:
+            raise ValueError(f"canvases and texts take more than {limits.image.max_embedding_bytes} bytes")
         self.limits = limits
         self.throttle = Throttle(limits)
         self.pool = BlockPool(limits.num_blocks)
+        self.prefixes = PrefixCache(self.pool, limits)
         self.waiting = WaitingQueue()
         self.siblings = Siblings()
         """They wait too, but not in the queue."""
@@ -103,14 +108,14 @@ class Scheduler:
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self.running) + len(self.images.drawing),
-            waiting=len(self.waiting) + len(self.siblings),
+            waiting=len(self.waiting) + len(self.siblings) + len(self.images.aside),
             blocks_total=self.pool.num_usable,
             blocks_used=self.pool.num_usable - self.pool.num_free,
             steps=self._next_step_id,
             prepared=False,
-            images_running=self.images.canvases.num_taken,
-            images_waiting=self.images.num_open - self.images.canvases.num_taken,
-            embedding_bytes=self.images.canvases.num_bytes,
+            images_running=self.images.holdings.num_canvases,
+            images_waiting=self.images.num_open - self.images.holdings.num_canvases,
+            embedding_bytes=self.images.holdings.num_bytes,
             encode_seconds=self._encode_seconds,
             denoise_seconds=self._denoise_seconds,
             **self._counts,
@@ -122,6 +127,8 @@ class Scheduler:
         """Promise the work of the next step, or None when nothing can be computed now."""
         step = Step(self.throttle.tokens)
         self._force_preemption()
+        for drawing in reversed(self.images.take_ready()):
+            self._go_on(drawing)
         if self.images.must_go_alone:
             self._plan_idle_rest(step)
         else:
@@ -133,7 +140,7 @@ class Scheduler:
             self._released_rows,
             step.admit,
             step.rows,
-            self.images.canvases.released,
+            self.images.holdings.released,
             step.admit_images,
             step.denoise,
         )
@@ -141,7 +148,7 @@ class Scheduler:
         self._counts["computed_tokens"] += step.decodes + step.prompt_tokens
         self._next_step_id += 1
         self._released_rows = []
-        self.images.canvases.released = []
+        self.images.holdings.released = []
         return plan
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[Event]:
@@ -163,14 +170,14 @@ class Scheduler:
             # What made broken logits is not worth finding again; what a preempted request held is gone.
             holds_still = cursor.preemptions == preemptions
             if holds_still:
-                self._remember_blocks(cursor, row)
+                self.prefixes.remember(cursor, row)
             if gain is not None:
                 cursor.gain(row, gain)
                 if gain.vector is not None:
                     self._end(cursor)
                     events.append(vector_event(cursor, gain.vector))
                 elif holds_still and isinstance(cursor, TextCursor) and row.start + row.count == cursor.known:
-                    self._hand_over(cursor)
+                    self._encoded(cursor)
             if token is not None:
                 events.append(self._sampled(cursor, token))
         for denoise, image, drawn in zip(plan.denoise, promised.images, result.drawn, strict=True):
@@ -206,7 +213,8 @@ class Scheduler:
         step.prompt_room = policy.prompt_room(self.limits, step.decodes, self.waiting.num_tokens)
         for cursor in others:
             self._plan_running(cursor, self._share_of(cursor, step), step)
-        while (head := self.waiting.next(self._lacking(step))) is not None and self._admit(head, step):
+        can_begin = partial(self._can_begin, step)
+        while (head := self.waiting.next(can_begin)) is not None and self._admit(head, step):
             self.waiting.remove(head)
         if not step.decodes:
             self._plan_idle_rest(step)
@@ -214,11 +222,12 @@ class Scheduler:
     def _plan_images(self, step: Step, *, prompts_wait: bool) -> None:
         limits = self.limits.image
         assert limits is not None, "an image was admitted that nothing can draw"
-        chosen = self.images.in_turn(self.waiting.tenants.served)
-        if not self.images.draws_whole:
+        in_turn, most = self.images.in_turn(self.waiting.tenants.served), self._most_images(step)
+        if self.images.draws_whole:
+            chosen = in_turn[:most]
+        else:
             credit = policy.denoise_credit(limits, step.budget, decodes=step.decodes, prompts_wait=prompts_wait)
-            most = self._most_images(step)
-            chosen = self.images.share(chosen, step.budget, most, is_alone=step.is_empty, credit=credit)
+            chosen = self.images.share(in_turn, step.budget, most, is_alone=step.is_empty, credit=credit)
         for cursor in chosen:
             self._promise_image(cursor, step)
 
@@ -233,17 +242,23 @@ class Scheduler:
         smallest steps each is alone, so that one that does not fit is found."""
         if self.throttle.is_least and not step.is_empty:
             return 0
-        return self.throttle.rows - len(step.denoise)
+        return (1 if self.images.draws_singly else self.throttle.rows) - len(step.denoise)
 
-    def _lacking(self, step: Step) -> list[Need]:
-        lacking = [] if step.scoring_room > 0 else [Need.SCORING]
-        return lacking if self.images.canvases.has_room else [*lacking, Need.CANVAS]
+    def _can_begin(self, step: Step, cursor: Cursor) -> bool:
+        """Whether there is what only some requests need."""
+        match cursor.need:
+            case None:
+                return True
+            case Need.SCORING:
+                return step.scoring_room > 0
+            case Need.CANVAS | Need.GIVEN:
+                return self.images.holdings.has_room_for(cursor.request)
 
     def _plan_running(self, cursor: RowCursor, count: int, step: Step) -> None:
         if cursor.row < 0 or count == 0:
             return
         new_blocks: list[Block] = []
-        missing = self._blocks_for(cursor.computed + count) - len(cursor.blocks)
+        missing = self.limits.blocks_for(cursor.computed + count) - len(cursor.blocks)
         if missing > 0:
             while missing > self.pool.num_free:
                 victim = policy.victim(self.running, step.promised.rows) or cursor
@@ -258,16 +273,16 @@ class Scheduler:
     def _admit(self, cursor: Cursor, step: Step) -> bool:
         """Let a waiting request begin, if all that it needs for that is there."""
         if isinstance(cursor, DenoiseCursor):
-            self._admit_to_canvas(cursor)
-            self.images.drawing.append(cursor)
+            self.images.holdings.take(cursor)
+            cursor.since = self._clock()
+            cursor.queue_seconds = cursor.since - cursor.arrived_at
+            self._go_on(cursor)
+            return True
+        if isinstance(cursor, TextCursor) and cursor.is_needless:
+            cursor.ended = True
+            self._go_on(cursor.drawing)
             return True
         return isinstance(cursor, RowCursor) and self._admit_to_row(cursor, step)
-
-    def _admit_to_canvas(self, cursor: TextCursor | DenoiseCursor) -> None:
-        if cursor.canvas.slot < 0:
-            now = self._clock()
-            self.images.canvases.take(cursor.canvas, now)
-            cursor.queue_seconds = now - cursor.arrived_at
 
     def _admit_to_row(self, cursor: RowCursor, step: Step) -> bool:
         """Give a waiting request a row, the blocks that others have for it and its first chunk, if all of it fits."""
@@ -275,9 +290,9 @@ class Scheduler:
             return False
         if self._share_of(cursor, step) == 0:
             return False
-        found = self._shared_prompt(cursor) or self._cached_prefix(cursor)
+        found = shared_prompt(cursor, self.running) or self.prefixes.find(cursor)
         whole = cursor.preemptions > self.limits.max_preemptions
-        target = self._blocks_for(cursor.limit if whole else cursor.known) - len(found)
+        target = self.limits.blocks_for(cursor.limit if whole else cursor.known) - len(found)
         spare = self.pool.num_free - sum(block.refs == 0 for block in found)
         # Running requests will soon want a block each: admitting down to the last one would only preempt again.
         if target > spare - len(self.running):
@@ -286,14 +301,14 @@ class Scheduler:
             self.pool.share(block)
         cursor.computed = len(found) * self.limits.block_size
         count = self._share_of(cursor, step)
-        fresh = target if whole else self._blocks_for(cursor.computed + count) - len(found)
+        fresh = target if whole else self.limits.blocks_for(cursor.computed + count) - len(found)
         cursor.blocks = found + self.pool.allocate(fresh)
         cursor.holds_all = whole
         cursor.row = self.free_rows.pop()
         self.running.append(cursor)
         request = cursor.request
         if isinstance(cursor, TextCursor):
-            self._admit_to_canvas(cursor)
+            cursor.text.is_being_encoded = True
         elif cursor.preemptions == 0:
             cursor.queue_seconds = self._clock() - cursor.arrived_at
             cursor.cached_tokens = min(cursor.computed, cursor.num_prompt)
@@ -336,10 +351,10 @@ class Scheduler:
         cursor.pending += samples
 
     def _promise_image(self, cursor: DenoiseCursor, step: Step) -> None:
-        slot, count = cursor.canvas.slot, cursor.todo if self.images.draws_whole else 1
+        slot, count = cursor.slot, cursor.todo if self.images.draws_whole else 1
         if not cursor.is_begun:
-            length, negative = len(cursor.request.prompt_token_ids), len(cursor.image.negative_token_ids)
-            step.admit_images.append(DenoiseAdmission(slot, cursor.image, length, negative * (cursor.image.passes > 1)))
+            text, negative = (PlacedText() if text is None else text.placed for text in cursor.texts)
+            step.admit_images.append(DenoiseAdmission(slot, cursor.image, text, negative))
             cursor.is_begun = True
         shows = cursor.shows_after(cursor.computed + count)
         step.denoise.append(Denoise(slot, cursor.computed, count, cursor.cost * count, shows))
@@ -354,6 +369,8 @@ class Scheduler:
         self._leave_row(cursor)
         cursor.computed = cursor.settled = 0
         cursor.preemptions += 1
+        if isinstance(cursor, TextCursor):
+            cursor.drawing.preemptions = cursor.preemptions
         self.waiting.put_back(cursor)
         self._counts["preemptions"] += 1
 
@@ -365,7 +382,7 @@ class Scheduler:
             self._preempt(cursor)
         # Nobody knows how far the worker came: what it was to forget, or to begin, it is told again.
         self._released_rows += plan.release
-        self.images.canvases.released += plan.release_slots
+        self.images.holdings.released += plan.release_slots
         begun = {admission.slot for admission in plan.admit_images}
         for denoise, image in zip(plan.denoise, promised.images, strict=True):
             image.computed = min(image.computed, denoise.start)
@@ -386,31 +403,38 @@ class Scheduler:
             self._end(cursor)
         return token_event(cursor, sampled, finish)
 
-    def _hand_over(self, cursor: TextCursor) -> None:
-        """A stage of an image is done: its row and its blocks are free, and the next stage begins."""
+    def _encoded(self, cursor: TextCursor) -> None:
+        """A text is whole: its row and its blocks are free."""
         self._leave_row(cursor)
         cursor.ended = True
-        following = next_cursor(cursor, self.limits)
-        self.cursors[cursor.id] = following
-        if isinstance(following, DenoiseCursor):
-            began, following.canvas.since = following.canvas.since, self._clock()
-            self._encode_seconds += following.canvas.since - began
-            self.images.drawing.append(following)
-        else:
+        cursor.text.is_whole = True
+        self._go_on(cursor.drawing)
+
+    def _go_on(self, drawing: DenoiseCursor) -> None:
+        """Bring an image that was admitted to its next stage, or aside."""
+        following = next_cursor(drawing, self.images.holdings.texts, self.limits)
+        self.cursors[drawing.id] = following or drawing
+        if following is None:
+            self.images.aside.append(drawing)
+        elif isinstance(following, TextCursor):
             self.waiting.put_back(following)
+        else:
+            began, drawing.since = drawing.since, self._clock()
+            self._encode_seconds += drawing.since - began
+            self.images.drawing.append(drawing)
 
     def _drawn(self, cursor: DenoiseCursor, denoise: Denoise, drawn: Drawn) -> Event:
         cursor.done = denoise.start + denoise.count
         self._counts["denoise_steps"] += denoise.count
         if cursor.done == cursor.known:
             self._counts["images"] += 1
-            self._denoise_seconds += self._clock() - cursor.canvas.since
+            self._denoise_seconds += self._clock() - cursor.since
             self._end(cursor)
         return denoise_event(cursor, drawn)
 
     def _failure(self, cursor: Cursor, error: str) -> Event:
         self._end(cursor)
-        return failure_event(cursor, error)
+        return failure_event(cursor.drawing or cursor, error)
 
     def _end(self, cursor: Cursor) -> None:
         cursor.ended = True
@@ -418,13 +442,13 @@ class Scheduler:
         if cursor in self.waiting:
             self.waiting.remove(cursor)
         elif isinstance(cursor, DenoiseCursor):
-            self.images.drawing.remove(cursor)
+            self.images.remove(cursor)
         elif isinstance(cursor, RowCursor) and cursor.row >= 0:
             self._leave_row(cursor)
         elif isinstance(cursor, RowCursor):
             self.siblings.remove(cursor)
-        if cursor.canvas is not None and cursor.canvas.slot >= 0:
-            self.images.canvases.give_back(cursor.canvas)
+        if cursor.drawing is not None and cursor.drawing.slot >= 0:
+            self.images.holdings.give_back(cursor.drawing)
         self.images.num_open -= cursor.request.image is not None
         self.waiting.tenants.closed(cursor.tenant)
 
@@ -436,28 +460,5 @@ class Scheduler:
         self.free_rows.append(cursor.row)
         self._released_rows.append(cursor.row)
         cursor.row = -1
-
-    # Blocks.
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.block_size)
-
-    def _shared_prompt(self, cursor: RowCursor) -> list[Block]:
-        """The blocks of the prompt that a running sibling has computed, all that can be shared or none."""
-        if not cursor.request.sibling_of or not cursor.takes_cached:
-            return []
-        return next(filter(None, (shared_blocks(cursor, relative) for relative in self.running)), [])
-
-    def _cached_prefix(self, cursor: RowCursor) -> list[Block]:
-        """Cached blocks that begin the request. At least its last token is computed: its logits are needed."""
-        if not self.limits.enable_prefix_caching or not cursor.takes_cached:
-            return []
-        full = (len(cursor.tokens) - 1) // self.limits.block_size
-        return find_prefix(self.pool, (cursor.keys.of(cursor.tokens, i) for i in range(full)))
-
-    def _remember_blocks(self, cursor: RowCursor, row: Row) -> None:
-        """Make the blocks that a row filled findable."""
-        if self.limits.enable_prefix_caching:
-            size = self.limits.block_size
-            for i in range(row.start // size, (row.start + row.count) // size):
-                self.pool.remember(cursor.blocks[i], cursor.keys.of(cursor.tokens, i))
+        if isinstance(cursor, TextCursor):
+            cursor.text.is_being_encoded = False

@@ -3,7 +3,7 @@ then share its blocks. They stand beside the queue meanwhile, in nobody's way.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from weft.scheduler.blocks import Block
 from weft.scheduler.cursors import Cursor, RowCursor
@@ -57,6 +57,13 @@ def num_shared(cursor: RowCursor) -> int:
     """How many blocks a sibling can share: full ones of the prompt. The last token that is known it computes itself,
     for its logits."""
     return min(cursor.num_prompt, len(cursor.tokens) - 1) // cursor.block_size
+
+
+def shared_prompt(cursor: RowCursor, running: Iterable[RowCursor]) -> list[Block]:
+    """The blocks of a prompt that a running sibling has computed, all that can be shared or none."""
+    if not cursor.request.sibling_of or not cursor.takes_cached:
+        return []
+    return next(filter(None, (shared_blocks(cursor, relative) for relative in running)), [])
 
 
 def shared_blocks(cursor: RowCursor, relative: RowCursor) -> list[Block]:

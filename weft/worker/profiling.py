@@ -7,10 +7,12 @@ import torch
 from msgspec.structs import replace
 
 from weft.errors import OutOfMemory
+from weft.hub.memory import Room
 from weft.model.dense import DenseModel
-from weft.plan import Admission, Limits, Row, StepPlan
-from weft.types import MAX_LOGPROBS, SamplingParams
-from weft.worker.memory import Room, cache_shape
+from weft.plan import Admission, Denoise, DenoiseAdmission, ImageLimits, Limits, PlacedText, Row, StepPlan
+from weft.types import MAX_LOGPROBS, ImageParams, SamplingParams
+from weft.worker.denoise import Denoiser
+from weft.worker.memory import cache_shape
 from weft.worker.rows import RowTable
 from weft.worker.runner import Runner
 from weft.worker.step import Stepper
@@ -20,9 +22,11 @@ COSTLIEST = SamplingParams(
 )
 
 
-def measured(room: Room, model: DenseModel, table: RowTable, limits: Limits, *, drawing_bytes: int = 0) -> Room:
-    """The room on a GPU as it is once weights and tables are there and the largest step was computed. Beside them lies
-    what images are drawn with, this many bytes."""
+def measured(
+    room: Room, model: DenseModel, table: RowTable, limits: Limits, *, denoiser: Denoiser | None = None
+) -> Room:
+    """The room on a GPU as it is once weights and tables are there, of what draws images too, and the largest steps
+    were computed."""
     device, plan = table.device, largest_step(limits)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -33,6 +37,15 @@ def measured(room: Room, model: DenseModel, table: RowTable, limits: Limits, *, 
             f"A step of {plan.num_tokens} tokens of {len(plan.rows)} requests does not fit beside the weights: {error}",
             hint=f"Set --max-num-batched-tokens {plan.num_tokens // 2} and --max-num-seqs {len(plan.rows) // 2 or 1}.",
         ) from error
+    if denoiser is not None and limits.image is not None:
+        drawing = largest_drawing(limits.max_num_batched_tokens, limits.image)
+        try:
+            draw(drawing, denoiser)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"A denoise step of {len(drawing.denoise)} images does not fit beside the weights: {error}",
+                hint="Set a lower --max-num-images, or --image-model none.",
+            ) from error
     # What the allocator took from the device, not what tensors filled of it: that is what the cache cannot have.
     held = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
@@ -42,7 +55,7 @@ def measured(room: Room, model: DenseModel, table: RowTable, limits: Limits, *, 
         room,
         others=others,
         libraries=max(0, others - room.others),
-        activations=held - model.weights.num_bytes - drawing_bytes,
+        activations=held - model.weights.num_bytes - (denoiser.num_bytes if denoiser is not None else 0),
     )
 
 
@@ -62,6 +75,25 @@ def largest_step(limits: Limits) -> StepPlan:
     rows = [Row(i, start, count, [], True) for i, (start, count) in enumerate(zip(starts, counts, strict=True))]
     admit = [Admission(row.row, [0] * (row.start + row.count), 1, COSTLIEST, []) for row in rows]
     return StepPlan(-1, [], admit, rows)
+
+
+def largest_drawing(budget: int, limits: ImageLimits) -> StepPlan:
+    """The first steps of as many images as a step has room for, all of which show."""
+    image = ImageParams(width=limits.width, height=limits.height, steps=1, guidance_scale=2.0, seed=0)
+    slots = range(max(1, min(limits.max_num_images, budget // limits.cost(image))))
+    return StepPlan(
+        -1, [], [], [],
+        admit_images=[DenoiseAdmission(slot, image, PlacedText(), PlacedText()) for slot in slots],
+        denoise=[Denoise(slot, 0, 1, limits.cost(image), True) for slot in slots],
+    )  # fmt: skip
+
+
+@torch.inference_mode()
+def draw(plan: StepPlan, denoiser: Denoiser) -> None:
+    """Make a step of images, and forget them."""
+    denoiser.take_in(plan)
+    denoiser.draw(plan.denoise).read()
+    denoiser.take_in(StepPlan(plan.step_id, [], [], [], release_slots=[one.slot for one in plan.denoise]))
 
 
 def compute(plan: StepPlan, model: DenseModel, table: RowTable) -> None:

@@ -82,6 +82,7 @@ class Runner:
             self.stepper.table.take_in(plan)
             self.extras.forget(plan.release)
             return Pending(plan, [], None, Besides(drawn=self._drawn(plan)))
+        drawn = self._drawn(plan)
         table = self.stepper.table
         exact = exact_shape(plan.rows)
         has_extras = any(row.extra is not None for row in plan.rows)
@@ -96,7 +97,7 @@ class Runner:
         else:
             outcome = self.stepper.step(exact, views(packed, exact), layout.longest, ask.asked if ask else None)
         gained = self.extras.collect(ask, outcome.given) if ask and outcome.given else None
-        besides = Besides(gained, self._drawn(plan))
+        besides = Besides(gained, drawn)
         if constrained := table.constraints.among(layout.sampling):
             sample = partial(self._sample_constrained, plan, layout.sampling, outcome, constrained, besides)
             return Deferred(plan, sample)
@@ -111,7 +112,9 @@ class Runner:
         """Do a piece of work that makes later steps faster; False when there is none left."""
         if self.warm_up is not None and self.warm_up.next():
             return True
-        return self.graphs is not None and self.graphs.capture_next()
+        if self.graphs is not None and self.graphs.capture_next():
+            return True
+        return self.denoiser is not None and self.denoiser.make_ready()
 
     @torch.inference_mode()
     def _sample_constrained(
@@ -122,8 +125,9 @@ class Runner:
     def _drawn(self, plan: StepPlan) -> DrawnBatch | None:
         if self.denoiser is None:
             return None
-        self.denoiser.take_in(plan)
-        return self.denoiser.draw(plan.denoise) if plan.denoise else None
+        with self.denoiser.beside():
+            self.denoiser.take_in(plan)
+            return self.denoiser.draw(plan.denoise) if plan.denoise else None
 
     def _sampled(self, rows: list[Row], outcome: Outcome, masks: Masks | None = None) -> SampledBatch | None:
         """The likeliest tokens are in the table already; rows that want others get them now."""

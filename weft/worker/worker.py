@@ -14,6 +14,7 @@ from torch import Tensor
 from weft.config import CacheOptions, Config
 from weft.errors import ConfigError
 from weft.hub.files import ModelFiles
+from weft.hub.memory import MemoryPlan, Room, graphs_bytes, num_parameters, plan_memory
 from weft.kernels import ops_for
 from weft.kernels.cpu import native_step
 from weft.model.dense import DenseConfig, DenseModel
@@ -23,17 +24,7 @@ from weft.switches import is_on
 from weft.types import ModelInfo
 from weft.worker.graphs import StepGraphs, graph_shapes
 from weft.worker.images import load_image_side
-from weft.worker.memory import (
-    MemoryPlan,
-    Room,
-    available_cpu_bytes,
-    cache_shape,
-    gpu_share,
-    graphs_bytes,
-    ledger_table,
-    num_parameters,
-    plan_memory,
-)
+from weft.worker.memory import available_cpu_bytes, cache_shape, gpu_share, ledger_table
 from weft.worker.profiling import measured
 from weft.worker.rows import RowTable
 from weft.worker.runner import Runner
@@ -79,7 +70,7 @@ class Worker:
         if device.type == "cuda":
             if is_on("graphs"):
                 room = replace(room, graphs=graphs_bytes(geometry, dtype, graph_shapes(self.limits.max_num_seqs)))
-            room = measured(room, model, table, self.limits, drawing_bytes=drawing_bytes)
+            room = measured(room, model, table, self.limits, denoiser=denoiser)
             plan = plan_for(room, weights_bytes=weights.num_bytes + drawing_bytes)
             self.limits = replace(self.limits, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len)
         ledger = room.ledger(weights.num_bytes + drawing_bytes, plan.kv_bytes)

@@ -20,8 +20,8 @@ from weft.frontend.exchange import Guard, Reply, Waiting, told_in_stream, writte
 from weft.frontend.gate import Gate, Service
 from weft.frontend.guard import guarded
 from weft.frontend.images.drawing import Drawing, Finished, Step
-from weft.frontend.images.embeds import check_allowed, check_payloads, payloads_of
-from weft.frontend.images.job import ImageJob, Wish, check_image_model, job_of, sides
+from weft.frontend.images.embeds import job_from, tensors_of
+from weft.frontend.images.job import ImageJob, Wish, check_image_model, sides
 from weft.frontend.images.schemas import ImagesRequest
 from weft.frontend.images.writer import ImagesWriter
 from weft.frontend.protocol import short_way
@@ -63,19 +63,15 @@ class ImagesExchange(Response):
 
 async def _order(body: bytes, service: Service) -> Order:
     request = await parse(ImagesRequest, body, service.limits)
-    engine = service.engine
-    check_image_model(request.model, service.model_name, engine.model)
+    check_image_model(request.model, service.model_name, service.engine.model)
     check_priority(request.priority)
-    for field in ("prompt_embeds", "additional_information"):
-        if getattr(request, field) is not None:
-            check_allowed(field, service)
-    if request.prompt_embeds is not None or request.additional_information is not None:
-        embeds, information = await asyncio.to_thread(payloads_of, request)
-        await check_payloads(embeds, information, service)
+    embeds, information = await tensors_of(request, service.limits)
     width, height = sides(request.size)
     wish = Wish(
         prompt=request.prompt or "",
+        prompt_embeds=embeds,
         negative_prompt=request.negative_prompt,
+        additional_information=information,
         width=width,
         height=height,
         steps=request.num_inference_steps,
@@ -85,7 +81,7 @@ async def _order(body: bytes, service: Service) -> Order:
         n=request.n,
         previews=request.partial_images,
     )
-    job = job_of(wish, engine.model, engine.tokenizer, cache_salt=request.cache_salt, priority=request.priority)
+    job = await job_from(wish, service, cache_salt=request.cache_salt, priority=request.priority)
     return Order(job, request.stream)
 
 

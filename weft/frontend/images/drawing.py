@@ -94,6 +94,8 @@ class Drawing:
                 cache_salt=self._job.cache_salt,
                 priority=self._job.priority,
                 tenant=self._seat.tenant,
+                prompt_embeds=self._job.prompt_embeds,
+                additional_information=self._job.additional_information,
             )
         except Overloaded:
             self._service.metrics.rejected()
@@ -135,7 +137,9 @@ class Drawing:
             "finish": finish,
         }
         if self._service.options.log_prompts:
-            fields["prompt"] = self._service.engine.tokenizer.decode(self._job.prompt, skip_special_tokens=False)
+            text = self._job.images[0].prompt_text
+            decode = self._service.engine.tokenizer.decode
+            fields["prompt"] = text or decode(self._job.prompt, skip_special_tokens=False)
         logs.event(log, logging.INFO, "drew", fields)
         if self._service.traces is not None:
             self._service.traces.record(

@@ -9,12 +9,21 @@ from typing import get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
+from weft.config import LimitOptions
 from weft.errors import InvalidRequest, ModelNotFound
 from weft.frontend.job import nth_seed
+from weft.payloads import (
+    NEGATIVE_PROMPT_EMBEDS,
+    AdditionalInformation,
+    GivenTexts,
+    PromptEmbeds,
+    entry_field,
+    given_texts,
+)
 from weft.text.tokenizer import Tokenizer
-from weft.types import FlowSampler, ImageModelInfo, ImageParams, ModelInfo
+from weft.types import MAX_IMAGE_TEXT, FlowSampler, ImageModelInfo, ImageParams, ModelInfo
 
-MAX_PROMPT_CHARS = 4000
+MAX_PROMPT_CHARS = MAX_IMAGE_TEXT
 MAX_IMAGES = 10
 MAX_PREVIEWS = 3
 
@@ -25,8 +34,11 @@ _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 class Wish(Struct, frozen=True, kw_only=True):
     """None: as the model has it."""
 
-    prompt: str
+    prompt: str = ""
+    prompt_embeds: PromptEmbeds | None = None
+    """Instead of a prompt."""
     negative_prompt: str = ""
+    additional_information: AdditionalInformation | None = None
     width: int | None = None
     height: int | None = None
     steps: int | None = None
@@ -44,6 +56,9 @@ class ImageJob(Struct, frozen=True, kw_only=True):
 
     prompt: list[int]
     images: list[ImageParams]
+    prompt_embeds: PromptEmbeds | None = None
+    """Instead of a prompt."""
+    additional_information: AdditionalInformation | None = None
     cache_salt: str = ""
     priority: int = 0
 
@@ -94,14 +109,24 @@ def check_image_model(name: str | None, served_name: str, model: ModelInfo) -> N
     raise ModelNotFound(f"There is no model {name!r:.200} here.", hint=hint, param="model")
 
 
+def check_allowed(limits: LimitOptions, *, prompt_embeds: object, additional_information: object) -> None:
+    """To be asked before a tensor is so much as decoded; None: not given."""
+    for field, value in (("prompt_embeds", prompt_embeds), ("additional_information", additional_information)):
+        if value is not None and not limits.allow_prompt_embeds:
+            raise InvalidRequest(
+                f"{field}: this server takes no tensors from clients.",
+                hint="The operator's setting is --allow-prompt-embeds.",
+                param=field,
+            )
+
+
 def job_of(wish: Wish, model: ModelInfo, tokenizer: Tokenizer, *, cache_salt: str = "", priority: int = 0) -> ImageJob:
-    """Every default resolved; raises InvalidRequest for what this model does not draw."""
+    """Every default resolved; raises InvalidRequest for what this model does not draw. Tensors take it a while."""
     painter = drawing_model(model)
     guidance = painter.guidance_scale if wish.guidance_scale is None else wish.guidance_scale
-    if wish.negative_prompt and guidance == 1:
-        raise InvalidRequest(
-            "negative_prompt has no effect with guidance_scale 1: nothing steers away from it.", param="negative_prompt"
-        )
+    _check_negative(wish.negative_prompt, "negative_prompt", guidance)
+    given = given_texts(wish.prompt_embeds, wish.additional_information, known=painter.information)
+    _check_given(given, wish, painter, guidance)
     width, height = _size(wish, painter)
     steps = painter.steps if wish.steps is None else wish.steps
     negative = _tokens("negative_prompt", wish.negative_prompt, painter, tokenizer) if wish.negative_prompt else []
@@ -115,12 +140,37 @@ def job_of(wish: Wish, model: ModelInfo, tokenizer: Tokenizer, *, cache_salt: st
         seed=secrets.randbits(63) if wish.seed is None else wish.seed,
         sampler=wish.sampler,
         negative_token_ids=negative,
+        prompt_text=wish.prompt if painter.reads_text else "",
+        negative_text=wish.negative_prompt if painter.reads_text else "",
         preview_every=-(-steps // (wish.previews + 1)) if wish.previews else 0,
     )
     first.check()
+    first.check_read([], reads_text=painter.reads_text)
     images = [first, *(replace(first, seed=nth_seed(first.seed, number)) for number in range(1, wish.n))]
-    prompt = _tokens("prompt", wish.prompt, painter, tokenizer)
-    return ImageJob(prompt=prompt, images=images, cache_salt=cache_salt, priority=priority)
+    return ImageJob(
+        prompt=_tokens("prompt", wish.prompt, painter, tokenizer) if given.prompt is None else [],
+        images=images,
+        prompt_embeds=wish.prompt_embeds,
+        additional_information=wish.additional_information,
+        cache_salt=cache_salt,
+        priority=priority,
+    )
+
+
+def _check_given(given: GivenTexts, wish: Wish, painter: ImageModelInfo, guidance: float) -> None:
+    for field, text, embeds in (
+        ("prompt", wish.prompt, given.prompt),
+        ("negative_prompt", wish.negative_prompt, given.negative),
+    ):
+        if text and embeds is not None:
+            raise InvalidRequest(f"{field}: give either that or {field}_embeds.", param=field)
+    _check_negative(given.negative, entry_field(NEGATIVE_PROMPT_EMBEDS), guidance)
+    given.check(max_rows=painter.max_prompt_tokens, width=painter.text_width)
+
+
+def _check_negative(negative: object, field: str, guidance: float) -> None:
+    if negative and guidance == 1:
+        raise InvalidRequest(f"{field} has no effect with guidance_scale 1: nothing steers away from it.", param=field)
 
 
 def _size(wish: Wish, painter: ImageModelInfo) -> tuple[int, int]:
@@ -134,9 +184,10 @@ def _size(wish: Wish, painter: ImageModelInfo) -> tuple[int, int]:
 
 
 def _tokens(param: str, text: str, painter: ImageModelInfo, tokenizer: Tokenizer) -> list[int]:
+    """None for a model that reads the text itself."""
     if not 0 < len(text) <= MAX_PROMPT_CHARS:
         raise InvalidRequest(f"{param} has {len(text)} characters; it must be 1 to {MAX_PROMPT_CHARS}.", param=param)
-    tokens = tokenizer.encode(text)
+    tokens = [] if painter.reads_text else tokenizer.encode(text)
     if len(tokens) > painter.max_prompt_tokens:
         raise InvalidRequest(
             f"{param} has {len(tokens)} tokens; {painter.name} reads at most {painter.max_prompt_tokens}.", param=param

@@ -31,7 +31,14 @@ async def follow(updates: ImageUpdates, take: Take) -> bytes:
 async def draw(engine: Engine, job: ImageJob, take: Take) -> Image:
     """The job's first image. Cancelling it ends the request."""
     params = job.images[0]
-    updates = await engine.draw(job.prompt, params, cache_salt=job.cache_salt, priority=job.priority)
+    updates = await engine.draw(
+        job.prompt,
+        params,
+        cache_salt=job.cache_salt,
+        priority=job.priority,
+        prompt_embeds=job.prompt_embeds,
+        additional_information=job.additional_information,
+    )
     try:
         return Image(width=params.width, height=params.height, rgb=await follow(updates, take))
     finally:

@@ -11,8 +11,8 @@ from weft.errors import InvalidRequest
 from weft.frontend.gate import Seat, Service
 from weft.frontend.guard import guarded
 from weft.frontend.images.drawing import Drawing, Finished, Step
-from weft.frontend.images.embeds import check_payloads
-from weft.frontend.images.job import ImageJob, Wish, check_image_model, job_of, sampler_named
+from weft.frontend.images.embeds import job_from
+from weft.frontend.images.job import ImageJob, Wish, check_allowed, check_image_model, sampler_named
 from weft.frontend.rpc.ai_service_pb2 import (
     ClientTensor,
     GenerateImageRequest,
@@ -72,21 +72,22 @@ class ImageCall:
 
 async def image_job(request: GenerateImageRequest, service: Service) -> ImageJob:
     """The request as the engine understands it; raises what is wrong with it."""
-    engine = service.engine
     name = None if request.model_id in SERVED_MODEL else request.model_id
-    check_image_model(name, service.model_name, engine.model)
+    check_image_model(name, service.model_name, service.engine.model)
     embeds = PromptEmbeds(**_parts(request.prompt_embeds)) if request.HasField("prompt_embeds") else None
     information = _information(request.additional_information) if request.additional_information else None
-    await check_payloads(embeds, information, service)
+    check_allowed(service.limits, prompt_embeds=embeds, additional_information=information)
     given = {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}
     wish = Wish(
         prompt=request.prompt,
+        prompt_embeds=embeds,
         negative_prompt=request.negative_prompt,
+        additional_information=information,
         sampler=sampler_named(request.sampler) if request.sampler else "euler",
         previews=request.previews,
         **given,
     )
-    return job_of(wish, engine.model, engine.tokenizer, priority=request.priority)
+    return await job_from(wish, service, priority=request.priority)
 
 
 def _parts(tensor: ClientTensor) -> dict[str, Any]:

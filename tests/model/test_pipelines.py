@@ -1,0 +1,275 @@
+"""Pipelines of `diffusers` as painters: the images that the library makes by itself, in any company."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from weft.errors import ConfigError, ModelError
+from weft.model import flow
+from weft.model.painter import KEPT_STATES
+from weft.model.pipelines.load import load_pipeline
+from weft.model.pipelines.painter import PipelineDrawing, PipelinePainter, held_bytes
+from weft.plan import DenoiseAdmission, PlacedText
+from weft.types import ImageParams
+
+diffusers = pytest.importorskip("diffusers")
+
+from tests.tiny_pipelines import MAKERS, save_pipeline  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+PROMPTS = ["a red cat on the mat", "the blue dog", "a cat and a dog of the mat"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("pipelines")
+    return {name: save_pipeline(name, root / name) for name in MAKERS}
+
+
+@pytest.fixture(scope="module")
+def painters(folders: dict[str, Path]) -> dict[str, PipelinePainter]:
+    return {name: painter_of(folder) for name, folder in folders.items()}
+
+
+def painter_of(folder: Path, num_slots: int = 4) -> PipelinePainter:
+    return PipelinePainter(load_pipeline(folder, dtype=torch.float32, device=CPU), num_slots)
+
+
+def asked(text: str = PROMPTS[0], **changes: Any) -> ImageParams:
+    return ImageParams(
+        **({"width": 1, "height": 1, "steps": 5, "guidance_scale": 3.5, "seed": 9, "prompt_text": text} | changes)
+    )
+
+
+def begun(painter: PipelinePainter, image: ImageParams, slot: int = 0) -> tuple[PipelineDrawing, Tensor]:
+    drawing, noise = painter.prepare(DenoiseAdmission(slot, image, PlacedText(), PlacedText()))
+    return drawing, noise.unsqueeze(0)
+
+
+@torch.inference_mode()
+def drawn(painter: PipelinePainter, image: ImageParams) -> Tensor:
+    drawing, latents = begun(painter, image)
+    for step in range(image.steps):
+        latents = painter.denoise_step(latents, [drawing], [step], 1)
+    return painter.decode(latents)
+
+
+def drawn_by_diffusers(folder: Path, name: str, image: ImageParams, **parts: None) -> Tensor:
+    pipeline = getattr(diffusers, name).from_pretrained(folder, use_safetensors=True, local_files_only=True, **parts)
+    pipeline.set_progress_bar_config(disable=True)
+    config = pipeline.transformer.config
+    own = {} if name == "StableDiffusion3Pipeline" else {"use_resolution_binning": False, "clean_caption": False}
+    found = pipeline(
+        prompt=image.prompt_text,
+        negative_prompt=image.negative_text,
+        num_inference_steps=image.steps,
+        guidance_scale=image.guidance_scale,
+        latents=flow.noise(image.seed, (config.in_channels, config.sample_size, config.sample_size))[None],
+        output_type="pt",
+        **own,
+    )
+    return found.images
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("changes", [{}, {"negative_text": PROMPTS[1], "steps": 7}, {"guidance_scale": 1.0}], ids=str)
+def test_an_image_is_what_the_library_makes(
+    folders: dict[str, Path], painters: dict[str, PipelinePainter], name: str, changes: dict[str, Any]
+) -> None:
+    image = asked(**changes)
+    expected = drawn_by_diffusers(folders[name], name, image)
+    got = (drawn(painters[name], image) / 2 + 0.5).clamp(0, 1)
+    assert got.shape == expected.shape and expected.std() > 0.05
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_both_prompts_are_read(painters: dict[str, PipelinePainter], name: str) -> None:
+    image = asked(steps=2)
+    first, *others = (
+        drawn(painters[name], one)
+        for one in (image, replace(image, prompt_text=PROMPTS[1]), replace(image, negative_text=PROMPTS[1]))
+    )
+    assert all((other - first).abs().max() > 1e-3 for other in others)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@torch.inference_mode()
+def test_images_at_different_steps_in_one_batch_are_those_drawn_alone(
+    painters: dict[str, PipelinePainter], name: str
+) -> None:
+    painter = painters[name]
+    images = [
+        asked(PROMPTS[i], steps=4 + i, seed=i, guidance_scale=2.0 + i, negative_text=PROMPTS[-i]) for i in (0, 1, 2)
+    ]
+    alone = [drawn(painter, image) for image in images]
+    drawings, latents = zip(*(begun(painter, image, slot) for slot, image in enumerate(images)), strict=True)
+    at, finished = [0, 0, 0], list(latents)
+    for number in range(8):
+        # Each begins a step after the one before it.
+        able = [i for i, image in enumerate(images) if i <= number and at[i] < image.steps]
+        moved = painter.denoise_step(
+            torch.cat([finished[i] for i in able]), [drawings[i] for i in able], [at[i] for i in able], 1
+        )
+        for i, latent in zip(able, torch.split(moved, 1), strict=True):
+            finished[i], at[i] = latent, at[i] + 1
+    assert at == [image.steps for image in images]
+    for latent, expected in zip(finished, alone, strict=True):
+        torch.testing.assert_close(painter.decode(latent), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@torch.inference_mode()
+def test_steps_that_were_taken_back_are_made_again(painters: dict[str, PipelinePainter], name: str) -> None:
+    """Whatever the scheduler remembered of them is forgotten."""
+    painter, image = painters[name], asked(steps=7)
+    drawing, noise = begun(painter, image)
+    latents = [noise]
+    for step in (0, 1, 2, 1, 2, 3, 4, 4, 5, 4, 5, 6):
+        assert len(latents) - step <= KEPT_STATES
+        del latents[step + 1 :]
+        latents.append(painter.denoise_step(latents[step], [drawing], [step], 1))
+    assert torch.equal(painter.decode(latents[-1]), drawn(painter, image))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_new_engine_draws_the_same_bits(
+    folders: dict[str, Path], painters: dict[str, PipelinePainter], name: str
+) -> None:
+    assert torch.equal(drawn(painter_of(folders[name]), asked()), drawn(painters[name], asked()))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@torch.inference_mode()
+def test_all_steps_at_once_and_once_more(painters: dict[str, PipelinePainter], name: str) -> None:
+    painter, image = painters[name], asked()
+    drawing, noise = begun(painter, image)
+    for _ in range(2):
+        assert torch.equal(
+            painter.decode(painter.denoise_step(noise, [drawing], [0], image.steps)), drawn(painter, image)
+        )
+
+
+def test_a_solver_of_a_higher_order_remembers_as_much_as_it_needs(tmp_path: Path) -> None:
+    name = "PixArtSigmaPipeline"
+    folder = save_pipeline(name, tmp_path / name, solver_order=3)
+    image = asked(steps=17)
+    got = (drawn(painter_of(folder), image) / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(got, drawn_by_diffusers(folder, name, image), atol=2e-5, rtol=0)
+
+
+def test_shifts_that_depend_on_the_size(tmp_path: Path) -> None:
+    name = "StableDiffusion3Pipeline"
+    folder = save_pipeline(name, tmp_path / name, use_dynamic_shifting=True)
+    got = (drawn(painter_of(folder), asked()) / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(got, drawn_by_diffusers(folder, name, asked()), atol=2e-5, rtol=0)
+
+
+def test_memory_is_counted(painters: dict[str, PipelinePainter], folders: dict[str, Path]) -> None:
+    family = load_pipeline(folders["PixArtSigmaPipeline"], dtype=torch.float32, device=CPU)
+    texts, latents = 300 * 32 * 4 + 300 * 8, 4 * 8 * 8 * 4
+    assert held_bytes(family) == 2 * texts + 4 * latents, "two outputs of the transformer before each of three states"
+    models = [family.transformer, family.autoencoder, family.pipeline.text_encoder]
+    weights = sum(weight.numel() * 4 for model in models for weight in model.parameters())
+    assert painters["PixArtSigmaPipeline"].num_bytes == weights + 4 * 2 * texts
+    assert (family.image_size, family.num_tokens, family.latent_shape) == (16, 16, (4, 8, 8))
+
+
+# What is not loaded.
+
+
+def changed(folder: Path, target: Path, file: str, **changes: Any) -> Path:
+    """A copy by links, with changes to one of its JSON files."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            there = target / path.relative_to(folder)
+            there.parent.mkdir(parents=True, exist_ok=True)
+            there.symlink_to(path)
+    content = json.loads((target / file).read_text()) | changes
+    (target / file).unlink()
+    (target / file).write_text(json.dumps(content))
+    return target
+
+
+def load_changed(folder: Path, target: Path, file: str, **changes: Any) -> None:
+    load_pipeline(changed(folder, target, file, **changes), dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("name", ["FluxPipeline", ["custom", "PixArtSigmaPipeline"], None])
+def test_an_unknown_class_is_refused_with_those_that_are_known(
+    folders: dict[str, Path], tmp_path: Path, name: Any
+) -> None:
+    with pytest.raises(ConfigError, match="does not draw with") as raised:
+        load_changed(folders["PixArtSigmaPipeline"], tmp_path / "p", "model_index.json", _class_name=name)
+    assert all(known in raised.value.hint for known in MAKERS)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"vae": ["diffusers", "AutoencoderTiny"]},
+        {"transformer": ["subprocess", "Popen"]},
+        {"tokenizer": ["transformers", "AutoTokenizer"]},
+        {"scheduler": ["diffusers", "LCMScheduler"]},
+        {"text_encoder": [None, None]},
+        {"text_encoder": None},
+    ],
+    ids=str,
+)
+def test_parts_of_other_classes_are_refused(folders: dict[str, Path], tmp_path: Path, part: dict[str, Any]) -> None:
+    (name,) = part
+    with pytest.raises(ModelError, match=f"{name} is .* it must be of"):
+        load_changed(folders["PixArtSigmaPipeline"], tmp_path / "p", "model_index.json", **part)
+
+
+def test_the_largest_text_encoder_may_be_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
+    name, left_out = "StableDiffusion3Pipeline", ("text_encoder_3", "tokenizer_3")
+    folder = changed(folders[name], tmp_path / "p", "model_index.json", **{part: [None, None] for part in left_out})
+    got = (drawn(painter_of(folder), asked()) / 2 + 0.5).clamp(0, 1)
+    expected = drawn_by_diffusers(folder, name, asked(), **dict.fromkeys(left_out))
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("PixArtSigmaPipeline", {"algorithm_type": "sde-dpmsolver++"}),
+        ("StableDiffusion3Pipeline", {"stochastic_sampling": True}),
+    ],
+)
+def test_steps_that_add_noise_are_refused(
+    folders: dict[str, Path], tmp_path: Path, name: str, setting: dict[str, Any]
+) -> None:
+    with pytest.raises(ModelError, match="could not be drawn again"):
+        load_changed(folders[name], tmp_path / "p", "scheduler/scheduler_config.json", **setting)
+
+
+def test_weights_in_other_formats_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = changed(folders["PixArtSigmaPipeline"], tmp_path / "p", "model_index.json")
+    weights = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+    with pytest.raises(ModelError, match="cannot be loaded as a PixArtTransformer2DModel"):
+        load_pipeline(folder, dtype=torch.float32, device=CPU)
+
+
+def test_weights_that_are_missing_are_not_made_up(folders: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"there is no .* among the weights of a PixArtTransformer2DModel"):
+        load_changed(folders["PixArtSigmaPipeline"], tmp_path / "p", "transformer/config.json", num_layers=3)
+
+
+def test_a_prompt_that_is_too_long_is_not_logged(
+    painters: dict[str, PipelinePainter], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for painter in painters.values():
+        drawn(painter, asked(" ".join(["cat"] * 400), steps=1))
+    captured = capfd.readouterr()
+    assert "cat" not in captured.out + captured.err + caplog.text

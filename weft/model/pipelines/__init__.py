@@ -1,0 +1,1 @@
+"""Pipelines of `diffusers` as painters. The library is imported when one is loaded, and not before."""
