@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator
 
 import openai
 import pytest
+from PIL import Image
 
 from tests.e2e.server import Server
 
@@ -102,6 +105,19 @@ def test_errors_are_openais(client: openai.OpenAI) -> None:
 
 
 def test_models(client: openai.OpenAI, server: Server) -> None:
-    assert [model.id for model in client.models.list()] == ["smollm2"]
+    assert [model.id for model in client.models.list()] == ["smollm2", "shapes"]
     assert client.models.retrieve("smollm2").id == "smollm2"
     assert server.get("/health").status_code == 200
+
+
+def test_one_server_writes_and_draws(client: openai.OpenAI) -> None:
+    """The image is read from its pixels: a red figure before a blue background."""
+    images = client.images.generate(prompt="a red circle on a blue background", n=2, extra_body={"seed": 1}).data
+    assert images is not None and len(images) == 2
+    for image in images:
+        assert image.b64_json is not None
+        pixels = Image.open(io.BytesIO(base64.b64decode(image.b64_json))).convert("RGB")
+        assert pixels.size == (32, 32)
+        for place, strongest in (((1, 1), 2), ((16, 16), 0)):
+            colour = pixels.getpixel(place)
+            assert isinstance(colour, tuple) and max(colour) == colour[strongest] > 150, (place, colour)
