@@ -71,4 +71,4 @@ def child(mode: str, wheels: str, die_in_extraction: bool) -> None:
     fake_pip(mode, Path(wheels))
     if die_in_extraction:
         pull.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-    pull.pull(NAME, progress=False)
+    pull.pull(NAME)

