@@ -56,11 +56,11 @@ show-remote-peers: .venv/installed-dev $(VLLM_ENV)/installed
 	@touch $@
 
 .venv/installed: .venv/created constraints.txt pyproject.toml
-	$(INSTALL) --editable '.[cpu,hub]'
+	$(INSTALL) --editable '.[cpu]'
 	@touch $@
 
 .venv/installed-dev: .venv/installed
-	$(INSTALL) --editable '.[cpu,diffusers,hub,dev]'
+	$(INSTALL) --editable '.[cpu,diffusers,dev]'
 	@touch $@
 
 # Its builds for CPU bring packages for images and sound that do not go with this torch, and are not needed.

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from tests.frontend.scripted_engine import ScriptedEngine, answer
 from weft import __version__, cli
+from weft.backends.looped import LoopedEngine
 from weft.config import Config, settings
 from weft.errors import InvalidRequest, ModelError
 from weft.frontend import server, terminal
@@ -124,7 +125,7 @@ def local() -> Iterator[LocalEngine]:
     async def start() -> ScriptedEngine:
         return engine
 
-    with LocalEngine(start) as local:
+    with LoopedEngine(start) as local:
         yield local
     assert engine.closed and not engine.open
 
@@ -173,6 +174,6 @@ def test_an_engine_that_does_not_start_leaves_no_thread() -> None:
         raise ModelError("damaged")
 
     before = threading.active_count()
-    with pytest.raises(ModelError), LocalEngine(start):
+    with pytest.raises(ModelError), LoopedEngine(start):
         pass
     assert threading.active_count() == before

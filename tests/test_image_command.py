@@ -32,7 +32,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
         return engine
 
     monkeypatch.setattr(cli, "_start", start)
-    monkeypatch.setattr(llm, "start_native", start)
+    monkeypatch.setattr(llm, "start_engine", start)
     return engine
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weft import payloads
 from weft.errors import InvalidRequest
-from weft.payloads import AdditionalInformation, InfoEntry, PromptEmbeds, Tensor
+from weft.payloads import AdditionalInformation, GivenTexts, InfoEntry, PromptEmbeds, Tensor, given_texts
 
 WIDTH, MAX_ROWS = 4, 6
 
@@ -63,12 +63,13 @@ def test_what_is_right_passes(fields: dict[str, Any]) -> None:
         ({"shape": (8,)}, "shape", "1 dimensions"),
         ({"shape": ()}, "shape", "0 dimensions"),
         ({"shape": (1, 2, WIDTH)}, "shape", "3 dimensions"),
-        ({"data": b"", "shape": (0, WIDTH)}, "shape", "from 1 to"),
-        ({"shape": (-2, WIDTH)}, "shape", "from 1 to"),
-        ({"shape": (-2, -WIDTH)}, "shape", "from 1 to"),
-        ({"shape": (10**4000, 10**4000)}, "shape", "from 1 to"),
-        ({"data": bytes(7 * WIDTH * 4), "shape": (7, WIDTH)}, "shape", "takes 1 to 6"),
-        ({"shape": (WIDTH, 2)}, "shape", "have 2 values; this model's have 4"),
+        ({"data": b"", "shape": (0, WIDTH)}, "shape", "takes 1 to 6 rows"),
+        ({"shape": (-2, WIDTH)}, "shape", "takes 1 to 6 rows"),
+        ({"shape": (-2, -WIDTH)}, "shape", "takes 1 to 6 rows"),
+        ({"shape": (10**5000, WIDTH)}, "shape", "takes 1 to 6 rows"),
+        ({"shape": (1, 10**5000)}, "shape", "rows have 4 values"),
+        ({"data": bytes(7 * WIDTH * 4), "shape": (7, WIDTH)}, "shape", "takes 1 to 6 rows"),
+        ({"shape": (WIDTH, 2)}, "shape", "rows have 4 values"),
         ({"dtype": "float64"}, "dtype", "float32, float16, bfloat16"),
         ({"dtype": "object"}, "dtype", "float32, float16, bfloat16"),
         ({"dtype": ""}, "dtype", "float32, float16, bfloat16"),
@@ -99,23 +100,26 @@ def test_too_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payloads, "MAX_BYTES", 31)
     assert refusal(check, embeds()).param == "prompt_embeds.data"
     tensor = Tensor(data=memoryview(bytes(16)), shape=(4,), dtype="float32")
-    AdditionalInformation(entries={"a": InfoEntry(tensor=tensor)}).check()
+    AdditionalInformation(entries={"a": InfoEntry(tensor=tensor)}).check("ab")
     both = AdditionalInformation(entries={name: InfoEntry(tensor=tensor) for name in "ab"})
-    assert "32 bytes together" in str(refusal(both.check))
+    assert "32 bytes together" in str(refusal(both.check, "ab"))
 
 
-def test_a_width_that_is_not_known_is_not_checked() -> None:
-    embeds(shape=(4, 2)).check(max_rows=MAX_ROWS, width=None)
+def test_a_model_that_draws_from_no_states_takes_none() -> None:
+    with pytest.raises(InvalidRequest, match="no hidden states"):
+        embeds().check(max_rows=MAX_ROWS, width=0)
 
 
-TENSOR = Tensor(data=memoryview(bytes(24)), shape=(2, 1, 3), dtype="float32")
+TENSOR = Tensor(data=memoryview(bytes(32)), shape=(2, WIDTH), dtype="float32")
 
 
 def test_information_that_is_right_passes() -> None:
     entries = {"tensor": InfoEntry(tensor=TENSOR), "list": InfoEntry(values=[1, 2.5, "a", True, -(2**63)])}
-    AdditionalInformation(entries=entries | {"empty": InfoEntry(values=[])}).check()
-    AdditionalInformation(entries={str(number): InfoEntry(values=[]) for number in range(100)}).check()
-    AdditionalInformation().check()
+    entries["empty"] = InfoEntry(values=[])
+    AdditionalInformation(entries=entries).check(entries)
+    many = {str(number): InfoEntry(values=[]) for number in range(100)}
+    AdditionalInformation(entries=many).check(many)
+    AdditionalInformation().check([])
 
 
 @pytest.mark.parametrize(
@@ -125,21 +129,60 @@ def test_information_that_is_right_passes() -> None:
         (InfoEntry(tensor=TENSOR, values=[]), "", "either"),
         (InfoEntry(values=[1.0, float("nan")]), ".values", "infinite"),
         (InfoEntry(values=[2**63]), ".values", "64 bits"),
-        (InfoEntry(tensor=Tensor(data=memoryview(b""), shape=(), dtype="float32")), ".tensor.shape", "1 to 8"),
-        (InfoEntry(tensor=Tensor(data=memoryview(b""), shape=(1,) * 9, dtype="float32")), ".tensor.shape", "1 to 8"),
-        (InfoEntry(tensor=Tensor(data=memoryview(b"12"), shape=(1,), dtype="float32")), ".tensor.data", "ask for 4"),
     ],
 )
 def test_an_entry_that_is_wrong_is_named(entry: InfoEntry, place: str, said: str) -> None:
     information = AdditionalInformation(entries={"good": InfoEntry(values=[1]), "x": entry})
-    error = refusal(information.check)
+    error = refusal(information.check, ["good", "x"])
     assert error.param == f"additional_information.entries['x']{place}"
     assert said in str(error)
 
 
 def test_too_many_entries() -> None:
     information = AdditionalInformation(entries={str(number): InfoEntry(values=[]) for number in range(101)})
-    assert refusal(information.check).param == "additional_information.entries"
+    assert refusal(information.check, information.entries).param == "additional_information.entries"
+
+
+@pytest.mark.parametrize(("known", "said"), [(["b", "a"], "it knows a, b"), ([], "it knows none")])
+def test_an_entry_that_the_model_does_not_know_is_named_with_those_it_knows(known: list[str], said: str) -> None:
+    error = refusal(AdditionalInformation(entries={"x": InfoEntry(values=[1])}).check, known)
+    assert error.param == "additional_information.entries['x']" and said in str(error)
+
+
+# What an image is drawn from.
+
+NEGATIVE = "additional_information.entries['negative_prompt_embeds']"
+
+
+def information(**entries: InfoEntry) -> AdditionalInformation:
+    return AdditionalInformation(entries=entries)
+
+
+def test_a_negative_prompt_comes_as_information() -> None:
+    known = ["negative_prompt_embeds"]
+    assert given_texts(None, None, known=[]) == given_texts(None, information(), known=known) == GivenTexts()
+    assert given_texts(embeds(), None, known=[]).prompt == embeds()
+    both = given_texts(embeds(), information(negative_prompt_embeds=InfoEntry(tensor=TENSOR)), known=known)
+    assert both.negative == embeds(data=bytes(32)) and both.num_bytes == 64
+    both.check(max_rows=MAX_ROWS, width=WIDTH)
+    values = information(negative_prompt_embeds=InfoEntry(values=[1.0]))
+    with pytest.raises(InvalidRequest) as refused:
+        given_texts(None, values, known=known)
+    assert refused.value.param == NEGATIVE
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [({"shape": (32,)}, "shape"), ({"dtype": "int8"}, "dtype"), ({"data": b""}, "data"), ({"sha256": "0"}, "sha256")],
+)
+def test_its_rules_are_those_of_a_prompt(wrong: dict[str, Any], field: str) -> None:
+    for texts, place in (
+        (GivenTexts(prompt=embeds(**wrong)), "prompt_embeds"),
+        (GivenTexts(prompt=embeds(), negative=embeds(**wrong)), f"{NEGATIVE}.tensor"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            texts.check(max_rows=MAX_ROWS, width=WIDTH)
+        assert refused.value.param == f"{place}.{field}"
 
 
 @pytest.mark.parametrize("dtype", payloads.STORED_AS)
@@ -162,4 +205,4 @@ def test_information_comes_back_as_it_was(lists: dict[str, list[Any]]) -> None:
         received = codec.decode(codec.encode(information), type=AdditionalInformation)
         assert {name: entry.values for name, entry in received.entries.items()} == lists | {"": None}
         tensor = received.entries[""].tensor
-        assert tensor is not None and (bytes(tensor.data), tensor.shape) == (bytes(24), (2, 1, 3))
+        assert tensor is not None and (bytes(tensor.data), tensor.shape) == (bytes(32), (2, WIDTH))

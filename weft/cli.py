@@ -152,7 +152,7 @@ def serve(config: Config) -> None:
 
 
 @app.command(epilog=EPILOG)
-@configured("model", "cache", "scheduler", "engine")
+@configured("model", "backend", "cache", "scheduler", "engine")
 def generate(
     config: Config,
     prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from standard input.")],
@@ -170,18 +170,18 @@ def generate(
 ) -> None:
     """Answer one prompt on standard output."""
     from weft import logs
+    from weft.backends.looped import LoopedEngine
     from weft.frontend import terminal
-    from weft.frontend.local import LocalEngine
 
     params = _sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
     text = sys.stdin.read() if prompt == "-" else prompt
     logs.set_up("warning")
-    with LocalEngine(lambda: _start(config)) as local:
+    with LoopedEngine(lambda: _start(config)) as local:
         terminal.generate(local, text, params, raw=raw)
 
 
 @app.command(epilog=EPILOG)
-@configured("model", "cache", "scheduler", "engine", positional_model=True)
+@configured("model", "backend", "cache", "scheduler", "engine", positional_model=True)
 def chat(
     config: Config,
     system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
@@ -196,12 +196,12 @@ def chat(
 ) -> None:
     """Talk with a model."""
     from weft import logs
+    from weft.backends.looped import LoopedEngine
     from weft.frontend import terminal
-    from weft.frontend.local import LocalEngine
 
     params = _sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
     logs.set_up("warning")
-    with LocalEngine(lambda: _start(config)) as local:
+    with LoopedEngine(lambda: _start(config)) as local:
         terminal.converse(local, params, _console(), system=system, read_line=input)
 
 
@@ -234,6 +234,8 @@ def image(
     """
     import asyncio
 
+    from msgspec.structs import replace
+
     from weft import logs
     from weft.frontend import terminal
     from weft.frontend.images.job import Wish, sampler_named, sides
@@ -252,8 +254,11 @@ def image(
     )
     logs.set_up("warning")
 
+    # Of all engines it is Weft's own that draws.
+    native = replace(config, backend=replace(config.backend, engine="native"))
+
     async def draw() -> None:
-        engine = await _start(config)
+        engine = await _start(native)
         try:
             await terminal.draw_image(engine, wish, output, _console(stderr=True))
         finally:
@@ -266,11 +271,12 @@ def image(
 def pull(
     name: Annotated[str, typer.Argument(help="A name from the catalogue, or a hub id.")] = "smollm2",
     revision: Annotated[str, typer.Option(help="The commit of a hub model; without it the newest.")] = "",
+    verify: Annotated[bool, typer.Option("--verify", help="Read all files again and check them.")] = False,
 ) -> None:
     """Fetch a model, unless it is here already."""
     from weft.hub.resolve import resolve
 
-    files = resolve(name, revision)
+    files = resolve(name, revision, verify=verify)
     _console().print(f"{files.name} is at {files.path}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -294,6 +300,21 @@ def models() -> None:
     _console().print(table)
 
 
+@app.command()
+def engines() -> None:
+    """List the engines, and which of them can be used on this machine."""
+    from rich.table import Table
+
+    from weft.backends import list_engines
+
+    table = Table("name", "platform", "available", box=None, pad_edge=False)
+    table.add_column("what it is", overflow="fold")
+    for engine in list_engines():
+        available = "yes" if engine.available else f"no: {engine.why_not}"
+        table.add_row(engine.name, engine.platform, available, engine.about, style="" if engine.available else "dim")
+    _console().print(table)
+
+
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
     """Measure this machine."""
@@ -302,14 +323,39 @@ def bench(context: typer.Context) -> None:
     bench_app(args=context.args, prog_name="weft bench")
 
 
+@app.command(epilog=EPILOG)
+@configured("model", "backend", "cache", "scheduler", positional_model=True)
+def plan(
+    config: Config,
+    memory_gib: Annotated[
+        float, typer.Option(help="Plan for a device with so much memory, not for this machine's.", min=0)
+    ] = 0,
+) -> None:
+    """Show what a model would take of the memory and what fits, without loading it.
+
+    weft plan smollm2
+
+    weft plan org/model --device cuda --memory-gib 80 --max-model-len 32768
+
+    It ends with 1 where the model does not fit as asked.
+    """
+    from weft.backends.planned import planned
+    from weft.hub.plan_table import plan_table
+
+    made = planned(config, memory_gib)
+    _console().print(plan_table(made), soft_wrap=True)
+    if made.problem is not None:
+        raise typer.Exit(1)
+
+
 @app.command()
 def doctor() -> None:
     """Show what Weft finds on this machine."""
     from rich.table import Table
 
+    from weft.backends.doctor import Finding, findings
     from weft.hub.files import home
     from weft.hub.installed import list_models
-    from weft.observe.machine import Finding, findings
 
     names = ", ".join(model.name for model in list_models())
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -330,11 +376,9 @@ def version() -> None:
 
 
 async def _start(config: Config) -> Engine:
-    from weft.backends.native import find_model, start_native
-    from weft.frontend.threads import in_daemon_thread
+    from weft.backends import start_engine
 
-    files = await in_daemon_thread(lambda: find_model(config))
-    return await start_native(config, files)
+    return await start_engine(config)
 
 
 def _console(*, stderr: bool = False) -> Console:

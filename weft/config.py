@@ -30,9 +30,9 @@ def _doc(text: str, **limits: Any) -> Meta:
 class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Which model, and how it is held."""
 
-    model: Annotated[str, _doc("A name from `weft models`, a GGUF file, a Hugging Face directory or hub id.")] = (
-        "smollm2"
-    )
+    model: Annotated[
+        str, _doc("A name from `weft models`, a GGUF file, a Hugging Face directory or hub id, or modelscope:ORG/NAME.")
+    ] = "smollm2"
     served_model_name: Annotated[str, _doc("The name clients use; empty: the model's own name.")] = ""
     revision: Annotated[str, _doc("The commit of a hub model; empty: the newest, pinned when it is pulled.")] = ""
     load_format: Annotated[

@@ -10,23 +10,23 @@ with LLM("smollm2") as llm:
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from msgspec import Struct
 
 from weft import config as configuration
-from weft.backends.contract import Deltas, failure_of
-from weft.backends.native import NativeEngine, start_native
+from weft.backends.contract import Prompt as EnginePrompt
+from weft.backends.contract import chat_prompt, text_prompt
+from weft.backends.hybrid import start_engine
+from weft.backends.looped import LoopedEngine, submitting
 from weft.errors import InvalidRequest
-from weft.frontend.images.job import Wish, job_of, sides
+from weft.frontend.images.job import Wish, check_allowed, job_of, sides
 from weft.frontend.images.picture import Image
 from weft.frontend.images.updates import draw
+from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.types import Delta, FinishReason, FlowSampler, ModelInfo, SamplingParams, TokenLogprob, Usage
 
-T = TypeVar("T")
 Prompt = str | list[int]
 Message = Mapping[str, Any]
 
@@ -43,15 +43,11 @@ class LLM:
     """A model that is loaded and ready. Any setting of `weft serve` is accepted by its name."""
 
     def __init__(self, model: str = "smollm2", **settings: Any) -> None:
-        self._config = configuration.load({"model": model, **settings})
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="weft-llm", daemon=True)
-        self._thread.start()
-        try:
-            self._engine: NativeEngine = self._wait(start_native(self._config))
-        except BaseException:
-            self._stop_loop()
-            raise
+        config = configuration.load({"model": model, **settings})
+        self._looped = LoopedEngine(lambda: start_engine(config))
+        self._engine = self._looped.engine
+        self._limits = config.limits
+        self._wait = self._looped.wait
 
     @property
     def model(self) -> ModelInfo:
@@ -61,9 +57,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Answer]:
         """Continue every prompt (text or token ids); the answers come in the order of the prompts."""
-        batch = _as_batch(prompts)
-        tokens = [self._engine.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in batch]
-        return self._answer_all(tokens, params)
+        return self._answer_all([self._prompt_of(prompt) for prompt in _as_batch(prompts)], params)
 
     def chat(
         self,
@@ -72,35 +66,34 @@ class LLM:
     ) -> list[Answer]:
         """Answer every conversation, through the model's chat template."""
         batch: Any = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        return self._answer_all([self._engine.encode_chat(messages).token_ids for messages in batch], params)
+        return self._answer_all([chat_prompt(self._engine, messages) for messages in batch], params)
 
     def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
         """The answer to one prompt or conversation, as it comes. Leaving the iterator early ends the request."""
-        deltas = self._wait(self._engine.submit(self._tokens_of(prompt), params or SamplingParams()))
-        try:
-            while (delta := self._wait(_next(deltas))) is not None:
-                if failure := failure_of(delta):
-                    raise failure
-                yield delta
-        finally:
-            self._wait(deltas.aclose())
+        return self._looped.stream(self._prompt_of(prompt), params or SamplingParams())
 
     def draw(
         self,
-        prompt: str,
+        prompt: str = "",
         *,
+        prompt_embeds: PromptEmbeds | None = None,
         negative_prompt: str = "",
+        additional_information: AdditionalInformation | None = None,
         size: str = "auto",
         steps: int | None = None,
         guidance_scale: float | None = None,
         seed: int | None = None,
         sampler: FlowSampler = "euler",
     ) -> Image:
-        """An image of the prompt, by the model that draws beside this one; what is not given is as that has it."""
+        """An image of the prompt, by the model that draws beside this one; what is not given is as that has it. Tensors
+        instead of prompts are taken with `allow_prompt_embeds`."""
+        check_allowed(self._limits, prompt_embeds=prompt_embeds, additional_information=additional_information)
         width, height = sides(size)
         wish = Wish(
             prompt=prompt,
+            prompt_embeds=prompt_embeds,
             negative_prompt=negative_prompt,
+            additional_information=additional_information,
             width=width,
             height=height,
             steps=steps,
@@ -112,9 +105,7 @@ class LLM:
         return self._wait(draw(self._engine, job, lambda _: None))
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._wait(self._engine.close())
-            self._stop_loop()
+        self._looped.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -122,57 +113,35 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _tokens_of(self, prompt: Prompt | Sequence[Message]) -> list[int]:
+    def _prompt_of(self, prompt: Prompt | Sequence[Message]) -> EnginePrompt:
         if isinstance(prompt, str):
-            return self._engine.tokenizer.encode(prompt)
+            return text_prompt(self._engine, prompt)
         messages = [part for part in prompt if isinstance(part, Mapping)]
-        return self._engine.encode_chat(messages).token_ids if messages else [t for t in prompt if isinstance(t, int)]
+        return chat_prompt(self._engine, messages) if messages else [t for t in prompt if isinstance(t, int)]
 
     def _answer_all(
-        self, prompts: list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: list[EnginePrompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Answer]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequest(f"{len(params)} sampling parameters for {len(prompts)} prompts.")
-
-        async def all_of_them() -> list[Answer]:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._answer(prompt, p)) for prompt, p in zip(prompts, params, strict=True)]
-            return [task.result() for task in tasks]
-
-        try:
-            return self._wait(all_of_them())
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-
-    async def _answer(self, prompt: list[int], params: SamplingParams) -> Answer:
-        deltas: list[Delta] = []
-        await (await self._engine.submit(prompt, params)).follow(deltas.append)
-        last = deltas[-1]
-        if failure := failure_of(last):
-            raise failure
-        assert last.finish is not None
-        logprobs = [logprob for delta in deltas for logprob in delta.logprobs or ()]
-        return Answer(
-            text="".join(delta.text for delta in deltas),
-            token_ids=[token for delta in deltas for token in delta.token_ids],
-            finish=last.finish,
-            usage=last.usage,
-            logprobs=logprobs if params.logprobs is not None else None,
-        )
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        asked = list(zip(prompts, params, strict=True))
+        answers = self._looped.collect([submitting(prompt, each) for prompt, each in asked])
+        return [_answer(deltas, each) for deltas, (_, each) in zip(answers, asked, strict=True)]
 
 
-async def _next(deltas: Deltas) -> Delta | None:
-    return await anext(deltas, None)
+def _answer(deltas: list[Delta], params: SamplingParams) -> Answer:
+    last = deltas[-1]
+    assert last.finish is not None
+    logprobs = [logprob for delta in deltas for logprob in delta.logprobs or ()]
+    return Answer(
+        text="".join(delta.text for delta in deltas),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        finish=last.finish,
+        usage=last.usage,
+        logprobs=logprobs if params.logprobs is not None else None,
+    )
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

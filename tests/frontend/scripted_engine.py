@@ -20,6 +20,7 @@ from weft.backends.contract import (
     ImageUpdates,
 )
 from weft.errors import InvalidRequest, WeftError
+from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.types import (
     Delta,
     EngineStats,
@@ -39,7 +40,15 @@ Step = Delta | float | Exception
 ImageStep = ImageUpdate | float | Exception
 
 PAINTER = ImageModelInfo(
-    name="painter", width=4, height=2, num_tokens=8, max_prompt_tokens=40, steps=6, guidance_scale=3.0
+    name="painter",
+    width=4,
+    height=2,
+    num_tokens=8,
+    max_prompt_tokens=40,
+    text_width=2,
+    information=["negative_prompt_embeds"],
+    steps=6,
+    guidance_scale=3.0,
 )
 
 
@@ -84,6 +93,8 @@ class Drawn(Struct, frozen=True):
     cache_salt: str
     priority: int
     tenant: str
+    prompt_embeds: PromptEmbeds | None
+    additional_information: AdditionalInformation | None
 
 
 def picture(image: ImageParams, step: int) -> bytes:
@@ -231,12 +242,16 @@ class ScriptedEngine:
         cache_salt: str = "",
         priority: int = 0,
         tenant: str = "",
+        prompt_embeds: PromptEmbeds | None = None,
+        additional_information: AdditionalInformation | None = None,
     ) -> Any:
         if self.refuse is not None and len(self.drawn) >= self.refuse_from:
             raise self.refuse
         request_id = request_id or f"own-image-{len(self.drawn)}"
         assert request_id not in self.open
-        self.drawn.append(Drawn(prompt_token_ids, image, cache_salt, priority, tenant))
+        self.drawn.append(
+            Drawn(prompt_token_ids, image, cache_salt, priority, tenant, prompt_embeds, additional_information)
+        )
         self.open.add(request_id)
         steps = all_steps(image, len(prompt_token_ids)) if self.image_script is None else iter(self.image_script)
         return _PlayedImage(self, request_id, steps)

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from weft.errors import EngineFault, InvalidRequest, RequestTimeout, Unavailable, WeftError
+from weft.payloads import AdditionalInformation, PromptEmbeds
+from weft.text.parsers.pieces import Piece
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle
 from weft.text.tokenizer import Tokenizer
@@ -22,8 +24,63 @@ class Health(Struct, frozen=True):
     """Why not, when not: starting, restarting, draining, failed."""
 
 
+class Conversation(Struct, frozen=True, kw_only=True):
+    """A chat as OpenAI's clients write it, for an engine behind which somebody else has the chat template."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_variables: Mapping[str, Any] = {}
+
+
+Prompt = list[int] | str | Conversation
+"""Token ids for an engine that computes with tokens; for one that does not know them (`Abilities.tokens`), text or a
+conversation."""
+
+
+def tokens_of(prompt: Prompt) -> list[int]:
+    """Of a prompt for an engine that computes with tokens. It is text only where another engine was in use when the
+    prompt was made."""
+    if isinstance(prompt, list):
+        return prompt
+    raise Unavailable("The engine has changed while this request was on its way.", hint="Send it again.")
+
+
+def tokens_unknown(engine_name: str, what: str, param: str | None = None) -> InvalidRequest:
+    """What an engine that is given text and not tokens says to `what` needs them."""
+    return InvalidRequest(
+        f"{what} needs the model's tokens, and the engine {engine_name} does not know them.",
+        hint="The operator can name the model whose tokenizer it is with --tokenizer.",
+        param=param,
+    )
+
+
+def not_taken(engine_name: str, field: str) -> InvalidRequest:
+    """What an engine says to a request's field that it has no use for."""
+    return InvalidRequest(
+        f"{field} is not supported by the engine {engine_name}.",
+        hint="Leave it out, or serve the model with an engine that takes it (`weft engines` lists them).",
+        param=field,
+    )
+
+
+def num_tokens(prompt: Prompt) -> int:
+    """As far as is known on this side: 0 for text."""
+    return len(prompt) if isinstance(prompt, list) else 0
+
+
 Take = Callable[[Delta], Awaitable[None] | None]
 """Is given a delta. What it returns, if anything, is awaited before it is given the next one."""
+
+
+class ReadDelta(Delta, frozen=True, kw_only=True):
+    """Of an answer that was read where it was made: thoughts and calls are told apart already. `text` is the content
+    among the pieces."""
+
+    pieces: Sequence[Piece] = ()
 
 
 class Deltas(Protocol):
@@ -94,16 +151,24 @@ class Abilities(Struct, frozen=True, kw_only=True):
     tokens: bool = True
     """Prompts are token ids, encoded on this side; else text and messages are passed on, and nothing that needs to
     know the model's tokens is possible."""
+    answer_tokens: bool = True
+    """The ids of the tokens that it generates are told, and not only their text."""
     seed: bool = True
     penalties: bool = True
-    """Presence, frequency and repetition."""
+    """Presence and frequency."""
+    repetition_penalty: bool = True
     top_k: bool = True
     min_p: bool = True
     logit_bias: bool = True
     logprobs: bool = True
     prompt_logprobs: bool = True
     stop_tokens: bool = True
-    """Stop token ids, min_tokens and ignore_eos."""
+    min_tokens: bool = True
+    ignore_eos: bool = True
+    stop_in_output: bool = True
+    """The text of a stop string may be a part of the answer."""
+    special_tokens: bool = True
+    """Their text may be a part of the answer."""
     grammar: bool = True
     """Structured output, and calls of tools that must come."""
     priority: bool = True
@@ -127,7 +192,8 @@ class Engine(Protocol):
     def model(self) -> ModelInfo: ...
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequest where it is not known (`Abilities.tokens`); so does `encode_chat`."""
 
     @property
     def styles(self) -> ChatStyles: ...
@@ -148,7 +214,7 @@ class Engine(Protocol):
 
     async def submit(
         self,
-        prompt_token_ids: list[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str | None = None,
@@ -169,7 +235,7 @@ class Engine(Protocol):
 
     async def embed(
         self,
-        prompt_token_ids: list[int],
+        prompt: Prompt,
         pooling: Pooling,
         *,
         request_id: str | None = None,
@@ -188,9 +254,15 @@ class Engine(Protocol):
         cache_salt: str = "",
         priority: int = 0,
         tenant: str = "",
+        prompt_embeds: PromptEmbeds | None = None,
+        additional_information: AdditionalInformation | None = None,
     ) -> ImageUpdates:
         """Check and queue one image. Raises as `submit` does, and InvalidRequest when `model.images` is None or cannot
-        draw this size or a prompt of this length."""
+        draw this size or a prompt of this length.
+
+        `prompt_embeds` are hidden states that it is drawn from instead of a prompt, which is empty then.
+        `additional_information` has entries of the names that `model.images.information` lists.
+        """
 
     def health(self) -> Health: ...
 
@@ -214,6 +286,16 @@ class Engine(Protocol):
         """Write what was recorded, and return the file. Raises InvalidRequest when nothing was, and Unavailable."""
 
     async def close(self) -> None: ...
+
+
+def text_prompt(engine: Engine, text: str) -> Prompt:
+    """A text as this engine takes it."""
+    return engine.tokenizer.encode(text) if engine.abilities.tokens else text
+
+
+def chat_prompt(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> Prompt:
+    """A conversation as this engine takes it."""
+    return engine.encode_chat(messages).token_ids if engine.abilities.tokens else Conversation(messages=messages)
 
 
 def failure_of(last: Delta | ImageUpdate) -> WeftError | None:

@@ -7,7 +7,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Collection
 from functools import partial
-from pathlib import Path
 
 from weft.backends.contract import (
     Abilities,
@@ -16,8 +15,10 @@ from weft.backends.contract import (
     Health,
     ImageUpdate,
     ImageUpdates,
+    Prompt,
     Take,
     failure_of,
+    tokens_of,
 )
 from weft.backends.text_room import TextRoom, check_prompt, open_text_room
 from weft.config import Config
@@ -25,8 +26,9 @@ from weft.engine.client import EngineClient
 from weft.engine.launch import EngineProcess, LaunchedEngine
 from weft.engine.wire import ResetCache, StartProfile, StopProfile, Vocabulary
 from weft.errors import ContextTooLong, EngineFault, InvalidRequest
-from weft.hub.files import ModelFiles, dummy_files
-from weft.hub.resolve import resolve
+from weft.hub.files import ModelFiles
+from weft.hub.manager import find_model
+from weft.payloads import AdditionalInformation, GivenTexts, PromptEmbeds, given_texts
 from weft.text.grammars.words import words_of
 from weft.text.output import OutputText
 from weft.types import (
@@ -60,13 +62,6 @@ async def start_native(
     except BaseException:
         await client.close()
         raise
-
-
-def find_model(config: Config) -> ModelFiles:
-    """The files of the model that a configuration names, pulled if need be."""
-    if config.model.load_format == "dummy":
-        return dummy_files(Path(config.model.model))
-    return resolve(config.model.model, config.model.revision)
 
 
 class NativeDeltas(Deltas):
@@ -208,7 +203,7 @@ class NativeEngine:
 
     async def submit(
         self,
-        prompt_token_ids: list[int],
+        prompt: Prompt,
         params: SamplingParams,
         *,
         request_id: str | None = None,
@@ -220,7 +215,7 @@ class NativeEngine:
     ) -> NativeDeltas:
         request = self._room.request_of(
             self.model,
-            prompt_token_ids,
+            tokens_of(prompt),
             params,
             request_id=request_id,
             cache_salt=cache_salt,
@@ -235,7 +230,7 @@ class NativeEngine:
 
     async def embed(
         self,
-        prompt_token_ids: list[int],
+        prompt: Prompt,
         pooling: Pooling,
         *,
         request_id: str | None = None,
@@ -243,6 +238,7 @@ class NativeEngine:
         priority: int = 0,
         tenant: str = "",
     ) -> Embedding:
+        prompt_token_ids = tokens_of(prompt)
         params = SamplingParams(temperature=0, seed=0, max_tokens=1)
         check_prompt(self.model, prompt_token_ids, params)
         check_priority(priority)
@@ -275,6 +271,8 @@ class NativeEngine:
         cache_salt: str = "",
         priority: int = 0,
         tenant: str = "",
+        prompt_embeds: PromptEmbeds | None = None,
+        additional_information: AdditionalInformation | None = None,
     ) -> NativeImageUpdates:
         drawn_by = self._painter_of(prompt_token_ids, image)
         check_priority(priority)
@@ -286,7 +284,11 @@ class NativeEngine:
             priority=priority,
             tenant=tenant,
             image=image,
+            given=given_texts(prompt_embeds, additional_information, known=drawn_by.information),
         )
+        if request.given != GivenTexts():
+            # To look at every value takes a while: the streams of others go on meanwhile.
+            await asyncio.to_thread(request.check_given, max_rows=drawn_by.max_prompt_tokens, width=drawn_by.text_width)
         return NativeImageUpdates(self.client, request, drawn_by.num_tokens * image.passes_per_step)
 
     def health(self) -> Health:
@@ -330,6 +332,7 @@ class NativeEngine:
                 f"{image.width}x{image.height}.",
                 param="size",
             )
+        image.check_read(prompt_token_ids, reads_text=drawn_by.reads_text)
         for param, token_ids in (("prompt", prompt_token_ids), ("negative_prompt", image.negative_token_ids)):
             check_token_ids(token_ids, self.model.logits_width, param)
             if len(token_ids) > drawn_by.max_prompt_tokens:

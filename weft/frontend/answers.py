@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from msgspec import UNSET, Struct, UnsetType
 
 from weft import __version__
+from weft.backends.contract import ReadDelta
+from weft.text.parsers.pieces import Piece
 from weft.types import Delta, FinishReason, Timings, TokenLogprob, Usage
 
 SYSTEM_FINGERPRINT = f"weft-{__version__}"
@@ -137,8 +139,8 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     object: str = "model"
     created: int
     owned_by: str = "weft"
-    max_model_len: int
-    """Of a model that draws: the longest prompt."""
+    max_model_len: int | UnsetType
+    """Of a model that draws: the longest prompt. Some engines do not tell."""
     capabilities: list[str]
     sizes: list[str] | UnsetType = UNSET
     """Of the images, where it draws."""
@@ -169,6 +171,8 @@ class Output:
 
     def __init__(self) -> None:
         self._texts: list[str] = []
+        self._pieces: list[Piece] | None = None
+        """Of an answer that its engine has read itself."""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] | None = None
@@ -179,6 +183,8 @@ class Output:
 
     def add(self, delta: Delta) -> None:
         self._texts.append(delta.text)
+        if isinstance(delta, ReadDelta):
+            self._pieces = [*(self._pieces or ()), *delta.pieces]
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         if delta.prompt_logprobs is not None:
@@ -192,6 +198,13 @@ class Output:
     @property
     def text(self) -> str:
         return "".join(self._texts)
+
+    @property
+    def whole(self) -> Delta:
+        """All of it, as one delta."""
+        if self._pieces is not None:
+            return ReadDelta(text=self.text, pieces=self._pieces, finish=self.finish)
+        return Delta(text=self.text, finish=self.finish)
 
 
 def usage_body(usages: Sequence[Usage], n: int = 1, truncated_tokens: int = 0) -> UsageBody:

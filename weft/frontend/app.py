@@ -7,6 +7,7 @@ from functools import partial
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
+from msgspec import UNSET
 from starlette.exceptions import HTTPException
 
 from weft import __version__, logs
@@ -195,8 +196,8 @@ def _cards(service: Service) -> list[ModelCard]:
     writes = ModelCard(
         id=service.model_name,
         created=service.created,
-        max_model_len=model.max_model_len,
-        capabilities=["chat", "completions", "embeddings"],
+        max_model_len=model.max_model_len or UNSET,
+        capabilities=["chat", "completions", *(["embeddings"] if service.engine.abilities.embeddings else [])],
     )
     if (painter := model.images) is None:
         return [writes]

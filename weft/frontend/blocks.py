@@ -6,7 +6,9 @@ import enum
 
 from msgspec import Struct
 
-from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Parser, Piece, Reasoning
+from weft.frontend.reading import Reader
+from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Piece, Reasoning
+from weft.types import Delta
 
 
 class Kind(enum.StrEnum):
@@ -51,20 +53,17 @@ Change = Opened | Grown | Closed
 
 
 class Blocks:
-    """A parser's pieces put together: neighbours of one kind are one block, and a call ends where another begins."""
+    """A reader's pieces put together: neighbours of one kind are one block, and a call ends where another begins."""
 
-    def __init__(self, parser: Parser) -> None:
-        self._parser = parser
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
         self._open: Block | None = None
         self.all: list[Block] = []
 
-    def push(self, text: str, *, ended: bool) -> list[Change]:
-        """What the next text of the answer changes; with its end the last block is closed."""
-        pieces = self._parser.push(text)
-        if ended:
-            pieces += self._parser.finish()
-        changes = [change for piece in pieces for change in self._changes(piece)]
-        return changes + self._close() if ended else changes
+    def push(self, delta: Delta) -> list[Change]:
+        """What the next delta of the answer changes; with its end the last block is closed."""
+        changes = [change for piece in self._reader.read(delta) for change in self._changes(piece)]
+        return changes + self._close() if delta.finish else changes
 
     def _changes(self, piece: Piece) -> list[Change]:
         match piece:

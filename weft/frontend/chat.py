@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from itertools import chain
 
 import msgspec
 from msgspec import UNSET
 
+from weft.backends.contract import Engine, tokens_of
 from weft.errors import WeftError
 from weft.frontend import sse
 from weft.frontend.answers import (
@@ -33,7 +33,6 @@ from weft.frontend.schemas import ChatRequest
 from weft.frontend.sse import ChunkFrame, ChunkHead
 from weft.frontend.translate import ChatJob, chat_job
 from weft.text.parsers.pieces import Answer, CallArguments, CallStarted, Content, Piece, Reasoning, collect
-from weft.text.tokenizer import Tokenizer
 from weft.types import Delta, FinishReason, TokenLogprob, Usage
 
 
@@ -41,17 +40,17 @@ async def chat_door(body: bytes, service: Service) -> Order:
     request = await parse(ChatRequest, body, service.limits)
     service.check_model(request.model)
     chat = await chat_job(request, service)
-    return Order(chat.job, ChatWriter(request, chat, service.model_name, service.engine.tokenizer))
+    return Order(chat.job, ChatWriter(request, chat, service.model_name, service.engine))
 
 
 class ChatWriter:
     """Writes one answer, with all its choices."""
 
-    def __init__(self, request: ChatRequest, chat: ChatJob, model_name: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: ChatRequest, chat: ChatJob, model_name: str, engine: Engine) -> None:
         self.answer_id = f"chatcmpl-{request.request_id or uuid.uuid4().hex}"
         self._request = request
         self._chat = chat
-        self._tokenizer = tokenizer
+        self._engine = engine
         options = request.stream_options
         self._include_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.continuous_usage_stats
@@ -64,7 +63,7 @@ class ChatWriter:
         )
         self._frame = ChunkFrame(self._head, include_usage=self._include_usage)
         choices = range(chat.job.num_choices)
-        self._parsers = [chat.reading.parser() for _ in choices]
+        self._readers = [chat.reading.reader() for _ in choices]
         self._has_called = [False for _ in choices]
         self._usages = [Usage() for _ in choices]
         self._before_delta = [self._frame.before + b'{"index":%d,"delta":' % index for index in choices]
@@ -77,7 +76,7 @@ class ChatWriter:
         role = b'{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}'
         fields: dict[str, object] = {}
         if self._request.return_token_ids:
-            fields["prompt_token_ids"] = self._chat.job.prompts[0]
+            fields["prompt_token_ids"] = self._prompt
         first, *others = self._before_delta
         return first + role + self._frame.after_with(fields) + b"".join(b + role + self._frame.after for b in others)
 
@@ -85,10 +84,7 @@ class ChatWriter:
         if self._is_simple and not (delta.logprobs or delta.finish or delta.prompt_logprobs):
             return self._before_text[index] + msgspec.json.encode(delta.text) + self._after_text if delta.text else b""
         self._usages[index] = delta.usage
-        parser = self._parsers[index]
-        pieces = parser.push(delta.text)
-        if delta.finish:
-            pieces += parser.finish()
+        pieces = self._readers[index].read(delta)
         self._has_called[index] |= any(isinstance(piece, CallStarted) for piece in pieces)
         bodies: list[dict[str, object]] = [_delta_body(piece) for piece in pieces]
         if not bodies and (delta.logprobs or (delta.token_ids and self._request.return_token_ids)):
@@ -117,10 +113,10 @@ class ChatWriter:
                 choices=[self._choice(index, output) for index, output in enumerate(outputs)],
                 usage=self._usage_body([output.usage for output in outputs]),
                 system_fingerprint=SYSTEM_FINGERPRINT,
-                prompt_token_ids=self._chat.job.prompts[0] if asked else UNSET,
+                prompt_token_ids=self._prompt if asked else UNSET,
                 prompt_logprobs=UNSET
                 if first.prompt_logprobs is None
-                else prompt_logprobs(self._tokenizer, self._chat.job.prompts[0], first.prompt_logprobs),
+                else prompt_logprobs(self._engine.tokenizer, self._prompt, first.prompt_logprobs),
             )
         )
 
@@ -133,9 +129,7 @@ class ChatWriter:
             choice["token_ids"] = delta.token_ids
         fields: dict[str, object] = {}
         if index == 0 and delta is not None and delta.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = prompt_logprobs(
-                self._tokenizer, self._chat.job.prompts[0], delta.prompt_logprobs
-            )
+            fields["prompt_logprobs"] = prompt_logprobs(self._engine.tokenizer, self._prompt, delta.prompt_logprobs)
         return self._written(index, body, choice, fields)
 
     def _last_chunk(self, index: int, delta: Delta) -> bytes:
@@ -157,8 +151,7 @@ class ChatWriter:
         return self._before_delta[index] + msgspec.json.encode(body) + rest + self._frame.after_with(fields)
 
     def _choice(self, index: int, output: Output) -> ChatChoice:
-        parser = self._parsers[index]
-        answer = collect(chain(parser.push(output.text), parser.finish()))
+        answer = collect(self._readers[index].read(output.whole))
         self._has_called[index] = bool(answer.tool_calls)
         timed = self._request.return_timings and output.timings is not None
         return ChatChoice(
@@ -171,6 +164,10 @@ class ChatWriter:
             timings=timings_body(output.timings) if timed and output.timings else UNSET,
         )
 
+    @property
+    def _prompt(self) -> list[int]:
+        return tokens_of(self._chat.job.prompts[0])
+
     def _finish(self, index: int, finish: FinishReason | None) -> str:
         if finish is FinishReason.STOP and self._has_called[index] and not self._chat.reading.is_named_call:
             return "tool_calls"
@@ -180,7 +177,8 @@ class ChatWriter:
         return usage_body(usages, self._chat.job.n, self._chat.truncated_tokens)
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
-        return chat_logprobs(self._tokenizer, token_ids, logprobs)
+        as_ids = self._request.return_tokens_as_token_ids
+        return chat_logprobs(self._engine.tokenizer, token_ids, logprobs, as_ids=as_ids)
 
 
 def _delta_body(piece: Piece) -> dict[str, object]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
+from weft.backends.contract import Engine, tokens_of
 from weft.errors import WeftError
 from weft.frontend import sse
 from weft.frontend.answers import (
@@ -29,7 +30,6 @@ from weft.frontend.logprobs import completion_logprobs, echoed_logprobs, joined,
 from weft.frontend.schemas import CompletionRequest
 from weft.frontend.sse import ChunkFrame, ChunkHead
 from weft.frontend.translate import CompletionJob, completion_job
-from weft.text.tokenizer import Tokenizer
 from weft.types import Delta, TokenLogprob, Usage
 
 
@@ -37,19 +37,17 @@ async def completion_door(body: bytes, service: Service) -> Order:
     request = await parse(CompletionRequest, body, service.limits)
     service.check_model(request.model)
     completion = await completion_job(request, service)
-    return Order(completion.job, CompletionWriter(request, completion, service.model_name, service.engine.tokenizer))
+    return Order(completion.job, CompletionWriter(request, completion, service.model_name, service.engine))
 
 
 class CompletionWriter:
     """Writes one answer, with all the choices of every prompt."""
 
-    def __init__(
-        self, request: CompletionRequest, completion: CompletionJob, model_name: str, tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, request: CompletionRequest, completion: CompletionJob, model_name: str, engine: Engine) -> None:
         self.answer_id = f"cmpl-{request.request_id or uuid.uuid4().hex}"
         self._request = request
         self._completion = completion
-        self._tokenizer = tokenizer
+        self._engine = engine
         options = request.stream_options
         self._include_usage = options is not None and options.include_usage
         self._continuous_usage = options is not None and options.continuous_usage_stats
@@ -88,9 +86,7 @@ class CompletionWriter:
             text = self._prompt_text(index) + text
             logprobs = self._echoed(index)
         if delta.logprobs and self._shows_answer:
-            own, self._text_offsets[index] = completion_logprobs(
-                self._tokenizer, delta.token_ids, delta.logprobs, self._text_offsets[index]
-            )
+            own, self._text_offsets[index] = self._figures(index, delta.token_ids, delta.logprobs)
             logprobs = own if logprobs is None else joined(logprobs, own)
         choice["logprobs"] = logprobs
         if is_first and self._request.return_token_ids:
@@ -137,7 +133,7 @@ class CompletionWriter:
             text = self._prompt_text(index) + text
             logprobs = self._echoed(index)
         if output.logprobs and self._shows_answer:
-            own, _ = completion_logprobs(self._tokenizer, output.token_ids, output.logprobs, self._text_offsets[index])
+            own, _ = self._figures(index, output.token_ids, output.logprobs)
             logprobs = own if logprobs is None else joined(logprobs, own)
         figures = self._prompt_figures(index)
         token_ids = output.token_ids if self._shows_answer else []
@@ -162,11 +158,11 @@ class CompletionWriter:
         return text if self._shows_answer else ""
 
     def _prompt(self, index: int) -> list[int]:
-        return self._completion.job.prompts[index // self._completion.job.n]
+        return tokens_of(self._completion.job.prompts[index // self._completion.job.n])
 
     def _prompt_text(self, index: int) -> str:
         prompt = self._prompt(index)
-        return self._tokenizer.decode(prompt, skip_special_tokens=self._request.skip_special_tokens)
+        return self._engine.tokenizer.decode(prompt, skip_special_tokens=self._request.skip_special_tokens)
 
     def _note(self, index: int, logprobs: Sequence[TokenLogprob] | None) -> None:
         if logprobs is not None:
@@ -176,13 +172,29 @@ class CompletionWriter:
         logprobs = self._prompt_logprobs.get(index // self._completion.job.n)
         if logprobs is None or self._request.prompt_logprobs is None:
             return None
-        return prompt_logprobs(self._tokenizer, self._prompt(index), logprobs)
+        return prompt_logprobs(self._engine.tokenizer, self._prompt(index), logprobs)
+
+    def _figures(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> tuple[CompletionLogprobs, int]:
+        return completion_logprobs(
+            self._engine.tokenizer,
+            token_ids,
+            logprobs,
+            self._text_offsets[index],
+            as_ids=self._request.return_tokens_as_token_ids,
+        )
 
     def _echoed(self, index: int) -> CompletionLogprobs | None:
         logprobs = self._prompt_logprobs.get(index // self._completion.job.n)
         if logprobs is None or self._request.logprobs is None:
             return None
-        figures, self._text_offsets[index] = echoed_logprobs(self._tokenizer, self._prompt(index), logprobs)
+        figures, self._text_offsets[index] = echoed_logprobs(
+            self._engine.tokenizer,
+            self._prompt(index),
+            logprobs,
+            as_ids=self._request.return_tokens_as_token_ids,
+        )
         return figures
 
     def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:

@@ -16,7 +16,7 @@ from msgspec import Struct
 from pydantic import Field, PlainValidator
 from starlette.types import Receive, Scope, Send
 
-from weft.backends.contract import Embedding, Engine
+from weft.backends.contract import Embedding, Engine, Prompt, num_tokens, tokens_unknown
 from weft.errors import InvalidRequest, Overloaded
 from weft.frontend.body import ClientGone, parse, read_body
 from weft.frontend.fields import prompts
@@ -24,8 +24,8 @@ from weft.frontend.gate import Gate, Seat
 from weft.frontend.guard import guarded, side_by_side
 from weft.frontend.schemas import Fields
 from weft.frontend.stopwatch import Stopwatch, all_ended
-from weft.frontend.translate import LONG_PROMPT
-from weft.types import FinishReason, Pooling, check_token_ids
+from weft.frontend.translate import LONG_PROMPT, given_tokens
+from weft.types import FinishReason, Pooling
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class EmbeddingsExchange(Response):
 class Batch:
     """The inputs of one request at the engine. Every one that it took is counted as ended exactly once."""
 
-    def __init__(self, request: EmbeddingsRequest, inputs: list[list[int]], seat: Seat, arrived: float) -> None:
+    def __init__(self, request: EmbeddingsRequest, inputs: list[Prompt], seat: Seat, arrived: float) -> None:
         self._request = request
         self._inputs = inputs
         self._seat = seat
@@ -112,7 +112,7 @@ class Batch:
 
     async def run(self) -> None:
         """Raises the first error of any input; the others are ended then."""
-        await side_by_side(self._embed(index, token_ids) for index, token_ids in enumerate(self._inputs))
+        await side_by_side(self._embed(index, given) for index, given in enumerate(self._inputs))
 
     def answer(self) -> EmbeddingList:
         vectors = [self._vectors[index] for index in range(len(self._inputs))]
@@ -126,14 +126,14 @@ class Batch:
             usage=EmbeddingsUsage(num_tokens, num_tokens),
         )
 
-    async def _embed(self, index: int, token_ids: list[int]) -> None:
+    async def _embed(self, index: int, given: Prompt) -> None:
         service, request = self._seat.service, self._request
         async with self._room:
-            stopwatch = Stopwatch(service.metrics, self._seat.account, self._arrived, len(token_ids))
+            stopwatch = Stopwatch(service.metrics, self._seat.account, self._arrived, num_tokens(given))
             self.stopwatches.append(stopwatch)
             try:
                 vector = await service.engine.embed(
-                    token_ids,
+                    given,
                     Pooling(request.pooling),
                     request_id=f"{self._seat.answer_id}-{index}",
                     cache_salt=request.cache_salt,
@@ -144,7 +144,8 @@ class Batch:
                 self.stopwatches.remove(stopwatch)
                 service.metrics.rejected()
                 raise
-        self._seat.account.spend_tokens(len(token_ids))
+        stopwatch.num_prompt_tokens = vector.usage.prompt_tokens
+        self._seat.account.spend_tokens(vector.usage.prompt_tokens)
         stopwatch.end(FinishReason.STOP)
         width = len(vector.data) // FLOAT_BYTES
         if request.dimensions not in (None, width):
@@ -166,19 +167,33 @@ async def _batch(body: bytes, seat: Seat, arrived: float) -> Batch:
     return Batch(request, inputs, seat, arrived)
 
 
-def _encoded(request: EmbeddingsRequest, engine: Engine) -> list[list[int]]:
+def _encoded(request: EmbeddingsRequest, engine: Engine) -> list[Prompt]:
+    if not all(request.input):
+        raise InvalidRequest("An empty input has no vector.", param="input")
+    if not engine.abilities.tokens:
+        return _texts(request, engine)
     longest = _longest(request, engine.model.max_model_len)
-    inputs = []
+    inputs: list[Prompt] = []
     for given in request.input:
         if isinstance(given, str):
             token_ids = engine.tokenizer.encode(given, add_special_tokens=request.add_special_tokens)
         else:
-            check_token_ids(given, engine.model.logits_width, "input")
-            token_ids = given
-        if not token_ids:
-            raise InvalidRequest("An empty input has no vector.", param="input")
+            token_ids = given_tokens(given, engine, "input")
         inputs.append(token_ids if longest is None else token_ids[-longest:])
     return inputs
+
+
+def _texts(request: EmbeddingsRequest, engine: Engine) -> list[Prompt]:
+    """The inputs, for an engine that is given text."""
+    asked = {
+        "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
+        "add_special_tokens": not request.add_special_tokens,
+        "input": any(isinstance(given, list) for given in request.input),
+    }
+    for field, is_asked in asked.items():
+        if is_asked:
+            raise tokens_unknown(engine.name, "Token ids instead of text" if field == "input" else field, field)
+    return [*request.input]
 
 
 def _longest(request: EmbeddingsRequest, max_model_len: int) -> int | None:

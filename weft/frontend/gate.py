@@ -14,12 +14,12 @@ from weft import logs
 from weft.backends.contract import Engine, Health
 from weft.config import Config, LimitOptions, ServerOptions
 from weft.errors import InvalidRequest, ModelNotFound, Overloaded, Unavailable
+from weft.frontend.grammars import Grammars
 from weft.frontend.keys import Keys
 from weft.frontend.limits import Account, Accounts
 from weft.frontend.stopwatch import Stopwatch
 from weft.observe.metrics import Metrics
 from weft.observe.traces import Traces, open_traces
-from weft.text.grammars.compiler import GrammarCompiler
 from weft.text.grammars.specs import GrammarSpec, Thinking
 
 SHUTTING_DOWN = "The server is shutting down."
@@ -34,14 +34,14 @@ class Service(Struct, frozen=True, kw_only=True):
     """The operator's name for it, or its own."""
     created: int
     metrics: Metrics
-    grammars: GrammarCompiler
+    grammars: Grammars
     options: ServerOptions
     limits: LimitOptions
     traces: Traces | None = None
 
     async def grammar_of(self, spec: GrammarSpec | None, thinking: Thinking | None = None) -> str:
         """What the engine needs to keep an output in form; empty: it has none."""
-        return await self.grammars.compile(spec, thinking) if spec is not None else ""
+        return await self.grammars.grammar_of(spec, thinking) if spec is not None else ""
 
     def check_model(self, name: str) -> None:
         if name == self.model_name:
@@ -106,7 +106,7 @@ class Gate:
             model_name=name,
             created=int(time.time()),
             metrics=Metrics(name, engine),
-            grammars=GrammarCompiler(engine.tokenizer, self.config.server),
+            grammars=Grammars(engine, self.config.server),
             options=self.config.server,
             limits=self.config.limits,
             traces=self.traces,

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from weft import logs
-from weft.backends.contract import Deltas, failure_of
+from weft.backends.contract import Conversation, Deltas, Prompt, failure_of, num_tokens
 from weft.errors import EngineFault, Overloaded
 from weft.frontend.gate import Seat
 from weft.frontend.guard import side_by_side
@@ -43,9 +43,7 @@ class Generation:
         try:
             for index, choice in enumerate(self._job.choices()):
                 answers.append(await self._submit(choice, index))
-                self._stopwatches.append(
-                    Stopwatch(self._service.metrics, self._seat.account, self._arrived, len(choice.prompt))
-                )
+                self._stopwatches.append(self._stopwatch(choice))
             if len(answers) == 1:
                 await self._follow(answers[0], 0, take)
             else:
@@ -77,6 +75,15 @@ class Generation:
         if not stopwatch.ended:
             raise EngineFault("The engine ended an answer without a reason.")
 
+    def _stopwatch(self, choice: Choice) -> Stopwatch:
+        return Stopwatch(
+            self._service.metrics,
+            self._seat.account,
+            self._arrived,
+            num_tokens(choice.prompt),
+            is_sibling=choice.leader is not None,
+        )
+
     async def _submit(self, choice: Choice, index: int) -> Deltas:
         try:
             answer = await self._service.engine.submit(
@@ -93,7 +100,7 @@ class Generation:
             self._service.metrics.rejected()
             raise
         if choice.leader is None:
-            self._seat.account.spend_tokens(len(choice.prompt))
+            self._seat.account.spend_tokens(num_tokens(choice.prompt))
         return answer
 
     def _report(self) -> None:
@@ -110,11 +117,19 @@ class Generation:
             "finish": outcome.finish,
         }
         if self._service.options.log_prompts:
-            decode = self._service.engine.tokenizer.decode
-            fields["prompts"] = [decode(prompt, skip_special_tokens=False) for prompt in self._job.prompts]
+            fields["prompts"] = [self._shown(prompt) for prompt in self._job.prompts]
         logs.event(log, logging.INFO, "generated", fields)
         if self._service.traces is not None:
             self._service.traces.record(outcome)
+
+    def _shown(self, prompt: Prompt) -> object:
+        match prompt:
+            case str():
+                return prompt
+            case Conversation():
+                return prompt.messages
+            case _:
+                return self._service.engine.tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _outcome(self) -> Outcome:
         watches = self._stopwatches
@@ -125,7 +140,7 @@ class Generation:
             request_id=self._seat.request_id,
             tenant=self._seat.tenant,
             choices=len(watches),
-            prompt_tokens=sum(map(len, self._job.prompts)),
+            prompt_tokens=sum(watch.num_prompt_tokens for watch in watches[:: self._job.n]),
             completion_tokens=sum(watch.num_tokens for watch in watches),
             queue_seconds=min(queued, default=None),
             first_token_seconds=min(firsts, default=None),

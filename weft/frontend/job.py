@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 from msgspec.structs import replace
 
+from weft.backends.contract import Prompt
 from weft.types import SamplingParams
 
 
 class Choice(Struct, frozen=True):
     """One answer to one prompt."""
 
-    prompt: list[int]
+    prompt: Prompt
     params: SamplingParams
     leader: int | None
     """The first choice of the same prompt, whose cached blocks this one shares; None: it is the first itself."""
@@ -20,7 +23,7 @@ class Choice(Struct, frozen=True):
 class Job(Struct, frozen=True, kw_only=True):
     """Every prompt gives `n` choices of the answer, one after the other."""
 
-    prompts: list[list[int]]
+    prompts: Sequence[Prompt]
     params: SamplingParams
     n: int = 1
     cache_salt: str = ""

@@ -19,9 +19,17 @@ LOWEST = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
 
 
-def chat_logprobs(tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
+    """By their text, several tokens may have the same name."""
+    return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], *, as_ids: bool = False
+) -> ChatLogprobs:
     def entry(token_id: int, logprob: float) -> TopLogprob:
-        return TopLogprob(tokenizer.token_text(token_id), max(logprob, LOWEST), list(tokenizer.token_bytes(token_id)))
+        name = token_name(tokenizer, token_id, as_ids)
+        return TopLogprob(name, max(logprob, LOWEST), list(tokenizer.token_bytes(token_id)))
 
     content = []
     for token_id, chosen in zip(token_ids, logprobs, strict=True):
@@ -46,13 +54,14 @@ def prompt_logprobs(tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Seque
 
 
 def echoed_logprobs(
-    tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]
+    tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], *, as_ids: bool = False
 ) -> tuple[CompletionLogprobs, int]:
     """The figures of a prompt that stands before its answer, and the offset behind it."""
-    rest, offset = completion_logprobs(tokenizer, prompt[1:], logprobs, len(tokenizer.token_text(prompt[0])))
+    behind_first = len(tokenizer.token_text(prompt[0]))
+    rest, offset = completion_logprobs(tokenizer, prompt[1:], logprobs, behind_first, as_ids=as_ids)
     return (
         CompletionLogprobs(
-            tokens=[tokenizer.token_text(prompt[0]), *rest.tokens],
+            tokens=[token_name(tokenizer, prompt[0], as_ids), *rest.tokens],
             token_logprobs=[None, *rest.token_logprobs],
             top_logprobs=[None, *rest.top_logprobs],
             text_offset=[0, *rest.text_offset],
@@ -71,18 +80,23 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], text_offset: int
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob],
+    text_offset: int,
+    *,
+    as_ids: bool = False,
 ) -> tuple[CompletionLogprobs, int]:
     """The tokens' figures, the first of them at `text_offset` characters; and the offset behind the last."""
-    tokens = [tokenizer.token_text(token_id) for token_id in token_ids]
+    tokens = [token_name(tokenizer, token_id, as_ids) for token_id in token_ids]
     offsets = []
-    for token in tokens:
+    for token_id in token_ids:
         offsets.append(text_offset)
-        text_offset += len(token)
+        text_offset += len(tokenizer.token_text(token_id))
     chosen = [max(entry.logprob, LOWEST) for entry in logprobs]
     tops: list[dict[str, float] | None] = [
         # The chosen token is there even when it is not among the likeliest.
-        {tokenizer.token_text(top_id): max(top, LOWEST) for top_id, top in entry.top} | {token: own}
+        {token_name(tokenizer, top_id, as_ids): max(top, LOWEST) for top_id, top in entry.top} | {token: own}
         for token, own, entry in zip(tokens, chosen, logprobs, strict=True)
     ]
     return (

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from msgspec import Struct
 
+from weft.backends.contract import ReadDelta
 from weft.text.grammars.specs import Thinking
 from weft.text.parsers.pieces import CallArguments, CallStarted, Parser, Piece, PlainParser, Reasoning
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle, parser_for
+from weft.types import Delta
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -20,13 +24,15 @@ class Reading(Struct, frozen=True, kw_only=True):
     reasoning_opened: bool = False
     """Whether the prompt's own end has opened the reasoning."""
     with_reasoning: bool = True
+    is_read: bool = False
+    """The engine tells thoughts and calls apart itself."""
     is_named_call: bool = False
     """The answer is a call of the tool that the request named: OpenAI does not call that a reason to stop."""
 
     @property
     def is_plain(self) -> bool:
         """All text is content."""
-        return self.tools is None and self.reasoning is None
+        return self.tools is None and self.reasoning is None and not self.is_read
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -40,28 +46,31 @@ class Reading(Struct, frozen=True, kw_only=True):
             return None
         return Thinking(begin=self.reasoning.begin, end=self.reasoning.end, is_open=self.reasoning_opened)
 
-    def parser(self) -> Parser:
+    def reader(self) -> Reader:
         """For one answer."""
-        if self.is_plain:
+        return Reader(self)
+
+    def parser(self) -> Parser:
+        if self.tools is None and self.reasoning is None:
             return PlainParser()
-        parser = parser_for(self.tools, self.reasoning, declared=self.declared, reasoning_opened=self.reasoning_opened)
-        return parser if self.with_reasoning and self.most_calls is None else _Sieve(parser, self)
+        return parser_for(self.tools, self.reasoning, declared=self.declared, reasoning_opened=self.reasoning_opened)
 
 
-class _Sieve:
-    """Leaves out what the request does not want to see."""
+class Reader:
+    """The pieces of one answer's deltas, without those that the request does not want to see."""
 
-    def __init__(self, parser: Parser, reading: Reading) -> None:
-        self._parser = parser
+    def __init__(self, reading: Reading) -> None:
         self._reading = reading
+        self._parser = reading.parser()
 
-    def push(self, text: str) -> list[Piece]:
-        return self._kept(self._parser.push(text))
+    def read(self, delta: Delta) -> list[Piece]:
+        """With the last delta, whatever was held back comes too."""
+        if isinstance(delta, ReadDelta):
+            return self._kept(delta.pieces)
+        pieces = self._parser.push(delta.text)
+        return self._kept([*pieces, *self._parser.finish()] if delta.finish else pieces)
 
-    def finish(self) -> list[Piece]:
-        return self._kept(self._parser.finish())
-
-    def _kept(self, pieces: list[Piece]) -> list[Piece]:
+    def _kept(self, pieces: Iterable[Piece]) -> list[Piece]:
         return [piece for piece in pieces if self._keeps(piece)]
 
     def _keeps(self, piece: Piece) -> bool:

@@ -188,6 +188,9 @@ class GenerationRequest(Fields):
         None, description="Figures of the prompt's tokens, and so many likely ones.", json_schema_extra=_LOGPROBS
     )
     return_token_ids: bool = Field(False, description="The prompt's and the answer's token ids as well.")
+    return_tokens_as_token_ids: bool = Field(
+        False, description="Log probabilities name tokens as token_id:5, and not by their text."
+    )
     return_timings: bool = Field(False, description="How long it took, with every choice's end.")
     truncate_prompt_tokens: int | None = Field(
         None, description="Keep the last so many tokens of a longer prompt; -1: what the context holds."

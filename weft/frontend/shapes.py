@@ -31,11 +31,13 @@ def chat_shape(request: ChatRequest, tools: Toolbox) -> GrammarSpec | None:
     asked = [shape for shape in (_response_format(request), structured_shape(request)) if shape is not None]
     if len(asked) > 1:
         raise InvalidRequest("response_format and structured_outputs both say what to write.", param="response_format")
-    if not tools.must_call:
-        return asked[0] if asked else _strict_calls(request, tools)
-    if asked:
+    if asked and tools.must_call:
         raise InvalidRequest("A call that is forced leaves no room for another format.", param=asked[0].param)
-    return _calls(request, tools, at_least_one=True)
+    if asked:
+        return asked[0]
+    if tools.style is None:
+        return None
+    return _calls(request, tools, at_least_one=True) if tools.must_call else _strict_calls(request, tools)
 
 
 def _response_format(request: ChatRequest) -> GrammarSpec | None:

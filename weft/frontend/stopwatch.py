@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
+from weft.backends.contract import ReadDelta
 from weft.errors import RequestTimeout, Unavailable
 from weft.frontend.body import ClientGone
 from weft.frontend.limits import Account
@@ -18,12 +19,20 @@ from weft.types import Delta, FinishReason, Timings
 class Stopwatch:
     """Tells the metrics of everything, and the account of what was generated when it has ended."""
 
-    def __init__(self, metrics: Metrics, account: Account, arrived: float, num_prompt_tokens: int) -> None:
+    def __init__(
+        self, metrics: Metrics, account: Account, arrived: float, num_prompt_tokens: int, *, is_sibling: bool = False
+    ) -> None:
+        """`num_prompt_tokens`: 0 where the engine will tell. `is_sibling`: another choice pays for the prompt."""
         self._metrics = metrics
+        self._is_sibling = is_sibling
         self._account = account
         self._arrived = arrived
         self._first_token: float | None = None
         self._last_token = arrived
+        self._num_told = 0
+        """Of its tokens, those whose ids were told: all or none."""
+        self._counted_at = arrived
+        """When tokens that came as text were counted last."""
         self.num_prompt_tokens = num_prompt_tokens
         self.num_tokens = 0
         self.queue_seconds: float | None = None
@@ -48,11 +57,35 @@ class Stopwatch:
             else:
                 self._metrics.inter_token_latency.observe((now - self._last_token) / num_tokens, num_tokens)
             self.num_tokens += num_tokens
+            self._num_told += num_tokens
             self._last_token = now
+        elif self._num_told == 0:
+            self._saw_text(delta)
         if delta.finish:
             self.end(delta.finish)
             return replace(delta, timings=self._timings())
         return delta
+
+    def _saw_text(self, delta: Delta) -> None:
+        """Text of tokens whose ids are not told: the engine's usage counts them, now or at the end."""
+        now = time.perf_counter()
+        if delta.text or (isinstance(delta, ReadDelta) and delta.pieces):
+            self._last_token = now
+            if self._first_token is None:
+                self._first_token = self._counted_at = now
+                self.queue_seconds = delta.queue_seconds
+                self._metrics.time_to_first_token.observe(now - self._arrived)
+        if not self.num_prompt_tokens and delta.usage.prompt_tokens:
+            self.num_prompt_tokens = delta.usage.prompt_tokens
+            if not self._is_sibling:
+                self._account.spend_tokens(self.num_prompt_tokens)
+        if (new := delta.usage.completion_tokens - self.num_tokens) > 0:
+            # Before the first token is no time between tokens.
+            intervals = new if self.num_tokens else new - 1
+            if intervals and self._first_token is not None:
+                self._metrics.inter_token_latency.observe((now - self._counted_at) / intervals, intervals)
+            self._counted_at = now
+            self.num_tokens += new
 
     def end(self, reason: FinishReason) -> None:
         if self.ended:

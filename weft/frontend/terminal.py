@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from weft.backends.contract import Engine, ImageUpdate
+from weft.backends.contract import Engine, ImageUpdate, Prompt, chat_prompt, text_prompt
 from weft.errors import ConfigError, WeftError
 from weft.frontend.images.job import Wish, job_of
 from weft.frontend.images.updates import draw
@@ -25,10 +25,10 @@ Messages = list[dict[str, str]]
 def generate(local: LocalEngine, prompt: str, params: SamplingParams, *, raw: bool) -> None:
     """Write the answer to standard output as it comes, and nothing else."""
     if raw:
-        tokens = local.engine.tokenizer.encode(prompt)
+        given = text_prompt(local.engine, prompt)
     else:
-        tokens = local.engine.encode_chat([{"role": "user", "content": prompt}]).token_ids
-    for _ in _written(local, tokens, params):
+        given = chat_prompt(local.engine, [{"role": "user", "content": prompt}])
+    for _ in _written(local, given, params):
         pass
     sys.stdout.write("\n")
 
@@ -96,9 +96,9 @@ def _answer(local: LocalEngine, messages: Messages, line: str, params: SamplingP
     began = time.perf_counter()
     text, num_tokens = "", 0
     try:
-        for delta in _written(local, local.engine.encode_chat(messages).token_ids, params):
+        for delta in _written(local, chat_prompt(local.engine, [*messages]), params):
             text += delta.text
-            num_tokens += len(delta.token_ids)
+            num_tokens = delta.usage.completion_tokens
     except KeyboardInterrupt:
         text += " …"
     except WeftError as error:
@@ -110,9 +110,9 @@ def _answer(local: LocalEngine, messages: Messages, line: str, params: SamplingP
     console.print(f"\n{num_tokens} tokens, {num_tokens / seconds:.0f} a second", style="dim", highlight=False)
 
 
-def _written(local: LocalEngine, tokens: list[int], params: SamplingParams) -> Iterator[Delta]:
+def _written(local: LocalEngine, prompt: Prompt, params: SamplingParams) -> Iterator[Delta]:
     """The answer's deltas, each written to standard output before it is given."""
-    for delta in local.stream(tokens, params):
+    for delta in local.stream(prompt, params):
         sys.stdout.write(delta.text)
         sys.stdout.flush()
         yield delta

@@ -69,6 +69,7 @@ async def tokenize(body: bytes, service: Service) -> Tokenized:
 async def detokenize(body: bytes, service: Service) -> Detokenized:
     request = await parse(DetokenizeRequest, body, service.limits)
     service.check_model(request.model or service.model_name)
+    tokenizer = service.engine.tokenizer
     check_token_ids(request.tokens, service.engine.model.logits_width, "tokens")
-    text = await asyncio.to_thread(service.engine.tokenizer.decode, request.tokens, skip_special_tokens=False)
+    text = await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False)
     return Detokenized(prompt=text)

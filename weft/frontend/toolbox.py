@@ -21,7 +21,8 @@ class Toolbox(Struct, frozen=True):
     """One of them must be called."""
 
 
-def toolbox(request: ChatRequest, styles: ChatStyles) -> Toolbox:
+def toolbox(request: ChatRequest, styles: ChatStyles, *, is_read: bool = False) -> Toolbox:
+    """`is_read`: the engine finds the calls itself, and no style is needed."""
     choice = request.tool_choice
     names = [tool.function.name for tool in request.tools]
     if len(set(names)) < len(names):
@@ -32,7 +33,7 @@ def toolbox(request: ChatRequest, styles: ChatStyles) -> Toolbox:
         return Toolbox()
     if choice == "none":
         return Toolbox()
-    if styles.tools is None:
+    if styles.tools is None and not is_read:
         raise InvalidRequest(
             "It is not known how this model writes tool calls.",
             hint="The operator can say it with --tool-style.",

@@ -1,19 +1,29 @@
-"""The one place where a parsed request becomes prompts in tokens and sampling parameters."""
+"""The one place where a parsed request becomes prompts, as its engine takes them, and sampling parameters."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from weft.backends.contract import ChatPrompt, Engine
+from weft.backends.contract import (
+    ChatPrompt,
+    Conversation,
+    Engine,
+    Prompt,
+    not_taken,
+    text_prompt,
+    tokens_of,
+    tokens_unknown,
+)
 from weft.errors import InvalidRequest
 from weft.frontend.gate import Service
 from weft.frontend.job import Job
 from weft.frontend.reading import Reading
-from weft.frontend.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message, Tool
+from weft.frontend.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message, NamedTool, Tool
 from weft.frontend.shapes import chat_shape, structured_shape
 from weft.frontend.toolbox import Toolbox, toolbox
 from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
@@ -39,10 +49,16 @@ async def chat_job(request: ChatRequest, service: Service) -> ChatJob:
     engine = service.engine
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    tools = toolbox(request, engine.styles)
-    # The template is rendered by another process, and its answer waited for.
-    chat = await asyncio.to_thread(_chat_prompt, request, tools, engine)
-    reading = _reading(request, tools, chat, engine.styles.reasoning)
+    _check_continued(request)
+    _check_tokens(request, engine)
+    tools = toolbox(request, engine.styles, is_read=not engine.abilities.tokens)
+    prompt: Prompt
+    if engine.abilities.tokens:
+        # The template is rendered by another process, and its answer waited for.
+        chat = await asyncio.to_thread(_chat_prompt, request, tools, engine)
+        prompt, reading = chat.token_ids, _reading(request, tools, chat.text, engine.styles.reasoning)
+    else:
+        prompt, reading = _conversation(request, tools), _reading(request, tools)
     params = _params(
         request,
         max_tokens=_chat_max_tokens(request),
@@ -51,7 +67,7 @@ async def chat_job(request: ChatRequest, service: Service) -> ChatJob:
         grammar=await service.grammar_of(chat_shape(request, tools), reading.thinking),
         engine=engine,
     )
-    prompts, truncated = _truncated([chat.token_ids], request, params, engine)
+    prompts, truncated = _truncated([prompt], request, params, engine)
     job = _job(request, prompts, params, service, reading.markers)
     return ChatJob(job=job, reading=reading, truncated_tokens=truncated)
 
@@ -60,6 +76,7 @@ async def completion_job(request: CompletionRequest, service: Service) -> Comple
     engine = service.engine
     if request.best_of is not None and request.best_of != request.n:
         raise InvalidRequest("best_of other than n is not supported.", param="best_of")
+    _check_tokens(request, engine)
     grammar = await service.grammar_of(structured_shape(request))
     params = _params(
         request,
@@ -71,17 +88,25 @@ async def completion_job(request: CompletionRequest, service: Service) -> Comple
         engine=engine,
     )
     if sum(map(len, request.prompt)) > LONG_PROMPT:
-        encoded = await asyncio.to_thread(_encode_prompts, request.prompt, engine)
+        given = await asyncio.to_thread(_prompts, request.prompt, engine)
     else:
-        encoded = _encode_prompts(request.prompt, engine)
-    if not all(encoded):
+        given = _prompts(request.prompt, engine)
+    if not all(given):
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
-    prompts, truncated = _truncated(encoded, request, params, engine)
+    prompts, truncated = _truncated(given, request, params, engine)
     return CompletionJob(job=_job(request, prompts, params, service), truncated_tokens=truncated)
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    # Chat templates know the developer by the older name.
+    """As chat templates read it: the arguments of calls are no JSON text but what it says."""
+    fields = passed_message(message)
+    for call in fields.get("tool_calls", ()):
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    return fields
+
+
+def passed_message(message: Message) -> dict[str, Any]:
+    # Chat templates, and many a server, know the developer by the older name.
     fields: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": message.content or "",
@@ -97,7 +122,7 @@ def template_message(message: Message) -> dict[str, Any]:
             {
                 "type": "function",
                 "id": call.id,
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
             }
             for call in message.tool_calls
         ]
@@ -117,7 +142,21 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> ChatPrompt:
+def _check_tokens(request: GenerationRequest, engine: Engine) -> None:
+    """Raise InvalidRequest for a field that needs tokens which are not known."""
+    asked = {
+        "return_token_ids": request.return_token_ids,
+        "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
+        "echo": isinstance(request, CompletionRequest) and request.echo,
+    }
+    for field, is_asked in asked.items():
+        if is_asked and not engine.abilities.tokens:
+            raise tokens_unknown(engine.name, field, field)
+    if request.return_token_ids and not engine.abilities.answer_tokens:
+        raise not_taken(engine.name, "return_token_ids")
+
+
+def _check_continued(request: ChatRequest) -> None:
     continues = request.continue_final_message
     if continues and request.messages[-1].role != "assistant":
         raise InvalidRequest("Only an assistant's message can be continued.", param="continue_final_message")
@@ -126,41 +165,70 @@ def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> ChatPr
             "add_generation_prompt begins a new message; continue_final_message goes on with the last.",
             param="add_generation_prompt",
         )
+
+
+def _begins_answer(request: ChatRequest) -> bool:
+    asked = request.add_generation_prompt
+    return not request.continue_final_message if asked is None else asked
+
+
+def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> ChatPrompt:
     return engine.encode_chat(
         [template_message(message) for message in request.messages],
         tools=template_tools(tools.offered) or None,
-        add_generation_prompt=not continues if request.add_generation_prompt is None else request.add_generation_prompt,
-        continue_final_message=continues,
+        add_generation_prompt=_begins_answer(request),
+        continue_final_message=request.continue_final_message,
         template_variables=request.chat_template_kwargs,
     )
 
 
-def _reading(request: ChatRequest, tools: Toolbox, chat: ChatPrompt, reasoning: ReasoningStyle | None) -> Reading:
+def _conversation(request: ChatRequest, tools: Toolbox) -> Conversation:
+    choice = request.tool_choice
+    return Conversation(
+        messages=[passed_message(message) for message in request.messages],
+        tools=template_tools(tools.offered),
+        tool_choice=choice.model_dump() if isinstance(choice, NamedTool) else choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        add_generation_prompt=_begins_answer(request),
+        continue_final_message=request.continue_final_message,
+        template_variables=request.chat_template_kwargs,
+    )
+
+
+def _reading(
+    request: ChatRequest, tools: Toolbox, prompt_text: str | None = None, reasoning: ReasoningStyle | None = None
+) -> Reading:
+    """Without the prompt's text: whoever renders it reads the answer too."""
     return Reading(
         tools=tools.style,
         declared=tuple(tool.function.name for tool in tools.offered),
         most_calls=None if request.parallel_tool_calls else 1,
         reasoning=reasoning,
-        reasoning_opened=reasoning is not None and opens_reasoning(reasoning, chat.text[-100:]),
+        reasoning_opened=reasoning is not None and opens_reasoning(reasoning, (prompt_text or "")[-100:]),
         with_reasoning=request.include_reasoning,
+        is_read=prompt_text is None,
         is_named_call=tools.named is not None,
     )
 
 
-def _encode_prompts(prompts: list[str | list[int]], engine: Engine) -> list[list[int]]:
-    encoded = []
-    for prompt in prompts:
-        if isinstance(prompt, list):
-            check_token_ids(prompt, engine.model.logits_width, "prompt")
-            encoded.append(prompt)
-        else:
-            encoded.append(engine.tokenizer.encode(prompt))
-    return encoded
+def _prompts(prompts: list[str | list[int]], engine: Engine) -> list[Prompt]:
+    return [
+        given_tokens(given, engine, "prompt") if isinstance(given, list) else text_prompt(engine, given)
+        for given in prompts
+    ]
+
+
+def given_tokens(token_ids: list[int], engine: Engine, param: str) -> list[int]:
+    """Token ids of a client, where the engine can take them."""
+    if not engine.abilities.tokens:
+        raise tokens_unknown(engine.name, "Token ids instead of text", param)
+    check_token_ids(token_ids, engine.model.logits_width, param)
+    return token_ids
 
 
 def _truncated(
-    prompts: list[list[int]], request: GenerationRequest, params: SamplingParams, engine: Engine
-) -> tuple[list[list[int]], int]:
+    prompts: Sequence[Prompt], request: GenerationRequest, params: SamplingParams, engine: Engine
+) -> tuple[Sequence[Prompt], int]:
     """The prompts within the length that the request allows, and how many tokens were cut off in all."""
     longest = request.truncate_prompt_tokens
     if longest is None:
@@ -174,13 +242,14 @@ def _truncated(
             f"{engine.model.max_model_len}.",
             param="truncate_prompt_tokens",
         )
-    kept = [prompt[-longest:] for prompt in prompts]
-    return kept, sum(map(len, prompts)) - sum(map(len, kept))
+    whole = [tokens_of(prompt) for prompt in prompts]
+    kept = [prompt[-longest:] for prompt in whole]
+    return kept, sum(map(len, whole)) - sum(map(len, kept))
 
 
 def _job(
     request: GenerationRequest,
-    prompts: list[list[int]],
+    prompts: Sequence[Prompt],
     params: SamplingParams,
     service: Service,
     markers: tuple[str, ...] = (),
@@ -238,7 +307,8 @@ def _params(
         grammar=grammar,
     )
     params.check()
-    params.check_token_ids(engine.model.logits_width)
+    if engine.abilities.tokens:
+        params.check_token_ids(engine.model.logits_width)
     return params
 
 

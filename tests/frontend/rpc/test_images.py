@@ -119,6 +119,8 @@ def test_a_model_that_does_not_draw_says_so() -> None:
 
 
 GOOD = ClientTensor(data=struct.pack("<4f", 1, 2, 3, 4), shape=[2, 2], dtype="float32")
+WIDE = ClientTensor(data=struct.pack("<4f", 1, 2, 3, 4), shape=[1, 4], dtype="float32")
+NEGATIVE = "negative_prompt_embeds"
 VALUES = InformationValues(
     values=[InformationValue(truth=True), InformationValue(integer=1), InformationValue(number=0.5)]
 )
@@ -127,12 +129,18 @@ VALUES = InformationValues(
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"prompt": "", "prompt_embeds": GOOD}, "prompt_embeds: images are not drawn from it yet"),
+        ({"prompt_embeds": GOOD}, "give either that or prompt_embeds"),
+        ({"prompt": "", "prompt_embeds": WIDE}, "rows have 2 values"),
         ({"prompt": "", "prompt_embeds": ClientTensor(data=b"1", shape=[2, 2], dtype="float32")}, "ask for 16"),
         ({"prompt": "", "prompt_embeds": ClientTensor(data=b"1", shape=[2], dtype="float32")}, "1 dimensions"),
-        ({"additional_information": {"a": InformationEntry(tensor=GOOD)}}, "not drawn from it yet"),
-        ({"additional_information": {"a": InformationEntry(values=VALUES)}}, "not drawn from it yet"),
-        ({"additional_information": {"a": InformationEntry()}}, "either a tensor or values"),
+        ({"additional_information": {"a": InformationEntry(tensor=GOOD)}}, "it knows negative_prompt_embeds"),
+        ({"additional_information": {NEGATIVE: InformationEntry(values=VALUES)}}, "must have a tensor"),
+        ({"additional_information": {NEGATIVE: InformationEntry()}}, "either a tensor or values"),
+        ({"additional_information": {NEGATIVE: InformationEntry(tensor=WIDE)}}, "tensor.shape: this model's rows"),
+        (
+            {"additional_information": {NEGATIVE: InformationEntry(tensor=GOOD)}, "negative_prompt": "b"},
+            "give either that or negative_prompt_embeds",
+        ),
         (
             {"additional_information": {"a": InformationEntry(values=InformationValues(values=[InformationValue()]))}},
             "a value that is nothing",
@@ -143,6 +151,21 @@ def test_tensors_are_checked_where_they_are_allowed(fields: dict[str, Any], said
     code, details = refusal(painter(), {"allow_prompt_embeds": True}, **fields)
     assert code is Code.INVALID_ARGUMENT
     assert said in details
+
+
+def test_an_image_is_drawn_from_tensors() -> None:
+    async def scenario() -> None:
+        engine = painter()
+        async with door(engine, allow_prompt_embeds=True) as opened:
+            information = {NEGATIVE: InformationEntry(tensor=GOOD)}
+            asked = call(opened, prompt="", prompt_embeds=GOOD, additional_information=information)
+            assert [update.step async for update in asked][-1] == 6
+        [drawn] = engine.drawn
+        assert drawn.prompt == [] and drawn.prompt_embeds is not None and drawn.additional_information is not None
+        assert drawn.prompt_embeds.array().tolist() == [[1, 2], [3, 4]]
+        assert drawn.additional_information.entries.keys() == {NEGATIVE}
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from weft.backends.contract import tokens_of, tokens_unknown
 from weft.errors import InvalidRequest
 from weft.frontend.body import parse
 from weft.frontend.exchange import Order
@@ -23,14 +24,17 @@ async def messages_door(body: bytes, service: Service) -> Order:
 async def count_tokens(body: bytes, service: Service) -> TokenCount:
     request = await parse(CountTokensRequest, body, service.limits)
     _check(request, service)
+    if not service.engine.abilities.tokens:
+        raise tokens_unknown(service.engine.name, "count_tokens")
     chat = await chat_job(counted_request(request), service)
-    return TokenCount(len(chat.job.prompts[0]))
+    return TokenCount(len(tokens_of(chat.job.prompts[0])))
 
 
 def _check(request: CountTokensRequest, service: Service) -> None:
     service.check_model(request.model)
     wants_thoughts = request.thinking is not None and request.thinking.type == "enabled"
-    if wants_thoughts and service.engine.styles.reasoning is None:
+    # An engine that is given text tells thoughts apart itself, where there are any.
+    if wants_thoughts and service.engine.abilities.tokens and service.engine.styles.reasoning is None:
         raise InvalidRequest(
             "It is not known that this model thinks before it answers.",
             hint="The operator can say how with --reasoning-style.",

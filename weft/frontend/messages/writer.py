@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from weft.backends.contract import num_tokens
 from weft.errors import WeftError
 from weft.frontend.answers import Output
 from weft.frontend.blocks import Blocks, Change, Closed, Grown, Kind, Opened
@@ -25,8 +26,8 @@ class MessagesWriter:
     def __init__(self, chat: ChatJob, model_name: str) -> None:
         self.answer_id = f"msg_{uuid.uuid4().hex}"
         self._model_name = model_name
-        self._blocks = Blocks(chat.reading.parser())
-        self._usage = Usage(prompt_tokens=len(chat.job.prompts[0]))
+        self._blocks = Blocks(chat.reading.reader())
+        self._usage = Usage(prompt_tokens=num_tokens(chat.job.prompts[0]))
 
     def opening(self) -> bytes:
         message = self._message(None, None, self._usage)
@@ -35,7 +36,7 @@ class MessagesWriter:
     def chunks(self, index: int, delta: Delta) -> bytes:
         if delta.usage.prompt_tokens:
             self._usage = delta.usage
-        changes = self._blocks.push(delta.text, ended=delta.finish is not None)
+        changes = self._blocks.push(delta)
         events = [_event(change) for change in changes]
         if delta.finish:
             events.append(self._last_event(delta.finish, delta.stop_reason))
@@ -49,7 +50,7 @@ class MessagesWriter:
 
     def whole(self, outputs: Sequence[Output]) -> bytes:
         [output] = outputs
-        self._blocks.push(output.text, ended=True)
+        self._blocks.push(output.whole)
         stop_reason, stop_sequence = self._stop(output.finish, output.stop_reason)
         message = self._message(stop_reason, stop_sequence, output.usage)
         message.content.extend(answer_block(block, block.text) for block in self._blocks.all)

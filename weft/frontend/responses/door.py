@@ -42,7 +42,7 @@ async def responses_door(body: bytes, service: Service, shelf: Shelf) -> Order:
             items = listed_items(request.input, begun.id.removeprefix("resp_") + "1")
             shelf.put(begun.id, Kept(answer, items, [*conversation, answer_message(blocks)]))
 
-    return Order(chat.job, ResponsesWriter(begun, chat, service.engine.tokenizer, keep))
+    return Order(chat.job, ResponsesWriter(begun, chat, service.engine, keep))
 
 
 async def _chat_job(request: ResponsesRequest, conversation: ChatMessages, service: Service) -> ChatJob:

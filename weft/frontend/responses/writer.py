@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from weft.backends.contract import Engine
 from weft.errors import InvalidRequest, Overloaded, WeftError
 from weft.frontend.answers import Output
 from weft.frontend.blocks import Block, Blocks, Change, Closed, Grown, Kind, Opened
@@ -24,7 +25,6 @@ from weft.frontend.responses.answers import (
 )
 from weft.frontend.sse import named_event
 from weft.frontend.translate import ChatJob
-from weft.text.tokenizer import Tokenizer
 from weft.types import Delta, FinishReason, Usage
 
 Keep = Callable[[bytes, Sequence[Block]], None]
@@ -34,12 +34,12 @@ _PREFIXES = {Kind.TEXT: "msg", Kind.THINKING: "rs", Kind.CALL: "fc"}
 
 
 class ResponsesWriter:
-    def __init__(self, begun: ResponseAnswer, chat: ChatJob, tokenizer: Tokenizer, keep: Keep) -> None:
+    def __init__(self, begun: ResponseAnswer, chat: ChatJob, engine: Engine, keep: Keep) -> None:
         self.answer_id = begun.id
         self._begun = begun
-        self._tokenizer = tokenizer
+        self._engine = engine
         self._keep = keep
-        self._blocks = Blocks(chat.reading.parser())
+        self._blocks = Blocks(chat.reading.reader())
         self._finish: FinishReason | None = None
         self._num_events = 0
         # Numbered before all others, although the first delta is written before the opening is asked for.
@@ -51,7 +51,7 @@ class ResponsesWriter:
 
     def chunks(self, index: int, delta: Delta) -> bytes:
         self._finish = delta.finish
-        changes = self._blocks.push(delta.text, ended=delta.finish is not None)
+        changes = self._blocks.push(delta)
         return b"".join(self._event_of(change) for change in changes)
 
     def closing(self, usages: Sequence[Usage]) -> bytes:
@@ -69,7 +69,7 @@ class ResponsesWriter:
     def whole(self, outputs: Sequence[Output]) -> bytes:
         [output] = outputs
         self._finish = output.finish
-        self._blocks.push(output.text, ended=True)
+        self._blocks.push(output.whole)
         body = msgspec.json.encode(self._finished(output.usage))
         self._keep(body, self._blocks.all)
         return body
@@ -142,15 +142,19 @@ class ResponsesWriter:
             usage=self._usage(usage),
         )
 
+    def _count(self, text: str) -> int:
+        """0 where tokens are not known."""
+        if not self._engine.abilities.tokens:
+            return 0
+        return len(self._engine.tokenizer.encode(text, add_special_tokens=False))
+
     def _usage(self, usage: Usage) -> ResponseUsage:
         thoughts = "".join(block.text for block in self._blocks.all if block.kind is Kind.THINKING)
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(usage.cached_tokens),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(
-                len(self._tokenizer.encode(thoughts, add_special_tokens=False)) if thoughts else 0
-            ),
+            output_tokens_details=OutputTokensDetails(self._count(thoughts) if thoughts else 0),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from starlette.types import Message
 
+from weft.backends.contract import text_prompt
 from weft.config import GrpcOptions
 from weft.errors import InvalidRequest
 from weft.frontend.gate import Seat, Service
@@ -36,6 +37,7 @@ PARAMETERS = {
 class Prediction:
     def __init__(self, trace_id: str, seat: Seat, options: GrpcOptions, send: Send, arrived: float) -> None:
         self.num_tokens = 0
+        self._begun = False
         self._trace_id = trace_id
         self._seat = seat
         self._send = send
@@ -83,11 +85,13 @@ class Prediction:
             self._buffer.end()
 
     def _take(self, _: int, delta: Delta) -> Awaitable[None] | None:
-        if delta.token_ids:
+        if delta.token_ids or delta.text:
             self._last_token = time.perf_counter()
-            if not self.num_tokens:
+            if not self._begun:
                 self._first_token = self._last_token
-            self.num_tokens += len(delta.token_ids)
+            self._begun = True
+        # The tokens of text whose ids are not told are counted by the engine.
+        self.num_tokens = max(self.num_tokens + len(delta.token_ids), delta.usage.completion_tokens)
         return self._buffer.put(delta.text) if delta.text else None
 
     async def _respond(self, response: StreamPredictResponse) -> None:
@@ -106,11 +110,10 @@ async def job_of(request: StreamPredictRequest, service: Service) -> Job:
     if not request.prompt:
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     params = params_of(request.generation)
-    encode = service.engine.tokenizer.encode
     if len(request.prompt) > LONG_PROMPT:
-        prompt = await asyncio.to_thread(encode, request.prompt)
+        prompt = await asyncio.to_thread(text_prompt, service.engine, request.prompt)
     else:
-        prompt = encode(request.prompt)
+        prompt = text_prompt(service.engine, request.prompt)
     return Job(prompts=[prompt], params=params, priority=request.priority)
 
 

@@ -10,34 +10,34 @@ from msgspec import Struct
 from weft.text.parsers.shape import CallShape
 
 
-class JsonObject(Struct, frozen=True, kw_only=True):
+class JsonObject(Struct, frozen=True, kw_only=True, tag=True):
     """Any JSON object."""
 
     param: str = "response_format"
 
 
-class JsonSchema(Struct, frozen=True, kw_only=True):
+class JsonSchema(Struct, frozen=True, kw_only=True, tag=True):
     """JSON that fits a schema."""
 
     schema: Mapping[str, Any]
     param: str = "response_format"
 
 
-class Regex(Struct, frozen=True, kw_only=True):
+class Regex(Struct, frozen=True, kw_only=True, tag=True):
     """Text that a regular expression matches from its beginning to its end."""
 
     pattern: str
     param: str = "regex"
 
 
-class Choice(Struct, frozen=True, kw_only=True):
+class Choice(Struct, frozen=True, kw_only=True, tag=True):
     """One of these texts."""
 
     options: Sequence[str]
     param: str = "choice"
 
 
-class Lark(Struct, frozen=True, kw_only=True):
+class Lark(Struct, frozen=True, kw_only=True, tag=True):
     """A context-free grammar in llguidance's variant of Lark."""
 
     text: str
@@ -71,4 +71,5 @@ class Thinking(Struct, frozen=True, kw_only=True):
     """The prompt has opened the thoughts; else the model may do so, or not think at all."""
 
 
-GrammarSpec = JsonObject | JsonSchema | Regex | Choice | Lark | ToolCalls
+OutputSpec = JsonObject | JsonSchema | Regex | Choice | Lark
+GrammarSpec = OutputSpec | ToolCalls

@@ -14,6 +14,8 @@ T = TypeVar("T")
 async def in_daemon_thread(work: Callable[[], T]) -> T:
     """Like asyncio.to_thread, for work that may take minutes: when the program ends, it does not wait for it."""
     future: Future[T] = Future()
+    # Whoever gives up waiting does not end the thread, which will have an outcome to set.
+    future.set_running_or_notify_cancel()
 
     def run() -> None:
         try:

@@ -1,0 +1,149 @@
+"""An engine that another package wrote for callers that wait, behind the contract that the doors know."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from weft import LLM
+from weft.backends import BaseEngine, start_engine
+from weft.backends.abilities import NotSupported
+from weft.backends.adapted import AdaptedEngine
+from weft.backends.contract import Conversation
+from weft.config import load
+from weft.errors import InvalidRequest
+from weft.types import FinishReason, ImageParams, Pooling, SamplingParams
+
+
+class Parrot(BaseEngine):
+    """The least that an engine must be: says the prompt twice."""
+
+    loaded = ""
+
+    def load_model(self, model_path: str, adapter_path: str | None = None, **kwargs: Any) -> None:
+        if model_path == "a cage":
+            raise FileNotFoundError("no such bird")
+        self.loaded = model_path
+        self.words: list[dict[str, Any]] = []
+        self.left = threading.Event()
+
+    def infer(self, prompt: str, **kwargs: Any) -> Generator[str, None, None]:
+        self.words.append(kwargs)
+        try:
+            yield prompt
+            if prompt == "fall silent":
+                raise RuntimeError("nothing more comes to mind")
+            yield " "
+            yield prompt
+        finally:
+            self.left.set()
+
+    def unload_model(self) -> None:
+        self.loaded = ""
+
+    def get_memory_usage(self) -> dict[str, float]:
+        return {"allocated_gb": 0.0, "reserved_gb": 0.0, "total_gb": 1.0, "utilization": 0.0}
+
+    def get_model_info(self) -> dict[str, Any]:
+        return {"is_loaded": bool(self.loaded), "engine": "parrot", "name": self.loaded}
+
+
+@asynccontextmanager
+async def serving(add_engine: Callable[..., None]) -> AsyncIterator[AdaptedEngine]:
+    add_engine("parrot", Parrot)
+    engine = await start_engine(load({"engine": "parrot", "model": "some/bird"}, env={}))
+    assert isinstance(engine, AdaptedEngine)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def test_what_the_class_has_to_write_is_enough_for_callers_that_wait() -> None:
+    parrot = Parrot()
+    assert not parrot.health_check() and not parrot.is_async and parrot.stream_chunk_size == 4
+    parrot.load_model("some/bird")
+    assert parrot.health_check()
+    assert parrot.infer_batch(["a", "b"]) == ["a a", "b b"]
+    assert parrot.abort("x") is False
+
+    async def scenario() -> None:
+        assert [chunk async for chunk in parrot.async_infer("a")] == ["a", " ", "a"]
+        parrot.left.clear()
+        chunks = parrot.async_infer("a")
+        assert await anext(chunks) == "a"
+        await chunks.aclose()
+        assert parrot.left.is_set()
+
+    asyncio.run(scenario())
+
+
+def test_the_doors_can_serve_it(add_engine: Callable[..., None]) -> None:
+    async def scenario() -> None:
+        async with serving(add_engine) as engine:
+            params = SamplingParams(max_tokens=5, temperature=0, top_p=1.0)
+            deltas = [delta async for delta in await engine.submit("hi", params)]
+            assert "".join(delta.text for delta in deltas) == "hi hi"
+            assert [delta.finish for delta in deltas if delta.finish] == [FinishReason.STOP]
+            assert engine.inner.words == [{"max_tokens": 5, "temperature": 0}]  # type: ignore[attr-defined]
+            assert engine.health().ready and engine.model.name == "some/bird" and engine.name == "parrot"
+            answer = await engine.submit("hi", params)
+            await anext(answer)
+            assert engine.open_requests() == 1
+            await answer.aclose()
+            assert engine.open_requests() == 0 and engine.inner.left.is_set()  # type: ignore[attr-defined]
+        assert not engine.health().ready
+
+    asyncio.run(scenario())
+
+
+def test_the_python_api_can_use_it(add_engine: Callable[..., None]) -> None:
+    add_engine("parrot", Parrot)
+    with LLM("some/bird", engine="parrot") as llm:
+        assert [answer.text for answer in llm.generate(["a", "b"])] == ["a a", "b b"]
+        assert [delta.text for delta in llm.stream("a")] == ["a", " ", "a", ""]
+
+
+def test_what_it_cannot_is_refused(add_engine: Callable[..., None]) -> None:
+    image = ImageParams(width=4, height=4, steps=1, guidance_scale=1.0, seed=0)
+
+    async def scenario() -> None:
+        async with serving(add_engine) as engine:
+            for prompt, params, why in (
+                ("hi", SamplingParams(logprobs=1), "logprobs"),
+                ("hi", SamplingParams(min_p=0.5), "min_p"),
+                ("hi", SamplingParams(temperature=-1), "temperature"),
+                ("", SamplingParams(), "empty"),
+                ([1, 2], SamplingParams(), "takes text"),
+                (Conversation(messages=[]), SamplingParams(), "takes text"),
+            ):
+                with pytest.raises(InvalidRequest, match=why):
+                    await engine.submit(prompt, params)  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequest, match="does not know them"):
+                _ = engine.tokenizer
+            with pytest.raises(InvalidRequest, match="does not know them"):
+                engine.encode_chat([])
+            for work in (engine.embed("hi", Pooling.MEAN), engine.draw([1], image), engine.reset_cache()):
+                with pytest.raises(NotSupported, match="parrot cannot"):
+                    await work
+            assert not engine.inner.words  # type: ignore[attr-defined]
+
+    asyncio.run(scenario())
+
+
+def test_its_errors_end_one_request_and_its_load_is_refused(add_engine: Callable[..., None]) -> None:
+    async def scenario() -> None:
+        async with serving(add_engine) as engine:
+            deltas = [delta async for delta in await engine.submit("fall silent", SamplingParams())]
+            assert deltas[-1].finish is FinishReason.ERROR
+            assert deltas[-1].error == "RuntimeError: nothing more comes to mind"
+            assert engine.open_requests() == 0
+        with pytest.raises(FileNotFoundError, match="no such bird"):
+            await start_engine(load({"engine": "parrot", "model": "a cage"}, env={}))
+
+    asyncio.run(scenario())

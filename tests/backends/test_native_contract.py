@@ -1,0 +1,345 @@
+"""The contract for callers that wait, kept by Weft's own engine with the default model. TC numbers are those of the
+requirements."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from weft.backends import BaseEngine, InferMetrics, create_engine
+from weft.backends.contract import Deltas, Engine
+from weft.backends.hosted import HostedEngine
+from weft.errors import ContextTooLong, InvalidRequest, Unavailable
+from weft.hub.files import ModelFiles
+from weft.types import Delta, FinishReason
+
+SETTINGS = {"kv_cache_memory_mb": 128, "max_model_len": 1024, "image_model": "none"}
+PROMPT = "The capital of France is"
+GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 16, "repetition_penalty": 1}
+ENDLESS: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2_files: ModelFiles) -> Iterator[HostedEngine]:
+    engine = create_engine("native", **SETTINGS)
+    assert isinstance(engine, HostedEngine)
+    engine.load_model("smollm2")
+    yield engine
+    engine.unload_model()
+
+
+@pytest.fixture(scope="module")
+def text(engine: BaseEngine) -> str:
+    return "".join(engine.infer(PROMPT, **GREEDY))
+
+
+def behind(engine: HostedEngine) -> Engine:
+    assert engine._looped is not None
+    return engine._looped.engine
+
+
+def children() -> dict[int, int]:
+    """The processes that this one has started, and what they hold, in bytes."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid():
+                found[int(folder.name)] = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def test_tc_001_and_002_it_streams_text_as_tokens_come(engine: HostedEngine, text: str) -> None:
+    began = time.monotonic()
+    chunks = engine.infer(PROMPT, **GREEDY | {"max_new_tokens": 100, "ignore_eos": True})
+    times = [time.monotonic() - began for _ in chunks]
+    assert "Paris" in text
+    assert len(times) > 60, "a token at a time"
+    assert times[0] < times[-1] / 3, "the first piece did not wait for the last"
+    metrics = engine.last_metrics
+    assert metrics is not None and metrics.finish is FinishReason.LENGTH
+    assert metrics.completion_tokens == 100 and metrics.prompt_tokens == 5
+    assert 0 <= metrics.queue_seconds < metrics.ttft_seconds < metrics.generation_seconds
+    assert metrics.tokens_per_second == pytest.approx(100 / metrics.generation_seconds)
+
+
+class OnePiece(Deltas):
+    """An answer that is given when it is complete."""
+
+    def __init__(self, inner: Deltas) -> None:
+        self._inner = inner
+        self._given = False
+
+    def __aiter__(self) -> OnePiece:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._given:
+            raise StopAsyncIteration
+        self._given = True
+        deltas = [delta async for delta in self._inner]
+        return Delta(
+            text="".join(delta.text for delta in deltas),
+            token_ids=[token for delta in deltas for token in delta.token_ids],
+            finish=deltas[-1].finish,
+            usage=deltas[-1].usage,
+        )
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+@pytest.mark.parametrize(("size", "num_pieces"), [(1, 16), (4, 4), (0, 16), (100, 1)])
+def test_tc_003_the_size_of_pieces_takes_effect(
+    engine: HostedEngine, text: str, size: int, num_pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native = behind(engine)
+    submit = native.submit
+
+    async def in_one_piece(*arguments: Any, **options: Any) -> OnePiece:
+        return OnePiece(await submit(*arguments, **options))
+
+    monkeypatch.setattr(native, "submit", in_one_piece)
+    monkeypatch.setattr(engine, "stream_chunk_size", size)
+    chunks = list(engine.infer(PROMPT, **GREEDY))
+    assert "".join(chunks) == text and len(chunks) == num_pieces
+
+
+def test_tc_007_many_threads_and_tasks_at_once(engine: HostedEngine, text: str) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        streamed = [pool.submit(lambda: "".join(engine.infer(PROMPT, **GREEDY))) for _ in range(16)]
+        batch = pool.submit(engine.infer_batch, [PROMPT] * 8, **GREEDY)
+        assert [future.result() for future in streamed] == [text] * 16
+        assert batch.result() == [text] * 8
+
+    async def one() -> str:
+        return "".join([chunk async for chunk in engine.async_infer(PROMPT, **GREEDY)])
+
+    async def scenario() -> list[str]:
+        return list(await asyncio.gather(*(one() for _ in range(8))))
+
+    assert asyncio.run(scenario()) == [text] * 8
+    assert behind(engine).open_requests() == 0
+
+
+def test_tc_009_where_an_engine_cannot_be_the_next_one_answers(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = create_engine("ascend-vllm,cuda-trt,native", image_model="none", num_blocks=32, threads=1)
+    engine.load_model(str(tiny_model))
+    try:
+        assert list(engine.infer("hi", max_tokens=4, ignore_eos=True)) and engine.get_model_info()["engine"] == "native"
+    finally:
+        engine.unload_model()
+    [said] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "no Ascend device" in said and "--engine-url" in said
+
+
+def test_tc_010_memory_is_really_given_back(smollm2_files: ModelFiles) -> None:
+    before = set(children())
+    engine = create_engine("native", **SETTINGS)
+    for _ in range(2):
+        engine.load_model("smollm2")
+        list(engine.infer(PROMPT, **GREEDY))
+        held = {pid: size for pid, size in children().items() if pid not in before}
+        usage = engine.get_memory_usage()
+        assert 0.5 < usage["allocated_gb"] < usage["total_gb"] and 0 < usage["utilization"] < 1
+        assert usage["allocated_gb"] <= usage["reserved_gb"]
+        assert max(held.values()) > 0.9 * usage["allocated_gb"] * 2**30 - (128 << 20), "the weights are held by it"
+        engine.unload_model()
+        assert not set(held) & set(children()), "no process is left, and so nothing that it held"
+        assert set(engine.get_memory_usage().values()) == {0.0}
+    with pytest.raises(Unavailable, match="No model is loaded"):
+        engine.infer(PROMPT)
+
+
+def test_inside_a_running_loop_it_waits_for_nobody_but_the_engine(engine: HostedEngine, text: str) -> None:
+    async def scenario() -> None:
+        # Blocking, on the loop's own thread: all that answers it runs elsewhere.
+        assert "".join(engine.infer(PROMPT, **GREEDY)) == text
+        assert engine.infer_batch([PROMPT], **GREEDY) == [text]
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0.005)
+
+        counting = asyncio.create_task(count())
+        assert "".join([chunk async for chunk in engine.async_infer(PROMPT, **GREEDY)]) == text
+        counting.cancel()
+        assert turns > 5, "the loop went on meanwhile"
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def test_nested_in_each_other(engine: HostedEngine, text: str) -> None:
+    """A generator in a generator, an answer in the callback of another, a loop in a thread of a loop."""
+    nested: list[str] = []
+
+    def ask_again(metrics: InferMetrics) -> None:
+        nested.append("".join(engine.infer(PROMPT, **GREEDY)))
+
+    outer = []
+    for number, chunk in enumerate(engine.infer(PROMPT, **GREEDY, on_metrics=ask_again)):
+        outer.append(chunk)
+        if number < 2:
+            nested.append("".join(engine.infer(PROMPT, **GREEDY)))
+
+    async def inner() -> str:
+        return "".join([chunk async for chunk in engine.async_infer(PROMPT, **GREEDY)])
+
+    async def scenario() -> None:
+        async for _ in engine.async_infer(PROMPT, **GREEDY):
+            nested.append("".join(engine.infer(PROMPT, **GREEDY)))
+            nested.append(await asyncio.to_thread(lambda: asyncio.run(inner())))
+            break
+
+    asyncio.run(scenario())
+    assert "".join(outer) == text and nested == [text] * 5
+    until_idle(engine)
+
+
+class Handler(grpc.GenericRpcHandler):
+    """/blocking answers with `infer` on the server's own thread, /streaming with `async_infer`."""
+
+    def __init__(self, engine: BaseEngine) -> None:
+        self._engine = engine
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
+        method = self._blocking if details.method == "/test/blocking" else self._streaming
+        return grpc.unary_stream_rpc_method_handler(method)
+
+    async def _blocking(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for chunk in self._engine.infer(request.decode(), **GREEDY):
+            yield chunk.encode()
+
+    async def _streaming(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        async for chunk in self._engine.async_infer(request.decode(), **GREEDY):
+            yield chunk.encode()
+
+
+def test_under_grpc_s_own_event_loop(engine: HostedEngine, text: str) -> None:
+    async def scenario() -> None:
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers([Handler(engine)])
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+
+            async def call(method: str) -> str:
+                chunks = [chunk async for chunk in channel.unary_stream(method)(PROMPT.encode())]
+                return b"".join(chunks).decode()
+
+            for method in ("/test/blocking", "/test/streaming"):
+                assert await asyncio.gather(*(call(method) for _ in range(4))) == [text] * 4
+            leaving = channel.unary_stream("/test/streaming")(PROMPT.encode())
+            await anext(aiter(leaving))
+            leaving.cancel()
+        await server.stop(None)
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+    until_idle(engine)
+
+
+def until_idle(engine: HostedEngine, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while behind(engine).open_requests():
+        assert time.monotonic() < deadline, "a request goes on that nobody reads"
+        time.sleep(0.01)
+
+
+def leave_by_break(engine: HostedEngine) -> None:
+    for _ in engine.infer(PROMPT, **ENDLESS):
+        break
+
+
+def leave_by_close(engine: HostedEngine) -> None:
+    chunks = engine.infer(PROMPT, **ENDLESS)
+    next(chunks)
+    chunks.close()
+
+
+def leave_to_be_collected(engine: HostedEngine) -> None:
+    next(engine.infer(PROMPT, **ENDLESS))
+    gc.collect()
+
+
+def leave_by_an_error(engine: HostedEngine) -> None:
+    with pytest.raises(ZeroDivisionError):
+        for _ in engine.infer(PROMPT, **ENDLESS):
+            raise ZeroDivisionError
+
+
+def leave_a_task(engine: HostedEngine) -> None:
+    async def scenario() -> None:
+        async def read() -> None:
+            async for _ in engine.async_infer(PROMPT, **ENDLESS):
+                reading.set()
+
+        reading = asyncio.Event()
+        task = asyncio.create_task(read())
+        await reading.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+
+
+def leave_by_abort(engine: HostedEngine) -> None:
+    chunks = engine.infer(PROMPT, **ENDLESS, request_id="mine")
+    next(chunks)
+    threading.Timer(0.1, engine.abort, ["mine"]).start()
+    assert len(list(chunks)) < 899
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [leave_by_break, leave_by_close, leave_to_be_collected, leave_by_an_error, leave_a_task, leave_by_abort],
+)
+def test_leaving_early_ends_the_request(engine: HostedEngine, leave: Callable[[HostedEngine], None]) -> None:
+    generated = behind(engine).stats().generation_tokens
+    leave(engine)
+    until_idle(engine)
+    assert behind(engine).stats().generation_tokens - generated < 900
+    assert engine.last_metrics is not None and engine.last_metrics.finish is FinishReason.ABORT
+
+
+def test_what_cannot_be_answered_is_refused_before_the_engine(engine: HostedEngine) -> None:
+    with pytest.raises(InvalidRequest, match="empty"):
+        engine.infer("")
+    with pytest.raises(ContextTooLong, match="1024"):
+        engine.infer("word " * 2000)
+    with pytest.raises(InvalidRequest, match="lora_name is not supported by the engine native"):
+        engine.infer(PROMPT, lora_name="mine")
+    assert behind(engine).open_requests() == 0
+
+
+def test_a_seed_is_a_promise(engine: HostedEngine) -> None:
+    words = {"temperature": 1.0, "seed": 9, "max_tokens": 16}
+    assert list(engine.infer(PROMPT, **words)) == list(engine.infer(PROMPT, **words))
+    assert engine.infer_batch([PROMPT], **words) == ["".join(engine.infer(PROMPT, **words))]
+
+
+def test_check_only_loads_nothing(smollm2_files: ModelFiles) -> None:
+    before = set(children())
+    engine = create_engine("native", **SETTINGS)
+    engine.load_model("smollm2", load_mode="check_only")
+    assert not engine.health_check() and not engine.get_model_info()["is_loaded"]
+    assert set(children()) <= before

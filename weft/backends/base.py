@@ -1,0 +1,97 @@
+"""The contract for callers that wait: a model is loaded, answers come as text, and all of it from any thread.
+
+`HostedEngine` keeps it for every engine that Weft has. Another package may keep it in its own way: of all that is
+below, only four methods have to be written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Generator, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from weft.types import FinishReason
+
+
+class InferMetrics(Struct, frozen=True, kw_only=True):
+    """The figures of one request, once it has ended."""
+
+    request_id: str
+    finish: FinishReason
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    queue_seconds: float = 0.0
+    """Before the engine began with it."""
+    ttft_seconds: float = 0.0
+    """Until its first text came; 0: none did."""
+    generation_seconds: float = 0.0
+    """Until its last."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.completion_tokens / self.generation_seconds if self.generation_seconds else 0.0
+
+
+class BaseEngine(ABC):
+    _chunk_size = 4
+    last_metrics: InferMetrics | None = None
+    """Of the request that ended last. `infer(..., on_metrics=f)` calls f with those of that request."""
+
+    @property
+    def stream_chunk_size(self) -> int:
+        """Tokens in a piece of an answer, where an engine gives larger ones. May be set at any time; below 1 it is 1.
+        The pieces joined are the text, always."""
+        return self._chunk_size
+
+    @stream_chunk_size.setter
+    def stream_chunk_size(self, tokens: int) -> None:
+        self._chunk_size = max(1, tokens)
+
+    @abstractmethod
+    def load_model(self, model_path: str, adapter_path: str | None = None, **kwargs: Any) -> None:
+        """Be ready to answer. A model that was loaded before is unloaded first."""
+
+    @abstractmethod
+    def infer(self, prompt: str, **kwargs: Any) -> Generator[str, None, None]:
+        """Continue the prompt: text as it comes. Leaving the generator early ends the request."""
+
+    @abstractmethod
+    def unload_model(self) -> None:
+        """Give back all memory that the model has. Harmless when none is loaded."""
+
+    @abstractmethod
+    def get_memory_usage(self) -> dict[str, float]:
+        """allocated_gb, reserved_gb, total_gb (GiB), and utilization: the share of the total that is allocated."""
+
+    def get_model_info(self) -> dict[str, Any]:
+        """`is_loaded`, `engine`, and what is known of the model."""
+        return {"is_loaded": False, "engine": type(self).__name__}
+
+    def health_check(self) -> bool:
+        """Whether a request would be answered now."""
+        return bool(self.get_model_info()["is_loaded"])
+
+    @property
+    def is_async(self) -> bool:
+        """Whether requests from many threads or tasks are computed together."""
+        return False
+
+    async def async_infer(self, prompt: str, **kwargs: Any) -> AsyncGenerator[str, None]:
+        """`infer` for a caller on an event loop, which goes on meanwhile."""
+        chunks = self.infer(prompt, **kwargs)
+        try:
+            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+                yield chunk
+        finally:
+            chunks.close()
+
+    def infer_batch(self, prompts: Sequence[str], **kwargs: Any) -> list[str]:
+        """Whole answers, in the order of the prompts."""
+        return ["".join(self.infer(prompt, **kwargs)) for prompt in prompts]
+
+    def abort(self, request_id: str) -> bool:
+        """End a request by the id that `infer` was given; its generator ends. False: none of that id is open."""
+        return False

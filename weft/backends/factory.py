@@ -1,0 +1,54 @@
+"""Engines by name, for callers that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from weft import config as configuration
+from weft.backends import registry
+from weft.backends.base import BaseEngine
+from weft.backends.hosted import HostedEngine
+from weft.backends.registry import EngineSpec, Platform, engines_in_order, why_unavailable
+from weft.backends.starting import class_of
+from weft.errors import Unavailable
+
+
+class EngineFactory:
+    @staticmethod
+    def create(engine_type: str = "auto", **settings: Any) -> BaseEngine:
+        """An engine without a model: `load_model` is next. Names as in `--engine`; auto asks the environment first
+        (WEFT_ENGINE), then the machine. `settings` are those of `weft serve`."""
+        specs = engines_in_order(engine_type)
+        if len(specs) == 1 and (engine_class := class_of(specs[0])) is not None:
+            return engine_class(**settings)
+        return HostedEngine(engine_type, **settings)
+
+    @staticmethod
+    def register(
+        engine_type: str,
+        start: str | Callable[..., Any],
+        *,
+        platform: Platform = "any",
+        about: str = "",
+        overwrite: bool = False,
+    ) -> None:
+        """Add an engine to the one table: a class of BaseEngine, a coroutine function from Config to Engine, or where
+        either is found ("module:name"). Packages say the same with an entry point of the group weft.engines."""
+        spec = EngineSpec(name=engine_type, start=start, platform=platform, about=about)
+        registry.register(spec, overwrite=overwrite)
+
+    @staticmethod
+    def auto_detect() -> str:
+        """The engine that auto would try first of those that can be used here. Loads no model."""
+        config = configuration.load()
+        reasons = []
+        for spec in engines_in_order(config.backend.engine, config.model.device):
+            why_not = why_unavailable(spec.name)
+            if not why_not:
+                return spec.name
+            reasons.append(f"{spec.name}: {why_not}")
+        raise Unavailable(f"No engine can be used here: {'; '.join(reasons)}.")
+
+
+create_engine = EngineFactory.create

@@ -1,0 +1,301 @@
+"""Any engine of the table behind the contract for callers that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, closing, contextmanager
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+
+from weft import config as configuration
+from weft.backends.asking import Asked
+from weft.backends.base import BaseEngine, InferMetrics
+from weft.backends.contract import Engine, not_taken, text_prompt
+from weft.backends.hybrid import check_engine, start_engine
+from weft.backends.keywords import LoadWishes, Wishes, load_wishes_of, wishes_of
+from weft.backends.loading import LoadStage, Start, load_safely
+from weft.backends.looped import LoopedEngine
+from weft.backends.registry import engine_named
+from weft.backends.starting import Load
+from weft.backends.text_room import check_prompt
+from weft.config import Config
+from weft.errors import ConfigError, InvalidRequest, Unavailable
+from weft.types import Delta, FinishReason
+
+GIB = 2**30
+DEFAULT_ADAPTER = "default"
+"""What the adapter of `adapter_path` is called."""
+
+
+class HostedEngine(BaseEngine):
+    def __init__(self, engine: str = "auto", **settings: Any) -> None:
+        """`settings` are for every model that is loaded; `engine` as in `--engine`, where auto leaves the choice to the
+        environment."""
+        self._words = settings if engine == "auto" else {**settings, "engine": engine}
+        self._looped: LoopedEngine | None = None
+        self._stage = LoadStage("resolve")
+        self._adapter = ""
+        """Of a request that does not name one."""
+        self._loading = threading.Lock()
+        self._configure({})
+
+    @property
+    def is_async(self) -> bool:
+        return True
+
+    # The model.
+
+    def load_model(self, model_path: str, adapter_path: str | None = None, **kwargs: Any) -> None:
+        """`kwargs` are settings of Weft, and `LoadWishes`. With load_mode async_load it returns at once:
+        `get_model_info` tells the stage, `health_check` when it is done."""
+        wishes, config = self._configure({**kwargs, "model": model_path})
+        adapters = wishes.adapters | ({DEFAULT_ADAPTER: adapter_path} if adapter_path else {})
+        with self._loading:
+            self._unload()
+            if wishes.load_mode == "check_only":
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(asyncio.run, check_engine(config)).result()
+                return
+            load: Load[Engine] = _as_it_is if wishes.skip_vram_check else partial(load_safely, report=self._note)
+            if adapters or wishes.enable_lora:
+                load = partial(_with_adapters, load, adapters)
+            in_background = wishes.load_mode == "async_load"
+            self._looped = LoopedEngine(lambda: start_engine(config, load), in_background=in_background)
+            self._adapter = DEFAULT_ADAPTER if adapter_path else ""
+
+    def _configure(self, words: dict[str, Any]) -> tuple[LoadWishes, Config]:
+        wishes, chosen = load_wishes_of({**self._words, **words})
+        config = configuration.load(chosen)
+        if not words or "stream_chunk_size" in words:
+            self.stream_chunk_size = config.backend.stream_chunk_size
+        return wishes, config
+
+    def _note(self, stage: LoadStage) -> None:
+        self._stage = stage
+
+    def unload_model(self) -> None:
+        with self._loading:
+            self._unload()
+
+    def _unload(self) -> None:
+        looped, self._looped = self._looped, None
+        if looped is not None:
+            looped.close()
+
+    def get_model_info(self) -> dict[str, Any]:
+        looped = self._looped
+        if looped is None:
+            return super().get_model_info()
+        if not looped.is_started:
+            failed = {"stage": "failed", "error": str(looped.failure)} if looped.failure is not None else {}
+            return {**super().get_model_info(), "stage": self._stage.stage, **failed}
+        model = looped.engine.model
+        return {
+            "is_loaded": True,
+            "engine": looped.engine.name,
+            "stage": "ready",
+            "name": model.name,
+            "max_model_len": model.max_model_len,
+            "device": model.device,
+            "dtype": model.dtype,
+            "load_seconds": model.load_seconds,
+        }
+
+    def get_memory_usage(self) -> dict[str, float]:
+        """As the engine told when the model was loaded; all 0 without a model, and where an engine does not tell."""
+        looped = self._looped
+        if looped is None or not looped.is_started:
+            return dict.fromkeys(("allocated_gb", "reserved_gb", "total_gb", "utilization"), 0.0)
+        memory = looped.engine.model.memory
+        allocated = memory.weights + memory.kv
+        return {
+            "allocated_gb": allocated / GIB,
+            "reserved_gb": (allocated + memory.activations + memory.graphs) / GIB,
+            "total_gb": memory.total / GIB,
+            "utilization": allocated / memory.total if memory.total else 0.0,
+        }
+
+    def health_check(self) -> bool:
+        looped = self._looped
+        return looped is not None and looped.is_started and looped.engine.health().ready
+
+    # Answers.
+
+    def infer(self, prompt: str, **kwargs: Any) -> Generator[str, None, None]:
+        """A request that cannot be is refused here; it begins with the first piece that is asked for."""
+        looped = self._loaded()
+        return self._stream(looped, _question(looped.engine, prompt, kwargs, self._adapter))
+
+    def _stream(self, looped: LoopedEngine, question: _Question) -> Generator[str, None, None]:
+        with (
+            self._watched(question) as watch,
+            closing(looped.follow(question.asked.submit, question.wishes.request_id, watch.saw)) as deltas,
+        ):
+            count = _TokenCount()
+            for delta in deltas:
+                yield from self._pieces(delta.text, count.added_by(delta))
+
+    async def async_infer(self, prompt: str, **kwargs: Any) -> AsyncGenerator[str, None]:
+        looped = self._loaded()
+        question = await asyncio.to_thread(_question, looped.engine, prompt, kwargs, self._adapter)
+        with self._watched(question) as watch:
+            answer = looped.follow_async(question.asked.submit, question.wishes.request_id, watch.saw)
+            count = _TokenCount()
+            async with aclosing(answer) as deltas:
+                async for delta in deltas:
+                    for piece in self._pieces(delta.text, count.added_by(delta)):
+                        yield piece
+
+    def infer_batch(self, prompts: Sequence[str], **kwargs: Any) -> list[str]:
+        """The engine has all of them at once. Of several, a `request_id` is numbered: id-0, id-1."""
+        looped = self._loaded()
+        given = kwargs.get("request_id")
+        questions = [
+            _question(
+                looped.engine,
+                prompt,
+                kwargs | ({"request_id": f"{given}-{number}"} if given else {}),
+                self._adapter,
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        watches = [_Watch(question.wishes) for question in questions]
+        try:
+            answers = looped.collect(
+                [question.asked.submit for question in questions], [watch.saw for watch in watches]
+            )
+        finally:
+            for watch in watches:
+                self._tell(watch)
+        return ["".join(delta.text for delta in answer) for answer in answers]
+
+    def abort(self, request_id: str) -> bool:
+        looped = self._looped
+        return looped is not None and looped.abort(request_id)
+
+    def _loaded(self) -> LoopedEngine:
+        looped = self._looped
+        if looped is None:
+            raise Unavailable("No model is loaded.", hint="Call load_model first.")
+        return looped
+
+    def _pieces(self, text: str, num_tokens: int) -> Iterator[str]:
+        """A text of so many tokens, cut after every `stream_chunk_size` of them. Where the cuts come is a guess: tokens
+        are taken to be of equal length."""
+        start = cut_tokens = 0
+        while start < len(text):
+            cut_tokens += self.stream_chunk_size
+            end = len(text) * cut_tokens // num_tokens if cut_tokens < num_tokens else len(text)
+            if end > start:
+                yield text[start:end]
+            start = end
+
+    @contextmanager
+    def _watched(self, question: _Question) -> Iterator[_Watch]:
+        """However the request ends, its figures are told once."""
+        watch = _Watch(question.wishes)
+        try:
+            yield watch
+        except Exception:
+            watch.finish = FinishReason.ERROR
+            raise
+        finally:
+            self._tell(watch)
+
+    def _tell(self, watch: _Watch) -> None:
+        self.last_metrics = metrics = watch.metrics()
+        if watch.wishes.on_metrics is not None:
+            watch.wishes.on_metrics(metrics)
+
+
+async def _as_it_is(start: Start, config: Config) -> Engine:
+    return await start(config)
+
+
+async def _with_adapters(load: Load[Engine], adapters: dict[str, str], start: Any, config: Config) -> Engine:
+    spec = engine_named(config.backend.engine)
+    if not spec.takes_adapters:
+        raise ConfigError(f"The engine {spec.name} takes no LoRA adapters.")
+    return await load(partial(start, adapters=adapters), config)
+
+
+class _Question(Struct, frozen=True):
+    """A prompt that an engine can be asked to continue."""
+
+    asked: Asked
+    wishes: Wishes
+
+
+def _question(engine: Engine, text: str, words: dict[str, Any], adapter: str) -> _Question:
+    """Raises InvalidRequest for what this engine cannot answer."""
+    if not text:
+        raise InvalidRequest("The prompt is empty.", param="prompt")
+    prompt = text_prompt(engine, text)
+    room = engine.model.max_model_len - len(prompt) if isinstance(prompt, list) else None
+    wishes = wishes_of(words, engine.abilities, room)
+    if isinstance(prompt, list):
+        check_prompt(engine.model, prompt, wishes.params)
+    if wishes.lora_name and not engine.abilities.lora:
+        raise not_taken(engine.name, "lora_name")
+    asked = Asked(
+        prompt=prompt,
+        params=wishes.params,
+        request_id=wishes.request_id,
+        cache_salt=wishes.cache_salt,
+        priority=wishes.priority,
+        adapter=adapter if wishes.lora_name is None else wishes.lora_name,
+    )
+    return _Question(asked, wishes)
+
+
+class _TokenCount:
+    """Tokens of an answer, as far as is known: by their ids, or by what its engine counted."""
+
+    num_tokens = 0
+
+    def added_by(self, delta: Delta) -> int:
+        before = self.num_tokens
+        self.num_tokens = max(before + len(delta.token_ids), delta.usage.completion_tokens)
+        return self.num_tokens - before
+
+
+class _Watch:
+    """The times and the tokens of one answer, when they come: how fast they are read is no matter."""
+
+    def __init__(self, wishes: Wishes) -> None:
+        self.wishes = wishes
+        self.finish = FinishReason.ABORT
+        """Until it is known better."""
+        self._began = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._began
+        self._count = _TokenCount()
+        self._queue_seconds = 0.0
+        self._num_prompt_tokens = 0
+
+    def saw(self, delta: Delta) -> None:
+        self._count.added_by(delta)
+        if delta.text or delta.token_ids:
+            self._last = time.perf_counter()
+            self._first = self._first or self._last
+        if delta.queue_seconds is not None:
+            self._queue_seconds = delta.queue_seconds
+        self.finish = delta.finish or self.finish
+        self._num_prompt_tokens = delta.usage.prompt_tokens or self._num_prompt_tokens
+
+    def metrics(self) -> InferMetrics:
+        return InferMetrics(
+            request_id=self.wishes.request_id,
+            finish=self.finish,
+            prompt_tokens=self._num_prompt_tokens,
+            completion_tokens=self._count.num_tokens,
+            queue_seconds=self._queue_seconds,
+            ttft_seconds=self._first - self._began if self._first is not None else 0.0,
+            generation_seconds=self._last - self._began,
+        )

@@ -1,0 +1,321 @@
+"""Several engines in order, as one: when the one in use is lost for good, the next is started and takes over.
+
+New requests go to it, and answers that are under way go on there (`weft.backends.continued`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from weft.backends.asking import Asked
+from weft.backends.continued import ContinuedDeltas
+from weft.backends.contract import (
+    Abilities,
+    ChatPrompt,
+    ChatStyles,
+    Embedding,
+    Engine,
+    Health,
+    ImageUpdates,
+    Prompt,
+)
+from weft.backends.loading import check_load, load_safely
+from weft.backends.registry import EngineSpec, engines_in_order
+from weft.backends.starting import Load, start_first
+from weft.config import Config
+from weft.engine.client import COUNTERS
+from weft.errors import EngineFault, Unavailable
+from weft.payloads import AdditionalInformation, PromptEmbeds
+from weft.text.tokenizer import Tokenizer
+from weft.types import EngineStats, ImageParams, ModelInfo, Pooling, SamplingParams
+
+log = logging.getLogger(__name__)
+
+StartFirst = Callable[[Sequence[EngineSpec]], Awaitable[tuple[Engine, Sequence[EngineSpec]]]]
+
+TICK_SECONDS = 0.5
+
+
+async def start_engine(config: Config, load: Load[Engine] = load_safely) -> Engine:
+    """The engine that a configuration names: of several in order the first that starts, while the others stand by."""
+    specs = engines_in_order(config.backend.engine, config.model.device)
+    engine, others = await start_first(specs, config, load)
+    if not others:
+        return engine
+    restart = partial(start_first, config=config, load=load)
+    return HybridEngine(engine, others, restart, patience_s=config.engine.heartbeat_timeout_s)
+
+
+async def check_engine(config: Config) -> None:
+    """Find, fetch and check the model, for the engine that would be started; load nothing."""
+
+    async def check(start: object, own: Config) -> None:
+        await check_load(own)
+
+    await start_first(engines_in_order(config.backend.engine, config.model.device), config, check)
+
+
+class HybridEngine:
+    """Its name, its abilities and its model are those of the engine in use."""
+
+    def __init__(
+        self, engine: Engine, others: Sequence[EngineSpec], start_first: StartFirst, *, patience_s: float
+    ) -> None:
+        """An engine that is not ready for `patience_s` is lost, unless it says that it is being started."""
+        self._engine = engine
+        self._others = others
+        """Not tried yet."""
+        self._start_first = start_first
+        self._failure = ""
+        """Why there is no engine any more."""
+        self._taking_over = False
+        self._closed = False
+        self._patience_s = patience_s
+        self._last_well = time.monotonic()
+        """When the engine was ready, or on its way to be."""
+        self._waiting = 0
+        """Requests that wait for the next engine."""
+        self._past = dict.fromkeys(COUNTERS, 0.0)
+        self._past_restarts = 0
+        self._look = asyncio.Event()
+        self._turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the engine has changed, or there is none any more."""
+        self._watch = asyncio.create_task(self._keep_watch(), name="weft-hybrid")
+
+    # Who answers.
+
+    @property
+    def name(self) -> str:
+        return self._engine.name
+
+    @property
+    def abilities(self) -> Abilities:
+        return self._engine.abilities
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._engine.model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._engine.tokenizer
+
+    @property
+    def styles(self) -> ChatStyles:
+        return self._engine.styles
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        return self._engine.encode_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_variables=template_variables,
+        )
+
+    def health(self) -> Health:
+        if self._failure:
+            return Health(False, "failed")
+        if self.lost(self._engine):
+            return Health(False, "restarting")
+        return self._engine.health()
+
+    def stats(self) -> EngineStats:
+        now = self._engine.stats()
+        return replace(now, **{name: getattr(now, name) + past for name, past in self._past.items()})
+
+    def restarts(self) -> int:
+        return self._engine.restarts() + self._past_restarts
+
+    def open_requests(self) -> int:
+        return self._engine.open_requests() + self._waiting
+
+    # Requests.
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        sibling_of: str = "",
+        markers: Collection[str] = (),
+        adapter: str = "",
+    ) -> ContinuedDeltas:
+        asked = Asked(
+            prompt=prompt,
+            params=params,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            priority=priority,
+            tenant=tenant,
+            sibling_of=sibling_of,
+            markers=markers,
+            adapter=adapter,
+        )
+        engine = await self._living()
+        try:
+            answer = await asked.submit(engine)
+        except (Unavailable, EngineFault):
+            if not self.lost(engine):
+                raise
+            engine = await self.successor_of(engine)
+            answer = await asked.submit(engine)
+        return ContinuedDeltas(self, asked, engine, answer)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling: Pooling,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+    ) -> Embedding:
+        async def ask(engine: Engine) -> Embedding:
+            return await engine.embed(
+                prompt, pooling, request_id=request_id, cache_salt=cache_salt, priority=priority, tenant=tenant
+            )
+
+        engine = await self._living()
+        try:
+            return await ask(engine)
+        except (Unavailable, EngineFault):
+            if not self.lost(engine):
+                raise
+            return await ask(await self.successor_of(engine))
+
+    async def draw(
+        self,
+        prompt_token_ids: list[int],
+        image: ImageParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        prompt_embeds: PromptEmbeds | None = None,
+        additional_information: AdditionalInformation | None = None,
+    ) -> ImageUpdates:
+        """An image that is under way when its engine is lost ends with an error."""
+        engine = await self._living()
+        return await engine.draw(
+            prompt_token_ids,
+            image,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            priority=priority,
+            tenant=tenant,
+            prompt_embeds=prompt_embeds,
+            additional_information=additional_information,
+        )
+
+    async def reset_cache(self) -> int:
+        return await self._engine.reset_cache()
+
+    async def start_profile(self, folder: str) -> str:
+        return await self._engine.start_profile(folder)
+
+    async def stop_profile(self) -> str:
+        return await self._engine.stop_profile()
+
+    async def close(self) -> None:
+        self._closed = True
+        self._watch.cancel()
+        await asyncio.wait([self._watch])
+        if not self._taking_over and not self._failure:
+            await self._engine.close()
+        self._end_turn()
+
+    # Succession.
+
+    def lost(self, engine: Engine) -> bool:
+        """Whether an engine will never answer again. The end of all of them is no loss."""
+        if self._closed:
+            return False
+        if engine is not self._engine or self._taking_over or self._failure:
+            return True
+        health = engine.health()
+        unwell_s = time.monotonic() - self._last_well
+        return not health.ready and (health.reason == "failed" or unwell_s > self._patience_s)
+
+    async def successor_of(self, engine: Engine) -> Engine:
+        """The engine that takes the place of a lost one. Raises Unavailable when there is none."""
+        self._waiting += 1
+        try:
+            while engine is self._engine and not self._failure and not self._closed:
+                self._look.set()
+                await asyncio.shield(self._turn)
+        finally:
+            self._waiting -= 1
+        if self._failure or self._closed:
+            raise Unavailable(self._failure or "The server is shutting down.")
+        return self._engine
+
+    async def _living(self) -> Engine:
+        engine = self._engine
+        return await self.successor_of(engine) if self.lost(engine) else engine
+
+    async def _keep_watch(self) -> None:
+        while not self._failure:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._look.wait()
+            self._look.clear()
+            health = self._engine.health()
+            if health.ready or health.reason in ("starting", "restarting"):
+                self._last_well = time.monotonic()
+            if self.lost(self._engine):
+                await self._take_over()
+
+    async def _take_over(self) -> None:
+        old = self._engine
+        log.error("The engine %s is lost: %s. Another takes over.", old.name, old.health().reason)
+        self._taking_over = True
+        counted, restarts = old.stats(), old.restarts()
+        try:
+            await old.close()
+        except Exception:
+            log.exception("the lost engine did not close")
+        try:
+            self._engine, self._others = await self._start_next(old)
+        except Exception as error:  # noqa: BLE001 - told to everybody who asks from now on
+            log.critical("No engine is left: %s: %s", type(error).__name__, error)
+            self._failure = f"There is no engine any more: {error}"
+        else:
+            log.warning("The engine %s has taken over from %s.", self._engine.name, old.name)
+            self._past = {name: past + getattr(counted, name) for name, past in self._past.items()}
+            self._past_restarts += restarts + 1
+        self._taking_over = False
+        self._last_well = time.monotonic()
+        self._end_turn()
+
+    async def _start_next(self, lost: Engine) -> tuple[Engine, Sequence[EngineSpec]]:
+        if not self._others:
+            raise Unavailable(f"The engine {lost.name} is lost, and there is no other.")
+        return await self._start_first(self._others)
+
+    def _end_turn(self) -> None:
+        """Let those go on who wait for another engine."""
+        self._turn.set_result(None)
+        self._turn = asyncio.get_running_loop().create_future()

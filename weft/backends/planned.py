@@ -1,0 +1,49 @@
+"""What `weft plan` shows: the plan of a load that is not made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from weft.backends.registry import engines_in_order, obstacle
+from weft.config import Config
+from weft.errors import ConfigError
+from weft.hub.devices import Device
+from weft.hub.files import dummy_files
+from weft.hub.hardware import Machine, Memory, inspect_machine
+from weft.hub.memory import GIB
+from weft.hub.planning import HABITS, Plan, plan_load
+from weft.hub.resolve import resolve
+
+
+def planned(config: Config, memory_gib: float = 0) -> Plan:
+    """For the engine that would be taken here, and this machine, or one whose device has so much memory and nothing in
+    it. Nothing is fetched."""
+    model = config.model
+    if model.load_format == "dummy":
+        files = dummy_files(Path(model.model))
+    else:
+        files = resolve(model.model, model.revision, allow_pull=False, progress=False)
+    machine = inspect_machine()
+    if memory_gib:
+        machine = _pretended(machine, config, int(memory_gib * GIB))
+    return plan_load(config, files, machine, engine=_engine(config))
+
+
+def _engine(config: Config) -> str:
+    specs = [spec for spec in engines_in_order(config.backend.engine, config.model.device) if spec.name in HABITS]
+    if not specs:
+        raise ConfigError(
+            f"--engine {config.backend.engine} holds no model on this machine, so there is nothing to plan.",
+            hint=f"There are plans for: {', '.join(HABITS)}.",
+        )
+    return next((spec.name for spec in specs if not obstacle(spec)), specs[0].name)
+
+
+def _pretended(machine: Machine, config: Config, size: int) -> Machine:
+    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not machine.devices_of("cuda"))
+    if on_cpu:
+        return replace(machine, memory=Memory(total=size, free=size), devices=())
+    gpu = Device(kind="cuda", index=0, name=f"a GPU of {size / GIB:g} GiB", total=size, free=size)
+    return replace(machine, devices=(gpu,) * config.backend.tensor_parallel_size)

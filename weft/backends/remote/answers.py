@@ -1,0 +1,248 @@
+"""From a peer's chunks to deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from weft.backends.contract import ReadDelta
+from weft.backends.remote.chunks import (
+    CallDelta,
+    ChatChunk,
+    ChatDelta,
+    PeerUsage,
+    TextChoice,
+    TextChunk,
+    prompt_figures,
+    read,
+)
+from weft.backends.remote.faults import Lost
+from weft.backends.remote.questions import Question
+from weft.text.output import OutputText
+from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Piece, Reasoning
+from weft.types import Delta, Event, FinishReason, Request, TokenLogprob, Usage
+
+FINISHES = {
+    "stop": FinishReason.STOP,
+    "tool_calls": FinishReason.STOP,
+    "function_call": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+    "timeout": FinishReason.TIMEOUT,
+}
+
+GoOn = Callable[[list[int]], Question | None]
+"""What to ask to go on behind these tokens; None: that cannot be asked."""
+
+
+class Answer(Protocol):
+    """One answer on its way."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has anything of it."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over on this side, whatever the peer would still send."""
+
+    def take(self, data: bytes) -> Delta | None:
+        """What a chunk adds; the last delta is held back. Raises Lost."""
+
+    def last(self) -> Delta | None:
+        """With `finish`; None while no chunk has told how it ended."""
+
+    def rest(self) -> Question | None:
+        """What to ask for the rest of it, after the connection broke; None: it cannot be had."""
+
+
+class TokenAnswer:
+    """Of token ids: stop strings, text and usage are made here, as with every engine of tokens."""
+
+    def __init__(self, text: OutputText, request: Request, go_on: GoOn) -> None:
+        self._text = text
+        self._request = request
+        self._go_on = go_on
+        self._stops = frozenset(request.stop_token_ids)
+        self._delivered: list[int] = []
+        self._num_cached = 0
+        self._is_continued = False
+        """The peer takes a part of the answer for its prompt, and finds that in its cache."""
+        self._last: Delta | None = None
+        self._peer_ended = False
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._delivered)
+
+    @property
+    def ended(self) -> bool:
+        return self._text.ended and not self._peer_ended
+
+    def take(self, data: bytes) -> Delta | None:
+        chunk = read(data, TextChunk)
+        if chunk.usage is not None:
+            self._num_cached = 0 if self._is_continued else chunk.usage.usage().cached_tokens
+        for choice in chunk.choices:
+            if not self._text.ended:
+                return self._taken(choice)
+        return None
+
+    def last(self) -> Delta | None:
+        if self._last is None and len(self._delivered) == self._request.params.max_tokens:
+            # All that was asked for has come, if not the word that it was all.
+            self._last = self._text.push([Event(request_id="", finish=FinishReason.LENGTH)])
+        if self._last is None:
+            return None
+        return replace(self._last, usage=replace(self._last.usage, cached_tokens=self._num_cached))
+
+    def rest(self) -> Question | None:
+        self._is_continued = True
+        return self._go_on(self._delivered)
+
+    def _taken(self, choice: TextChoice) -> Delta | None:
+        if choice.token_ids is None and choice.text:
+            raise Lost("it does not tell the ids of its tokens: a newer version may, or leave --tokenizer away")
+        ids = choice.token_ids or []
+        finish, error = finish_of(choice.finish_reason)
+        self._peer_ended = finish is not None
+        stop_at = next((i for i, token in enumerate(ids) if token in self._stops), None)
+        if stop_at is not None:
+            ids, finish, error = ids[: stop_at + 1], FinishReason.STOP, ""
+        delta = self._text.push(
+            [
+                Event(
+                    request_id="",
+                    token_ids=ids,
+                    logprobs=self._logprobs(choice, len(ids)),
+                    cached_tokens=None if self._delivered else 0,
+                    prompt_logprobs=None if self._delivered else self._prompt_logprobs(choice),
+                    finish=finish,
+                    stop_token_id=ids[-1] if finish is FinishReason.STOP and ids else None,
+                    error=error,
+                )
+            ]
+        )
+        self._delivered += ids
+        if self._text.ended:
+            self._last = delta
+            return None
+        return delta
+
+    def _logprobs(self, choice: TextChoice, num_tokens: int) -> list[TokenLogprob] | None:
+        most = self._request.params.logprobs
+        if most is None or not num_tokens:
+            return None
+        figures = choice.logprobs.logprobs(most) if choice.logprobs is not None else []
+        if len(figures) < num_tokens:
+            raise Lost("it told fewer log probabilities than tokens")
+        return figures[:num_tokens]
+
+    def _prompt_logprobs(self, choice: TextChoice) -> list[TokenLogprob] | None:
+        most = self._request.params.prompt_logprobs
+        if most is None or choice.prompt_logprobs is None:
+            return None
+        return prompt_figures(choice.prompt_logprobs, self._request.prompt_token_ids, most)
+
+
+class TextAnswer:
+    """Of text, which the peer has made and ended. How many tokens it is, the peer counts."""
+
+    def __init__(self, num_prompt_tokens: int = 0) -> None:
+        self._usage = Usage(prompt_tokens=num_prompt_tokens)
+        self._last: Delta | None = None
+        self.begun = False
+        self.ended = False
+
+    def take(self, data: bytes) -> Delta | None:
+        chunk = read(data, TextChunk)
+        self._count(chunk.usage)
+        for choice in chunk.choices:
+            delta = Delta(text=choice.text or "")
+            return self._shown(delta, bool(delta.text), choice.finish_reason, choice.stop_reason)
+        return None
+
+    def last(self) -> Delta | None:
+        return None if self._last is None else replace(self._last, usage=self._usage)
+
+    def rest(self) -> Question | None:
+        return None
+
+    def _count(self, usage: PeerUsage | None) -> None:
+        if usage is not None:
+            told = usage.usage()
+            self._usage = replace(told, prompt_tokens=told.prompt_tokens or self._usage.prompt_tokens)
+
+    def _shown(
+        self, delta: Delta, is_something: bool, reason: str | None, stop_reason: str | int | None
+    ) -> Delta | None:
+        finish, error = finish_of(reason)
+        if finish is not None and self._last is None:
+            self._last = replace(delta, finish=finish, error=error, stop_reason=stop_reason)
+            return None
+        if not is_something:
+            return None
+        self.begun = True
+        return replace(delta, usage=self._usage)
+
+
+class ChatAnswer(TextAnswer):
+    """Of a conversation: the peer tells content, thoughts and calls apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = Calls()
+
+    def take(self, data: bytes) -> Delta | None:
+        chunk = read(data, ChatChunk)
+        self._count(chunk.usage)
+        for choice in chunk.choices:
+            pieces = self._pieces(choice.delta)
+            text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+            delta = ReadDelta(text=text, pieces=pieces)
+            return self._shown(delta, bool(pieces), choice.finish_reason, choice.stop_reason)
+        return None
+
+    def _pieces(self, delta: ChatDelta) -> list[Piece]:
+        pieces: list[Piece] = []
+        if thought := delta.reasoning_content or delta.reasoning:
+            pieces.append(Reasoning(thought))
+        if content := delta.content or delta.refusal:
+            pieces.append(Content(content))
+        for call in delta.tool_calls or ():
+            pieces += self._calls.take(call)
+        return pieces
+
+
+class Calls:
+    """The calls of one answer, numbered from 0 in the order in which they begin."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._ids: dict[int, str] = {}
+
+    def take(self, call: CallDelta) -> list[Piece]:
+        function = call.function
+        name = function.name if function is not None else None
+        arguments = function.arguments if function is not None else None
+        pieces: list[Piece] = []
+        if call.id:
+            self._ids.setdefault(call.index, call.id)
+        if call.index not in self._numbers and name:
+            number = self._numbers[call.index] = len(self._numbers)
+            pieces.append(CallStarted(number, self._ids.get(call.index) or f"call_{number}", name))
+        if arguments:
+            if call.index not in self._numbers:
+                raise Lost("it wrote the arguments of a call before its name")
+            pieces.append(CallArguments(self._numbers[call.index], arguments))
+        return pieces
+
+
+def finish_of(reason: str | None) -> tuple[FinishReason | None, str]:
+    """How an answer ended, and what is wrong with that."""
+    if reason is None:
+        return None, ""
+    known = FINISHES.get(reason)
+    return (known, "") if known is not None else (FinishReason.ERROR, f"The remote engine ended it: {reason:.100}.")

@@ -1,0 +1,282 @@
+"""A peer behind the contract."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from weft.backends.abilities import cannot, check_abilities
+from weft.backends.contract import (
+    ChatPrompt,
+    ChatStyles,
+    Conversation,
+    Embedding,
+    Health,
+    ImageUpdates,
+    Prompt,
+    tokens_of,
+    tokens_unknown,
+)
+from weft.backends.remote.answers import Answer, ChatAnswer, GoOn, TextAnswer, TokenAnswer
+from weft.backends.remote.chunks import PeerVectors, read
+from weft.backends.remote.deltas import RemoteDeltas
+from weft.backends.remote.faults import Lost, error_of
+from weft.backends.remote.kinds import Body, Kind, abilities_of
+from weft.backends.remote.line import FIRST_BYTE_S, EventStream, Line
+from weft.backends.remote.questions import Asker, Question
+from weft.backends.remote.watch import Watch
+from weft.backends.text_room import TextRoom
+from weft.errors import EngineFault, Unavailable
+from weft.payloads import AdditionalInformation, PromptEmbeds
+from weft.text.output import OutputText
+from weft.text.tokenizer import Tokenizer
+from weft.types import (
+    Delta,
+    EngineStats,
+    FinishReason,
+    ImageParams,
+    ModelInfo,
+    Pooling,
+    Request,
+    SamplingParams,
+    Usage,
+    check_priority,
+)
+
+RETRY_S = 0.2
+"""Before a peer that was not to be reached is tried once more."""
+
+
+class Peer(Struct, frozen=True, kw_only=True):
+    """What was found out of it at the start."""
+
+    kind: Kind
+    model: str
+    """Its own name for the model."""
+    health_path: str
+
+
+class RemoteEngine:
+    """With a text room, prompts are tokens here and there; without one, text is passed on."""
+
+    def __init__(self, name: str, line: Line, peer: Peer, model: ModelInfo, room: TextRoom | None) -> None:
+        self.name = name
+        self.model = model
+        self.abilities = abilities_of(peer.kind, tokens=room is not None)
+        self._line = line
+        self._peer = peer
+        self._room = room
+        self._asker = Asker(name, peer.kind, peer.model)
+        self._watch = Watch(line, peer.health_path)
+        self._num_open = 0
+        self._num_prompt_tokens = 0
+        self._num_tokens = 0
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._room is None:
+            raise tokens_unknown(self.name, "This")
+        return self._room.tokenizer
+
+    @property
+    def styles(self) -> ChatStyles:
+        return ChatStyles() if self._room is None else self._room.styles
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        if self._room is None:
+            raise tokens_unknown(self.name, "This")
+        return self._room.encode_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_variables=template_variables,
+        )
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        sibling_of: str = "",
+        markers: Collection[str] = (),
+    ) -> RemoteDeltas:
+        """Returns when the peer begins to answer: until then its refusals are raised."""
+        check_abilities(self, params, priority=priority, cache_salt=cache_salt)
+        check_priority(priority)
+        asked: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
+        if self._room is not None:
+            request = self._room.request_of(self.model, tokens_of(prompt), params, **asked)
+            question, answer = self._about_tokens(self._room, request, params.seed, markers)
+        else:
+            question, answer = self._about_text(prompt, params, asked)
+        self._num_open += 1
+        try:
+            stream = await self._open(question)
+        except BaseException:
+            self._num_open -= 1
+            raise
+        return RemoteDeltas(question, stream, answer, self._open, self._ended)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling: Pooling,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+    ) -> Embedding:
+        if not self.abilities.embeddings:
+            raise cannot(self.name, "make embeddings")
+        check_priority(priority)
+        body: Body = {
+            "model": self._peer.model,
+            "input": prompt,
+            "pooling": str(pooling),
+            "priority": priority,
+            "cache_salt": cache_salt,
+        }
+        self._num_open += 1
+        try:
+            reply = await self._line.ask("embeddings", body, timeout_s=FIRST_BYTE_S)
+            if reply.status != 200:
+                raise error_of(reply.status, reply.body, reply.headers)
+            vectors = read(reply.body, PeerVectors)
+        except Lost as lost:
+            raise self._not_there(lost) from lost
+        finally:
+            self._num_open -= 1
+        if len(vectors.data) != 1:
+            raise EngineFault(f"The remote engine gave {len(vectors.data)} vectors for one input.")
+        usage = vectors.usage.usage() if vectors.usage is not None else Usage()
+        self._num_prompt_tokens += usage.prompt_tokens
+        return Embedding(array("f", vectors.data[0].embedding).tobytes(), usage)
+
+    async def draw(
+        self,
+        prompt_token_ids: list[int],
+        image: ImageParams,
+        *,
+        request_id: str | None = None,
+        cache_salt: str = "",
+        priority: int = 0,
+        tenant: str = "",
+        prompt_embeds: PromptEmbeds | None = None,
+        additional_information: AdditionalInformation | None = None,
+    ) -> ImageUpdates:
+        raise cannot(self.name, "draw images")
+
+    def health(self) -> Health:
+        return self._watch.health
+
+    def stats(self) -> EngineStats:
+        """What is known on this side: the rest is the peer's to tell."""
+        return EngineStats(
+            running=self._num_open, prompt_tokens=self._num_prompt_tokens, generation_tokens=self._num_tokens
+        )
+
+    def restarts(self) -> int:
+        return self._watch.num_returns
+
+    def open_requests(self) -> int:
+        return self._num_open
+
+    async def reset_cache(self) -> int:
+        raise cannot(self.name, "reset its peer's cache")
+
+    async def start_profile(self, folder: str) -> str:
+        raise cannot(self.name, "profile its peer")
+
+    async def stop_profile(self) -> str:
+        raise cannot(self.name, "profile its peer")
+
+    async def close(self) -> None:
+        await self._watch.close()
+        await self._line.close()
+        if self._room is not None:
+            self._room.close()
+
+    def _about_tokens(
+        self, room: TextRoom, request: Request, seed: int | None, markers: Collection[str]
+    ) -> tuple[Question, Answer]:
+        """`seed`: that of the client. One that was drawn here is told only to a peer that can go on with it: others
+        sample requests with seeds at a price."""
+        if not self._peer.kind.seeds_by_position:
+            request = replace(request, params=replace(request.params, seed=seed))
+        question = self._ask_tokens(request, request.prompt_token_ids, request.params)
+        if not self.abilities.answer_tokens:
+            return question, TextAnswer(len(request.prompt_token_ids))
+        text = OutputText(room.tokenizer, request, markers)
+        return question, TokenAnswer(text, request, self._go_on(request))
+
+    def _about_text(self, prompt: Prompt, params: SamplingParams, asked: dict[str, Any]) -> tuple[Question, Answer]:
+        params.check()
+        match prompt:
+            case Conversation():
+                return self._asker.chat(prompt, params, **asked), ChatAnswer()
+            case str():
+                return self._asker.text(prompt, params, **asked), TextAnswer()
+            case _:
+                raise tokens_unknown(self.name, "A prompt of token ids", "prompt")
+
+    def _ask_tokens(self, request: Request, prompt: list[int], params: SamplingParams) -> Question:
+        return self._asker.tokens(prompt, params, priority=request.priority, cache_salt=request.cache_salt)
+
+    def _go_on(self, request: Request) -> GoOn:
+        """An answer goes on as if it had never broken off, or not at all."""
+        params = request.params
+        # These look at what was written, and would not see it in a prompt.
+        looks_back = bool(params.grammar or params.presence_penalty or params.frequency_penalty)
+        is_seeded = params.seed is not None and params.temperature > 0 and not self._peer.kind.seeds_by_position
+
+        def question(delivered: list[int]) -> Question | None:
+            rest = (params.max_tokens or 0) - len(delivered)
+            if looks_back or is_seeded or rest <= 0:
+                return None
+            least = max(0, params.min_tokens - len(delivered))
+            changed = replace(params, max_tokens=rest, min_tokens=least, prompt_logprobs=None)
+            return self._ask_tokens(request, request.prompt_token_ids + delivered, changed)
+
+        return question
+
+    async def _open(self, question: Question) -> EventStream:
+        """Ask, and once more when nobody is there. Raises what the peer says, and Unavailable."""
+        try:
+            return await self._line.stream(question.path, question.body)
+        except Lost:
+            await asyncio.sleep(RETRY_S)
+        try:
+            return await self._line.stream(question.path, question.body)
+        except Lost as lost:
+            raise self._not_there(lost) from lost
+
+    def _not_there(self, lost: Lost) -> Unavailable:
+        self._watch.suspect(str(lost))
+        return Unavailable("The remote engine does not answer.", hint="The log of this server says more.")
+
+    def _ended(self, last: Delta | None) -> None:
+        self._num_open -= 1
+        if last is not None:
+            if last.finish is FinishReason.ERROR:
+                self._watch.look()
+            self._num_prompt_tokens += last.usage.prompt_tokens
+            self._num_tokens += last.usage.completion_tokens

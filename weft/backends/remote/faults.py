@@ -1,0 +1,131 @@
+"""What a peer's refusals and a broken connection mean to the client of this side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from weft.errors import (
+    ContextTooLong,
+    EngineFault,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    RequestTimeout,
+    Unavailable,
+    WeftError,
+)
+from weft.types import FinishReason
+
+MAX_SAID = 2000
+"""Characters of a peer's message that are passed on."""
+
+INVALID = frozenset({400, 413, 415, 422, 501})
+KEY_REFUSED = frozenset({401, 403})
+
+STATUS_BY_WORD = {
+    "invalid_request_error": 400,
+    "rate_limit_error": 429,
+    "unavailable": 503,
+    "timeout": 504,
+}
+"""Of errors in a stream, which have no status of their own: by their code or their type."""
+
+
+TOO_LONG = frozenset({"context_length_exceeded", "exceed_context_size_error"})
+"""The words of OpenAI and of llama.cpp for it."""
+
+
+class Detail(Struct, frozen=True, kw_only=True):
+    """What an error says of itself."""
+
+    said: str
+    param: str | None = None
+    code: int | None = None
+    words: tuple[str, ...] = ()
+    """Its code and its type."""
+
+
+class Lost(Exception):
+    """The connection broke, or what came over it made no sense. Asking again may help."""
+
+
+def error_of(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> WeftError:
+    """The error that a refusal stands for, in the peer's own words."""
+    detail = _detail(body)
+    return _error(status, detail, detail.said or f"it answered with status {status}", headers or {})
+
+
+def error_in_stream(body: bytes) -> WeftError | None:
+    """The error that an event tells of; None for an event that is no error."""
+    # Most events are no errors, and need not be read twice.
+    value = _decoded(body) if b'"error"' in body else None
+    if not isinstance(value, dict) or not (value.get("error") or value.get("object") == "error"):
+        return None
+    detail = _detail(body)
+    by_word = next((STATUS_BY_WORD[word] for word in detail.words if word in STATUS_BY_WORD), 500)
+    return _error(detail.code or by_word, detail, detail.said or "it ended the answer with an error", {})
+
+
+def finish_of(error: WeftError) -> FinishReason:
+    """How a request ends that has begun when this goes wrong."""
+    match error:
+        case RequestTimeout():
+            return FinishReason.TIMEOUT
+        case InvalidRequest():
+            return FinishReason.REJECTED
+        case Unavailable():
+            return FinishReason.ABORT
+        case _:
+            return FinishReason.ERROR
+
+
+def _error(status: int, detail: Detail, said: str, headers: Mapping[str, str]) -> WeftError:
+    message = f"The remote engine says: {said}"
+    if status in INVALID:
+        kind = ContextTooLong if TOO_LONG & set(detail.words) else InvalidRequest
+        return kind(message, param=detail.param)
+    if status in KEY_REFUSED:
+        return EngineFault(f"The remote engine refuses the key: {said}", hint="The operator sets --engine-api-key.")
+    match status:
+        case 404:
+            return ModelNotFound(message)
+        case 408 | 504:
+            return RequestTimeout(message)
+        case 429:
+            return Overloaded(message, retry_after_s=_seconds(headers.get("retry-after", "")))
+        case 503:
+            return Unavailable(message)
+        case _:
+            return EngineFault(message)
+
+
+def _seconds(retry_after: str) -> int:
+    """The header may also be a date; then soon is as good a guess as any."""
+    return int(retry_after) if retry_after.isascii() and retry_after.isdigit() else 1
+
+
+def _decoded(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _detail(body: bytes) -> Detail:
+    """There are three shapes: an object `error`, a text `error`, and the message in the body itself."""
+    value = _decoded(body)
+    if isinstance(value, dict) and isinstance(value.get("error"), dict):
+        value = value["error"]
+    if not isinstance(value, dict):
+        return Detail(said=body.decode(errors="replace").strip()[:MAX_SAID])
+    param, code = value.get("param"), value.get("code")
+    return Detail(
+        said=str(value.get("message") or value.get("error") or value.get("detail") or "")[:MAX_SAID],
+        param=param if isinstance(param, str) else None,
+        code=code if isinstance(code, int) else None,
+        words=(str(code), str(value.get("type"))),
+    )

@@ -1,0 +1,208 @@
+"""The servers that are known, and what each takes. What is not in this table is refused, never sent and hoped for.
+
+Every fact here has its source in docs/engines/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from weft.backends.contract import Abilities
+from weft.text.grammars.specs import Choice, JsonObject, JsonSchema, Lark, OutputSpec, Regex
+
+Body = dict[str, Any]
+
+Shape = Callable[[OutputSpec, bool], Body | None]
+"""The fields that ask for an output of this form, in a chat or in a plain completion; None: it cannot be asked for."""
+
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+def structured_outputs(spec: OutputSpec, in_chat: bool) -> Body:
+    match spec:
+        case JsonObject():
+            asked: Body = {"json_object": True}
+        case JsonSchema(schema=schema):
+            asked = {"json": schema}
+        case Regex(pattern=pattern):
+            asked = {"regex": pattern}
+        case Choice(options=options):
+            asked = {"choice": list(options)}
+        case Lark(text=text):
+            asked = {"grammar": text}
+    return {"structured_outputs": asked}
+
+
+def response_format(spec: OutputSpec, in_chat: bool) -> Body | None:
+    match spec:
+        case JsonObject():
+            return {"response_format": {"type": "json_object"}}
+        case JsonSchema(schema=schema):
+            named = {"name": "answer", "schema": schema, "strict": True}
+            return {"response_format": {"type": "json_schema", "json_schema": named}}
+        case _:
+            return None
+
+
+def response_format_or_regex(spec: OutputSpec, in_chat: bool) -> Body | None:
+    if isinstance(spec, Regex):
+        return {"response_format": {"type": "regex", "regex": spec.pattern}}
+    return response_format(spec, in_chat)
+
+
+def json_schema(spec: OutputSpec, in_chat: bool) -> Body | None:
+    """Only a chat has a response_format."""
+    match spec:
+        case _ if in_chat:
+            return response_format(spec, in_chat)
+        case JsonObject():
+            return {"json_schema": {"type": "object"}}
+        case JsonSchema(schema=schema):
+            return {"json_schema": schema}
+        case _:
+            return None
+
+
+class Kind(Struct, frozen=True, kw_only=True):
+    name: str
+    owner: str = ""
+    """What its models are `owned_by`."""
+    fields: Mapping[str, str]
+    """What requests may have, by our names for it."""
+    silent_top_k: bool = False
+    """All tokens are kept when nothing is said of top_k; else 0 says so."""
+    template_fields: frozenset[str] = frozenset()
+    """Of add_generation_prompt and continue_final_message."""
+    template_variables: frozenset[str] | None = frozenset()
+    """Of chat_template_kwargs; None: any."""
+    token_answers: Mapping[str, Any] = {}
+    """What makes a completion tell its token ids; empty: nothing does."""
+    logprobs: bool = False
+    """With the ids of the likeliest tokens, when it tells ids at all."""
+    prompt_logprobs: bool = False
+    grammars: bool = False
+    """Takes grammars in Lark for an output of tokens."""
+    shape: Shape = response_format
+    running_usage: bool = False
+    """Tells the usage with every chunk, when it is asked to."""
+    seeds_by_position: bool = False
+    """A seed gives the same tokens whether an answer is generated in one go or continued."""
+    embeddings: bool = False
+
+
+OPENAI = _same(
+    "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "max_tokens", "logit_bias"
+)
+FULL = OPENAI | _same(
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
+TEMPLATE_FIELDS = frozenset({"add_generation_prompt", "continue_final_message"})
+
+WEFT = Kind(
+    name="Weft",
+    owner="weft",
+    fields=FULL | _same("priority", "cache_salt"),
+    template_fields=TEMPLATE_FIELDS,
+    template_variables=None,
+    token_answers={"return_token_ids": True},
+    logprobs=True,
+    prompt_logprobs=True,
+    grammars=True,
+    shape=structured_outputs,
+    running_usage=True,
+    seeds_by_position=True,
+    embeddings=True,
+)
+VLLM = Kind(
+    name="vLLM",
+    owner="vllm",
+    fields=FULL | _same("priority", "cache_salt"),
+    template_fields=TEMPLATE_FIELDS,
+    template_variables=None,
+    token_answers={"return_token_ids": True},
+    logprobs=True,
+    grammars=True,
+    shape=structured_outputs,
+    running_usage=True,
+)
+LLAMA_CPP = Kind(
+    name="llama.cpp",
+    owner="llamacpp",
+    fields=OPENAI | _same("top_k", "min_p", "ignore_eos") | {"repetition_penalty": "repeat_penalty"},
+    template_fields=TEMPLATE_FIELDS,
+    template_variables=None,
+    shape=json_schema,
+)
+TENSORRT = Kind(
+    name="TensorRT-LLM",
+    owner="tensorrt_llm",
+    fields=FULL,
+    template_fields=frozenset({"add_generation_prompt"}),
+    template_variables=None,
+    token_answers={"detokenize": False},
+    shape=response_format_or_regex,
+    running_usage=True,
+)
+MINDIE = Kind(
+    name="MindIE",
+    owner="MindIE Server",
+    fields={name: field for name, field in FULL.items() if name not in ("min_p", "min_tokens", "logit_bias")},
+    silent_top_k=True,
+    template_variables=frozenset({"enable_thinking", "thinking_budget"}),
+)
+OTHER = Kind(name="OpenAI-compatible", fields=OPENAI)
+
+KINDS = (WEFT, VLLM, LLAMA_CPP, TENSORRT, MINDIE)
+
+BY_ENGINE = {"cuda-trt": TENSORRT, "ascend-mindie": MINDIE}
+"""Engines of one kind. The others find out with whom they speak."""
+
+
+def kind_of(owner: str, server: str) -> Kind:
+    """By what a model is `owned_by` and what the `Server` header says."""
+    for kind in KINDS:
+        if owner == kind.owner or (server and server.lower().startswith(kind.name.lower())):
+            return kind
+    return OTHER
+
+
+def abilities_of(kind: Kind, *, tokens: bool) -> Abilities:
+    """`tokens`: whether the model's tokenizer is known on this side."""
+    takes = kind.fields.__contains__
+    told = tokens and bool(kind.token_answers)
+    return Abilities(
+        tokens=tokens,
+        answer_tokens=told,
+        seed=takes("seed"),
+        penalties=takes("presence_penalty"),
+        repetition_penalty=takes("repetition_penalty"),
+        top_k=takes("top_k"),
+        min_p=takes("min_p"),
+        logit_bias=takes("logit_bias"),
+        logprobs=told and kind.logprobs,
+        prompt_logprobs=told and kind.prompt_logprobs,
+        # With the ids of its tokens, an answer is ended and made text on this side.
+        stop_tokens=told or takes("stop_token_ids"),
+        min_tokens=takes("min_tokens"),
+        ignore_eos=takes("ignore_eos"),
+        stop_in_output=told or takes("include_stop_str_in_output"),
+        special_tokens=told or takes("skip_special_tokens"),
+        grammar=kind.grammars if tokens else True,
+        priority=takes("priority"),
+        cache_salt=takes("cache_salt"),
+        embeddings=kind.embeddings,
+        images=False,
+        lora=False,
+    )

@@ -1,0 +1,93 @@
+"""From Weft's configuration to vLLM's arguments. A default is the same whichever engine computes, and a setting that
+vLLM cannot honour is refused by its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.backends.vllm.kinds import Kind
+from weft.config import CacheOptions, Config, settings
+from weft.errors import ConfigError, ModelError
+from weft.hub.files import ModelFiles
+from weft.hub.memory import MIB, safe_share
+from weft.hub.planning import AUTO_DTYPE, CPU_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+
+MAX_ADAPTERS = 4
+"""Adapters in one step; more wait."""
+MAX_ADAPTER_RANK = 64
+
+NOT_HONOURED = {
+    "threads": "Set VLLM_CPU_OMP_THREADS_BIND, as in 0-3, to choose vLLM's cores.",
+    "max_mixed_prefill": "vLLM decides what a step holds besides its decodes; --max-num-batched-tokens bounds it.",
+    "max_preemptions": "vLLM does not bound preemptions.",
+    "force_preempt_every": "It is for tests of the native engine.",
+    "max_num_images": "vLLM draws no images.",
+    "max_mixed_denoise": "vLLM draws no images.",
+    "max_embedding_mb": "vLLM draws no images.",
+}
+"""Settings that must be left as they are, and what to do instead."""
+
+
+def refuse(config: Config, files: ModelFiles, kind: Kind) -> None:
+    """Raise ConfigError or ModelError for what this engine cannot be: before anything is started."""
+    if files.kind == "gguf":
+        raise ModelError(
+            f"{files.name} is a GGUF file, which vLLM does not read.",
+            hint="Give --model a Hugging Face directory or hub id, or serve this one with --engine native.",
+        )
+    for setting in settings("model", "cache", "scheduler"):
+        value = getattr(getattr(config, setting.section), setting.name)
+        if setting.name in NOT_HONOURED and value != setting.default:
+            raise ConfigError(f"{kind.name} does not know {setting.flag} ({value}).", hint=NOT_HONOURED[setting.name])
+    if config.model.image_model not in ("auto", "none"):
+        raise ConfigError(f"{kind.name} draws no images: --image-model cannot be {config.model.image_model}.")
+    if config.model.device not in ("auto", kind.device):
+        raise ConfigError(f"{kind.name} runs on {kind.device}: --device cannot be {config.model.device}.")
+
+
+def arguments_of(config: Config, files: ModelFiles, kind: Kind, *, with_adapters: bool = False) -> dict[str, Any]:
+    """What vLLM's EngineArgs are made with."""
+    refuse(config, files, kind)
+    model, backend, scheduler = config.model, config.backend, config.scheduler
+    on_cpu = kind.place == "cpu"
+    is_dummy = model.load_format == "dummy"
+    arguments: dict[str, Any] = {
+        "model": str(files.path),
+        "served_model_name": model.served_model_name or files.name,
+        # Weights that are not safetensors may hold code; vLLM itself knows what bitsandbytes needs.
+        "load_format": "dummy" if is_dummy else "safetensors",
+        "skip_tokenizer_init": is_dummy,
+        "generation_config": "vllm",
+        "trust_remote_code": backend.trust_remote_code,
+        "dtype": AUTO_DTYPE[kind.place] if model.dtype == "auto" and not backend.quantization else model.dtype,
+        # -1: as long as the model allows and the memory holds.
+        "max_model_len": model.max_model_len or -1,
+        "quantization": backend.quantization or None,
+        "tensor_parallel_size": backend.tensor_parallel_size,
+        "max_num_seqs": scheduler.max_num_seqs or MAX_NUM_SEQS[kind.place],
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[kind.place],
+        "scheduling_policy": "priority",
+        "structured_outputs_config": {"backend": "guidance"},
+        "use_tqdm_on_load": False,
+        "enable_prefix_caching": config.cache.enable_prefix_caching,
+        **_memory(config.cache, on_cpu),
+    }
+    if scheduler.max_prefill_chunk:
+        arguments["long_prefill_token_threshold"] = scheduler.max_prefill_chunk
+    if with_adapters:
+        arguments |= {"enable_lora": True, "max_loras": MAX_ADAPTERS, "max_lora_rank": MAX_ADAPTER_RANK}
+    return arguments
+
+
+def _memory(cache: CacheOptions, on_cpu: bool) -> dict[str, Any]:
+    """On CPU vLLM would take a share of the machine's memory; Weft's engines take what they are given."""
+    arguments: dict[str, Any] = {} if on_cpu else {"gpu_memory_utilization": safe_share(cache)}
+    cache_bytes = cache.kv_cache_memory_mb * MIB or (CPU_CACHE_BYTES if on_cpu else 0)
+    if cache_bytes:
+        arguments["kv_cache_memory_bytes"] = cache_bytes
+    if cache.num_blocks:
+        arguments["num_gpu_blocks_override"] = cache.num_blocks
+    # vLLM takes the size that its attention wants, unless one is asked for.
+    if cache.block_size != CacheOptions().block_size:
+        arguments["block_size"] = cache.block_size
+    return arguments

@@ -1,0 +1,247 @@
+"""The process with vLLM in it: `python -m weft.backends.vllm.host ORDERS FD`.
+
+To the api process it is an engine process like Weft's own: the same messages, the same supervision, as disposable.
+vLLM's own processes are in its group, and the group ends when the api process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import select
+import shutil
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import uvloop
+from pydantic import ValidationError
+
+from weft import logs
+from weft.backends.vllm.arguments import arguments_of
+from weft.backends.vllm.causes import Cause, load_failure, logging_config, noted
+from weft.backends.vllm.desk import Desk
+from weft.backends.vllm.figures import Figures, model_info
+from weft.backends.vllm.group import end_group
+from weft.backends.vllm.kinds import Kind, Orders
+from weft.backends.vllm.messages import AdaptedRequest, Submit, read
+from weft.config import Config
+from weft.engine.wire import (
+    Abort,
+    Beat,
+    Done,
+    Errand,
+    Failed,
+    Ready,
+    ResetCache,
+    Shutdown,
+    Start,
+    StartProfile,
+    StopProfile,
+    frame,
+    receive,
+)
+from weft.errors import ConfigError, EngineFault, OutOfMemory, WeftError
+from weft.hub.hardware import oom_kills
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+LAST_SECONDS = 1.0
+"""For an orderly end, once nobody listens any more."""
+
+
+class Driver(Protocol):
+    """One of vLLM's two engines, loaded."""
+
+    def failure(self) -> BaseException | None:
+        """Of a vLLM that has died without being asked anything."""
+
+    def submit(self, requests: Iterable[AdaptedRequest]) -> None: ...
+
+    def abort(self, request_ids: Iterable[str]) -> None: ...
+
+    async def forget_prompts(self) -> bool:
+        """False: not while requests are in it."""
+
+    def close(self) -> None: ...
+
+
+async def serve(sock: socket.socket, orders: Orders, start: Start) -> int:
+    """Serve one api process; the exit code says whether that went well."""
+    reader, writer = await asyncio.open_unix_connection(sock=sock)
+    try:
+        await _serve(reader, writer, orders, start)
+        return 0
+    except WeftError as error:
+        writer.write(frame(Failed(type(error).__name__, error.message, error.hint)))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the api process must hear of it
+        log.error("vLLM failed:\n%s", traceback.format_exc())
+        writer.write(frame(Failed(type(error).__name__, str(error))))
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+    return 1
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, orders: Orders, start: Start) -> None:
+    began, causes = time.monotonic(), Path(orders.folder) / "causes.jsonl"
+    platform = _import_vllm(start.config, orders, causes)
+    arguments = arguments_of(start.config, start.files, orders.kind, with_adapters=orders.with_adapters)
+    figures = Figures()
+    desk = Desk(writer, figures, arguments["max_num_seqs"])
+    vllm_config = _configured(arguments, orders.kind)
+    driver = _load(vllm_config, figures, desk, orders.kind, causes)
+    seconds = time.monotonic() - began
+    desk.send(Ready(model_info(arguments["served_model_name"], vllm_config, platform, seconds)))
+    listening = asyncio.create_task(_listen(reader, driver, desk))
+    beating = asyncio.create_task(_beat(driver, desk))
+    ends: set[asyncio.Future[Any]] = {listening, desk.death}
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    beating.cancel()
+    if desk.death.done():
+        raise _death_of(desk.death.result(), noted(causes, desk.last_news))
+    listening.result()
+    driver.close()
+
+
+def _death_of(error: BaseException, causes: list[Cause]) -> EngineFault:
+    """vLLM's own error says only that there was one."""
+    log.error("vLLM died.", exc_info=error)
+    return EngineFault(f"vLLM died of {causes[0].message}" if causes else f"vLLM died: {error}")
+
+
+def _import_vllm(config: Config, orders: Orders, causes: Path) -> Any:
+    """vLLM's platform. What the operator has set in the environment is kept."""
+    kind, logging_file = orders.kind, Path(orders.folder) / "logging.json"
+    logging_file.write_text(logging_config(config.server.log_level, config.server.log_format, causes))
+    for name, value in {
+        "VLLM_LOGGING_CONFIG_PATH": str(logging_file),
+        "VLLM_NO_USAGE_STATS": "1",
+        # The synchronous engine computes in this process, whose errors have types; the asynchronous one never does.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if kind.synchronous else "1",
+    }.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm.platforms import current_platform
+    except Exception as error:
+        raise ConfigError(
+            f"vLLM is installed, but cannot be imported: {type(error).__name__}: {error}", hint=f"Try: {kind.install}"
+        ) from error
+    if current_platform.device_type != kind.device:
+        raise ConfigError(
+            f"{kind.name} needs a vLLM for {kind.device}; the one that is installed runs on "
+            f"{current_platform.device_type or 'nothing that it finds here'}.",
+            hint=f"Try: {kind.install}, or another --engine.",
+        )
+    return current_platform
+
+
+def _configured(arguments: dict[str, Any], kind: Kind) -> Any:
+    """vLLM's configuration: it reads the model's own, and checks one against the other."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    try:
+        return EngineArgs(**arguments).create_engine_config()
+    except ValidationError as error:
+        said = "; ".join(fault["msg"] for fault in error.errors())
+        raise ConfigError(f"{kind.name} cannot be started so: {said}") from error
+    except Exception as error:
+        raise ConfigError(f"{kind.name} cannot be started so: {type(error).__name__}: {error}") from error
+
+
+def _load(vllm_config: Any, figures: Figures, desk: Desk, kind: Kind, causes: Path) -> Driver:
+    kills = oom_kills()
+    try:
+        if kind.synchronous:
+            from weft.backends.vllm.synchronous import SyncDriver
+
+            return SyncDriver(vllm_config, figures, desk)
+        from weft.backends.vllm.asynchronous import AsyncDriver
+
+        return AsyncDriver(vllm_config, figures, desk)
+    except Exception as error:
+        log.error("vLLM did not start:\n%s", traceback.format_exc())
+        if oom_kills() > kills:
+            raise OutOfMemory("The kernel ended one of vLLM's processes for want of memory while it loaded.") from error
+        raise load_failure(error, noted(causes)) from error
+
+
+async def _listen(reader: asyncio.StreamReader, driver: Driver, desk: Desk) -> None:
+    while (message := await read(reader)) is not None:
+        match message:
+            case Submit(requests=requests):
+                desk.accept(requests)
+                driver.submit(requests)
+            case Abort(request_ids=request_ids):
+                driver.abort(request_ids)
+                desk.close(request_ids)
+            case Shutdown():
+                return
+            case ResetCache() | StartProfile() | StopProfile():
+                desk.send(await _errand(message, driver))
+
+
+async def _errand(errand: Errand, driver: Driver) -> Done:
+    match errand:
+        case ResetCache(number=number):
+            if await driver.forget_prompts():
+                return Done(number, "0")
+            return Done(number, error="vLLM forgets prompts only while no request is in it.")
+        case StartProfile(number=number) | StopProfile(number=number):
+            return Done(number, error="vLLM's steps are not recorded: it has a profiler of its own.")
+
+
+async def _beat(driver: Driver, desk: Desk) -> None:
+    while True:
+        await asyncio.sleep(BEAT_SECONDS)
+        if (failure := driver.failure()) is not None:
+            desk.died(failure)
+        desk.send(Beat(desk.silence_seconds))
+
+
+def _end_with(sock: socket.socket, folder: str) -> None:
+    """End vLLM's processes and this one when the other end of the socket is gone, whatever they are doing."""
+    hangup = select.poll()
+    hangup.register(sock, 0)
+    hangup.poll()
+    time.sleep(LAST_SECONDS)
+    end_group(os.getpgrp(), spare=os.getpid())
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+def _let_go(sock: socket.socket) -> None:
+    """A fork of this process must not hold the socket open when this one has ended."""
+    if sock.fileno() >= 0:
+        os.close(sock.detach())
+
+
+def main() -> None:
+    orders = msgspec.json.decode(sys.argv[1], type=Orders)
+    sock = socket.socket(fileno=int(sys.argv[2]))
+    os.register_at_fork(after_in_child=partial(_let_go, sock))
+    threading.Thread(target=_end_with, args=(sock, orders.folder), name="weft-vllm-watch", daemon=True).start()
+    logs.set_up("info")
+    start = receive(sock)
+    code = 0
+    if isinstance(start, Start):
+        logs.set_up(start.config.server.log_level, form=start.config.server.log_format)
+        code = uvloop.run(serve(sock, orders, start))
+    logging.shutdown()
+    # At once: vLLM leaves threads and devices that an orderly end would wait for.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Starting the process with vLLM in it, and ending it together with those that vLLM started."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+
+import msgspec
+
+from weft.backends.vllm.group import end_group, kill_group
+from weft.backends.vllm.kinds import Kind, Orders
+
+
+class VllmProcess:
+    """The first of a process group."""
+
+    def __init__(self, kind: Kind, *, with_adapters: bool = False) -> None:
+        self._folder = tempfile.mkdtemp(prefix="weft-vllm-")
+        orders = Orders(kind=kind, folder=self._folder, with_adapters=with_adapters)
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "weft.backends.vllm.host",
+                    msgspec.json.encode(orders).decode(),
+                    str(theirs.fileno()),
+                ],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={"TORCHINDUCTOR_CACHE_DIR": _compiled_folder(), **os.environ, "TMPDIR": self._folder},
+                # Ctrl-C in a terminal is for the api process; vLLM's processes would end by it.
+                process_group=0,
+            )
+        self.pid: int | None = self._process.pid
+
+    def kill(self) -> None:
+        # As long as the first process is not waited for, its group's number is nobody else's.
+        if self._process.returncode is None:
+            kill_group(self._process.pid)
+
+    def wait(self, timeout_s: float) -> str | None:
+        if self._process.returncode is None:
+            if not self._has_ended(timeout_s):
+                return None
+            end_group(self._process.pid)
+            shutil.rmtree(self._folder, ignore_errors=True)
+        code = self._process.wait()
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        """Whether it ends in time. It is not reaped."""
+        number = os.pidfd_open(self._process.pid)
+        try:
+            ended = select.poll()
+            ended.register(number, select.POLLIN)
+            return bool(ended.poll(timeout_s * 1000))
+        finally:
+            os.close(number)
+
+
+def _compiled_folder() -> str:
+    """Where torch keeps what it has compiled, unless it is told otherwise: not a folder that ends with the process."""
+    return f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
