@@ -22,9 +22,10 @@ LLAMA_SERVER ?=
 serve: .venv/installed
 	@$(BIN)/weft serve $(ARGS)
 
+# On two workers, a file for one of them: what it starts is started once. The longest files come first.
 test: .venv/installed-dev
 	@$(BIN)/weft pull smollm2
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -21,6 +21,12 @@ os.environ.setdefault(
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Files that start engines come first: they take long, and workers end together when the last files are short."""
+    with_engines = {item.path for item in items if {"smollm2_files", "tiny_model"} & {*item.fixturenames}}
+    items.sort(key=lambda item: item.path not in with_engines)
+
+
 @pytest.fixture(scope="session")
 def smollm2_files() -> ModelFiles:
     """The default model. `make test` pulls it before the tests."""

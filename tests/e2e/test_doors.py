@@ -12,13 +12,14 @@ import pytest
 from tests.e2e.server import Server
 from tests.frontend.http import wait_until
 from weft.frontend.rpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
+from weft.hub.files import ModelFiles
 
 KEY = {"authorization": "Bearer sesame"}
 PROMPT = "One, two, three,"
 
 
 @pytest.fixture(scope="module")
-def locked() -> Iterator[Server]:
+def locked(smollm2_files: ModelFiles) -> Iterator[Server]:
     with Server("--api-key", "sesame") as server:
         yield server
 

@@ -73,7 +73,7 @@ def test_streams_survive_the_death_of_the_engine(server: Server) -> None:
 
 
 def test_a_hundred_chats_at_once_are_each_their_solo_run(server: Server) -> None:
-    lengths = (6, 14, 26, 40)
+    lengths = (3, 8, 14, 20)
 
     async def scenario() -> None:
         most_running = 0.0

@@ -30,7 +30,7 @@ from weft.frontend.openapi import ANSWERS, REQUESTS
 
 NUM_CASES = 150
 NUM_LARGE_CASES = 50
-LARGE = ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/tokenize")
+LARGE = ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/tokenize")
 """Conversations take long to make."""
 
 SENSIBLE = {

@@ -72,7 +72,7 @@ def test_killed_in_mid_stream_every_stream_goes_on(smollm2_files: ModelFiles) ->
     async def scenario() -> None:
         async with serving(smollm2_files) as engine:
             work = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SEEDED)]
-            undisturbed = [(await answer(engine, *one))[0] for one in work]
+            undisturbed = [text for text, _ in await asyncio.gather(*(answer(engine, *one) for one in work))]
             first_pid = engine.client.engine_pid
             streams = [asyncio.create_task(answer(engine, *one)) for one in work]
             generated = engine.stats().generation_tokens
@@ -144,7 +144,7 @@ def test_a_request_that_kills_two_engines_ends_alone(smollm2_files: ModelFiles, 
 
     async def scenario() -> None:
         async with serving(smollm2_files, launch) as engine:
-            expected = [(await answer(engine, prompt, GREEDY))[0] for prompt in PROMPTS]
+            expected = [text for text, _ in await asyncio.gather(*(answer(engine, one, GREEDY) for one in PROMPTS))]
             innocent = [asyncio.create_task(answer(engine, prompt, GREEDY)) for prompt in PROMPTS]
             await until(lambda: engine.stats().running == len(PROMPTS))
             _, last = await answer(engine, [1, POISON, 2], GREEDY)

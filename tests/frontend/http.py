@@ -84,7 +84,7 @@ def real_server(app: FastAPI, config: Config | None = None) -> Iterator[str]:
         thread.join()
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 5.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, "it did not come true in time"

@@ -26,10 +26,7 @@ def post_bytes(path: str, body: dict[str, Any], headers: str = "") -> bytes:
 
 def everything(connection: socket.socket) -> bytes:
     """All that comes until the server closes."""
-    received = b""
-    while data := connection.recv(1 << 20):
-        received += data
-    return received
+    return b"".join(iter(lambda: connection.recv(1 << 20), b""))
 
 
 def exchange(url: str, request: bytes, silence_s: float = 0.5) -> bytes:
@@ -38,10 +35,10 @@ def exchange(url: str, request: bytes, silence_s: float = 0.5) -> bytes:
     received = b""
     with connect(url) as connection:
         connection.sendall(request)
-        connection.settimeout(silence_s)
         try:
             while data := connection.recv(1 << 20):
                 received += data
+                connection.settimeout(silence_s)
         except (TimeoutError, ConnectionResetError):
             return received
     return received

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -34,8 +34,10 @@ from weft.types import (
     Usage,
 )
 
-Step = Delta | float | Exception
-"""A delta to give, seconds to wait, or an error to raise."""
+Condition = Callable[[], Awaitable[object]]
+
+Step = Delta | float | Condition | Exception
+"""A delta to give, seconds or something else to wait for, or an error to raise."""
 
 ImageStep = ImageUpdate | float | Exception
 
@@ -312,8 +314,10 @@ class _Play(Deltas):
                     return step
                 case Exception():
                     raise step
-                case seconds:
-                    await asyncio.sleep(seconds)
+                case float() | int():
+                    await asyncio.sleep(step)
+                case condition:
+                    await condition()
         raise StopAsyncIteration
 
     async def aclose(self) -> None:

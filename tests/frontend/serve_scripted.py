@@ -1,10 +1,14 @@
-"""A server process over a scripted engine: python -m tests.frontend.serve_scripted SETTINGS, as JSON."""
+"""A server process over a scripted engine: python -m tests.frontend.serve_scripted OPTIONS, as JSON.
+
+It starts, and answers, when there is the file that the option `start_when`, or `answer_when`, names.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import sys
+from pathlib import Path
 
 from tests.frontend.scripted_engine import ScriptedEngine, answer
 from weft.config import load
@@ -22,13 +26,17 @@ class Announcing(ScriptedEngine):
 def main() -> None:
     options = json.loads(sys.argv[1])
 
+    async def wait_for(option: str) -> None:
+        while option in options and not Path(options[option]).exists():
+            await asyncio.sleep(0.01)
+
     async def start() -> Announcing:
-        await asyncio.sleep(options.get("start_s", 0))
+        await wait_for("start_when")
         if "start_error" in options:
             raise ModelError(options["start_error"], hint="Try another.")
         middle = [Delta(text=f"[{number}]" + "x" * 8000, token_ids=[1]) for number in range(options.get("chunks", 0))]
-        begun, pause = Delta(text="begun", token_ids=[1]), float(options.get("answer_s", 0))
-        return Announcing([begun, pause, *middle, *answer("done")])
+        begun = Delta(text="begun", token_ids=[1])
+        return Announcing([begun, lambda: wait_for("answer_when"), *middle, *answer("done")])
 
     try:
         serve(start, load({"port": 0, "grpc_port": 0, **options.get("settings", {})}, env={}))

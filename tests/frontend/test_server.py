@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +20,8 @@ import pytest
 from tests.frontend.http import COMPLETIONS, PROMPT, wait_until
 from weft.errors import ConfigError
 from weft.frontend.server import bind
+
+PATIENCE_S = 30
 
 
 @contextlib.contextmanager
@@ -51,81 +53,89 @@ class Ask(threading.Thread):
         wait_until(lambda: "begun" in self.text)
 
     def run(self) -> None:
-        with httpx.stream("POST", self.url + COMPLETIONS, json=PROMPT | {"stream": True}, timeout=20) as response:
+        with httpx.stream(
+            "POST", self.url + COMPLETIONS, json=PROMPT | {"stream": True}, timeout=PATIENCE_S
+        ) as response:
             for text in response.iter_text():
                 self.text += text
 
 
-def test_it_answers_while_the_engine_starts() -> None:
-    listener = bind("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    listener.close()
-    with process(start_s=1.5, settings={"port": port}) as child:
-        health = None
-        deadline = time.monotonic() + 10
-        while health is None and time.monotonic() < deadline:
-            with contextlib.suppress(httpx.ConnectError):
-                health = httpx.get(f"http://127.0.0.1:{port}/health")
-        assert health is not None and health.status_code == 503
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that is known before the server listens on it. It is bound here, so that the system gives it to nobody
+    else, and free for whoever asks for it by its number."""
+    with bind("127.0.0.1", 0) as reservation:
+        yield reservation.getsockname()[1]
+
+
+def is_up(url: str) -> bool:
+    with contextlib.suppress(httpx.ConnectError):
+        return httpx.get(f"{url}/health/live").status_code == 200
+    return False
+
+
+def test_it_answers_while_the_engine_starts(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with reserved_port() as port, process(start_when=str(go), settings={"port": port}) as child:
+        url = f"http://127.0.0.1:{port}"
+        wait_until(lambda: is_up(url))
+        health = httpx.get(f"{url}/health")
+        assert health.status_code == 503
         assert "starting" in health.text
-        assert httpx.post(f"http://127.0.0.1:{port}{COMPLETIONS}", json=PROMPT).status_code == 503
-        assert address_of(child).endswith(f":{port}")
-        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        assert httpx.post(url + COMPLETIONS, json=PROMPT).status_code == 503
+        go.touch()
+        assert address_of(child) == url
+        assert httpx.get(f"{url}/health").status_code == 200
 
 
-def test_a_signal_drains_and_ends_with_0() -> None:
-    with process(answer_s=1.0) as child:
+def test_a_signal_drains_and_ends_with_0(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with process(answer_when=str(go)) as child:
         url = address_of(child)
         ask = Ask(url)
         child.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
         assert "draining" in httpx.get(f"{url}/health").text
         assert httpx.post(url + COMPLETIONS, json=PROMPT).status_code == 503
+        go.touch()
         ask.join()
         assert "done" in ask.text and ask.text.endswith("data: [DONE]\n\n")
-        output, _ = child.communicate(timeout=10)
+        output, _ = child.communicate(timeout=PATIENCE_S)
         assert (child.returncode, output) == (0, "engine closed\n")
 
 
-def test_what_outlasts_the_drain_is_ended() -> None:
-    with process(answer_s=60, settings={"drain_timeout_s": 0.2}) as child:
+def test_what_outlasts_the_drain_is_ended(tmp_path: Path) -> None:
+    with process(answer_when=str(tmp_path / "never"), settings={"drain_timeout_s": 0.2}) as child:
         ask = Ask(address_of(child))
         child.send_signal(signal.SIGTERM)
         ask.join()
         assert "shutting down" in ask.text and ask.text.endswith("data: [DONE]\n\n")
-        assert child.wait(timeout=10) == 0
+        assert child.wait(timeout=PATIENCE_S) == 0
 
 
-def test_a_second_signal_ends_at_once() -> None:
-    with process(answer_s=60) as child:
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    with process(answer_when=str(tmp_path / "never")) as child:
         url = address_of(child)
         ask = Ask(url)
         child.send_signal(signal.SIGINT)
         wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
         child.send_signal(signal.SIGTERM)
-        assert child.wait(timeout=10) == 0
+        assert child.wait(timeout=PATIENCE_S) == 0
         ask.join()
         assert "shutting down" in ask.text
 
 
-def test_a_signal_while_the_engine_starts_ends_with_0() -> None:
-    with bind("127.0.0.1", 0) as listener:
-        port = listener.getsockname()[1]
-
-    def is_up() -> bool:
-        with contextlib.suppress(httpx.ConnectError):
-            return httpx.get(f"http://127.0.0.1:{port}/health/live").status_code == 200
-        return False
-
-    with process(start_s=60, settings={"port": port}) as child:
-        wait_until(is_up, 30)
+def test_a_signal_while_the_engine_starts_ends_with_0(tmp_path: Path) -> None:
+    never = str(tmp_path / "never")
+    with reserved_port() as port, process(start_when=never, settings={"port": port}) as child:
+        wait_until(lambda: is_up(f"http://127.0.0.1:{port}"))
         child.send_signal(signal.SIGTERM)
-        assert child.wait(timeout=10) == 0
+        assert child.wait(timeout=PATIENCE_S) == 0
 
 
 def test_an_engine_that_does_not_start_is_explained() -> None:
     with process(start_error="The file is damaged.") as child:
-        _, errors = child.communicate(timeout=10)
+        _, errors = child.communicate(timeout=PATIENCE_S)
         assert child.returncode == 1
         assert errors == "The file is damaged. Try another.\n"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -345,11 +344,10 @@ def test_a_grammar_that_takes_too_long_is_given_up_and_the_server_goes_on(plain:
 
     async def work(compiler: GrammarCompiler) -> None:
         await compiler.compile(JsonObject())
-        began = time.monotonic()
         hung = asyncio.create_task(compiler.compile(endless))
         await asyncio.sleep(0.1)
-        assert time.monotonic() - began < 0.9, "the event loop stood still"
         assert await compiler.compile(JsonObject()), "what is known needs no turn"
+        assert not hung.done(), "the event loop stood still"
         with pytest.raises(InvalidRequest, match="more than 1 s") as refusal:
             await hung
         assert "--grammar-timeout-s" in refusal.value.hint and refusal.value.param == "response_format"

@@ -32,8 +32,8 @@ LONG = {
         "required": ["name", "age"],
         "additionalProperties": False,
     },
-    "minItems": 3,
-    "maxItems": 3,
+    "minItems": 2,
+    "maxItems": 2,
 }
 
 

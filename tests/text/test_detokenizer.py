@@ -126,7 +126,7 @@ def test_special_tokens_are_shown_only_when_asked(byte_level: Tokenizer) -> None
 def test_time_is_linear_in_the_tokens(byte_level: Tokenizer) -> None:
     detokenizer = Detokenizer(byte_level, [])
     ids = byte_level.encode("龍界 the fox ")
-    start = time.monotonic()
+    start = time.process_time()
     for _ in range(20_000):
         detokenizer.push(ids)
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10

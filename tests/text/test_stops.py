@@ -109,7 +109,7 @@ def test_an_empty_stop_string_is_refused() -> None:
 @pytest.mark.timeout(20)
 def test_a_stop_string_that_almost_matches_everywhere_costs_linear_time() -> None:
     watcher = StopStrings(("a" * 255 + "b",), include=False)
-    start = time.monotonic()
+    start = time.process_time()
     for _ in range(100_000):
         watcher.push("a")
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10

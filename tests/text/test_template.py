@@ -1,9 +1,9 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,12 @@ def render(source: str, messages: list[dict[str, Any]] = HELLO, **options: Any) 
         return template.render(messages, **options)
     finally:
         template.close()
+
+
+def work_seconds() -> float:
+    """What this process and those that it has ended have computed."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def test_messages_special_tokens_and_the_generation_prompt_reach_the_template() -> None:
@@ -124,10 +130,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_ends_in_an_error_soon(name: str) -> None:
-    start = time.monotonic()
+    before = work_seconds()
     with pytest.raises(WeftError) as caught:
         render(HOSTILE[name])
-    assert time.monotonic() - start < 3
+    assert work_seconds() - before < 3
     assert len(str(caught.value)) < 1500
 
 

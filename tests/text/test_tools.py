@@ -245,10 +245,10 @@ ADVERSARIES = {
 @pytest.mark.parametrize("name", STYLES)
 @pytest.mark.parametrize("text", ADVERSARIES.values(), ids=ADVERSARIES)
 def test_a_long_hostile_text_costs_linear_time(name: str, text: str) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     pieces_of(parser_of(name), [text * 5])
     pieces_of(parser_for(STYLES[name], REASONING_STYLES[0], declared=DECLARED), text)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     parser = STYLES[name].parser(numbered_ids(), DECLARED)
     for char in text:
         parser.push(char)

@@ -471,9 +471,10 @@ def test_it_closes_at_once_when_streams_only_wait() -> None:
 
 def test_it_waits_for_answers_as_long_as_the_grace() -> None:
     async def scenario() -> None:
-        async with door(ScriptedEngine([Delta(text="a", token_ids=[1]), 0.3, *answer("b")])) as opened:
+        engine = ScriptedEngine([Delta(text="a", token_ids=[1]), 0.3, *answer("b")])
+        async with door(engine) as opened:
             running = asyncio.create_task(answer_to(opened, ask()))
-            await asyncio.sleep(0.1)
+            await eventually(lambda: bool(engine.open))
             await opened.server.stop(60)
             responses = await running
             check_whole(responses)
