@@ -150,9 +150,11 @@ def test_vllm_ends_with_the_server_even_when_that_is_killed(server: VllmServer) 
     host = server.engine_pid()
     shared = {file for pid in group_of(host) for file in mapped(pid)}
     assert shared, "vLLM's processes share memory"
+    folder = Path(json.loads(Path(f"/proc/{host}/cmdline").read_text().split("\0")[3])["folder"])
+    assert folder.exists()
     server.process.kill()
     wait_until(lambda: not group_of(host), 30)
-    assert not [file for file in shared if Path(file).exists()]
+    assert not [file for file in (*shared, folder) if Path(file).exists()]
 
 
 def mapped(pid: int) -> set[str]:

@@ -18,23 +18,25 @@ LAST_SECONDS = 10.0
 
 
 def kill_group(group: int, *, spare: int = 0) -> bool:
-    """Kill a group's processes, but for one and the tracker. False: none of the group lives."""
-    lives = False
-    for folder in Path("/proc").glob("[0-9]*"):
-        pid = int(folder.name)
-        if pid != spare and _is_alive_in(group, folder):
-            lives = True
-            if not _is_tracker(folder):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-    return lives
+    """Kill a group's processes, but for one and the tracker. False: there was none to kill."""
+    victims = [pid for pid, tracks in _members(group).items() if not tracks and pid != spare]
+    for pid in victims:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return bool(victims)
 
 
 def end_group(group: int, *, spare: int = 0) -> None:
-    """Return when no process of the group is left, but for one."""
+    """Return when no process of the group is left, but for one, and the tracker, which outlives that."""
     deadline = time.monotonic() + LAST_SECONDS
-    while kill_group(group, spare=spare) and time.monotonic() < deadline:
+    while (kill_group(group, spare=spare) or (not spare and _members(group))) and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def _members(group: int) -> dict[int, bool]:
+    """The living processes of a group, and whether each is a tracker."""
+    folders = [folder for folder in Path("/proc").glob("[0-9]*") if _is_alive_in(group, folder)]
+    return {int(folder.name): _is_tracker(folder) for folder in folders}
 
 
 def _is_alive_in(group: int, folder: Path) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 import uvloop
@@ -216,9 +216,15 @@ def _end_with(sock: socket.socket, folder: str) -> None:
     hangup.register(sock, 0)
     hangup.poll()
     time.sleep(LAST_SECONDS)
+    _end(folder, 1)
+
+
+def _end(folder: str, code: int) -> NoReturn:
+    """At once: vLLM leaves processes, threads and devices that an orderly end would wait for."""
     end_group(os.getpgrp(), spare=os.getpid())
     shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
+    logging.shutdown()
+    os._exit(code)
 
 
 def _let_go(sock: socket.socket) -> None:
@@ -238,9 +244,7 @@ def main() -> None:
     if isinstance(start, Start):
         logs.set_up(start.config.server.log_level, form=start.config.server.log_format)
         code = uvloop.run(serve(sock, orders, start))
-    logging.shutdown()
-    # At once: vLLM leaves threads and devices that an orderly end would wait for.
-    os._exit(code)
+    _end(orders.folder, code)
 
 
 if __name__ == "__main__":
