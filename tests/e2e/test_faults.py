@@ -151,4 +151,4 @@ def test_terminated_twice_it_ends_at_once(smollm2_files: ModelFiles) -> None:
 
 def test_a_server_that_cannot_start_says_why_and_exits(smollm2_files: ModelFiles) -> None:
     with pytest.raises(AssertionError, match="--max-model-len"):
-        Server("--max-model-len", "8192", "--kv-cache-memory-mb", "8")
+        Server("--max-model-len", "8192", "--kv-cache-memory-mb", "8", "--no-allow-auto-tuning")

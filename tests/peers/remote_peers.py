@@ -40,9 +40,11 @@ MODEL = "qwen3"
 CONTEXT = 512
 START_S = 1200
 PROMPT = "The weft runs across the warp"
-GREEDY = SamplingParams(max_tokens=12, temperature=0)
 LETTER = 75
-"""A token that is one letter."""
+LETTERS = dict.fromkeys(range(68, 94), 50.0)
+"""Tokens of one letter each: a random model's bytes are no text, and llama.cpp ends an answer that is none."""
+GREEDY = SamplingParams(max_tokens=12, temperature=0, logit_bias=LETTERS)
+LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True, logit_bias=LETTERS)
 
 
 class Peer(Struct, frozen=True, kw_only=True):
@@ -96,7 +98,9 @@ class Checks:
 
     async def seeds(self) -> str:
         one, again, other = [
-            text_of(await all_of(self.engine, self.prompt, SamplingParams(max_tokens=12, seed=seed)))
+            text_of(
+                await all_of(self.engine, self.prompt, SamplingParams(max_tokens=12, seed=seed, logit_bias=LETTERS))
+            )
             for seed in (5, 5, 6)
         ]
         must(one == again, (one, again))
@@ -165,8 +169,7 @@ class Checks:
         raise Failed("it was not refused")
 
     async def leaving(self) -> str:
-        params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
-        answers = [await self.engine.submit(self.prompt, params) for _ in range(3)]
+        answers = [await self.engine.submit(self.prompt, LONG) for _ in range(3)]
         for answer in answers:
             await anext(answer)
             await answer.aclose()
@@ -200,8 +203,7 @@ CHECKS: tuple[Callable[[Checks], Awaitable[str]], ...] = (
 
 async def death(engine: Engine, process: subprocess.Popen[bytes]) -> str:
     """What a client sees of a peer that is killed in the middle of its answer."""
-    params = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
-    answer = await engine.submit(text_prompt(engine, PROMPT), params)
+    answer = await engine.submit(text_prompt(engine, PROMPT), LONG)
     await anext(answer)
     process.kill()
     last = [delta async for delta in answer][-1]

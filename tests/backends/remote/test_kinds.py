@@ -77,7 +77,8 @@ def test_a_recorded_completion(folder: str, tiny_model: Path) -> None:
     if folder in TELL_IDS:
         assert len(ids) == 4
     else:
-        assert (ids, "".join(delta.text for delta in deltas)) == ([], "The sea is wide")
+        written = {"llama_cpp": "ennn", "mindie": "The sea is wide"}[folder]
+        assert (ids, "".join(delta.text for delta in deltas)) == ([], written)
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
