@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 import pytest
 from msgspec.structs import replace
 
+from tests.frontend.http import wait_until
 from tests.frontend.scripted_engine import ScriptedEngine, answer
 from weft.backends import BaseEngine, InferMetrics, create_engine
 from weft.backends.contract import Abilities
@@ -31,11 +32,13 @@ class Stage:
         self.engine = ScriptedEngine()
         self.configs: list[Config] = []
         self.failures: list[Exception] = []
-        self.seconds = 0.0
+        self.may_start = threading.Event()
+        self.may_start.set()
 
     async def start(self, config: Config) -> ScriptedEngine:
         self.configs.append(config)
-        await asyncio.sleep(self.seconds)
+        while not self.may_start.is_set():
+            await asyncio.sleep(0.01)
         if self.failures:
             raise self.failures.pop()
         return self.engine
@@ -235,17 +238,18 @@ def test_figures_of_every_request(stage: Stage, engine: BaseEngine) -> None:
 
 def test_a_slow_reader_does_not_make_the_engine_slow(stage: Stage, engine: BaseEngine) -> None:
     for _ in engine.infer("hi"):
-        time.sleep(0.1)
-    assert engine.last_metrics is not None and engine.last_metrics.generation_seconds < 0.3, (
-        "5 pieces take 0.5 s to read"
-    )
+        time.sleep(0.2)
+    assert engine.last_metrics is not None and engine.last_metrics.generation_seconds < 0.8, "5 pieces take 1 s to read"
 
 
 def test_a_batch_is_asked_for_at_once(stage: Stage, engine: BaseEngine) -> None:
-    stage.engine.script = [0.2, *answer("done")]
-    began = time.monotonic()
+    async def until_all_are_asked_for() -> None:
+        async with asyncio.timeout(20):
+            while len(stage.engine.submitted) < 20:
+                await asyncio.sleep(0.01)
+
+    stage.engine.script = [until_all_are_asked_for, *answer("done")]
     assert engine.infer_batch([f"prompt {number}" for number in range(20)]) == ["done"] * 20
-    assert time.monotonic() - began < 2
 
 
 def test_abort_by_id(stage: Stage, engine: BaseEngine) -> None:
@@ -371,25 +375,21 @@ def test_a_load_that_fails_raises_what_it_was_and_may_be_tried_again(stage: Stag
 
 def test_a_load_in_the_background(stage: Stage) -> None:
     engine = create_engine("scripted")
-    stage.seconds = 0.3
+    stage.may_start.clear()
     engine.load_model("m", load_mode="async_load")
     assert not engine.health_check() and engine.get_model_info()["stage"] in ("resolve", "load")
     with pytest.raises(Unavailable, match="still being started"):
         engine.infer("hi")
-    deadline = time.monotonic() + 20
-    while not engine.health_check():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    stage.may_start.set()
+    wait_until(engine.health_check)
     assert list(engine.infer("hi")) and engine.get_model_info()["stage"] == "ready"
-    stage.failures, stage.seconds = [ModelError("damaged")], 0.0
+    stage.failures = [ModelError("damaged")]
     engine.load_model("m", load_mode="async_load")
-    while engine.get_model_info()["stage"] != "failed":
-        assert time.monotonic() < deadline + 20
-        time.sleep(0.02)
+    wait_until(lambda: engine.get_model_info()["stage"] == "failed")
     assert engine.get_model_info()["error"] == "damaged"
     with pytest.raises(ModelError, match="damaged"):
         engine.infer("hi")
-    stage.seconds = 60.0
+    stage.may_start.clear()
     engine.load_model("m", load_mode="async_load")
     engine.unload_model()
     assert engine.get_model_info()["is_loaded"] is False

@@ -39,7 +39,7 @@ async def served(*engines: RecitingEngine | Exception) -> AsyncIterator[HybridEn
     first, *rest = engines
     assert isinstance(first, RecitingEngine)
     specs = [EngineSpec(name=f"number-{i}", start="", platform="any", about="") for i, _ in enumerate(rest)]
-    engine = HybridEngine(first, specs, start_first, patience_s=0.2)
+    engine = HybridEngine(first, specs, start_first, patience_s=1)
     try:
         yield engine
     finally:
@@ -168,7 +168,7 @@ def test_an_engine_that_recovers_by_itself_is_left_alone(monkeypatch: pytest.Mon
     async def scenario() -> None:
         first = RecitingEngine("first")
         async with served(first, RecitingEngine("second")) as engine:
-            for reason, seconds in (("restarting", 0.5), ("unreachable", 0.05)):
+            for reason, seconds in (("restarting", 1.3), ("unreachable", 0.05)):
                 first.state = Health(False, reason)
                 await asyncio.sleep(seconds)
                 assert engine.health() == Health(False, reason)

@@ -272,11 +272,11 @@ def test_the_hub_may_take_its_time(llama_8b: Config, monkeypatch: pytest.MonkeyP
     """It has its own limit for downloads, and knows whether they move."""
 
     def find_slowly(config: Config, report: Report) -> ModelFiles:
-        time.sleep(0.5)
+        time.sleep(1.3)
         return dummy_files(Path(config.model.model))
 
     monkeypatch.setattr(loading, "find_model", find_slowly)
-    load(Starter(lambda config: True), llama_8b, machine=gpu(), stall_s=0.2)
+    load(Starter(lambda config: True), llama_8b, machine=gpu(), stall_s=1)
 
 
 def test_a_start_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,23 +302,25 @@ def test_an_engine_that_never_gets_ready_is_closed(llama_8b: Config) -> None:
         return engine  # type: ignore[return-value]
 
     with pytest.raises(Unavailable, match="stage 'warm up'"):
-        load(start, llama_8b, machine=gpu(), stall_s=0.3)
+        load(start, llama_8b, machine=gpu(), stall_s=1)
     assert engine.closed
 
 
 def test_a_load_that_is_called_off_leaves_nothing_behind() -> None:
     made: list[StandIn] = []
+    begun = asyncio.Event()
 
     async def slow(config: Config) -> Engine:
+        begun.set()
         # As an engine may, it is ready all the same.
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(60)
         made.append(StandIn())
         return made[0]  # type: ignore[return-value]
 
     async def call_off() -> None:
         task = asyncio.create_task(load_safely(slow, ELSEWHERE))
-        await asyncio.sleep(0.05)
+        await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -329,14 +331,15 @@ def test_a_load_that_is_called_off_leaves_nothing_behind() -> None:
 
 def test_a_load_may_go_on_by_itself() -> None:
     async def watch() -> None:
-        go_on = asyncio.Event()
+        begun, go_on = asyncio.Event(), asyncio.Event()
 
         async def start(config: Config) -> Engine:
+            begun.set()
             await go_on.wait()
             return StandIn(config)  # type: ignore[return-value]
 
         under_way = Loading(start, ELSEWHERE)
-        await asyncio.sleep(0.01)
+        await begun.wait()
         assert under_way.stage.stage == "load" and not under_way.is_done
         go_on.set()
         assert isinstance(await under_way.engine(), StandIn)

@@ -28,7 +28,7 @@ from tests.e2e.hostile import BASES
 from tests.e2e.tiny_server import NAME, TinyServer
 from weft.frontend.openapi import ANSWERS, REQUESTS
 
-NUM_CASES = 150
+NUM_CASES = 100
 NUM_LARGE_CASES = 50
 LARGE = ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/tokenize")
 """Conversations take long to make."""
@@ -117,7 +117,7 @@ def test_requests_made_from_the_description_are_answered_as_it_says(server: Tiny
             statuses += try_out(operation, GenerationMode.POSITIVE, session)
             if operation.body:
                 statuses += try_out(operation, GenerationMode.NEGATIVE, session)
-    assert len(statuses) >= 2000
+    assert len(statuses) >= 1500
     assert statuses.count(200) >= 200, "too few of them got as far as the engine"
     server.check_unharmed()
 

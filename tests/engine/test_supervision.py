@@ -25,8 +25,9 @@ from weft.errors import EngineFault, ModelError, OutOfMemory, Overloaded
 from weft.hub.files import ModelFiles
 from weft.types import Delta, FinishReason, ImageParams, SamplingParams
 
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=40, ignore_eos=True)
+MAX_TOKENS = 30
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=MAX_TOKENS, ignore_eos=True)
 PROMPTS = [
     "The sea was calm that morning, and",
     "def quicksort(items):",
@@ -83,7 +84,7 @@ def test_killed_in_mid_stream_every_stream_goes_on(smollm2_files: ModelFiles) ->
             disturbed = await asyncio.gather(*streams)
             assert [text for text, _ in disturbed] == undisturbed
             assert all(last.finish is FinishReason.LENGTH for _, last in disturbed)
-            assert all(last.usage.completion_tokens == 40 for _, last in disturbed)
+            assert all(last.usage.completion_tokens == MAX_TOKENS for _, last in disturbed)
             assert engine.restarts() == 1
             assert engine.health().ready
             assert not alive(first_pid)
@@ -175,7 +176,7 @@ def test_logits_that_are_no_numbers_fail_that_request_alone(smollm2_files: Model
 
 def test_aborted_at_any_stage_the_blocks_come_back(smollm2_files: ModelFiles) -> None:
     async def scenario() -> None:
-        async with serving(smollm2_files, max_num_seqs=1, max_prefill_chunk=32) as engine:
+        async with serving(smollm2_files, EngineThread, max_num_seqs=1, max_prefill_chunk=32) as engine:
             long = engine.tokenizer.encode("word " * 400)
 
             async def leave(prompt: list[int], when) -> None:
@@ -205,7 +206,8 @@ def test_aborted_at_any_stage_the_blocks_come_back(smollm2_files: ModelFiles) ->
 
 def test_a_full_queue_refuses_at_once(smollm2_files: ModelFiles) -> None:
     async def scenario() -> None:
-        async with serving(smollm2_files, max_num_seqs=1, max_queued_requests=2, max_queued_tokens=100) as engine:
+        limits = {"max_num_seqs": 1, "max_queued_requests": 2, "max_queued_tokens": 100}
+        async with serving(smollm2_files, EngineThread, **limits) as engine:
             streams = [await engine.submit([1, 2, 3], GREEDY)]
             await until(lambda: engine.stats().waiting == 0)
             streams += [await engine.submit([1, 2, 3], GREEDY) for _ in range(2)]
@@ -282,7 +284,7 @@ def test_a_thread_serves_like_a_process(smollm2_files: ModelFiles) -> None:
     async def scenario() -> None:
         async with serving(smollm2_files, EngineThread) as engine:
             _, last = await answer(engine, PROMPTS[0], GREEDY)
-            assert last.usage.completion_tokens == 40
+            assert last.usage.completion_tokens == MAX_TOKENS
         assert engine.client.state == "closed"
 
     asyncio.run(scenario())

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 from tests.frontend.http import COMPLETIONS, PROMPT, wait_until
+from tests.ports import reserved_port
 from weft.errors import ConfigError
 from weft.frontend.server import bind
 
@@ -58,14 +59,6 @@ class Ask(threading.Thread):
         ) as response:
             for text in response.iter_text():
                 self.text += text
-
-
-@contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
-    """A port that is known before the server listens on it. It is bound here, so that the system gives it to nobody
-    else, and free for whoever asks for it by its number."""
-    with bind("127.0.0.1", 0) as reservation:
-        yield reservation.getsockname()[1]
 
 
 def is_up(url: str) -> bool:

@@ -61,7 +61,7 @@ def loads_llguidance(engine: NativeEngine) -> bool:
 
 def test_a_models_answers_fit_their_schemas(smollm2_files: ModelFiles) -> None:
     async def scenario() -> None:
-        async with constrained(smollm2_files) as (engine, compiler):
+        async with constrained(smollm2_files, launch=EngineThread) as (engine, compiler):
             grammars = [await compiler.compile(JsonSchema(schema=SCHEMAS[name])) for name in FOR_A_MODEL]
             asked = [
                 (name, params(grammar, seed=i, temperature=temperature))

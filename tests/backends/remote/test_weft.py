@@ -17,6 +17,7 @@ import pytest
 from tests.backends.remote.peer import all_of
 from tests.e2e.server import Server
 from tests.e2e.tiny_server import NAME, TinyServer
+from tests.ports import reserved_port
 from weft.backends.contract import Engine
 from weft.backends.remote import watch
 from weft.backends.remote.start import start
@@ -313,17 +314,16 @@ def test_a_peer_with_a_key_that_dies_comes_back_and_has_enough(
 ) -> None:
     monkeypatch.setattr(watch, "PROBE_S", 0.2)
     monkeypatch.setattr(watch, "PROBE_WHEN_LOST_S", 0.1)
-    flags = (*ALONE, "--api-key", "secret", "--max-requests-per-minute-per-key", "1")
+    flags = [*ALONE, "--api-key", "secret", "--max-requests-per-minute-per-key", "1", "--port"]
 
-    async def go() -> None:
-        with TinyServer(tiny_model, *flags) as first:
+    async def go(port: str) -> None:
+        with TinyServer(tiny_model, *flags, port) as first:
             await check_keys(first.url)
             async with remote(first.url, tiny_model, engine_api_key="secret") as engine:
                 prompt = engine.tokenizer.encode(PROMPT)
                 await check_death(first, engine, prompt)
-                port = str(httpx.URL(first.url).port)
-                with await asyncio.to_thread(TinyServer, tiny_model, *flags, "--port", port):
-                    async with asyncio.timeout(10):
+                with await asyncio.to_thread(TinyServer, tiny_model, *flags, port):
+                    async with asyncio.timeout(30):
                         while not engine.health().ready:
                             await asyncio.sleep(0.05)
                     assert engine.restarts() == 1
@@ -333,4 +333,5 @@ def test_a_peer_with_a_key_that_dies_comes_back_and_has_enough(
                         await engine.submit(prompt, few)
                     assert refusal.value.retry_after_s > 30
 
-    asyncio.run(go())
+    with reserved_port() as port:
+        asyncio.run(go(str(port)))

@@ -37,24 +37,31 @@ def run(smollm2_files: ModelFiles) -> Iterator[Run]:
         runner.run(engine.close())
 
 
-async def directly(engine: NativeEngine, prompt: str) -> tuple[str, int]:
-    """What the engine itself says, and in how many tokens."""
+Answers = dict[str, tuple[str, int]]
+
+
+@pytest.fixture(scope="module")
+def own(run: Run) -> Answers:
+    """What the engine itself says to each prompt, and in how many tokens."""
     params = SamplingParams(temperature=0, max_tokens=GREEDY["max_new_tokens"])
-    text, tokens = "", 0
-    async for delta in await engine.submit(engine.tokenizer.encode(prompt), params):
-        text += delta.text
-        tokens = delta.usage.completion_tokens
-    return text, tokens
+    answers: Answers = {}
+
+    async def scenario(engine: NativeEngine) -> None:
+        for prompt in PROMPTS:
+            deltas = [delta async for delta in await engine.submit(engine.tokenizer.encode(prompt), params)]
+            answers[prompt] = "".join(delta.text for delta in deltas), deltas[-1].usage.completion_tokens
+
+    run(scenario)
+    return answers
 
 
-def test_the_text_is_the_engines_own_and_comes_in_fewer_messages(run: Run) -> None:
+def test_the_text_is_the_engines_own_and_comes_in_fewer_messages(run: Run, own: Answers) -> None:
     async def scenario(engine: NativeEngine) -> None:
         counts = dict.fromkeys((1, 8), 0)
         for size in counts:
             # Long enough for eight tokens on any machine: what is counted must not depend on its speed.
             async with door(engine, grpc_buffer_size=size, grpc_flush_interval_ms=5000) as opened:
-                for prompt in PROMPTS:
-                    text, tokens = await directly(engine, prompt)
+                for prompt, (text, tokens) in own.items():
                     began = time.perf_counter()
                     responses = await answer_to(opened, ask(prompt, generation=GREEDY))
                     elapsed = time.perf_counter() - began
@@ -69,16 +76,15 @@ def test_the_text_is_the_engines_own_and_comes_in_fewer_messages(run: Run) -> No
     run(scenario)
 
 
-def test_predictions_side_by_side_say_what_each_says_alone(run: Run) -> None:
+def test_predictions_side_by_side_say_what_each_says_alone(run: Run, own: Answers) -> None:
     async def scenario(engine: NativeEngine) -> None:
-        alone = {prompt: (await directly(engine, prompt))[0] for prompt in PROMPTS}
         async with door(engine) as opened:
             requests = [ask(prompt, f"{i}", generation=GREEDY) for i, prompt in enumerate(PROMPTS * 3)]
             responses = [response async for response in opened.predict(requests)]
         for i, prompt in enumerate(PROMPTS * 3):
-            own = [response for response in responses if response.trace_id == f"{i}"]
-            check_whole(own)
-            assert text_of(own) == alone[prompt]
+            answer = [response for response in responses if response.trace_id == f"{i}"]
+            check_whole(answer)
+            assert text_of(answer) == own[prompt][0]
 
     run(scenario)
 
@@ -107,9 +113,8 @@ def test_a_prompt_beyond_the_context_is_refused(run: Run) -> None:
     run(scenario)
 
 
-def test_a_stream_survives_the_death_of_the_engine(run: Run) -> None:
+def test_a_stream_survives_the_death_of_the_engine(run: Run, own: Answers) -> None:
     async def scenario(engine: NativeEngine) -> None:
-        undisturbed, _ = await directly(engine, COUNTING)
         async with door(engine) as opened:
             call = opened.predict([ask(COUNTING, generation=GREEDY)])
             responses = [await call.read()]
@@ -121,7 +126,7 @@ def test_a_stream_survives_the_death_of_the_engine(run: Run) -> None:
             while not responses[-1].end_of_stream:
                 responses.append(await call.read())
             check_whole(responses)
-            assert text_of(responses) == undisturbed
+            assert text_of(responses) == own[COUNTING][0]
             health = await opened.health()
             assert health.healthy and health.metrics["engine_restarts"] == "1"
 
