@@ -200,6 +200,15 @@ class ImageParams(Struct, frozen=True, kw_only=True):
         return self.passes * VELOCITIES[self.sampler]
 
 
+class Adapter(Struct, frozen=True, kw_only=True):
+    """A LoRA adapter: a directory as PEFT writes it."""
+
+    name: str
+    number: int
+    """What the engine knows it by: counted, and the same in every engine that is started again."""
+    path: str
+
+
 class Request(Struct, frozen=True, kw_only=True):
     """One generation as the engine sees it: integers only, every default resolved."""
 
@@ -225,6 +234,8 @@ class Request(Struct, frozen=True, kw_only=True):
     """Set: the answer is an image, drawn from the prompt's hidden states."""
     given: GivenTexts = GivenTexts()
     """Of an image: hidden states that its client sent instead of prompts."""
+    adapter: Adapter | None = None
+    """None: the model as it is."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -8,10 +8,9 @@ from typing import Any
 
 from weft.backends.vllm.desk import Desk
 from weft.backends.vllm.figures import Figures
-from weft.backends.vllm.messages import AdaptedRequest
 from weft.engine.wire import FromEngine, Output, Started
 from weft.errors import EngineFault, InvalidRequest
-from weft.types import Event, FinishReason, SamplingParams, TokenLogprob
+from weft.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
 
 
 class Sent(Desk):
@@ -33,8 +32,8 @@ class Sent(Desk):
         return [message for message in self.sent if isinstance(message, Output)]
 
 
-def requests(*names: str) -> list[AdaptedRequest]:
-    return [AdaptedRequest(request_id=name, prompt_token_ids=[1], params=SamplingParams()) for name in names]
+def requests(*names: str) -> list[Request]:
+    return [Request(request_id=name, prompt_token_ids=[1], params=SamplingParams()) for name in names]
 
 
 def at_a_desk(scenario: Callable[[Sent], Awaitable[None]]) -> None:

@@ -19,12 +19,11 @@ from weft.backends.vllm.adapters import Adapters
 from weft.backends.vllm.desk import Desk
 from weft.backends.vllm.engine import VllmEngine
 from weft.backends.vllm.kinds import CPU, Orders
-from weft.backends.vllm.messages import AdaptedRequest
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.wire import Start, receive
 from weft.errors import InvalidRequest
-from weft.types import Delta, Event, FinishReason, ModelInfo, SamplingParams
+from weft.types import Delta, Event, FinishReason, ModelInfo, Request, SamplingParams
 
 DEADLY = 99
 """A prompt that begins so kills the first driver after two tokens."""
@@ -37,19 +36,19 @@ class CountingDriver:
 
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
-        self.requests: dict[str, AdaptedRequest] = {}
+        self.requests: dict[str, Request] = {}
         self.aborted: list[str] = []
         self.made.append(self)
 
     def failure(self) -> BaseException | None:
         return None
 
-    def submit(self, requests: Iterable[AdaptedRequest]) -> None:
+    def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             self.requests[request.request_id] = request
             self._bring(request, len(request.output_token_ids))
 
-    def _bring(self, request: AdaptedRequest, number: int) -> None:
+    def _bring(self, request: Request, number: int) -> None:
         if request.request_id in self.aborted:
             return
         if request.prompt_token_ids[0] == DEADLY and number == 2 and len(self.made) == 1:

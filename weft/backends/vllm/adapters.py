@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from weft.backends.vllm.arguments import MAX_ADAPTER_RANK
-from weft.backends.vllm.messages import Adapter
 from weft.errors import InvalidRequest, ModelError
+from weft.types import Adapter
 
 CONFIG_FILE = "adapter_config.json"
 

@@ -12,10 +12,10 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from weft.backends.vllm.desk import Desk
 from weft.backends.vllm.figures import Figures
-from weft.backends.vllm.messages import AdaptedRequest, Adapter
 from weft.backends.vllm.sampling import Answer
 from weft.backends.vllm.spoken import REFUSALS, adapter_request, sampling_params, tokens_prompt
 from weft.errors import EngineFault, InvalidRequest, WeftError
+from weft.types import Adapter, Request
 
 
 class AsyncDriver:
@@ -29,7 +29,7 @@ class AsyncDriver:
     def failure(self) -> BaseException | None:
         return self._llm.dead_error if self._llm.errored else None
 
-    def submit(self, requests: Iterable[AdaptedRequest]) -> None:
+    def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             task = asyncio.create_task(self._answer(request))
             self._answering[request.request_id] = task
@@ -50,7 +50,7 @@ class AsyncDriver:
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
         del self._answering[request_id]
 
-    async def _answer(self, request: AdaptedRequest) -> None:
+    async def _answer(self, request: Request) -> None:
         answer, desk = Answer(request), self._desk
         try:
             lora_request = None if request.adapter is None else await self._adapted(request.adapter)

@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from weft.backends.vllm.figures import Figures
-from weft.backends.vllm.messages import AdaptedRequest
 from weft.engine.wire import FromEngine, Started, frame, output
 from weft.errors import EngineFault, WeftError
-from weft.types import Event, FinishReason
+from weft.types import Event, FinishReason, Request
 
 
 class Desk:
@@ -42,7 +41,7 @@ class Desk:
     def send(self, message: FromEngine) -> None:
         self._writer.write(frame(message))
 
-    def accept(self, requests: Iterable[AdaptedRequest]) -> None:
+    def accept(self, requests: Iterable[Request]) -> None:
         self._waiting.update((request.request_id, None) for request in requests)
         self._admit()
 

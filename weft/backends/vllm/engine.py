@@ -14,7 +14,6 @@ from weft.backends.native import NativeDeltas, NativeEngine
 from weft.backends.text_room import TextRoom
 from weft.backends.vllm.adapters import Adapters
 from weft.backends.vllm.kinds import Kind
-from weft.backends.vllm.messages import AdaptedRequest
 from weft.engine.client import EngineClient
 from weft.errors import InvalidRequest
 from weft.text.output import OutputText
@@ -71,10 +70,9 @@ class VllmEngine(NativeEngine):
     ) -> Embedding:
         raise cannot(self.name, "embed")
 
-    def _adapted(self, request: Request, seed: int | None, adapter: str) -> AdaptedRequest:
+    def _adapted(self, request: Request, seed: int | None, adapter: str) -> Request:
         """A seed that nobody asked for is left to vLLM: it samples requests with seeds one by one."""
         if adapter and self.adapters is None:
             raise InvalidRequest(f"{self.name} was started without adapters.", param="adapter")
-        fields = structs.asdict(request) | {"params": structs.replace(request.params, seed=seed)}
         chosen = self.adapters.named(adapter) if adapter and self.adapters is not None else None
-        return AdaptedRequest(**fields, adapter=chosen)
+        return structs.replace(request, params=structs.replace(request.params, seed=seed), adapter=chosen)

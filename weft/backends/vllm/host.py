@@ -33,7 +33,7 @@ from weft.backends.vllm.desk import Desk
 from weft.backends.vllm.figures import Figures, model_info
 from weft.backends.vllm.group import end_group
 from weft.backends.vllm.kinds import Kind, Orders
-from weft.backends.vllm.messages import AdaptedRequest, Submit, read
+from weft.backends.vllm.messages import read
 from weft.config import Config
 from weft.engine.wire import (
     Abort,
@@ -47,11 +47,13 @@ from weft.engine.wire import (
     Start,
     StartProfile,
     StopProfile,
+    Submit,
     frame,
     receive,
 )
 from weft.errors import ConfigError, EngineFault, OutOfMemory, WeftError
 from weft.hub.hardware import oom_kills
+from weft.types import Request
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ class Driver(Protocol):
     def failure(self) -> BaseException | None:
         """Of a vLLM that has died without being asked anything."""
 
-    def submit(self, requests: Iterable[AdaptedRequest]) -> None: ...
+    def submit(self, requests: Iterable[Request]) -> None: ...
 
     def abort(self, request_ids: Iterable[str]) -> None: ...
 

@@ -9,9 +9,8 @@ from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-from weft.backends.vllm.messages import Adapter
 from weft.backends.vllm.sampling import prompt_of, sampling_of
-from weft.types import Request
+from weft.types import Adapter, Request
 
 REFUSALS = (ValueError, VLLMValidationError, VLLMNotFoundError)
 """What vLLM raises for a request that is wrong in itself."""

@@ -16,10 +16,10 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from weft.backends.vllm.desk import Desk
 from weft.backends.vllm.figures import Figures
-from weft.backends.vllm.messages import AdaptedRequest, Adapter
 from weft.backends.vllm.sampling import Answer
 from weft.backends.vllm.spoken import REFUSALS, adapter_request, sampling_params, tokens_prompt
 from weft.errors import InvalidRequest, WeftError
+from weft.types import Adapter, Request
 
 
 class SyncDriver:
@@ -39,7 +39,7 @@ class SyncDriver:
         """A thread that ends for an error tells the desk of it."""
         return None
 
-    def submit(self, requests: Iterable[AdaptedRequest]) -> None:
+    def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             self._orders.put(partial(self._add, request))
 
@@ -79,7 +79,7 @@ class SyncDriver:
                 return False
             order()
 
-    def _add(self, request: AdaptedRequest) -> None:
+    def _add(self, request: Request) -> None:
         try:
             self._engine.add_request(
                 request.request_id,
