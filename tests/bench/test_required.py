@@ -23,14 +23,14 @@ def offline(model: Path, first_token_ms: str, tokens_per_s: str) -> Result:
     return CliRunner().invoke(bench, [*work.split(), str(model), *required], env=SMALL)
 
 
-def test_tc_005_and_006_what_is_reached_is_a_pass(tiny_model: Path) -> None:
+def test_tc_005_tc_006_what_is_reached_is_a_pass(tiny_model: Path) -> None:
     done = offline(tiny_model, *EASY)
     assert done.exit_code == 0, done.output
     assert done.output.count("pass") == 2 and "FAIL" not in done.output
     assert "first token after 16" in done.output and "< 60000 ms" in done.output
 
 
-def test_tc_005_and_006_what_is_missed_ends_with_1(tiny_model: Path) -> None:
+def test_tc_005_tc_006_what_is_missed_ends_with_1(tiny_model: Path) -> None:
     done = offline(tiny_model, EASY[0], HARD[1])
     assert done.exit_code == 1
     assert done.output.count("pass") == 1 and done.output.count("FAIL") == 1
@@ -38,7 +38,7 @@ def test_tc_005_and_006_what_is_missed_ends_with_1(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize(("bounds", "code"), [(EASY, 0), (HARD, 1)])
-def test_tc_005_and_006_through_the_front_door(tiny_model: Path, bounds: tuple[str, str], code: int) -> None:
+def test_tc_005_tc_006_through_the_front_door(tiny_model: Path, bounds: tuple[str, str], code: int) -> None:
     work = f"serve {tiny_model} --work 1x2:16:8 --runs 1 --vocabulary 200"
     required = ("--require-first-token-ms", bounds[0], "--require-tokens-per-s", bounds[1])
     done = CliRunner().invoke(bench, [*work.split(), *required, "--device", "cpu"], env=SMALL)
