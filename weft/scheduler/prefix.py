@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weft.scheduler.cursors import RowCursor
 
 
-def root_key(cache_salt: str, adapter: Adapter | None) -> bytes:
+def root_key(cache_salt: str, adapter: Adapter | None = None) -> bytes:
     """The parent of a sequence's first block: sequences of different roots share nothing. Of an adapter the number
     counts: another may have its name later."""
     number = 0 if adapter is None else adapter.number
