@@ -31,6 +31,8 @@ def check_request(request: Request, limits: Limits, cursors: Mapping[str, Cursor
     if request.image is not None:
         if wants_tokens or request.pooling is not None or request.sibling_of or request.params.grammar:
             raise InvalidRequest("A request for an image has no tokens, no vector and no siblings.", param="image")
+        if request.adapter is not None:
+            raise InvalidRequest("Images are drawn from the model as it is, with no adapter.", param="adapter")
         if limits.image is None:
             raise InvalidRequest("This engine has no model that draws.", param="image")
         _check_image(request, request.image, limits, limits.image)
@@ -40,9 +42,14 @@ def _check_kin(request: Request, leader: Cursor | None) -> None:
     if leader is None:
         return
     theirs = leader.request
-    if (request.prompt_token_ids, request.cache_salt) != (theirs.prompt_token_ids, theirs.cache_salt):
+    if (request.prompt_token_ids, request.cache_salt, request.adapter) != (
+        theirs.prompt_token_ids,
+        theirs.cache_salt,
+        theirs.adapter,
+    ):
         raise InvalidRequest(
-            f"{request.request_id!r} is no sibling of {leader.id!r}: prompt or cache salt differ.", param="sibling_of"
+            f"{request.request_id!r} is no sibling of {leader.id!r}: prompt, cache salt or adapter differ.",
+            param="sibling_of",
         )
 
 

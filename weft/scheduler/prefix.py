@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING
 
 from weft.plan import Limits, Row
 from weft.scheduler.blocks import Block, BlockPool
+from weft.types import Adapter
 
 if TYPE_CHECKING:
     from weft.scheduler.cursors import RowCursor
 
 
-def root_key(cache_salt: str, adapter: str = "") -> bytes:
+def root_key(cache_salt: str, adapter: Adapter | None = None) -> bytes:
     """The parent of a sequence's first block: sequences of different roots share nothing."""
-    return hashlib.blake2b(repr((cache_salt, adapter)).encode(), digest_size=32).digest()
+    name = "" if adapter is None else f"{adapter.number} {adapter.name}"
+    return hashlib.blake2b(repr((cache_salt, name)).encode(), digest_size=32).digest()
 
 
 def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
