@@ -35,9 +35,9 @@ class LoraConfig(Struct, frozen=True, kw_only=True):
     peft_type: str
     r: int
     lora_alpha: float
+    target_modules: list[str] | str
     use_rslora: bool = False
     bias: str = "none"
-    target_modules: list[str] | str | None = None
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
     rank_pattern: dict[str, int] | None = None
@@ -60,7 +60,7 @@ class LoraConfig(Struct, frozen=True, kw_only=True):
             return False
         if self.exclude_modules is not None and _names(self.exclude_modules, module):
             return False
-        return self.target_modules in (None, "all-linear") or _names(self.target_modules or [], module)
+        return self.target_modules == "all-linear" or _names(self.target_modules, module)
 
 
 def read_config(folder: Path) -> LoraConfig:
