@@ -32,7 +32,7 @@ def check_request(request: Request, limits: Limits, cursors: Mapping[str, Cursor
         if wants_tokens or request.pooling is not None or request.sibling_of or request.params.grammar:
             raise InvalidRequest("A request for an image has no tokens, no vector and no siblings.", param="image")
         if request.adapter is not None:
-            raise InvalidRequest("Images are drawn from the model as it is, with no adapter.", param="adapter")
+            raise InvalidRequest("Adapters are for text: no image is drawn with one.", param="adapter")
         if limits.image is None:
             raise InvalidRequest("This engine has no model that draws.", param="image")
         _check_image(request, request.image, limits, limits.image)
@@ -42,11 +42,8 @@ def _check_kin(request: Request, leader: Cursor | None) -> None:
     if leader is None:
         return
     theirs = leader.request
-    if (request.prompt_token_ids, request.cache_salt, request.adapter) != (
-        theirs.prompt_token_ids,
-        theirs.cache_salt,
-        theirs.adapter,
-    ):
+    ours = (request.prompt_token_ids, request.cache_salt, request.adapter)
+    if ours != (theirs.prompt_token_ids, theirs.cache_salt, theirs.adapter):
         raise InvalidRequest(
             f"{request.request_id!r} is no sibling of {leader.id!r}: prompt, cache salt or adapter differ.",
             param="sibling_of",

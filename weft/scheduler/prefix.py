@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 def root_key(cache_salt: str, adapter: Adapter | None = None) -> bytes:
-    """The parent of a sequence's first block: sequences of different roots share nothing."""
-    name = "" if adapter is None else f"{adapter.number} {adapter.name}"
-    return hashlib.blake2b(repr((cache_salt, name)).encode(), digest_size=32).digest()
+    """The parent of a sequence's first block: sequences of different roots share nothing. Of an adapter the number
+    counts: another may have its name later."""
+    number = 0 if adapter is None else adapter.number
+    return hashlib.blake2b(repr((cache_salt, number)).encode(), digest_size=32).digest()
 
 
 def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
