@@ -8,6 +8,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from msgspec import UNSET
+from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 
 from weft import __version__, logs
@@ -191,7 +192,7 @@ def _add_health(app: FastAPI, gate: Gate) -> None:
 
 
 def _cards(service: Service) -> list[ModelCard]:
-    """The model that writes, and the one that draws beside it, if any."""
+    """The model that writes, its adapters, and the one that draws beside it, if any."""
     model = service.engine.model
     writes = ModelCard(
         id=service.model_name,
@@ -199,8 +200,11 @@ def _cards(service: Service) -> list[ModelCard]:
         max_model_len=model.max_model_len or UNSET,
         capabilities=["chat", "completions", *(["embeddings"] if service.engine.abilities.embeddings else [])],
     )
+    adapted = [
+        replace(writes, id=name, parent=service.model_name, root=service.model_name) for name in service.adapter_names
+    ]
     if (painter := model.images) is None:
-        return [writes]
+        return [writes, *adapted]
     draws = ModelCard(
         id=painter.name,
         created=service.created,
@@ -208,7 +212,7 @@ def _cards(service: Service) -> list[ModelCard]:
         capabilities=["images"],
         sizes=[f"{painter.width}x{painter.height}"],
     )
-    return [writes, draws]
+    return [writes, *adapted, draws]
 
 
 def _json(body: object) -> Response:

@@ -40,13 +40,13 @@ async def chat_door(body: bytes, service: Service) -> Order:
     request = await parse(ChatRequest, body, service.limits)
     service.check_model(request.model)
     chat = await chat_job(request, service)
-    return Order(chat.job, ChatWriter(request, chat, service.model_name, service.engine))
+    return Order(chat.job, ChatWriter(request, chat, service.engine))
 
 
 class ChatWriter:
     """Writes one answer, with all its choices."""
 
-    def __init__(self, request: ChatRequest, chat: ChatJob, model_name: str, engine: Engine) -> None:
+    def __init__(self, request: ChatRequest, chat: ChatJob, engine: Engine) -> None:
         self.answer_id = f"chatcmpl-{request.request_id or uuid.uuid4().hex}"
         self._request = request
         self._chat = chat
@@ -58,7 +58,7 @@ class ChatWriter:
             id=self.answer_id,
             object="chat.completion.chunk",
             created=int(time.time()),
-            model=model_name,
+            model=request.model,
             system_fingerprint=SYSTEM_FINGERPRINT,
         )
         self._frame = ChunkFrame(self._head, include_usage=self._include_usage)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from msgspec import Struct
 
 from weft import logs
-from weft.backends.contract import Engine, Health
+from weft.backends.contract import Engine, Health, unknown_adapter
 from weft.config import Config, LimitOptions, ServerOptions
 from weft.errors import InvalidRequest, ModelNotFound, Overloaded, Unavailable
 from weft.frontend.grammars import Grammars
@@ -44,7 +44,8 @@ class Service(Struct, frozen=True, kw_only=True):
         return await self.grammars.grammar_of(spec, thinking) if spec is not None else ""
 
     def check_model(self, name: str) -> None:
-        if name == self.model_name:
+        """Raise unless it is the model that writes, or one of its adapters."""
+        if name == self.model_name or name in self.adapter_names:
             return
         drawn_by = self.engine.model.images
         if drawn_by is not None and name == drawn_by.name:
@@ -53,9 +54,24 @@ class Service(Struct, frozen=True, kw_only=True):
                 hint=f"Send it to /v1/images/generations, or name {self.model_name!r}.",
                 param="model",
             )
-        raise ModelNotFound(
-            f"There is no model {name!r:.200} here; this server has {self.model_name!r}.", param="model"
-        )
+        here = ", ".join(map(repr, (self.model_name, *self.adapter_names)))
+        raise ModelNotFound(f"There is no model {name!r:.200} here; this server has {here}.", param="model")
+
+    @property
+    def adapter_names(self) -> list[str]:
+        return [adapter.name for adapter in self.engine.adapters]
+
+    def adapter_for(self, model_name: str, adapter: str | None = None) -> str | None:
+        """What a request's terms say, by the model that it names and by its own field. Raises InvalidRequest."""
+        if model_name in self.adapter_names:
+            if adapter not in (None, model_name):
+                raise InvalidRequest(
+                    f"The model {model_name!r} is an adapter itself, and adapter is {adapter!r:.200}.", param="adapter"
+                )
+            return model_name
+        if adapter and adapter not in self.adapter_names:
+            raise unknown_adapter(adapter, self.engine.adapters)
+        return adapter
 
 
 class Seat(Struct, eq=False, kw_only=True):

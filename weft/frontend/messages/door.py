@@ -18,7 +18,7 @@ async def messages_door(body: bytes, service: Service) -> Order:
     request = await parse(MessagesRequest, body, service.limits)
     _check(request, service)
     chat = await chat_job(chat_request(request), service)
-    return Order(chat.job, MessagesWriter(chat, service.model_name))
+    return Order(chat.job, MessagesWriter(chat))
 
 
 async def count_tokens(body: bytes, service: Service) -> TokenCount:

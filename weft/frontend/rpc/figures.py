@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from weft.observe.metrics import Metrics
 from weft.types import FinishReason
 
@@ -14,7 +16,10 @@ def figures(metrics: Metrics | None) -> dict[str, str]:
         return {}
     samples = [sample for family in metrics.collect() for sample in family.samples]
     value = {sample.name: sample.value for sample in samples}
-    ended = {sample.labels["finished_reason"]: sample.value for sample in samples if "finished_reason" in sample.labels}
+    ended: Counter[str] = Counter()
+    for sample in samples:
+        if sample.name == "weft_request_success_total":
+            ended[sample.labels["finished_reason"]] += int(sample.value)
     running, waiting = value["weft_num_requests_running"], value["weft_num_requests_waiting"]
     told = {
         "requests_inflight": running + waiting,

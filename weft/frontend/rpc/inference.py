@@ -148,7 +148,8 @@ class Inference:
             case "list_models":
                 service = self._gate.service()
                 painter = service.engine.model.images
-                return {"models": ",".join([service.model_name, *([painter.name] if painter else [])])}
+                names = [service.model_name, *service.adapter_names, *([painter.name] if painter else [])]
+                return {"models": ",".join(names)}
             case "unload_model":
                 raise InvalidRequest(FIXED_MODEL.format("unload"))
             case "reload_registry":
