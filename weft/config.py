@@ -152,7 +152,7 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
         int,
         _doc(
             "Tokens of denoise steps in a step that also decodes: fewer keep the time between tokens short, more "
-            "finish images sooner; 0: 384 on CPU, 2048 on GPU.",
+            "finish images sooner; 0: 256 on CPU, 2048 on GPU.",
             ge=0,
         ),
     ] = 0

@@ -36,7 +36,7 @@ async def told(engine: NativeEngine, adapter: str | None = None) -> list[int]:
     return tokens
 
 
-def test_requests_choose_an_adapter_by_name(tiny_model: Path, tmp_path: Path) -> None:
+def test_tc_008_requests_choose_an_adapter_by_name(tiny_model: Path, tmp_path: Path) -> None:
     red, blue = (str(save_adapter("smollm2", tmp_path / name, seed)) for name, seed in (("red", 1), ("blue", 2)))
     merged = save_merged("smollm2", tmp_path / "merged", lora_tensors("smollm2", 1), 2.0)
 

@@ -67,6 +67,8 @@ BUILT_IN: dict[str, EngineSpec] = {
             platform="any",
             about="Weft's own engine, on CPU and CUDA; also called cpu.",
             takes_adapters=True,
+            requires=("torch",),
+            install="pip install torch",
         ),
         EngineSpec(
             name="cuda-vllm-async",

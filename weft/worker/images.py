@@ -114,7 +114,7 @@ def _limits(config: Config, info: ImageModelInfo, size: int, *, text_bytes: int 
         text_bytes=text_bytes,
         max_num_images=max_num_images,
         max_num_texts=TEXTS_PER_IMAGE * max_num_images if info.text_width else 0,
-        max_mixed_denoise=options.max_mixed_denoise or (384 if on_cpu else 2048),
+        max_mixed_denoise=options.max_mixed_denoise or (256 if on_cpu else 2048),
         max_embedding_bytes=most_bytes,
         whole_images=not is_on("denoise-steps"),
         single_images=not is_on("denoise-batches"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from weft.backends.abilities import cannot, check_abilities
 from weft.backends.adapters import Adapters
@@ -18,6 +18,9 @@ from weft.engine.client import EngineClient
 from weft.errors import InvalidRequest
 from weft.text.output import OutputText
 from weft.types import Pooling, SamplingParams
+
+ABILITIES = Abilities(embeddings=False, images=False)
+"""Forms where the tokenizer is known, and LoRA where vLLM was started with room for adapters."""
 
 
 class VllmEngine(NativeEngine):
@@ -34,7 +37,7 @@ class VllmEngine(NativeEngine):
         """`takes_adapters`: vLLM was started with room for them."""
         super().__init__(client, room, adapters)
         self.name = kind.name
-        self.abilities = Abilities(embeddings=False, images=False, grammar=has_grammars, lora=takes_adapters)
+        self.abilities = replace(ABILITIES, grammar=has_grammars, lora=takes_adapters)
 
     async def submit(
         self,
@@ -55,7 +58,7 @@ class VllmEngine(NativeEngine):
             adapter=self._adapters.chosen(terms.adapter),
         )
         # A seed that nobody asked for is left to vLLM: it samples requests with seeds one by one.
-        request = structs.replace(request, params=structs.replace(request.params, seed=params.seed))
+        request = replace(request, params=replace(request.params, seed=params.seed))
         return NativeDeltas(self.client, request, OutputText(self.tokenizer, request, markers))
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
