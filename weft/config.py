@@ -144,6 +144,9 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 0
+    max_loras: Annotated[
+        int, _doc("LoRA adapters that are in use at the same time; requests for others wait.", ge=1)
+    ] = 8
     max_num_images: Annotated[int, _doc("Images that are drawn at the same time; 0: 16 on CPU, 64 on GPU.", ge=0)] = 0
     max_mixed_denoise: Annotated[
         int,

@@ -80,6 +80,8 @@ class Admission(Struct, frozen=True):
     num_prompt_tokens: int
     params: SamplingParams
     stop_token_ids: list[int]
+    adapter: int | None = None
+    """The number of its adapter, which the worker has by now."""
 
 
 class PromptLogprobs(Struct, frozen=True):

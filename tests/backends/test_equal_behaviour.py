@@ -78,10 +78,7 @@ def test_defaults_are_equal_whichever_engine_computes(kind: Kind) -> None:
     assert given["max_num_batched_tokens"] == MAX_NUM_BATCHED_TOKENS[kind.place]
 
 
-TO_COME = pytest.mark.xfail(raises=FileNotFoundError, strict=True, reason="the native engine has no adapters yet")
-
-
-@pytest.mark.parametrize("number", [*range(1, 8), pytest.param(8, marks=TO_COME), 9, 10])
+@pytest.mark.parametrize("number", range(1, 11))
 def test_the_test_cases_are_where_the_page_says(number: int) -> None:
     rows = {row[0]: row for row in table_under("The ten test cases")[1:]}
     case = f"TC-{number:03}"

@@ -23,7 +23,7 @@ from weft.backends.keywords import SAMPLING_DEFAULTS
 from weft.config import Config
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, OutOfMemory, Unavailable
 from weft.hub.registry_file import MEANINGLESS
-from weft.types import Delta, FinishReason, MemoryLedger, SamplingParams, Usage
+from weft.types import Adapter, Delta, FinishReason, MemoryLedger, SamplingParams, Usage
 
 pytestmark = pytest.mark.usefixtures("no_weft_environment")
 
@@ -371,6 +371,9 @@ def test_adapters_reach_the_start_and_the_requests(add_engine: Callable[..., Non
         ({"default": "path/of/one", "two": "path/of/two"}, False),
         ({"three": "path/of/three"}, False),
     ]
+    with pytest.raises(InvalidRequest, match="no adapter 'two'"):
+        engine.infer("hi", lora_name="two")
+    scripted.adapters = [Adapter(name="two", number=1, path="path/of/two")]
     for words in ({}, {"lora_name": "two"}, {"lora_name": ""}):
         list(engine.infer("hi", **words))
     assert [asked.adapter for asked in scripted.submitted] == [None, "two", ""]

@@ -17,7 +17,7 @@ from weft import config as configuration
 from weft.backends.adapters import adapter_settings
 from weft.backends.asking import Asked
 from weft.backends.base import BaseEngine, InferMetrics
-from weft.backends.contract import Engine, Terms, not_taken, text_prompt
+from weft.backends.contract import Engine, Terms, not_taken, text_prompt, unknown_adapter
 from weft.backends.hybrid import check_engine, start_engine
 from weft.backends.keywords import LoadWishes, Wishes, load_wishes_of, wishes_of
 from weft.backends.loading import LoadStage, Start, load_safely
@@ -231,6 +231,8 @@ def _question(engine: Engine, text: str, words: dict[str, Any]) -> _Question:
         check_prompt(engine.model, prompt, wishes.params)
     if wishes.lora_name and not engine.abilities.lora:
         raise not_taken(engine.name, "lora_name")
+    if wishes.lora_name and wishes.lora_name not in [adapter.name for adapter in engine.adapters]:
+        raise unknown_adapter(wishes.lora_name, engine.adapters)
     terms = Terms(
         request_id=wishes.request_id,
         cache_salt=wishes.cache_salt,

@@ -24,7 +24,6 @@ from weft.backends.contract import (
     Take,
     Terms,
     failure_of,
-    not_taken,
     tokens_of,
 )
 from weft.backends.text_room import TextRoom, open_text_room
@@ -214,7 +213,7 @@ def _set_done(arrival: asyncio.Future[None]) -> None:
 
 class NativeEngine:
     name = "native"
-    abilities = Abilities(lora=False)
+    abilities = Abilities()
 
     def __init__(self, client: EngineClient, room: TextRoom, adapters: Adapters) -> None:
         self.client = client
@@ -311,8 +310,6 @@ class NativeEngine:
 
     async def load_adapter(self, name: str, path: str) -> None:
         """It is tried with one token: an adapter that the engine cannot read is found out here, and by no client."""
-        if not self.abilities.lora:
-            raise not_taken(self.name, "adapter")
         async with self._adding:
             await asyncio.to_thread(self._adapters.add, name, path)
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

@@ -66,6 +66,7 @@ BUILT_IN: dict[str, EngineSpec] = {
             start="weft.backends.native:start_native",
             platform="any",
             about="Weft's own engine, on CPU and CUDA; also called cpu.",
+            takes_adapters=True,
             requires=("torch",),
             install="pip install torch",
         ),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
 
+from weft.engine.preparing import Preparing
 from weft.engine.wire import Vocabulary
 from weft.errors import InvalidRequest
 from weft.plan import StepPlan
@@ -23,8 +23,8 @@ from weft.worker.runner import Deferred, Pending, Runner
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-BUILD_WAIT_SECONDS = 0.01
-"""How long an engine with nothing else to do waits for a grammar before it looks at its messages again."""
+PREPARE_WAIT_SECONDS = 0.01
+"""How long an engine with nothing else to do waits for a grammar, or an adapter, before it looks at its messages."""
 
 
 class EngineCore:
@@ -35,8 +35,7 @@ class EngineCore:
         self.runner = runner
         self._depth = 1 if overlap else 0
         self._under_way: deque[Pending | Deferred] = deque()
-        self._building: dict[str, tuple[Request, Future[Any]]] = {}
-        """Requests whose grammars are being built."""
+        self._preparing = Preparing(runner)
         self.prepared = False
         """Nothing is left that would make later steps faster."""
 
@@ -45,13 +44,10 @@ class EngineCore:
         refused = []
         for request in requests:
             try:
-                if request.params.grammar:
-                    built = self.runner.constraints.build(request.params.grammar)
-                    self._building[request.request_id] = request, built
-                else:
+                if not self._preparing.add(request):
                     self.scheduler.add(request)
             except InvalidRequest as error:
-                refused.append(_refusal(request, error))
+                refused.append(_refusal(request, error.message))
         return refused
 
     def learn(self, vocabulary: Vocabulary) -> None:
@@ -61,7 +57,7 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            if self._building.pop(request_id, None) is None:
+            if not self._preparing.remove(request_id):
                 self.scheduler.abort(request_id)
 
     def forget_prompts(self) -> int:
@@ -73,12 +69,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._under_way) or bool(self._building)
+        return self.scheduler.has_work or bool(self._under_way) or bool(self._preparing)
 
     def step(self, on_start: Callable[[list[str]], None] = lambda request_ids: None) -> list[Event]:
         """Advance every request that can be advanced. `on_start` hears of requests that are admitted, before the
         step is computed. A step for which there is no memory is taken back, and its work done in smaller ones."""
-        events = self._take_built() if self._building else []
+        events = self._take_prepared() if self._preparing else []
         plan = self.scheduler.schedule()
         if plan is not None:
             if plan.admit or plan.admit_images:
@@ -106,18 +102,19 @@ class EngineCore:
     def stats(self) -> EngineStats:
         return replace(self.scheduler.stats(), prepared=self.prepared)
 
-    def _take_built(self) -> list[Event]:
-        """Queue the requests whose grammars are ready; the events are of those that were refused."""
+    def _take_prepared(self) -> list[Event]:
+        """Queue the requests that have what they need; the events are of those that were refused."""
         if not self.scheduler.has_work and not self._under_way:
-            wait([built for _, built in self._building.values()], BUILD_WAIT_SECONDS, FIRST_COMPLETED)
+            self._preparing.wait(PREPARE_WAIT_SECONDS)
         refused = []
-        for request, built in [entry for entry in self._building.values() if entry[1].done()]:
-            del self._building[request.request_id]
-            try:
-                built.result()
-                self.scheduler.add(request)
-            except InvalidRequest as error:
+        for request, error in self._preparing.take(lambda: self.scheduler.adapters):
+            if error:
                 refused.append(_refusal(request, error))
+                continue
+            try:
+                self.scheduler.add(request)
+            except InvalidRequest as reason:
+                refused.append(_refusal(request, reason.message))
         return refused
 
     def _complete(self, deferred: Deferred) -> list[Event]:
@@ -150,8 +147,8 @@ class EngineCore:
         return [cursor.id for cursor in self.scheduler.running if cursor.row in rows] + drawing
 
 
-def _refusal(request: Request, error: InvalidRequest) -> Event:
-    return Event(request_id=request.request_id, finish=FinishReason.REJECTED, error=error.message)
+def _refusal(request: Request, error: str) -> Event:
+    return Event(request_id=request.request_id, finish=FinishReason.REJECTED, error=error)
 
 
 def _within_memory(work: Callable[[], T]) -> T | None:

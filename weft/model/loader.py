@@ -253,7 +253,7 @@ class _Loading:
             raise ModelError(f"The tensor {name!r} has the shape {shape}; expected {tuple(out.shape)}.")
         self.source.read_into(out, name)
         if part.split("_")[0] in ("q", "k") and not self.rope_pairs:
-            out.copy_(_pairs_from_halves(out, self.config.head_dim))
+            out.copy_(pairs_from_halves(out, self.config.head_dim))
 
 
 class _DummyLoading(_Loading):
@@ -264,7 +264,7 @@ class _DummyLoading(_Loading):
             out.normal_(std=0.02)
 
 
-def _pairs_from_halves(tensor: Tensor, head_dim: int) -> Tensor:
+def pairs_from_halves(tensor: Tensor, head_dim: int) -> Tensor:
     """Reorder the rows of each head so that the two halves of a rotary pair become neighbours."""
     halves = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)

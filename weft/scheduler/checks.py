@@ -31,6 +31,8 @@ def check_request(request: Request, limits: Limits, cursors: Mapping[str, Cursor
     if request.image is not None:
         if wants_tokens or request.pooling is not None or request.sibling_of or request.params.grammar:
             raise InvalidRequest("A request for an image has no tokens, no vector and no siblings.", param="image")
+        if request.adapter is not None:
+            raise InvalidRequest("Adapters are for text: no image is drawn with one.", param="adapter")
         if limits.image is None:
             raise InvalidRequest("This engine has no model that draws.", param="image")
         _check_image(request, request.image, limits, limits.image)

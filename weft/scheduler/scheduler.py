@@ -98,6 +98,11 @@ class Scheduler:
         return True
 
     @property
+    def adapters(self) -> set[int]:
+        """The numbers of those that open requests have."""
+        return {cursor.request.adapter.number for cursor in self.cursors.values() if cursor.request.adapter is not None}
+
+    @property
     def has_work(self) -> bool:
         return bool(self.cursors)
 
@@ -316,7 +321,14 @@ class Scheduler:
                 self._counts["prefix_queries"] += cursor.num_prompt
                 self._counts["prefix_hits"] += cursor.cached_tokens
         step.admit.append(
-            Admission(cursor.row, list(cursor.tokens), cursor.num_prompt, request.params, request.stop_token_ids)
+            Admission(
+                cursor.row,
+                list(cursor.tokens),
+                cursor.num_prompt,
+                request.params,
+                request.stop_token_ids,
+                request.adapter.number if request.adapter is not None else None,
+            )
         )
         self._promise(cursor, count, cursor.blocks, step)
         return True

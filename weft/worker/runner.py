@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from weft.plan import Row, StepPlan, StepResult
+from weft.worker.adapters import MAX_ADAPTERS, Adapters
 from weft.worker.constraints import Constraint, Constraints, Masks, followed, masks_of
 from weft.worker.denoise import Denoiser, DrawnBatch
 from weft.worker.extras import Extras, GainedBatch
@@ -68,8 +69,10 @@ class Runner:
         graphs: StepGraphs | None = None,
         warm_up: WarmUp | None = None,
         denoiser: Denoiser | None = None,
+        max_adapters: int = MAX_ADAPTERS,
     ) -> None:
         self.stepper = stepper
+        self.adapters = Adapters(stepper.model, max_adapters)
         self.denoiser = denoiser
         self.extras = Extras(stepper.table, denoiser)
         self.graphs = graphs
@@ -78,6 +81,7 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Pending | Deferred:
         """Launch a step. What it samples is in the row table for the next step, read or not."""
+        self.adapters.take_in(plan)
         if not plan.rows:
             self.stepper.table.take_in(plan)
             self.extras.forget(plan.release)
@@ -86,7 +90,8 @@ class Runner:
         table = self.stepper.table
         exact = exact_shape(plan.rows)
         has_extras = any(row.extra is not None for row in plan.rows)
-        captured = self.graphs.shape_for(exact) if self.graphs is not None and not has_extras else None
+        is_plain = not has_extras and not self.adapters.are_among(plan)
+        captured = self.graphs.shape_for(exact) if self.graphs is not None and is_plain else None
         layout = lay_out(plan.rows, captured or exact, table.padding_row)
         packed, *writes = to_device([layout.packed, *table.take_in(plan)], table.device)
         table.write(*writes)
@@ -95,7 +100,8 @@ class Runner:
         if self.graphs is not None and captured is not None:
             outcome = self.graphs.replay(captured, packed)
         else:
-            outcome = self.stepper.step(exact, views(packed, exact), layout.longest, ask.asked if ask else None)
+            asked, adapted = ask.asked if ask else None, self.adapters.among(layout)
+            outcome = self.stepper.step(exact, views(packed, exact), layout.longest, asked, adapted)
         gained = self.extras.collect(ask, outcome.given) if ask and outcome.given else None
         besides = Besides(gained, drawn)
         if constrained := table.constraints.among(layout.sampling):

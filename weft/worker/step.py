@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from weft.kernels import AttentionBatch
+from weft.kernels.adapters import AdaptedRun
+from weft.model.adapted import forward_adapted
 from weft.model.dense import DenseModel, LastTokens
 from weft.switches import is_on
+from weft.worker.adapters import tokens_of
 from weft.worker.inputs import StepInputs, StepShape
 from weft.worker.rows import RowTable
 
@@ -17,11 +21,24 @@ from weft.worker.rows import RowTable
 class FastStep(Protocol):
     """A whole step in native code."""
 
-    def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        rows: Tensor,
+        adapted: Sequence[AdaptedRun] = (),
+    ) -> Tensor:
         """The logits of the tokens at `rows`; writes the cache as the model's own forward pass does."""
 
     def with_hidden(
-        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, hidden_rows: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        rows: Tensor,
+        hidden_rows: Tensor,
+        adapted: Sequence[AdaptedRun] = (),
     ) -> tuple[Tensor, Tensor]:
         """The same, and the final hidden states of the tokens at `hidden_rows`."""
 
@@ -63,7 +80,14 @@ class Stepper:
         self.table = table
         self.fast_step = fast_step
 
-    def step(self, shape: StepShape, inputs: StepInputs, longest: int, asked: Asked | None = None) -> Outcome:
+    def step(
+        self,
+        shape: StepShape,
+        inputs: StepInputs,
+        longest: int,
+        asked: Asked | None = None,
+        adapted: Sequence[AdaptedRun] = (),
+    ) -> Outcome:
         """No sequence is longer than `longest`. Nothing here waits for the device, or looks at what is on it."""
         table, positions = self.table, inputs.positions
         width = -(-longest // table.block_size)
@@ -79,30 +103,54 @@ class Stepper:
         tokens = table.tokens[inputs.token_rows, positions]
         given = None
         if asked is None:
-            logits = self._logits(shape, inputs, tokens, batch, width)
+            logits = self._logits(shape, inputs, tokens, batch, width, adapted)
         else:
-            logits, given = self._given(asked, inputs, tokens, batch)
+            logits, given = self._given(asked, inputs, tokens, batch, adapted)
         best, peaks = self.model.ops.greedy(logits)
         table.tokens[inputs.sample_rows, inputs.sample_positions + 1] = best
         return Outcome(logits, best, peaks, given)
 
-    def _given(self, asked: Asked, inputs: StepInputs, tokens: Tensor, batch: AttentionBatch) -> tuple[Tensor, Given]:
+    def _given(
+        self,
+        asked: Asked,
+        inputs: StepInputs,
+        tokens: Tensor,
+        batch: AttentionBatch,
+        adapted: Sequence[AdaptedRun],
+    ) -> tuple[Tensor, Given]:
         """The logits that are sampled from, and what else is asked for."""
         at = torch.cat([inputs.sample_at, asked.logits_at])
         if self.fast_step is not None:
-            logits, hidden = self.fast_step.with_hidden(tokens, inputs.positions, batch, at, asked.hidden_at)
+            logits, hidden = self.fast_step.with_hidden(tokens, inputs.positions, batch, at, asked.hidden_at, adapted)
         else:
-            states = self.model.forward(tokens, inputs.positions, self.kv_cache, batch)
+            states = self._states(tokens, inputs.positions, batch, adapted)
             logits, hidden = self.model.logits(states[at]), states[asked.hidden_at]
         sampled, others = torch.split(logits, [len(inputs.sample_at), len(asked.logits_at)])
         return sampled, Given(others, hidden)
 
+    def _states(
+        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, adapted: Sequence[AdaptedRun]
+    ) -> Tensor:
+        """The final hidden states of all the step's tokens."""
+        if not adapted:
+            return self.model.forward(tokens, positions, self.kv_cache, batch)
+        by_adapter = tokens_of(adapted, self.table.device)
+        return forward_adapted(self.model, tokens, positions, self.kv_cache, batch, by_adapter)
+
     def _logits(
-        self, shape: StepShape, inputs: StepInputs, tokens: Tensor, batch: AttentionBatch, width: int
+        self,
+        shape: StepShape,
+        inputs: StepInputs,
+        tokens: Tensor,
+        batch: AttentionBatch,
+        width: int,
+        adapted: Sequence[AdaptedRun],
     ) -> Tensor:
         if self.fast_step is not None:
-            return self.fast_step(tokens, inputs.positions, batch, inputs.sample_at)
+            return self.fast_step(tokens, inputs.positions, batch, inputs.sample_at, adapted)
         model = self.model
+        if adapted:
+            return model.logits(self._states(tokens, inputs.positions, batch, adapted)[inputs.sample_at])
         if shape.samples_all:
             return model.logits(model.forward(tokens, inputs.positions, self.kv_cache, batch))
         if not is_on("last-tokens"):

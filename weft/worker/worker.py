@@ -77,11 +77,17 @@ class Worker:
         kv_cache = _kv_cache(geometry, plan, config.cache.block_size, dtype, device)
         if device.type == "cpu":
             stepper = Stepper(model, kv_cache, table, fast_step=_native_step(model, kv_cache))
-            self.runner = Runner(stepper, denoiser=denoiser)
+            self.runner = Runner(stepper, denoiser=denoiser, max_adapters=config.scheduler.max_loras)
         else:
             stepper = Stepper(model, kv_cache, table)
             graphs = StepGraphs(stepper, self.limits.max_num_seqs) if is_on("graphs") else None
-            self.runner = Runner(stepper, graphs=graphs, warm_up=WarmUp(stepper), denoiser=denoiser)
+            self.runner = Runner(
+                stepper,
+                graphs=graphs,
+                warm_up=WarmUp(stepper),
+                denoiser=denoiser,
+                max_adapters=config.scheduler.max_loras,
+            )
             for line in ledger_table(ledger).splitlines():
                 log.info("GPU memory: %s", line)
         self.info = ModelInfo(

@@ -13,9 +13,6 @@ from weft.hub.files import ModelFiles
 from weft.hub.memory import MIB, safe_share
 from weft.hub.planning import AUTO_DTYPE, CPU_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
-MAX_ADAPTERS = 4
-"""Adapters in one step; more wait."""
-
 NOT_HONOURED = {
     "threads": "Set VLLM_CPU_OMP_THREADS_BIND, as in 0-3, to choose vLLM's cores.",
     "max_mixed_prefill": "vLLM decides what a step holds besides its decodes; --max-num-batched-tokens bounds it.",
@@ -75,7 +72,7 @@ def arguments_of(config: Config, files: ModelFiles, kind: Kind) -> dict[str, Any
     if scheduler.max_prefill_chunk:
         arguments["long_prefill_token_threshold"] = scheduler.max_prefill_chunk
     if model.wants_adapters:
-        arguments |= {"enable_lora": True, "max_loras": MAX_ADAPTERS, "max_lora_rank": MAX_RANK}
+        arguments |= {"enable_lora": True, "max_loras": scheduler.max_loras, "max_lora_rank": MAX_RANK}
     return arguments
 
 

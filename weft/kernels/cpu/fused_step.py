@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from weft.kernels.adapters import AdaptedRun
 from weft.kernels.batch import AttentionBatch, HeadShape
 from weft.kernels.cpu.attention import KEYS, QUERIES
-from weft.kernels.cpu.job import ITEM, JOB, LAYER
+from weft.kernels.cpu.job import ITEM, JOB, LAYER, RUN
+from weft.kernels.cpu.phases import MOST_PIECE_ROWS
 from weft.kernels.cpu.step import step
 from weft.kernels.cpu.team import Job, Team
 from weft.kernels.weights import DecoderWeights
 
 _NONE = torch.empty(0, dtype=torch.int64)
+RUN_TOKENS = 16
 
 
 class FusedStep:
@@ -42,10 +45,11 @@ class FusedStep:
             for name, tensor in layer._asdict().items():
                 self._layers[i][name] = 0 if tensor is None else _address(tensor)
             self._layers[i]["kv_cache"] = _address(kv_cache[i])
+            self._layers[i]["index"] = i
         group = heads.num_heads // heads.num_kv_heads
         self._tile_tokens = max(1, QUERIES // group)
         most = max(QUERIES, group)
-        scratch = most * (2 * heads.head_dim + 2 + KEYS)
+        scratch = max(most * (2 * heads.head_dim + 2 + KEYS), RUN_TOKENS * MOST_PIECE_ROWS)
         self._scratch = torch.empty(self._team.num_threads, -(-scratch // 64) * 64)
         self._jobs = np.zeros(1, JOB)
         self._set(
@@ -68,14 +72,28 @@ class FusedStep:
             eps=eps,
             scale=heads.scale,
         )
-        self._reserved_tokens = self._reserved_parts = 0
+        self._reserved_tokens = self._reserved_parts = self._reserved_ranks = 0
 
-    def __call__(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        rows: Tensor | None = None,
+        adapted: Sequence[AdaptedRun] = (),
+    ) -> Tensor:
         """The logits of the step's tokens, or of those at `rows`. Writes keys and values at batch.slots."""
-        return self.with_hidden(tokens, positions, batch, torch.arange(len(tokens)) if rows is None else rows, _NONE)[0]
+        rows = torch.arange(len(tokens)) if rows is None else rows
+        return self.with_hidden(tokens, positions, batch, rows, _NONE, adapted)[0]
 
     def with_hidden(
-        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, hidden_rows: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        rows: Tensor,
+        hidden_rows: Tensor,
+        adapted: Sequence[AdaptedRun] = (),
     ) -> tuple[Tensor, Tensor]:
         """The logits of the tokens at `rows`, and the final hidden states of those at `hidden_rows`."""
         if len(tokens) == 0:
@@ -85,13 +103,15 @@ class FusedStep:
             for t in (tokens, positions, batch.slots, batch.block_tables, rows, hidden_rows)
         ]
         items = np.array(list(_attention_items(batch, self._tile_tokens)), ITEM)
+        runs = np.array(list(_adapter_runs(adapted)), RUN)
+        max_rank = max((run.weights.max_rank for run in adapted), default=0)
         num_parts = int(items["part"].max(initial=-1)) + 1
         self._check(batch, *inputs)
         logits = torch.empty(len(rows), self._vocab_size)
         hidden = torch.empty(len(hidden_rows), self._hidden_size)
 
         def make_job() -> Job:
-            self._reserve(len(tokens), num_parts)
+            self._reserve(len(tokens), num_parts, len(tokens) * max_rank)
             self._set(
                 claims=self._team.claims,
                 num_tokens=len(tokens),
@@ -108,8 +128,10 @@ class FusedStep:
                 hidden_at=_address(inputs[5]),
                 num_hidden=len(hidden_rows),
                 hidden=_address(hidden),
+                num_runs=len(runs),
+                shrunk_stride=max_rank,
             )
-            return lambda thread: step(self._jobs, self._layers, items, thread)
+            return lambda thread: step(self._jobs, self._layers, items, runs, thread)
 
         self._team.run(make_job)
         return logits, hidden
@@ -146,7 +168,7 @@ class FusedStep:
         for name, value in fields.items():
             self._jobs[0][name] = value
 
-    def _reserve(self, num_tokens: int, num_parts: int) -> None:
+    def _reserve(self, num_tokens: int, num_parts: int, num_ranks: int) -> None:
         """Room for what passes between a layer's parts."""
         heads = self._heads
         if num_tokens > self._reserved_tokens:
@@ -166,6 +188,10 @@ class FusedStep:
             self._reserved_parts = num_parts
             self._parts = torch.empty(num_parts, heads.num_heads, heads.head_dim + 2)
             self._set(parts=_address(self._parts))
+        if num_ranks > self._reserved_ranks:
+            self._reserved_ranks = num_ranks
+            self._shrunk = torch.empty(num_ranks)
+            self._set(shrunk=_address(self._shrunk))
 
 
 def _attention_items(batch: AttentionBatch, tile_tokens: int) -> Iterator[tuple[int, ...]]:
@@ -185,6 +211,14 @@ def _attention_items(batch: AttentionBatch, tile_tokens: int) -> Iterator[tuple[
             count = min(tile_tokens, stop - token)
             position = first_position + token - start
             yield token, count, sequence, 0, position + count, position, -1
+
+
+def _adapter_runs(adapted: Sequence[AdaptedRun]) -> Iterator[tuple[int, ...]]:
+    """As items of `RUN`, short enough for every thread to have some of a prompt."""
+    for run in adapted:
+        stop = run.first + run.num_tokens
+        for token in range(run.first, stop, RUN_TOKENS):
+            yield token, min(RUN_TOKENS, stop - token), run.weights.places.ctypes.data
 
 
 def _address(tensor: Tensor) -> int:

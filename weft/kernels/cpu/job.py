@@ -21,24 +21,27 @@ JOB = np.dtype(
         # What is asked in this step: tokens, attention to be done for them, whose logits are wanted, and whose
         # hidden states.
         *_integers("num_tokens tokens positions slots num_items num_parts tables table_stride num_outputs outputs"),
-        *_integers("num_hidden hidden_at"),
+        *_integers("num_hidden hidden_at num_runs"),
         # What passes from one phase to the next, and what comes out.
-        *_integers("residual x qkv attended gate_up gated y parts logits hidden"),
+        *_integers("residual x qkv attended gate_up gated y parts logits hidden shrunk shrunk_stride"),
         ("eps", np.float32),
         ("scale", np.float32),
     ]
 )
 
 LAYER = np.dtype(
-    _integers("attention_norm qkv qkv_bias q_norm k_norm output output_bias mlp_norm gate_up down kv_cache")
+    _integers("attention_norm qkv qkv_bias q_norm k_norm output output_bias mlp_norm gate_up down kv_cache index")
 )
-"""Addresses: 0 for what a layer does not have."""
+"""Addresses, 0 for what a layer does not have; and which layer it is."""
 
 ITEM = np.dtype(_integers("token num_tokens sequence first stop position part"))
 """Attention of a few tokens of a sequence over a run of its keys. `part` is where the unfinished result goes to be
 joined with those of the token's other runs, or -1 where there is only one run."""
 
-JOBS, LAYERS, ITEMS = (from_dtype(dtype)[::1] for dtype in (JOB, LAYER, ITEM))
+RUN = np.dtype(_integers("token num_tokens places"))
+"""A few tokens with one adapter, and the address of its `AdapterWeights.places`."""
+
+JOBS, LAYERS, ITEMS, RUNS = (from_dtype(dtype)[::1] for dtype in (JOB, LAYER, ITEM, RUN))
 """What numba calls arrays of these."""
 
 
@@ -48,5 +51,6 @@ class Here(NamedTuple):
     job: Any
     layer: Any
     items: Any
+    runs: Any
     scratch: int
     """The address of the thread's own memory."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from weft.kernels.cpu import attention, rows
+from weft.kernels.cpu.adapting import DOWN, GATE_UP, OUTPUT, QKV, expand, shrink
 from weft.kernels.cpu.crew import spread
 from weft.kernels.cpu.jit import inner
 from weft.kernels.cpu.job import Here
@@ -19,6 +20,9 @@ from weft.kernels.cpu.tile import stream_dots
 _ONE = np.float32(1)
 # A quarter of a megabyte: the second-level caches of server cores have one or two.
 _CACHED_FLOATS = 65536
+_MOST_ROWS = 96
+# What _piece_rows can come to.
+MOST_PIECE_ROWS = _MOST_ROWS + 4
 
 
 @spread
@@ -62,7 +66,7 @@ def hidden_norm(here: Here, output: int) -> None:
 def _piece_rows(job: Any, num_rows: int, row_size: int) -> Any:
     """Rows of a matrix that a thread takes at a time: enough for one stream of memory to get going, few enough to stay
     in a core's own cache while all tokens pass, and as many pieces for every thread: three or more."""
-    most = max(4, min(96, _CACHED_FLOATS // row_size))
+    most = max(4, min(_MOST_ROWS, _CACHED_FLOATS // row_size))
     turns = max(3, -(-num_rows // (most * job.num_threads)))
     return (num_rows // (turns * job.num_threads) + 4) // 4 * 4
 
@@ -95,6 +99,11 @@ def _add_to_residual(job: Any, first: int, count: int) -> None:
 
 
 @spread
+def shrink_qkv(here: Here, run: int) -> None:
+    shrink(here, run, QKV, here.job.x, here.job.hidden_size)
+
+
+@spread
 def qkv(here: Here, piece: int) -> None:
     job, layer = here.job, here.layer
     out_size = (job.num_heads + 2 * job.num_kv_heads) * job.head_dim
@@ -103,6 +112,7 @@ def qkv(here: Here, piece: int) -> None:
     count = min(piece_rows, out_size - first)
     _linear(layer.qkv, job.x, job.qkv, job.num_tokens, job.hidden_size, out_size, first, count)
     _add_bias(layer.qkv_bias, job.qkv, job.num_tokens, out_size, first, count)
+    expand(here, QKV, job.qkv, out_size, first, count)
 
 
 @spread
@@ -179,6 +189,11 @@ def join(here: Here, piece: int) -> None:
 
 
 @spread
+def shrink_output(here: Here, run: int) -> None:
+    shrink(here, run, OUTPUT, here.job.attended, here.job.num_heads * here.job.head_dim)
+
+
+@spread
 def output(here: Here, piece: int) -> None:
     job, layer = here.job, here.layer
     in_size, size = job.num_heads * job.head_dim, job.hidden_size
@@ -187,7 +202,13 @@ def output(here: Here, piece: int) -> None:
     count = min(piece_rows, size - first)
     _linear(layer.output, job.attended, job.y, job.num_tokens, in_size, size, first, count)
     _add_bias(layer.output_bias, job.y, job.num_tokens, size, first, count)
+    expand(here, OUTPUT, job.y, size, first, count)
     _add_to_residual(job, first, count)
+
+
+@spread
+def shrink_gate_up(here: Here, run: int) -> None:
+    shrink(here, run, GATE_UP, here.job.x, here.job.hidden_size)
 
 
 @spread
@@ -200,9 +221,16 @@ def gate_up(here: Here, piece: int) -> None:
     count = min(piece_rows, size - first)
     _linear(layer.gate_up, job.x, job.gate_up, job.num_tokens, job.hidden_size, 2 * size, first, count)
     _linear(layer.gate_up, job.x, job.gate_up, job.num_tokens, job.hidden_size, 2 * size, size + first, count)
+    expand(here, GATE_UP, job.gate_up, 2 * size, first, count)
+    expand(here, GATE_UP, job.gate_up, 2 * size, size + first, count)
     for token in range(job.num_tokens):
         gate = at(floats(job.gate_up), token * 2 * size + first)
         rows.silu_mul(gate, at(gate, size), at(floats(job.gated), token * size + first), count)
+
+
+@spread
+def shrink_down(here: Here, run: int) -> None:
+    shrink(here, run, DOWN, here.job.gated, here.job.intermediate_size)
 
 
 @spread
@@ -212,6 +240,7 @@ def down(here: Here, piece: int) -> None:
     first = piece * piece_rows
     count = min(piece_rows, job.hidden_size - first)
     _linear(layer.down, job.gated, job.y, job.num_tokens, job.intermediate_size, job.hidden_size, first, count)
+    expand(here, DOWN, job.y, job.hidden_size, first, count)
     _add_to_residual(job, first, count)
 
 

@@ -1,0 +1,83 @@
+"""Adapters by name through the native engine: from the operator's table to the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_adapters import lora_tensors, save_adapter, save_merged
+from weft.backends.adapters import adapter_settings
+from weft.backends.contract import Terms
+from weft.backends.native import NativeEngine, start_native
+from weft.config import load
+from weft.engine.launch import EngineThread
+from weft.errors import InvalidRequest, ModelError
+from weft.hub.resolve import resolve
+from weft.types import Pooling, SamplingParams
+
+PROMPT = [(13 * i + 5) % 300 for i in range(20)]
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+async def start(model: Path, adapters: dict[str, str]) -> NativeEngine:
+    settings = {"max_model_len": 256, "num_blocks": 64, "threads": 1, "image_model": "none", "device": "cpu"}
+    config = load({**settings, "adapter": adapter_settings(adapters)}, env={})
+    return await start_native(config, resolve(str(model)), launch=EngineThread)
+
+
+async def told(engine: NativeEngine, adapter: str | None = None) -> list[int]:
+    tokens: list[int] = []
+    async for delta in await engine.submit(PROMPT, GREEDY, Terms(adapter=adapter)):
+        assert not delta.error
+        tokens += delta.token_ids
+    return tokens
+
+
+def test_tc_008_requests_choose_an_adapter_by_name(tiny_model: Path, tmp_path: Path) -> None:
+    red, blue = (str(save_adapter("smollm2", tmp_path / name, seed)) for name, seed in (("red", 1), ("blue", 2)))
+    merged = save_merged("smollm2", tmp_path / "merged", lora_tensors("smollm2", 1), 2.0)
+
+    async def scenario() -> None:
+        reference = await start(merged, {})
+        expected, vector = await told(reference), await reference.embed(PROMPT, Pooling.LAST)
+        await reference.close()
+        engine = await start(tiny_model, {"red": red})
+        try:
+            await engine.load_adapter("default", blue)
+            assert [adapter.number for adapter in engine.adapters] == [1, 2]
+            answers = await asyncio.gather(*(told(engine, name) for name in ("red", "default", "", None)))
+            assert answers[0] == expected and answers[1] == answers[3]
+            assert len({tuple(answer) for answer in answers}) == 3
+            found = await engine.embed(PROMPT, Pooling.LAST, Terms(adapter="red"))
+            ours, theirs = (memoryview(one.data).cast("f").tolist() for one in (found, vector))
+            assert ours == pytest.approx(theirs, abs=1e-4)
+            await engine.unload_adapter("red")
+            with pytest.raises(InvalidRequest, match="no adapter 'red'"):
+                await told(engine, "red")
+            assert await told(engine) == answers[3]
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_the_engine_cannot_use_is_refused_when_it_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    folder = save_adapter("smollm2", tmp_path / "adapter")
+    facts = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**facts, "use_dora": True}))
+
+    async def scenario() -> None:
+        engine = await start(tiny_model, {})
+        try:
+            with pytest.raises(ModelError, match="use_dora is True"):
+                await engine.load_adapter("a", str(folder))
+            assert not engine.adapters and len(await told(engine)) == 16
+        finally:
+            await engine.close()
+        with pytest.raises(ModelError, match="use_dora is True"):
+            await start(tiny_model, {"a": str(folder)})
+
+    asyncio.run(scenario())

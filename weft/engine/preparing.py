@@ -1,0 +1,69 @@
+"""Requests that wait for something of their own before they are scheduled: a grammar that is being built, an adapter
+that is being read. Others go on meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, NamedTuple
+
+from weft.errors import InvalidRequest, ModelError
+from weft.types import Request
+from weft.worker.runner import Runner
+
+
+class Waiting(NamedTuple):
+    request: Request
+    grammar: Future[Any] | None
+    adapter: Future[Any] | None
+
+    @property
+    def needs(self) -> list[Future[Any]]:
+        return [need for need in (self.grammar, self.adapter) if need is not None]
+
+
+class Preparing:
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._waiting: dict[str, Waiting] = {}
+        """By id, in the order of arrival."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request) -> bool:
+        """Begin what a request needs; False: nothing. Raises InvalidRequest where it cannot be had."""
+        grammar = self._runner.constraints.build(request.params.grammar) if request.params.grammar else None
+        adapter = self._runner.adapters.read(request.adapter) if request.adapter is not None else None
+        waiting = Waiting(request, grammar, adapter)
+        if waiting.needs:
+            self._waiting[request.request_id] = waiting
+        return bool(waiting.needs)
+
+    def remove(self, request_id: str) -> bool:
+        return self._waiting.pop(request_id, None) is not None
+
+    def wait(self, seconds: float) -> None:
+        """Until something is ready, but not for longer."""
+        wait([need for waiting in self._waiting.values() for need in waiting.needs], seconds, FIRST_COMPLETED)
+
+    def take(self, adapters_in_use: Callable[[], set[int]]) -> Iterator[tuple[Request, str]]:
+        """Take out the requests that have what they need, and those that cannot have it, with the reason. One that
+        finds no place for its adapter waits until some adapter is not in use, and others with adapters behind it."""
+        is_full = False
+        for waiting in list(self._waiting.values()):
+            request = waiting.request
+            if not all(need.done() for need in waiting.needs) or (is_full and request.adapter is not None):
+                continue
+            error = ""
+            try:
+                for need in waiting.needs:
+                    need.result()
+                if request.adapter is not None and waiting.adapter is not None:
+                    weights = waiting.adapter.result()
+                    is_full = not self._runner.adapters.place(request.adapter, weights, adapters_in_use())
+            except (InvalidRequest, ModelError) as refused:
+                error = refused.message
+            if error or not is_full or request.adapter is None:
+                del self._waiting[request.request_id]
+                yield request, error

@@ -1,0 +1,128 @@
+"""From a directory that PEFT wrote to the tensors of an adapter, laid out as the decoder's weights are: projections
+fused, rotary pairs neighbours, scales included.
+
+Adapters are in Hugging Face's layout whatever file the model itself came from.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from weft.errors import ModelError
+from weft.kernels.adapters import AdaptedLayer, AdapterWeights, LowRank
+from weft.model.dense import DenseConfig
+from weft.model.loader import HUGGINGFACE_NAMES, pairs_from_halves
+from weft.model.peft import LoraConfig, read_config
+
+TENSORS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+FUSED = {"qkv": ("q", "k", "v"), "output": ("output",), "gate_up": ("gate", "up"), "down": ("down",)}
+"""The parts of each weight of a layer, in the order of their rows."""
+
+
+class Part(NamedTuple):
+    """What an adapter adds to one of the model's own linear layers."""
+
+    first_row: int
+    """Of the fused weight."""
+    shrink: Tensor
+    expand: Tensor
+
+
+def read_adapter(folder: Path, config: DenseConfig, dtype: torch.dtype) -> AdapterWeights:
+    """Read an adapter for a model, to the host's memory; ModelError for one that is damaged, of another model, or of a
+    kind that is not supported."""
+    lora = read_config(folder)
+    path = folder / TENSORS_FILE
+    if not path.is_file():
+        raise ModelError(f"{path}: there is no such file.", hint="Adapters are read from safetensors alone.")
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return _Reading(path, opened, lora, config, dtype).adapter()
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: no readable safetensors file: {error}.") from error
+
+
+class _Reading:
+    def __init__(self, path: Path, opened: Any, lora: LoraConfig, config: DenseConfig, dtype: torch.dtype) -> None:
+        self.path = path
+        self.opened = opened
+        self.lora = lora
+        self.config = config
+        self.dtype = dtype
+        self.unread = set(opened.keys())
+        heads, hidden, middle = config.heads, config.hidden_size, config.intermediate_size
+        self.shapes = {
+            "q": (heads.q_size, hidden),
+            "k": (heads.kv_size // 2, hidden),
+            "v": (heads.kv_size // 2, hidden),
+            "output": (hidden, heads.q_size),
+            "gate": (middle, hidden),
+            "up": (middle, hidden),
+            "down": (hidden, middle),
+        }
+        """Of the model's own layers: outputs, inputs."""
+
+    def adapter(self) -> AdapterWeights:
+        if not self.unread:
+            raise ModelError(f"{self.path}: there are no tensors.")
+        layers = [
+            AdaptedLayer(**{name: self.fused(parts, i) for name, parts in FUSED.items()})
+            for i in range(self.config.num_layers)
+        ]
+        if self.unread:
+            raise ModelError(
+                f"{self.path}: {min(self.unread)!r} is for no linear layer of this model's decoder, or is none that "
+                "the configuration names."
+            )
+        return AdapterWeights(layers)
+
+    def fused(self, parts: tuple[str, ...], layer: int) -> LowRank | None:
+        read: list[Part] = []
+        first_row = 0
+        for name in parts:
+            part = self.part(name, layer, first_row)
+            read += [part] if part is not None else []
+            first_row += self.shapes[name][0]
+        if not read:
+            return None
+        expand = torch.zeros(first_row, sum(len(part.shrink) for part in read), dtype=self.dtype)
+        first_rank = 0
+        for part in read:
+            rows, rank = part.expand.shape
+            expand[part.first_row : part.first_row + rows, first_rank : first_rank + rank] = part.expand
+            first_rank += rank
+        return LowRank(torch.cat([part.shrink for part in read]), expand)
+
+    def part(self, name: str, layer: int, first_row: int) -> Part | None:
+        module = HUGGINGFACE_NAMES[name].format(layer).removesuffix(".weight")
+        if not self.lora.adapts(module, layer):
+            return None
+        rows, columns = self.shapes[name]
+        rank = self.lora.rank(module)
+        shrink = self.tensor(f"{PREFIX}{module}.lora_A.weight", (rank, columns))
+        expand = self.tensor(f"{PREFIX}{module}.lora_B.weight", (rows, rank), self.lora.scale(module))
+        if name in ("q", "k"):
+            expand = pairs_from_halves(expand, self.config.head_dim)
+        return Part(first_row, shrink, expand)
+
+    def tensor(self, name: str, shape: tuple[int, int], scale: float = 1.0) -> Tensor:
+        if name not in self.unread:
+            raise ModelError(f"{self.path}: there is no tensor {name!r}.")
+        self.unread.discard(name)
+        # The shape first: a tensor that is too large is not read.
+        found = tuple(self.opened.get_slice(name).get_shape())
+        if found != shape:
+            raise ModelError(f"{self.path}: the tensor {name!r} has the shape {found}; this model needs {shape}.")
+        tensor: Tensor = self.opened.get_tensor(name)
+        if not tensor.is_floating_point():
+            raise ModelError(f"{self.path}: the tensor {name!r} is of {tensor.dtype}, which is no type of weights.")
+        scaled = (tensor.float() * scale).to(self.dtype)
+        if not bool(scaled.isfinite().all()):
+            raise ModelError(f"{self.path}: the tensor {name!r} has values that are no numbers, or too large.")
+        return scaled
