@@ -64,7 +64,7 @@ class HostedEngine(BaseEngine):
                 return
             load: Load[Engine] = _as_it_is if wishes.skip_vram_check else partial(load_safely, report=self._note)
             if adapters or wishes.enable_lora:
-                load = partial(_with_adapters, load, adapters)
+                load = partial(with_adapters, load, adapters)
             in_background = wishes.load_mode == "async_load"
             self._looped = LoopedEngine(lambda: start_engine(config, load), in_background=in_background)
             self._adapter = DEFAULT_ADAPTER if adapter_path else ""
@@ -218,7 +218,8 @@ async def _as_it_is(start: Start, config: Config) -> Engine:
     return await start(config)
 
 
-async def _with_adapters(load: Load[Engine], adapters: dict[str, str], start: Any, config: Config) -> Engine:
+async def with_adapters(load: Load[Engine], adapters: dict[str, str], start: Any, config: Config) -> Engine:
+    """Load an engine with LoRA directories by name. Raises ConfigError where it takes none."""
     spec = engine_named(config.backend.engine)
     if not spec.takes_adapters:
         raise ConfigError(f"The engine {spec.name} takes no LoRA adapters.")

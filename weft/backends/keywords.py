@@ -11,9 +11,8 @@ import msgspec
 from msgspec import Struct
 
 from weft.backends.contract import Abilities
-from weft.config import nearest, settings
+from weft.config import LoadMode, nearest, settings
 from weft.errors import ConfigError, InvalidRequest
-from weft.hub.registry_file import LoadMode
 from weft.types import SamplingParams
 
 SAMPLING_DEFAULTS: dict[str, Any] = {

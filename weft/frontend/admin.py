@@ -9,11 +9,12 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Struct
 
-from weft.errors import ConfigError, InvalidRequest
+from weft.errors import ConfigError, InvalidRequest, Unavailable
 from weft.frontend.body import ClientGone, parse, read_body
 from weft.frontend.errors import Conflict, NoRequest, NotHere
 from weft.frontend.gate import DRAINING, Gate, Seat
 from weft.frontend.schemas import Fields
+from weft.frontend.service import Service
 
 ENDED = "The operator ended this request."
 MAX_BODY_BYTES = 1 << 16
@@ -81,23 +82,25 @@ def _add_requests(app: FastAPI, gate: Gate) -> None:
 
 def _add_engine(app: FastAPI, gate: Gate) -> None:
     @app.post("/admin/cache/reset", include_in_schema=False)
-    async def reset_cache() -> Response:
-        return _json({"forgotten_blocks": await gate.any_service().engine.reset_cache()})
+    async def reset_cache(model: str = "") -> Response:
+        """Of all loaded models, unless one is named."""
+        services = [_service(gate, model)] if model else gate.fleet.services()
+        return _json({"forgotten_blocks": sum([await service.engine.reset_cache() for service in services])})
 
     @app.post("/admin/profile/start", include_in_schema=False)
-    async def start_profile() -> Response:
+    async def start_profile(model: str = "") -> Response:
         folder = gate.config.server.profile_dir
         if not folder:
             raise Conflict("There is no folder for traces.", hint="Start the server with --profile-dir.")
         try:
-            return _json({"file": await gate.any_service().engine.start_profile(folder)})
+            return _json({"file": await _service(gate, model).engine.start_profile(folder)})
         except InvalidRequest as error:
             raise Conflict(str(error)) from error
 
     @app.post("/admin/profile/stop", include_in_schema=False)
-    async def stop_profile() -> Response:
+    async def stop_profile(model: str = "") -> Response:
         try:
-            return _json({"file": await gate.any_service().engine.stop_profile()})
+            return _json({"file": await _service(gate, model).engine.stop_profile()})
         except InvalidRequest as error:
             raise Conflict(str(error)) from error
 
@@ -105,6 +108,14 @@ def _add_engine(app: FastAPI, gate: Gate) -> None:
     @app.post("/admin/lora/unload", include_in_schema=False)
     async def adapters() -> Response:
         raise NotHere("This server has no adapters yet: they can be neither loaded nor unloaded.")
+
+
+def _service(gate: Gate, model: str) -> Service:
+    """Of a loaded model, even while the server drains; without a name the default one's."""
+    slot = gate.fleet.find(model)
+    if slot.service is None:
+        raise Unavailable(f"The model {slot.name!r} is not loaded.")
+    return slot.service
 
 
 def _state(gate: Gate) -> Response:
