@@ -137,6 +137,10 @@ class Slot:
     # What a request does.
 
     def claim(self) -> None:
+        """Raises Unavailable where too many wait already."""
+        most = self._options.max_waiting_per_model
+        if not self.is_open and self.num_claims - self.num_inside >= most:
+            raise self._not_now(f"{most} requests wait for it already")
         self.num_claims += 1
 
     def end_claim(self) -> None:
@@ -151,8 +155,6 @@ class Slot:
     async def opened(self) -> None:
         """Returns when it can be entered. Raises Unavailable when it cannot be loaded, or not in time, and
         ModelNotFound when it was taken away."""
-        if self.num_claims - self.num_inside > self._options.max_waiting_per_model:
-            raise self._not_now(f"{self._options.max_waiting_per_model} requests wait for it already")
         wait_s = self._options.model_wait_s
         try:
             async with asyncio.timeout(wait_s):
