@@ -20,6 +20,7 @@ from weft.config import Config, ModelOptions, SchedulerOptions
 from weft.errors import ConfigError
 from weft.hub.resolve import resolve
 from weft.model import flow
+from weft.model.dit import KeysValues
 from weft.model.painter import KEPT_STATES
 from weft.types import FinishReason, ImageParams, Request
 from weft.worker.denoise import Denoiser
@@ -199,17 +200,17 @@ def test_whole_images_at_once_are_the_same_images(driven: Driven, solo: dict[str
 def test_what_is_no_number_ends_that_image_alone(
     driven: Driven, solo: dict[str, dict[int, bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, velocity = driven.runner.denoiser.painter.model, driven.runner.denoiser.painter.model.velocity
+    model, drawn = driven.runner.denoiser.painter.model, driven.runner.denoiser.painter.model.drawn
     bad = flow.noise(77, model.config.latent_shape)
 
-    def breaks(latents: Tensor, *rest: Tensor) -> Tensor:
-        found = velocity(latents, *rest)
+    def breaks(latents: Tensor, condition: Tensor, words: list[KeysValues]) -> Tensor:
+        found: Tensor = drawn(latents, condition, words)
         for i, one in enumerate(latents):
             if torch.equal(one, bad):
                 found[i] = float("nan")
         return found
 
-    monkeypatch.setattr(model, "velocity", breaks)
+    monkeypatch.setattr(model, "drawn", breaks)
     outcome = run(driven, [image("broken", TEXTS[0], seed=77), *images()])
     broken = outcome.outputs["broken"]
     assert broken.finish is FinishReason.ERROR and "not a number" in broken.error and not broken.images

@@ -7,8 +7,10 @@ Text of length 0 is no prompt at all: what classifier-free guidance steers away 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, cast
 
 import msgspec
 import torch
@@ -55,6 +57,22 @@ class DitConfig(Struct, frozen=True, kw_only=True):
         return self.channels, self.image_size, self.image_size
 
 
+class KeysValues(NamedTuple):
+    """Of the words of texts, as one block attends to them: [B, words, heads, head dim] each."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class Reading(NamedTuple):
+    """Texts as the model uses them."""
+
+    whole: Tensor
+    """Each as one vector: [B, width]."""
+    words: list[KeysValues]
+    """Of every block."""
+
+
 class Dit(nn.Module):
     def __init__(self, config: DitConfig) -> None:
         super().__init__()
@@ -74,61 +92,52 @@ class Dit(nn.Module):
         for zero in (self.modulation, self.patches_out):
             nn.init.zeros_(zero.weight)
             nn.init.zeros_(zero.bias)
-        self._keeps_bits: dict[tuple[int, int], bool] = {}
-        """By the number of images and of threads: whether images computed together have the bits of each alone."""
 
     def forward(self, latents: Tensor, t: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
         """The float32 velocity [B, C, H, W] of latents at times t [B], given text [B, L, text width], of which each
         row's first `lengths` [B] tokens count."""
-        words, is_word = self._words(text, lengths)
-        return self._drawn(latents, words, self._condition(t, words, is_word))
+        return self.drawn(latents, self.condition(t, (reading := self.read(text, lengths)).whole), reading.words)
 
     @torch.inference_mode()
     def velocity(self, latents: Tensor, t: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """As forward. On a CPU an image's velocity has the same bits whatever else is in the batch."""
-        inputs = latents, t, text, lengths
-        if latents.device.type != "cpu":
-            return self.forward(*inputs)
-        size = len(latents), torch.get_num_threads()
-        if self._keeps_bits.get(size):
-            return self._together(*inputs)
-        alone = torch.cat([self._together(*(part[i : i + 1] for part in inputs)) for i in range(len(latents))])
-        # Whether the rows of a product of matrices are rounded as in a smaller one depends on the machine's library
-        # and on the sizes, not on the values: the first batch of a size tells for all.
-        if size not in self._keeps_bits:
-            self._keeps_bits[size] = torch.equal(self._together(*inputs), alone)
-        return alone
+        return self.forward(latents, t, text, lengths)
 
-    def _together(self, latents: Tensor, t: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """As forward, but with what has a single row for each image computed image by image: products of few rows are
-        rounded differently at almost every size."""
-        words, is_word = self._words(text, lengths)
-        conditions = [self._condition(t[i : i + 1], words[i : i + 1], is_word[i : i + 1]) for i in range(len(t))]
-        return self._drawn(latents, words, torch.cat(conditions))
-
-    def _words(self, text: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """The text in the model's width, filled up to the longest, and which of these words are the text's."""
+    def read(self, text: Tensor, lengths: Tensor) -> Reading:
+        """All that the image's passes need of a text, whatever the time."""
         missing = self.config.max_text_tokens - text.shape[1]
         if missing < 0:
             raise ValueError(f"{text.shape[1]} tokens of text; {self.config.max_text_tokens} are possible.")
         text = F.pad(text.to(self.positions.dtype), (0, 0, 0, missing))
         is_word = (torch.arange(text.shape[1], device=text.device) < lengths.unsqueeze(1)).unsqueeze(2)
         words = self.text(F.rms_norm(text, text.shape[2:], eps=NORM_EPS))
-        return torch.where(is_word, words, self.no_text.to(words.dtype)), is_word
+        no_text = self.no_text.to(words.dtype)
+        words = torch.where(is_word, words, no_text)
+        mean = ((words * is_word).sum(1) + no_text) / (is_word.sum(1) + 1)
+        return Reading(self.pooled_text(mean.to(words.dtype)), [block.read(words) for block in self._each()])
 
-    def _condition(self, t: Tensor, words: Tensor, is_word: Tensor) -> Tensor:
+    @cached_property
+    def nothing(self) -> list[Tensor]:
+        """What every block adds to an image without a text: there all words are the same, so whatever attends to them
+        finds that one."""
+        return [block.found_in(self.no_text) for block in self._each()]
+
+    def condition(self, t: Tensor, whole: Tensor) -> Tensor:
         """What modulates the image, of the time and of the text as a whole: [B, 8, width]."""
-        mean = ((words * is_word).sum(1) + self.no_text.to(words.dtype)) / (is_word.sum(1) + 1)
-        waves = _waves(t, self.config.width).to(words.dtype)
-        condition: Tensor = self.modulation(F.silu(self.time(waves) + self.pooled_text(mean.to(words.dtype))))
+        waves = _waves(t, self.config.width).to(whole.dtype)
+        condition: Tensor = self.modulation(F.silu(self.time(waves) + whole))
         return condition.view(len(t), 8, self.config.width)
 
-    def _drawn(self, latents: Tensor, words: Tensor, condition: Tensor) -> Tensor:
+    def drawn(self, latents: Tensor, condition: Tensor, words: list[KeysValues]) -> Tensor:
+        """The velocity. Images behind those that there are words for have no text at all."""
         x = self.patches_in(self._patches(latents).to(self.positions.dtype)) + self.positions
-        for block in self.blocks:
-            x = block(x, condition[:, :6], words)
+        without = self.nothing if len(words[0].keys) < len(x) else [None] * len(words)
+        for block, heard, nothing in zip(self._each(), words, without, strict=True):
+            x = block(x, condition[:, :6], heard, nothing)
         shift, scale = condition[:, 6:].unsqueeze(2).unbind(1)
-        return self._image(self.patches_out(_normed(x) * (1 + scale) + shift)).float()
+        return self._image(self.patches_out(_modulated(x, shift, scale))).float()
+
+    def _each(self) -> Iterator[_Block]:
+        return cast(Iterator[_Block], iter(self.blocks))
 
     def _patches(self, images: Tensor) -> Tensor:
         size, side = self.config.patch_size, self.config.image_size // self.config.patch_size
@@ -145,6 +154,7 @@ class _Block(nn.Module):
     def __init__(self, config: DitConfig) -> None:
         super().__init__()
         width, hidden = config.width, config.width * config.mlp_ratio
+        self.num_heads = config.num_heads
         self.head_dim = width // config.num_heads
         self.offsets = nn.Parameter(torch.zeros(6, width))
         self.qkv = nn.Linear(width, 3 * width)
@@ -159,21 +169,45 @@ class _Block(nn.Module):
         nn.init.zeros_(self.text_mix.weight)
         nn.init.zeros_(self.text_mix.bias)
 
-    def forward(self, x: Tensor, shared: Tensor, words: Tensor) -> Tensor:
+    def forward(self, x: Tensor, shared: Tensor, words: KeysValues, nothing: Tensor | None) -> Tensor:
+        """`nothing` is added to the images behind those that there are words for."""
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = (shared + self.offsets).unsqueeze(2).unbind(1)
-        q, k, v = self.qkv(_normed(x) * (1 + scale) + shift).chunk(3, dim=2)
-        x = x + gate * self.mix(self._attend(self.norms, q, k, v))
-        k, v = self.text_kv(words).chunk(2, dim=2)
-        q = self.text_q(_normed(x))
-        x = x + self.text_mix(self._attend(self.text_norms, q, k, v))
-        hidden = self.up(_normed(x) * (1 + mlp_scale) + mlp_shift)
-        out: Tensor = x + mlp_gate * self.down(F.gelu(hidden, approximate="tanh"))
-        return out
+        qk, v = self._heads(self.qkv(_modulated(x, shift, scale))).tensor_split([2 * self.num_heads], dim=2)
+        weights = torch.stack(list(self.norms.parameters())).repeat_interleave(self.num_heads, 0)
+        q, k = (F.rms_norm(qk, qk.shape[3:], eps=NORM_EPS) * weights).chunk(2, dim=2)
+        x = torch.addcmul(x, gate, self.mix(_attended(q, k, v)))
+        count = len(words.keys)
+        q = self.text_norms[0](self._heads(self.text_q(_normed(x[:count]))))
+        heard = self.text_mix(_attended(q, *words))
+        if nothing is None:
+            x = x + heard
+        else:
+            x[:count] += heard
+            x[count:] += nothing
+        hidden = F.gelu(self.up(_modulated(x, mlp_shift, mlp_scale)), approximate="tanh")
+        return torch.addcmul(x, mlp_gate, self.down(hidden))
 
-    def _attend(self, norms: nn.ModuleList, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (part.reshape(*part.shape[:2], -1, self.head_dim).transpose(1, 2) for part in (q, k, v))
-        q, k = (norm(part).to(v.dtype) for norm, part in zip(norms, (q, k), strict=True))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    def read(self, words: Tensor) -> KeysValues:
+        keys, values = self._heads(self.text_kv(words)).chunk(2, dim=2)
+        return KeysValues(self.text_norms[1](keys).to(values.dtype), values)
+
+    def found_in(self, word: Tensor) -> Tensor:
+        """What attention to this one word brings."""
+        found: Tensor = self.text_mix(self.text_kv(word).chunk(2)[1])
+        return found
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Of [B, tokens, heads, head dim] each; [B, tokens, width]."""
+    q, k, v = (part.transpose(1, 2) for part in (q.to(v.dtype), k.to(v.dtype), v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return torch.addcmul(shift, _normed(x), 1 + scale)
 
 
 def _normed(x: Tensor) -> Tensor:

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from weft.model import flow
 from weft.model.dit import Dit
-from weft.plan import DenoiseAdmission, PlacedText
-from weft.types import ImageParams
+from weft.plan import DenoiseAdmission
 from weft.worker.dit_graphs import VelocityGraphs
-from weft.worker.inputs import to_device
+from weft.worker.dit_passes import DevicePasses, DitDrawing, Passes, SteadyPasses
 from weft.worker.texts import TextTable
 from weft.worker.transfer import sent
-
-
-class DitDrawing(NamedTuple):
-    image: ImageParams
-    times: list[float]
-    texts: tuple[PlacedText, PlacedText]
-    """Its prompt, and what it is steered away from."""
 
 
 class DitPainter:
@@ -31,6 +21,8 @@ class DitPainter:
         self.model = model
         self._texts = texts
         self._graphs = graphs
+        on_cpu = texts.states.device.type == "cpu"
+        self._passes: Passes = SteadyPasses(model, texts) if on_cpu else DevicePasses(graphs or model, texts)
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -47,17 +39,13 @@ class DitPainter:
         for text in texts:
             if text.embeds is not None:
                 self._texts.put(text.slot, text.embeds)
-        return DitDrawing(image, times, texts), flow.noise(image.seed, config.latent_shape)
+        return DitDrawing(image, times, texts, {}), flow.noise(image.seed, config.latent_shape)
 
     def denoise_step(
         self, latents: Tensor, drawings: Sequence[DitDrawing], starts: Sequence[int], count: int
     ) -> Tensor:
         passes, sampler = drawings[0].image.passes, drawings[0].image.sampler
-        texts = [drawing.texts[number] for number in range(passes) for drawing in drawings]
-        columns = [text.slot for text in texts], [text.length for text in texts]
-        slots, text_lengths = to_device([np.array(column, dtype=np.int64) for column in columns], latents.device)
-        # No text at all has slot -1, which is the last one's: of length 0, none of it counts.
-        text = self._texts.states[slots]
+        passes_over = self._passes.over(drawings, passes)
         spans = zip(drawings, starts, strict=True)
         numbers = [
             [drawing.image.guidance_scale, *drawing.times[start : start + count + 1]] for drawing, start in spans
@@ -65,8 +53,7 @@ class DitPainter:
         scale, *t = sent(torch.tensor(numbers, dtype=torch.float32), latents.device).unbind(1)
 
         def velocity(latents: Tensor, t: Tensor) -> Tensor:
-            by = self.model if self._graphs is None else self._graphs
-            found = by.velocity(latents.repeat(passes, 1, 1, 1), t.repeat(passes), text, text_lengths)
+            found = passes_over(latents, t)
             if passes == 1:
                 return found
             conditional, unconditional = found.chunk(2)
