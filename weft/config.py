@@ -45,6 +45,14 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
             "directory: of a model like that one, or of a pipeline of diffusers."
         ),
     ] = "auto"
+    adapter: Annotated[
+        list[str],
+        _doc(
+            "A LoRA adapter that requests may name, as in legal=/loras/legal; may be repeated. A directory alone is "
+            "the adapter of requests that name none."
+        ),
+    ] = []
+    enable_lora: Annotated[bool, _doc("Make room for adapters that are loaded later; vLLM has none without.")] = False
     device: Annotated[Device, _doc("Where the model runs: auto takes a GPU when there is one.")] = "auto"
     dtype: Annotated[Dtype, _doc("The type of weights and activations; auto: float32 on CPU, bfloat16 on GPU.")] = (
         "auto"
@@ -61,6 +69,10 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
         _doc("How the model marks what it thinks before it answers; auto: as its chat template shows."),
     ] = "auto"
     threads: Annotated[int, _doc("CPU threads of the engine; 0: one for every core it may use.", ge=0)] = 0
+
+    @property
+    def wants_adapters(self) -> bool:
+        return bool(self.adapter) or self.enable_lora
 
 
 class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -393,7 +405,7 @@ def load(
     switched_off(environment)
     for variable, name in ENV_ALIASES.items():
         if environment.get(variable):
-            put(name, environment[variable], f"environment variable {variable}")
+            put(name, _parse(known[name], environment[variable]), f"environment variable {variable}")
     for variable, text in environment.items():
         if variable.startswith("WEFT_") and variable not in RESERVED_ENV:
             name = variable.removeprefix("WEFT_").lower()
@@ -408,7 +420,11 @@ def load(
     return _convert(raw, places)
 
 
-ENV_ALIASES = {"CY_LLM_ENGINE": "engine", "CY_LLM_MODEL_REGISTRY_PATH": "models_file"}
+ENV_ALIASES = {
+    "CY_LLM_ENGINE": "engine",
+    "CY_LLM_DEFAULT_ADAPTER": "adapter",
+    "CY_LLM_MODEL_REGISTRY_PATH": "models_file",
+}
 """Variables of the CY-LLM Engine that are honoured; Weft's own (WEFT_ENGINE) wins."""
 
 RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_WITHOUT"})

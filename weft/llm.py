@@ -16,8 +16,9 @@ from typing import Any
 from msgspec import Struct
 
 from weft import config as configuration
+from weft.backends.adapters import adapter_settings
 from weft.backends.contract import Prompt as EnginePrompt
-from weft.backends.contract import chat_prompt, text_prompt
+from weft.backends.contract import Terms, chat_prompt, text_prompt
 from weft.backends.hybrid import start_engine
 from weft.backends.looped import LoopedEngine, submitting
 from weft.errors import InvalidRequest
@@ -42,8 +43,10 @@ class Answer(Struct, frozen=True, kw_only=True):
 class LLM:
     """A model that is loaded and ready. Any setting of `weft serve` is accepted by its name."""
 
-    def __init__(self, model: str = "smollm2", **settings: Any) -> None:
-        config = configuration.load({"model": model, **settings})
+    def __init__(self, model: str = "smollm2", *, adapters: Mapping[str, str] | None = None, **settings: Any) -> None:
+        """`adapters`: LoRA directories by the names that `adapter` may say."""
+        named = {"adapter": adapter_settings(adapters)} if adapters else {}
+        config = configuration.load({"model": model, **named, **settings})
         self._looped = LoopedEngine(lambda: start_engine(config))
         self._engine = self._looped.engine
         self._limits = config.limits
@@ -54,23 +57,31 @@ class LLM:
         return self._engine.model
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[Answer]:
         """Continue every prompt (text or token ids); the answers come in the order of the prompts."""
-        return self._answer_all([self._prompt_of(prompt) for prompt in _as_batch(prompts)], params)
+        return self._answer_all([self._prompt_of(prompt) for prompt in _as_batch(prompts)], params, adapter)
 
     def chat(
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None = None,
     ) -> list[Answer]:
         """Answer every conversation, through the model's chat template."""
         batch: Any = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        return self._answer_all([chat_prompt(self._engine, messages) for messages in batch], params)
+        return self._answer_all([chat_prompt(self._engine, messages) for messages in batch], params, adapter)
 
-    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Iterator[Delta]:
         """The answer to one prompt or conversation, as it comes. Leaving the iterator early ends the request."""
-        return self._looped.stream(self._prompt_of(prompt), params or SamplingParams())
+        return self._looped.stream(self._prompt_of(prompt), params or SamplingParams(), Terms(adapter=adapter))
 
     def draw(
         self,
@@ -120,14 +131,17 @@ class LLM:
         return chat_prompt(self._engine, messages) if messages else [t for t in prompt if isinstance(t, int)]
 
     def _answer_all(
-        self, prompts: list[EnginePrompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: list[EnginePrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str | None,
     ) -> list[Answer]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequest(f"{len(params)} sampling parameters for {len(prompts)} prompts.")
         asked = list(zip(prompts, params, strict=True))
-        answers = self._looped.collect([submitting(prompt, each) for prompt, each in asked])
+        answers = self._looped.collect([submitting(prompt, each, Terms(adapter=adapter)) for prompt, each in asked])
         return [_answer(deltas, each) for deltas, (_, each) in zip(answers, asked, strict=True)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from tests.frontend.scripted_engine import ScriptedEngine, ScriptedTokenizer
-from weft.backends.contract import Deltas, Health
+from weft.backends.contract import PLAIN_TERMS, Deltas, Health, Terms
 from weft.errors import Unavailable
 from weft.text.output import OutputText
 from weft.types import Delta, EngineStats, Event, FinishReason, Request, SamplingParams, TokenLogprob
@@ -41,15 +41,15 @@ class RecitingEngine(ScriptedEngine):
         self,
         prompt: Any,
         params: SamplingParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
         markers: Collection[str] = (),
         **others: Any,
     ) -> Any:
         if not self.state.ready:
             raise Unavailable("The engine is not available: failed.")
-        self.asked.append((prompt, params, others))
-        return Recital(self, prompt, params, request_id or f"own-{len(self.asked)}")
+        self.asked.append((prompt, params, {"terms": terms, **others}))
+        return Recital(self, prompt, params, terms.request_id or f"own-{len(self.asked)}")
 
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.open), generation_tokens=self.generated)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from weft.backends.contract import Terms
 from weft.backends.native import NativeDeltas, start_native
 from weft.config import load
 from weft.hub.resolve import resolve
@@ -39,7 +40,7 @@ def test_what_an_engine_process_gives(tiny_model: Path) -> None:
             assert all(delta.prompt_logprobs is None and delta.queue_seconds is None for delta in others)
 
             before = engine.stats().prompt_tokens
-            leader = await engine.submit(PROMPT, SEEDED, request_id="leader")
+            leader = await engine.submit(PROMPT, SEEDED, Terms(request_id="leader"))
             family = [leader, *[await engine.submit(PROMPT, SEEDED, sibling_of="leader") for _ in range(3)]]
             answers = await asyncio.gather(*map(deltas_of, family))
             assert len({tuple(token for delta in answer for token in delta.token_ids) for answer in answers}) == 1

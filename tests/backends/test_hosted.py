@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from tests.frontend.http import wait_until
 from tests.frontend.scripted_engine import ScriptedEngine, answer
 from weft.backends import BaseEngine, InferMetrics, create_engine
+from weft.backends.adapters import adapter_paths
 from weft.backends.contract import Abilities
 from weft.backends.hosted import HostedEngine
 from weft.backends.keywords import SAMPLING_DEFAULTS
@@ -325,7 +326,7 @@ def test_settings_by_weft_s_names_and_those_of_callers_from_elsewhere(stage: Sta
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
         ({"load_mode": "later"}, "load_mode"),
         ({"max_model_len": -1}, "max_model_len|max-model-len"),
-        ({"adapters": {"a": "b"}}, "scripted takes no LoRA adapters"),
+        ({"adapters": {"a": "b"}}, "scripted cannot be used: it takes no LoRA adapters"),
     ):
         with pytest.raises(ConfigError, match=names):
             engine.load_model("m", **words)
@@ -338,26 +339,30 @@ def test_settings_by_weft_s_names_and_those_of_callers_from_elsewhere(stage: Sta
 
 def test_adapters_reach_the_start_and_the_requests(add_engine: Callable[..., None]) -> None:
     started: list[Any] = []
-    asked: list[str] = []
+    scripted = ScriptedEngine()
 
-    class Adapting(ScriptedEngine):
-        async def submit(self, *arguments: Any, adapter: str = "", **options: Any) -> Any:
-            asked.append(adapter)
-            return await super().submit(*arguments, **options)
-
-    async def start(config: Config, adapters: dict[str, str] | None = None) -> ScriptedEngine:
-        started.append(adapters)
-        return Adapting()
+    async def start(config: Config) -> ScriptedEngine:
+        started.append((adapter_paths(config), config.model.enable_lora))
+        return scripted
 
     add_engine("adapting", start, takes_adapters=True)
     engine = create_engine("adapting")
     engine.load_model("m")
     engine.load_model("m", enable_lora=True)
     engine.load_model("m", "path/of/one", adapters={"two": "path/of/two"})
-    assert started == [None, {}, {"default": "path/of/one", "two": "path/of/two"}]
+    engine.load_model("m", adapter=["three=path/of/three"])
+    assert started == [
+        ({}, False),
+        ({}, True),
+        ({"default": "path/of/one", "two": "path/of/two"}, False),
+        ({"three": "path/of/three"}, False),
+    ]
     for words in ({}, {"lora_name": "two"}, {"lora_name": ""}):
         list(engine.infer("hi", **words))
-    assert asked == ["default", "two", ""]
+    assert [asked.adapter for asked in scripted.submitted] == [None, "two", ""]
+    scripted.abilities = Abilities(lora=False)
+    with pytest.raises(InvalidRequest, match="lora_name is not supported"):
+        engine.infer("hi", lora_name="two")
     engine.unload_model()
 
 

@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from tests.backends.reciting_engine import QUESTION, TEXT, ByteTokenizer, RecitingEngine
 from weft.backends import hybrid
-from weft.backends.contract import Abilities, Engine, Health
+from weft.backends.contract import Abilities, Engine, Health, Terms
 from weft.backends.hybrid import HybridEngine, start_engine
 from weft.backends.registry import EngineSpec
 from weft.config import load
 from weft.errors import EngineFault, ModelError, Unavailable
-from weft.types import Delta, FinishReason, SamplingParams
+from weft.types import Adapter, Delta, FinishReason, SamplingParams
 
 PROMPT = list(QUESTION.encode())
 PLAIN = SamplingParams(max_tokens=200)
@@ -120,6 +120,27 @@ def test_what_is_asked_of_the_next_engine_is_the_rest() -> None:
             assert deltas[-1].finish is FinishReason.LENGTH and deltas[-1].usage.completion_tokens == 20
             told = [logprob.logprob for delta in deltas for logprob in delta.logprobs or ()]
             assert told == [-float(token) for token in TEXT.encode()[:20]]
+
+    run(scenario)
+
+
+def test_the_next_engine_has_the_adapters_that_the_lost_one_had() -> None:
+    """The operator may have changed them since the start."""
+
+    async def scenario() -> None:
+        first, second = RecitingEngine(dies_after=6), RecitingEngine("second")
+        for engine in (first, second):
+            await engine.load_adapter("kept", "/kept")
+            await engine.load_adapter("dropped", "/dropped")
+        async with served(first, second) as both:
+            await both.unload_adapter("dropped")
+            await both.load_adapter("new", "/new")
+            first.adapters.append(Adapter(name="lost", number=9, path="gone since"))
+            terms = Terms(request_id="mine", adapter="new", tenant="somebody")
+            answer = [delta async for delta in await both.submit(PROMPT, PLAIN, terms)]
+            assert text_of(answer) == TEXT
+            assert [adapter.name for adapter in both.adapters] == ["kept", "new"]
+            assert second.asked[0][2]["terms"] == terms, "and the request its own"
 
     run(scenario)
 

@@ -67,10 +67,10 @@ class Scripted(ScriptedEngine):
         self.chats_came.append(self._under_way())
         return await super().submit(*args, **named)
 
-    async def draw(self, prompt_token_ids: list[int], image: ImageParams, **named: Any) -> Any:
+    async def draw(self, prompt_token_ids: list[int], image: ImageParams, *terms: Any, **named: Any) -> Any:
         is_odd = len(self.drawn) in self.odd_images
         self.images_came.append(self._under_way())
-        return await super().draw(prompt_token_ids, replace(image, seed=image.seed + 9 * is_odd), **named)
+        return await super().draw(prompt_token_ids, replace(image, seed=image.seed + 9 * is_odd), *terms, **named)
 
     def _under_way(self) -> tuple[int, int]:
         images = sum("image" in name for name in self.open)

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from weft.backends.contract import (
+    PLAIN_TERMS,
     Abilities,
     ChatPrompt,
     ChatStyles,
@@ -18,10 +19,13 @@ from weft.backends.contract import (
     Health,
     ImageUpdate,
     ImageUpdates,
+    Terms,
+    unknown_adapter,
 )
-from weft.errors import InvalidRequest, WeftError
+from weft.errors import InvalidRequest, ModelError, WeftError
 from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.types import (
+    Adapter,
     Delta,
     EngineStats,
     FinishReason,
@@ -73,10 +77,11 @@ class ScriptedTokenizer:
 class Submitted(Struct, frozen=True):
     prompt: list[int]
     params: SamplingParams
-    request_id: str | None
+    request_id: str
     cache_salt: str
     priority: int
     tenant: str
+    adapter: str | None
     sibling_of: str
     markers: tuple[str, ...]
 
@@ -87,6 +92,7 @@ class Embedded(Struct, frozen=True):
     cache_salt: str
     priority: int
     tenant: str
+    adapter: str | None
 
 
 class Drawn(Struct, frozen=True):
@@ -170,6 +176,7 @@ class ScriptedEngine:
         self.styles = ChatStyles()
         self.add_generation_prompt = True
         self.closed = False
+        self.adapters: list[Adapter] = []
         self.cache_resets = 0
         self.profiling = ""
 
@@ -194,39 +201,40 @@ class ScriptedEngine:
         self,
         prompt_token_ids: list[int],
         params: SamplingParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         sibling_of: str = "",
         markers: Collection[str] = (),
     ) -> Any:
         if self.refuse is not None and len(self.submitted) >= self.refuse_from:
             raise self.refuse
-        request_id = request_id or f"own-{len(self.submitted)}"
+        request_id = terms.request_id or f"own-{len(self.submitted)}"
         assert request_id not in self.open
         self.submitted.append(
-            Submitted(prompt_token_ids, params, request_id, cache_salt, priority, tenant, sibling_of, tuple(markers))
+            Submitted(
+                prompt_token_ids,
+                params,
+                request_id,
+                terms.cache_salt,
+                terms.priority,
+                terms.tenant,
+                terms.adapter,
+                sibling_of,
+                tuple(markers),
+            )
         )
         self.open.add(request_id)
         return _Play(self, request_id)
 
-    async def embed(
-        self,
-        prompt_token_ids: list[int],
-        pooling: Pooling,
-        *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
-    ) -> Embedding:
+    async def embed(self, prompt_token_ids: list[int], pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         """A vector of the prompt's length and its first token."""
         if self.refuse is not None and len(self.embedded) >= self.refuse_from:
             raise self.refuse
-        assert request_id is not None and request_id not in self.open
-        self.embedded.append(Embedded(prompt_token_ids, pooling, cache_salt, priority, tenant))
+        request_id = terms.request_id
+        assert request_id and request_id not in self.open
+        self.embedded.append(
+            Embedded(prompt_token_ids, pooling, terms.cache_salt, terms.priority, terms.tenant, terms.adapter)
+        )
         self.open.add(request_id)
         try:
             await asyncio.sleep(self.embed_seconds)
@@ -239,20 +247,25 @@ class ScriptedEngine:
         self,
         prompt_token_ids: list[int],
         image: ImageParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         prompt_embeds: PromptEmbeds | None = None,
         additional_information: AdditionalInformation | None = None,
     ) -> Any:
         if self.refuse is not None and len(self.drawn) >= self.refuse_from:
             raise self.refuse
-        request_id = request_id or f"own-image-{len(self.drawn)}"
+        request_id = terms.request_id or f"own-image-{len(self.drawn)}"
         assert request_id not in self.open
         self.drawn.append(
-            Drawn(prompt_token_ids, image, cache_salt, priority, tenant, prompt_embeds, additional_information)
+            Drawn(
+                prompt_token_ids,
+                image,
+                terms.cache_salt,
+                terms.priority,
+                terms.tenant,
+                prompt_embeds,
+                additional_information,
+            )
         )
         self.open.add(request_id)
         steps = all_steps(image, len(prompt_token_ids)) if self.image_script is None else iter(self.image_script)
@@ -272,6 +285,16 @@ class ScriptedEngine:
 
     def open_requests(self) -> int:
         return len(self.open)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        if not path.startswith("/"):
+            raise ModelError(f"{path}: there is no adapter_config.json.")
+        self.adapters.append(Adapter(name=name, number=len(self.adapters) + 1, path=path))
+
+    async def unload_adapter(self, name: str) -> None:
+        if name not in [adapter.name for adapter in self.adapters]:
+            raise unknown_adapter(name, self.adapters)
+        self.adapters = [adapter for adapter in self.adapters if adapter.name != name]
 
     async def reset_cache(self) -> int:
         self.cache_resets += 1

@@ -227,11 +227,38 @@ def test_profiles(tmp_path: Path) -> None:
     assert refused.status_code == 409 and "--profile-dir" in error_of(refused)["message"]
 
 
-def test_adapters_are_honestly_missing() -> None:
-    for what in ("load", "unload"):
-        response = request(ScriptedEngine(), "POST", f"/admin/lora/{what}", CONFIG, headers=ADMIN)
-        assert response.status_code == 501
-        assert "no adapters" in error_of(response)["message"]
+@pytest.mark.parametrize(
+    ("load_path", "unload_path"),
+    [("/admin/lora/load", "/admin/lora/unload"), ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")],
+)
+def test_adapters_come_and_go(load_path: str, unload_path: str) -> None:
+    async def scenario(client: httpx.AsyncClient, gate: Gate, engine: ScriptedEngine) -> None:
+        async def tell(path: str, key: dict[str, str] = ADMIN, **body: str) -> httpx.Response:
+            return await client.post(path, json=body, headers=key)
+
+        assert (await tell(load_path, USER, lora_name="red", lora_path="/red")).status_code == 403
+        assert (await tell(load_path, {}, lora_name="red", lora_path="/red")).status_code == 401
+        assert (await tell(load_path, lora_name="red")).status_code == 400
+        refused = await tell(load_path, lora_name="red", lora_path="nowhere")
+        assert refused.status_code == 400 and error_of(refused)["param"] == "lora_path"
+        assert not engine.adapters
+        loaded = await tell(load_path, lora_name="red", lora_path="/red")
+        assert loaded.json() == {"adapters": ["red"]} and engine.adapters[0].path == "/red"
+        assert (await client.post(CHAT, json=HELLO | {"model": "red"}, headers=USER)).status_code == 200
+        assert (await tell(unload_path, USER, lora_name="red")).status_code == 403
+        assert (await tell(unload_path, lora_name="blue")).status_code == 404
+        assert (await tell(unload_path, lora_name="red")).json() == {"adapters": []}
+        assert (await client.post(CHAT, json=HELLO | {"model": "red"}, headers=USER)).status_code == 404
+
+    run(scenario, answer("a"))
+
+
+def test_without_admin_keys_nobody_loads_adapters() -> None:
+    engine = ScriptedEngine()
+    body = {"lora_name": "red", "lora_path": "/red"}
+    for path in ("/admin/lora/load", "/v1/load_lora_adapter"):
+        assert request(engine, "POST", path, json=body).status_code == 404
+    assert not engine.adapters
 
 
 def test_keys_are_read_again(tmp_path: Path) -> None:

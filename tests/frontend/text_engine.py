@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.frontend.scripted_engine import ScriptedEngine, Step
 from weft.backends.abilities import cannot, check_abilities
-from weft.backends.contract import Abilities, Embedding, Prompt, ReadDelta, tokens_unknown
+from weft.backends.contract import PLAIN_TERMS, Abilities, Embedding, Prompt, ReadDelta, Terms, tokens_unknown
 from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Piece, Reasoning
 from weft.types import Delta, FinishReason, Pooling, SamplingParams, Usage
 
@@ -69,26 +69,20 @@ class TextEngine(ScriptedEngine):
         self,
         prompt: Prompt,
         params: SamplingParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         sibling_of: str = "",
         markers: Collection[str] = (),
     ) -> Any:
-        check_abilities(self, params, priority=priority, cache_salt=cache_salt)
+        check_abilities(self, params, terms)
         self.asked.append(prompt)
         return await super().submit(
             prompt,  # type: ignore[arg-type]
             params,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            priority=priority,
-            tenant=tenant,
+            terms,
             sibling_of=sibling_of,
             markers=markers,
         )
 
-    async def embed(self, prompt: Prompt, pooling: Pooling, **options: Any) -> Embedding:  # type: ignore[override]
+    async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:  # type: ignore[override]
         raise cannot(self.name, "make embeddings")

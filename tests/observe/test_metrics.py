@@ -78,7 +78,7 @@ def test_names_types_and_labels() -> None:
 def test_an_alias_tells_what_its_own_tells() -> None:
     metrics = Metrics("m", ScriptedEngine())
     metrics.time_to_first_token.observe(0.03)
-    metrics.finished(FinishReason.STOP, 0.5)
+    metrics.finished("m", FinishReason.STOP, 0.5)
     found = samples(exposition([metrics]).decode())
     aliases = {name: value for name, value in found.items() if name.startswith("vllm:")}
     assert len(aliases) > 50
@@ -155,7 +155,7 @@ def test_a_histogram_s_bounds_belong_to_their_buckets(value: float, bucket: int)
 def test_every_reason_is_counted() -> None:
     metrics = Metrics("m", ScriptedEngine())
     for reason in FinishReason:
-        metrics.finished(reason, 1.0)
+        metrics.finished("m", reason, 1.0)
     found = samples(exposition([metrics]).decode())
     assert [found[f"weft_request_success_total{{'finished_reason': '{reason}'}}"] for reason in FinishReason] == [1] * 6
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from msgspec.structs import replace
 
 from tests.scheduler.simulation import VOCAB, Simulation, expected_output, limits, request
 from weft.plan import Limits
 from weft.scheduler.blocks import BlockPool
 from weft.scheduler.prefix import KeyChain, block_key, find_prefix, root_key
-from weft.types import Request
+from weft.types import Adapter, Request
 
 LONG = [(i * 7 + i // 50) % VOCAB for i in range(1000)]
 
@@ -52,8 +53,18 @@ def test_a_key_depends_on_parent_and_tokens() -> None:
 
 
 def test_a_root_depends_on_salt_and_adapter() -> None:
-    roots = {root_key(""), root_key("a"), root_key("", "a"), root_key("a", "a"), root_key("a', 'a")}
-    assert len(roots) == 5
+    one, later = (Adapter(name="a", number=number, path="/a") for number in (1, 2))
+    roots = {root_key(""), root_key("a"), root_key("", one), root_key("a", one), root_key("", later), root_key("', 1")}
+    assert len(roots) == 6, "a name may be another adapter's later"
+
+
+def test_what_was_computed_with_an_adapter_is_for_that_adapter_alone() -> None:
+    simulation = Simulation(long_context())
+    adapters = [None, *(Adapter(name=name, number=i, path=f"/{name}") for i, name in enumerate(("a", "b"), 1))]
+    for turn in range(2):
+        for number, adapter in enumerate(adapters):
+            asked = replace(request(f"{turn}-{number}", LONG, 4), adapter=adapter)
+            assert serve(simulation, asked).cached == (992 if turn else 0)
 
 
 @pytest.mark.parametrize(

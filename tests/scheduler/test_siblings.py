@@ -7,12 +7,13 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from tests.scheduler.simulation import VOCAB, Simulation, expected_output, limits, request
 from weft.errors import InvalidRequest
 from weft.plan import Limits
 from weft.scheduler.scheduler import Scheduler
-from weft.types import FinishReason, Request
+from weft.types import Adapter, FinishReason, Request
 
 PROMPT = [(7 * i + i // 50) % VOCAB for i in range(500)]
 BOTH = pytest.mark.parametrize("caching", [True, False])
@@ -113,9 +114,14 @@ def test_a_sibling_without_a_leader_goes_by_itself(end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "stranger", [request("s", PROMPT[:20], sibling_of="0"), request("s", PROMPT[:30], salt="x", sibling_of="0")]
+    "stranger",
+    [
+        request("s", PROMPT[:20], sibling_of="0"),
+        request("s", PROMPT[:30], salt="x", sibling_of="0"),
+        replace(request("s", PROMPT[:30], sibling_of="0"), adapter=Adapter(name="a", number=1, path="/a")),
+    ],
 )
-def test_another_prompt_or_another_salt_is_no_sibling(stranger: Request) -> None:
+def test_another_prompt_or_another_salt_or_another_adapter_is_no_sibling(stranger: Request) -> None:
     simulation = Simulation(limits())
     simulation.add(request("0", PROMPT[:30], 4))
     with pytest.raises(InvalidRequest, match="is no sibling of '0'") as refusal:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from weft.backends.contract import Abilities, not_taken, tokens_unknown
+from weft.backends.contract import PLAIN_TERMS, Abilities, Terms, not_taken, tokens_unknown
 from weft.errors import WeftError
 from weft.types import SamplingParams
 
@@ -62,17 +62,16 @@ ASKED = (
 NEED_TOKENS = frozenset({"logprobs", "prompt_logprobs"})
 
 
-def check_abilities(engine: Able, params: SamplingParams, *, priority: int = 0, cache_salt: str = "") -> None:
+def check_abilities(engine: Able, params: SamplingParams, terms: Terms = PLAIN_TERMS) -> None:
     """Raise InvalidRequest for the first thing that this engine does not take."""
     for asked in ASKED:
         if asked.by(params) and not getattr(engine.abilities, asked.ability):
             if asked.field in NEED_TOKENS and not engine.abilities.tokens:
                 raise tokens_unknown(engine.name, asked.field, asked.field)
             raise not_taken(engine.name, asked.field)
-    if priority and not engine.abilities.priority:
-        raise not_taken(engine.name, "priority")
-    if cache_salt and not engine.abilities.cache_salt:
-        raise not_taken(engine.name, "cache_salt")
+    for field, ability in (("priority", "priority"), ("cache_salt", "cache_salt"), ("adapter", "lora")):
+        if getattr(terms, field) and not getattr(engine.abilities, ability):
+            raise not_taken(engine.name, field)
 
 
 def cannot(engine_name: str, what: str) -> NotSupported:

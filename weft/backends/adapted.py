@@ -13,6 +13,7 @@ from typing import Any
 from weft.backends.abilities import cannot, check_abilities
 from weft.backends.base import BaseEngine
 from weft.backends.contract import (
+    PLAIN_TERMS,
     Abilities,
     ChatPrompt,
     ChatStyles,
@@ -21,13 +22,15 @@ from weft.backends.contract import (
     Health,
     ImageUpdates,
     Prompt,
+    Terms,
+    not_taken,
     tokens_unknown,
 )
 from weft.config import Config
 from weft.errors import InvalidRequest
 from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.text.tokenizer import Tokenizer
-from weft.types import Delta, EngineStats, FinishReason, ImageParams, ModelInfo, Pooling, SamplingParams
+from weft.types import Adapter, Delta, EngineStats, FinishReason, ImageParams, ModelInfo, Pooling, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +83,7 @@ class AdaptedDeltas(Deltas):
 class AdaptedEngine:
     abilities = ABILITIES
     styles = ChatStyles()
+    adapters: Collection[Adapter] = ()
 
     def __init__(self, inner: BaseEngine, config: Config) -> None:
         self.name = config.backend.engine
@@ -115,16 +119,13 @@ class AdaptedEngine:
         self,
         prompt: Prompt,
         params: SamplingParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         sibling_of: str = "",
         markers: Collection[str] = (),
     ) -> AdaptedDeltas:
         params.check()
-        check_abilities(self, params, priority=priority, cache_salt=cache_salt)
+        check_abilities(self, params, terms)
         if not isinstance(prompt, str):
             raise InvalidRequest(
                 f"The engine {self.name} takes text, and neither conversations nor token ids.",
@@ -135,31 +136,25 @@ class AdaptedEngine:
         given = {word: getattr(params, word) for word in WORDS}
         return AdaptedDeltas(self, prompt, {word: v for word, v in given.items() if v != getattr(PLAIN, word)})
 
-    async def embed(
-        self,
-        prompt: Prompt,
-        pooling: Pooling,
-        *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
-    ) -> Embedding:
+    async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         raise cannot(self.name, "embed")
 
     async def draw(
         self,
         prompt_token_ids: list[int],
         image: ImageParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         prompt_embeds: PromptEmbeds | None = None,
         additional_information: AdditionalInformation | None = None,
     ) -> ImageUpdates:
         raise cannot(self.name, "draw images")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        raise not_taken(self.name, "adapter")
+
+    async def unload_adapter(self, name: str) -> None:
+        raise not_taken(self.name, "adapter")
 
     def health(self) -> Health:
         return Health(True) if self.inner.health_check() else Health(False, "failed")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -14,7 +14,7 @@ from weft.text.parsers.pieces import Piece
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle
 from weft.text.tokenizer import Tokenizer
-from weft.types import Delta, EngineStats, FinishReason, ImageParams, ModelInfo, Pooling, SamplingParams, Usage
+from weft.types import Adapter, Delta, EngineStats, FinishReason, ImageParams, ModelInfo, Pooling, SamplingParams, Usage
 
 
 class Health(Struct, frozen=True):
@@ -68,6 +68,11 @@ def not_taken(engine_name: str, field: str) -> InvalidRequest:
     )
 
 
+def unknown_adapter(name: str, adapters: Iterable[Adapter]) -> InvalidRequest:
+    there = ", ".join(adapter.name for adapter in adapters)
+    return InvalidRequest(f"There is no adapter {name!r:.200}.", hint=f"There are: {there or 'none'}.", param="adapter")
+
+
 def num_tokens(prompt: Prompt) -> int:
     """As far as is known on this side: 0 for text."""
     return len(prompt) if isinstance(prompt, list) else 0
@@ -82,6 +87,22 @@ class ReadDelta(Delta, frozen=True, kw_only=True):
     among the pieces."""
 
     pieces: Sequence[Piece] = ()
+
+
+class Terms(Struct, frozen=True, kw_only=True):
+    """On which terms a request is computed, whatever it asks for."""
+
+    request_id: str = ""
+    """No two that are open have the same; empty: one is made up."""
+    cache_salt: str = ""
+    priority: int = 0
+    tenant: str = ""
+    adapter: str | None = None
+    """The name of one of the engine's adapters; None: the one called `default`, if there is one; empty: the model as it
+    is."""
+
+
+PLAIN_TERMS = Terms()
 
 
 class Deltas(Protocol):
@@ -199,6 +220,18 @@ class Engine(Protocol):
     @property
     def styles(self) -> ChatStyles: ...
 
+    @property
+    def adapters(self) -> Collection[Adapter]:
+        """Those that requests may name now."""
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """From a directory of the engine's machine, which the operator named. When it returns, the engine has read it.
+        Raises ModelError for what is no adapter of this model; InvalidRequest where there can be none
+        (`Abilities.lora`)."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Requests that have begun with it go on. Raises InvalidRequest when there is none of that name."""
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -217,11 +250,8 @@ class Engine(Protocol):
         self,
         prompt: Prompt,
         params: SamplingParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         sibling_of: str = "",
         markers: Collection[str] = (),
     ) -> Deltas:
@@ -234,27 +264,15 @@ class Engine(Protocol):
         must call `aclose`.
         """
 
-    async def embed(
-        self,
-        prompt: Prompt,
-        pooling: Pooling,
-        *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
-    ) -> Embedding:
+    async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         """The prompt as one vector of length 1. Raises as `submit` does. Cancelling it ends the request."""
 
     async def draw(
         self,
         prompt_token_ids: list[int],
         image: ImageParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         prompt_embeds: PromptEmbeds | None = None,
         additional_information: AdditionalInformation | None = None,
     ) -> ImageUpdates:

@@ -14,23 +14,22 @@ from typing import Any
 from msgspec import Struct
 
 from weft import config as configuration
+from weft.backends.adapters import adapter_settings
 from weft.backends.asking import Asked
 from weft.backends.base import BaseEngine, InferMetrics
-from weft.backends.contract import Engine, not_taken, text_prompt
+from weft.backends.contract import Engine, Terms, not_taken, text_prompt
 from weft.backends.hybrid import check_engine, start_engine
 from weft.backends.keywords import LoadWishes, Wishes, load_wishes_of, wishes_of
 from weft.backends.loading import LoadStage, Start, load_safely
 from weft.backends.looped import LoopedEngine
-from weft.backends.registry import engine_named
 from weft.backends.starting import Load
 from weft.backends.text_room import check_prompt
 from weft.config import Config
-from weft.errors import ConfigError, InvalidRequest, Unavailable
+from weft.errors import InvalidRequest, Unavailable
+from weft.hub.registry_file import DEFAULT_ADAPTER
 from weft.types import Delta, FinishReason
 
 GIB = 2**30
-DEFAULT_ADAPTER = "default"
-"""What the adapter of `adapter_path` is called."""
 
 
 class HostedEngine(BaseEngine):
@@ -40,8 +39,6 @@ class HostedEngine(BaseEngine):
         self._words = settings if engine == "auto" else {**settings, "engine": engine}
         self._looped: LoopedEngine | None = None
         self._stage = LoadStage("resolve")
-        self._adapter = ""
-        """Of a request that does not name one."""
         self._loading = threading.Lock()
         self._configure({})
 
@@ -54,8 +51,7 @@ class HostedEngine(BaseEngine):
     def load_model(self, model_path: str, adapter_path: str | None = None, **kwargs: Any) -> None:
         """`kwargs` are settings of Weft, and `LoadWishes`. With load_mode async_load it returns at once:
         `get_model_info` tells the stage, `health_check` when it is done."""
-        wishes, config = self._configure({**kwargs, "model": model_path})
-        adapters = wishes.adapters | ({DEFAULT_ADAPTER: adapter_path} if adapter_path else {})
+        wishes, config = self._configure({**kwargs, "model": model_path}, adapter_path)
         with self._loading:
             self._unload()
             if wishes.load_mode == "check_only":
@@ -63,14 +59,14 @@ class HostedEngine(BaseEngine):
                     pool.submit(asyncio.run, check_engine(config)).result()
                 return
             load: Load[Engine] = _as_it_is if wishes.skip_vram_check else partial(load_safely, report=self._note)
-            if adapters or wishes.enable_lora:
-                load = partial(with_adapters, load, adapters)
             in_background = wishes.load_mode == "async_load"
             self._looped = LoopedEngine(lambda: start_engine(config, load), in_background=in_background)
-            self._adapter = DEFAULT_ADAPTER if adapter_path else ""
 
-    def _configure(self, words: dict[str, Any]) -> tuple[LoadWishes, Config]:
+    def _configure(self, words: dict[str, Any], adapter_path: str | None = None) -> tuple[LoadWishes, Config]:
         wishes, chosen = load_wishes_of({**self._words, **words})
+        adapters = wishes.adapters | ({DEFAULT_ADAPTER: adapter_path} if adapter_path else {})
+        if adapters:
+            chosen["adapter"] = [*chosen.get("adapter", ()), *adapter_settings(adapters)]
         config = configuration.load(chosen)
         if not words or "stream_chunk_size" in words:
             self.stream_chunk_size = config.backend.stream_chunk_size
@@ -130,7 +126,7 @@ class HostedEngine(BaseEngine):
     def infer(self, prompt: str, **kwargs: Any) -> Generator[str, None, None]:
         """A request that cannot be is refused here; it begins with the first piece that is asked for."""
         looped = self._loaded()
-        return self._stream(looped, _question(looped.engine, prompt, kwargs, self._adapter))
+        return self._stream(looped, _question(looped.engine, prompt, kwargs))
 
     def _stream(self, looped: LoopedEngine, question: _Question) -> Generator[str, None, None]:
         with (
@@ -143,7 +139,7 @@ class HostedEngine(BaseEngine):
 
     async def async_infer(self, prompt: str, **kwargs: Any) -> AsyncGenerator[str, None]:
         looped = self._loaded()
-        question = await asyncio.to_thread(_question, looped.engine, prompt, kwargs, self._adapter)
+        question = await asyncio.to_thread(_question, looped.engine, prompt, kwargs)
         with self._watched(question) as watch:
             answer = looped.follow_async(question.asked.submit, question.wishes.request_id, watch.saw)
             count = _TokenCount()
@@ -161,7 +157,6 @@ class HostedEngine(BaseEngine):
                 looped.engine,
                 prompt,
                 kwargs | ({"request_id": f"{given}-{number}"} if given else {}),
-                self._adapter,
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -218,14 +213,6 @@ async def _as_it_is(start: Start, config: Config) -> Engine:
     return await start(config)
 
 
-async def with_adapters(load: Load[Engine], adapters: dict[str, str], start: Any, config: Config) -> Engine:
-    """Load an engine with LoRA directories by name. Raises ConfigError where it takes none."""
-    spec = engine_named(config.backend.engine)
-    if not spec.takes_adapters:
-        raise ConfigError(f"The engine {spec.name} takes no LoRA adapters.")
-    return await load(partial(start, adapters=adapters), config)
-
-
 class _Question(Struct, frozen=True):
     """A prompt that an engine can be asked to continue."""
 
@@ -233,7 +220,7 @@ class _Question(Struct, frozen=True):
     wishes: Wishes
 
 
-def _question(engine: Engine, text: str, words: dict[str, Any], adapter: str) -> _Question:
+def _question(engine: Engine, text: str, words: dict[str, Any]) -> _Question:
     """Raises InvalidRequest for what this engine cannot answer."""
     if not text:
         raise InvalidRequest("The prompt is empty.", param="prompt")
@@ -244,15 +231,13 @@ def _question(engine: Engine, text: str, words: dict[str, Any], adapter: str) ->
         check_prompt(engine.model, prompt, wishes.params)
     if wishes.lora_name and not engine.abilities.lora:
         raise not_taken(engine.name, "lora_name")
-    asked = Asked(
-        prompt=prompt,
-        params=wishes.params,
+    terms = Terms(
         request_id=wishes.request_id,
         cache_salt=wishes.cache_salt,
         priority=wishes.priority,
-        adapter=adapter if wishes.lora_name is None else wishes.lora_name,
+        adapter=wishes.lora_name,
     )
-    return _Question(asked, wishes)
+    return _Question(Asked(prompt=prompt, params=wishes.params, terms=terms), wishes)
 
 
 class _TokenCount:

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from weft.backends.asking import Asked
 from weft.backends.continued import ContinuedDeltas
 from weft.backends.contract import (
+    PLAIN_TERMS,
     Abilities,
     ChatPrompt,
     ChatStyles,
@@ -26,16 +27,17 @@ from weft.backends.contract import (
     Health,
     ImageUpdates,
     Prompt,
+    Terms,
 )
 from weft.backends.loading import check_load, load_safely
 from weft.backends.registry import EngineSpec, engines_in_order
 from weft.backends.starting import Load, start_first
 from weft.config import Config
 from weft.engine.client import COUNTERS
-from weft.errors import EngineFault, Unavailable
+from weft.errors import EngineFault, Unavailable, WeftError
 from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.text.tokenizer import Tokenizer
-from weft.types import EngineStats, ImageParams, ModelInfo, Pooling, SamplingParams
+from weft.types import Adapter, EngineStats, ImageParams, ModelInfo, Pooling, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +114,10 @@ class HybridEngine:
     def styles(self) -> ChatStyles:
         return self._engine.styles
 
+    @property
+    def adapters(self) -> Collection[Adapter]:
+        return self._engine.adapters
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -152,26 +158,12 @@ class HybridEngine:
         self,
         prompt: Prompt,
         params: SamplingParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         sibling_of: str = "",
         markers: Collection[str] = (),
-        adapter: str = "",
     ) -> ContinuedDeltas:
-        asked = Asked(
-            prompt=prompt,
-            params=params,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            priority=priority,
-            tenant=tenant,
-            sibling_of=sibling_of,
-            markers=markers,
-            adapter=adapter,
-        )
+        asked = Asked(prompt=prompt, params=params, terms=terms, sibling_of=sibling_of, markers=markers)
         engine = await self._living()
         try:
             answer = await asked.submit(engine)
@@ -182,38 +174,22 @@ class HybridEngine:
             answer = await asked.submit(engine)
         return ContinuedDeltas(self, asked, engine, answer)
 
-    async def embed(
-        self,
-        prompt: Prompt,
-        pooling: Pooling,
-        *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
-    ) -> Embedding:
-        async def ask(engine: Engine) -> Embedding:
-            return await engine.embed(
-                prompt, pooling, request_id=request_id, cache_salt=cache_salt, priority=priority, tenant=tenant
-            )
-
+    async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         engine = await self._living()
         try:
-            return await ask(engine)
+            return await engine.embed(prompt, pooling, terms)
         except (Unavailable, EngineFault):
             if not self.lost(engine):
                 raise
-            return await ask(await self.successor_of(engine))
+            engine = await self.successor_of(engine)
+            return await engine.embed(prompt, pooling, terms)
 
     async def draw(
         self,
         prompt_token_ids: list[int],
         image: ImageParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         prompt_embeds: PromptEmbeds | None = None,
         additional_information: AdditionalInformation | None = None,
     ) -> ImageUpdates:
@@ -222,13 +198,16 @@ class HybridEngine:
         return await engine.draw(
             prompt_token_ids,
             image,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            priority=priority,
-            tenant=tenant,
+            terms,
             prompt_embeds=prompt_embeds,
             additional_information=additional_information,
         )
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await self._engine.load_adapter(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._engine.unload_adapter(name)
 
     async def reset_cache(self) -> int:
         return await self._engine.reset_cache()
@@ -306,6 +285,7 @@ class HybridEngine:
             log.warning("The engine %s has taken over from %s.", self._engine.name, old.name)
             self._past = {name: past + getattr(counted, name) for name, past in self._past.items()}
             self._past_restarts += restarts + 1
+            await self._bring_adapters(old.adapters)
         self._taking_over = False
         self._last_well = time.monotonic()
         self._end_turn()
@@ -314,6 +294,18 @@ class HybridEngine:
         if not self._others:
             raise Unavailable(f"The engine {lost.name} is lost, and there is no other.")
         return await self._start_first(self._others)
+
+    async def _bring_adapters(self, wanted: Collection[Adapter]) -> None:
+        """The engine has those that it was configured with; the operator may have changed them since."""
+        for own in {adapter.name for adapter in self._engine.adapters} - {adapter.name for adapter in wanted}:
+            await self._engine.unload_adapter(own)
+        known = {adapter.name for adapter in self._engine.adapters}
+        for adapter in wanted:
+            if adapter.name not in known:
+                try:
+                    await self._engine.load_adapter(adapter.name, adapter.path)
+                except WeftError as error:
+                    log.error("The adapter %s is not there any more: %s", adapter.name, error)
 
     def _end_turn(self) -> None:
         """Let those go on who wait for another engine."""

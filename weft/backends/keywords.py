@@ -87,9 +87,7 @@ class LoadWishes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     skip_vram_check: bool = False
     """Start the engine as it was asked for, without a plan of its memory and without trying less."""
     adapters: dict[str, str] = {}
-    """LoRA directories by the names that requests give."""
-    enable_lora: bool = False
-    """Make room for adapters, though none is named yet."""
+    """LoRA directories by the names that requests give: --adapter, for a program."""
 
 
 def load_wishes_of(words: Mapping[str, Any]) -> tuple[LoadWishes, dict[str, Any]]:

@@ -16,7 +16,7 @@ from contextlib import aclosing
 from itertools import repeat
 from typing import Any, TypeVar
 
-from weft.backends.contract import Deltas, Engine, Prompt, failure_of
+from weft.backends.contract import PLAIN_TERMS, Deltas, Engine, Prompt, Terms, failure_of
 from weft.errors import InvalidRequest, Unavailable
 from weft.types import Delta, SamplingParams
 
@@ -32,8 +32,8 @@ LETTING_GO_S = 5.0
 CLOSED = "The engine was closed."
 
 
-def submitting(prompt: Prompt, params: SamplingParams) -> Ask:
-    return lambda engine: engine.submit(prompt, params)
+def submitting(prompt: Prompt, params: SamplingParams, terms: Terms = PLAIN_TERMS) -> Ask:
+    return lambda engine: engine.submit(prompt, params, terms)
 
 
 def _unseen(delta: Delta) -> None:
@@ -111,9 +111,11 @@ class LoopedEngine:
             future.cancel()
             raise
 
-    def stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Delta, None, None]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams, terms: Terms = PLAIN_TERMS
+    ) -> Generator[Delta, None, None]:
         """The answer as it comes; raises the error that it ends with. Leaving the generator early aborts."""
-        return self.follow(submitting(prompt, params))
+        return self.follow(submitting(prompt, params, terms))
 
     def follow(self, ask: Ask, name: str = "", saw: Saw = _unseen) -> Generator[Delta, None, None]:
         """The same for a request that is asked in any way; `abort` ends it by its name. `saw` is called with every

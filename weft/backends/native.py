@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
+from msgspec.structs import replace
+
+from weft.backends.abilities import check_abilities
+from weft.backends.adapters import Adapters, adapter_paths
 from weft.backends.contract import (
+    PLAIN_TERMS,
     Abilities,
     Deltas,
     Embedding,
@@ -17,21 +22,24 @@ from weft.backends.contract import (
     ImageUpdates,
     Prompt,
     Take,
+    Terms,
     failure_of,
+    not_taken,
     tokens_of,
 )
-from weft.backends.text_room import TextRoom, check_prompt, open_text_room
+from weft.backends.text_room import TextRoom, open_text_room
 from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.engine.launch import EngineProcess, LaunchedEngine
 from weft.engine.wire import ResetCache, StartProfile, StopProfile, Vocabulary
-from weft.errors import ContextTooLong, EngineFault, InvalidRequest
+from weft.errors import ContextTooLong, EngineFault, InvalidRequest, ModelError, WeftError
 from weft.hub.files import ModelFiles
 from weft.hub.manager import find_model
 from weft.payloads import AdditionalInformation, GivenTexts, PromptEmbeds, given_texts
 from weft.text.grammars.words import words_of
 from weft.text.output import OutputText
 from weft.types import (
+    Adapter,
     Arrival,
     Delta,
     EngineStats,
@@ -58,7 +66,9 @@ async def start_native(
     opening = asyncio.create_task(asyncio.to_thread(open_text_room, files, config.model))
     try:
         await client.start()
-        return NativeEngine(client, await opening)
+        engine = NativeEngine(client, await opening, Adapters(client.model.name, files))
+        await engine.load_adapters(adapter_paths(config))
+        return engine
     except BaseException:
         await client.close()
         raise
@@ -190,8 +200,10 @@ class NativeEngine:
     name = "native"
     abilities = Abilities(lora=False)
 
-    def __init__(self, client: EngineClient, room: TextRoom) -> None:
+    def __init__(self, client: EngineClient, room: TextRoom, adapters: Adapters) -> None:
         self.client = client
+        self._adapters = adapters
+        self._adding = asyncio.Lock()
         self.tokenizer = room.tokenizer
         self.styles = room.styles
         self.encode_chat = room.encode_chat
@@ -205,50 +217,33 @@ class NativeEngine:
         self,
         prompt: Prompt,
         params: SamplingParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         sibling_of: str = "",
         markers: Collection[str] = (),
     ) -> NativeDeltas:
+        check_abilities(self, params, terms)
         request = self._room.request_of(
             self.model,
             tokens_of(prompt),
             params,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            priority=priority,
-            tenant=tenant,
+            terms,
             sibling_of=sibling_of,
+            adapter=self._adapters.chosen(terms.adapter),
         )
         if params.grammar and self.client.vocabulary is None:
             words = await asyncio.to_thread(words_of, self.tokenizer)
             self.client.vocabulary = Vocabulary(words.tokens, words.special_ids, words.eos_token_ids)
         return NativeDeltas(self.client, request, OutputText(self.tokenizer, request, markers))
 
-    async def embed(
-        self,
-        prompt: Prompt,
-        pooling: Pooling,
-        *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
-    ) -> Embedding:
+    async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         prompt_token_ids = tokens_of(prompt)
-        params = SamplingParams(temperature=0, seed=0, max_tokens=1)
-        check_prompt(self.model, prompt_token_ids, params)
-        check_priority(priority)
-        request = Request(
-            request_id=request_id or uuid.uuid4().hex,
-            prompt_token_ids=prompt_token_ids,
-            params=params,
-            cache_salt=cache_salt,
-            priority=priority,
-            tenant=tenant,
+        params = SamplingParams(temperature=0, seed=0, max_tokens=1, ignore_eos=True)
+        check_abilities(self, params, terms)
+        request = replace(
+            self._room.request_of(
+                self.model, prompt_token_ids, params, terms, adapter=self._adapters.chosen(terms.adapter)
+            ),
             pooling=pooling,
         )
         deltas = NativeDeltas(self.client, request, OutputText(self.tokenizer, request))
@@ -266,23 +261,22 @@ class NativeEngine:
         self,
         prompt_token_ids: list[int],
         image: ImageParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         prompt_embeds: PromptEmbeds | None = None,
         additional_information: AdditionalInformation | None = None,
     ) -> NativeImageUpdates:
         drawn_by = self._painter_of(prompt_token_ids, image)
-        check_priority(priority)
+        check_priority(terms.priority)
+        if terms.adapter:
+            raise InvalidRequest("Adapters are for text: no image is drawn with one.", param="adapter")
         request = Request(
-            request_id=request_id or uuid.uuid4().hex,
+            request_id=terms.request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt_token_ids,
             params=SamplingParams(temperature=0, seed=0, max_tokens=1),
-            cache_salt=cache_salt,
-            priority=priority,
-            tenant=tenant,
+            cache_salt=terms.cache_salt,
+            priority=terms.priority,
+            tenant=terms.tenant,
             image=image,
             given=given_texts(prompt_embeds, additional_information, known=drawn_by.information),
         )
@@ -290,6 +284,32 @@ class NativeEngine:
             # To look at every value takes a while: the streams of others go on meanwhile.
             await asyncio.to_thread(request.check_given, max_rows=drawn_by.max_prompt_tokens, width=drawn_by.text_width)
         return NativeImageUpdates(self.client, request, drawn_by.num_tokens * image.passes_per_step)
+
+    @property
+    def adapters(self) -> Collection[Adapter]:
+        return tuple(self._adapters)
+
+    async def load_adapters(self, paths: Mapping[str, str]) -> None:
+        for name, path in paths.items():
+            await self.load_adapter(name, path)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """It is tried with one token: an adapter that the engine cannot read is found out here, and by no client."""
+        if not self.abilities.lora:
+            raise not_taken(self.name, "adapter")
+        async with self._adding:
+            await asyncio.to_thread(self._adapters.add, name, path)
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        try:
+            async for delta in await self.submit([0], params, Terms(adapter=name)):
+                if failure := failure_of(delta):
+                    raise failure
+        except WeftError as error:
+            self._adapters.remove(name)
+            raise ModelError(f"The engine cannot use the adapter {name}: {error}") from error
+
+    async def unload_adapter(self, name: str) -> None:
+        self._adapters.remove(name)
 
     def health(self) -> Health:
         if self.client.state != "ready":

@@ -45,7 +45,7 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     needs_url: bool = False
     """The engine is a server of its own, which --engine-url names: the hardware is there and not here."""
     takes_adapters: bool = False
-    """`start` takes LoRA directories by name: `adapters`."""
+    """It honours --adapter."""
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
@@ -203,6 +203,8 @@ def obstacle(spec: EngineSpec, config: Config | None = None) -> str:
     """Why this engine need not even be tried here; empty: it may well start. Takes no time."""
     if config is not None and spec.needs_url and not config.backend.engine_url:
         return "it needs --engine-url"
+    if config is not None and config.model.wants_adapters and not spec.takes_adapters:
+        return "it takes no LoRA adapters"
     if spec.platform in ("cuda", "ascend") and not spec.needs_url and accelerator() != spec.platform:
         return f"this machine has no {DEVICES[spec.platform]}"
     missing = [package for package in spec.requires if find_spec(package) is None]

@@ -10,11 +10,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.backends.contract import Engine, Need, StageReport
-from weft.backends.hosted import with_adapters
 from weft.backends.hybrid import check_engine, start_engine
 from weft.backends.loading import LoadStage, load_safely, plan_safely
 from weft.backends.registry import ALIASES, ORDERED_LIST, engines, engines_in_order, obstacle
-from weft.backends.starting import Load
 from weft.config import Config, ModelEntry, ModelOptions, nearest
 from weft.errors import ConfigError, WeftError
 from weft.hub.hardware import inspect_machine
@@ -100,10 +98,7 @@ class FileRoster:
         return Need(num_bytes=plan.needed_bytes, libraries=plan.room.libraries, problem=problem)
 
     async def start(self, entry: ModelEntry, report: StageReport) -> Engine:
-        load: Load[Engine] = partial(load_safely, report=_heard(report))
-        if entry.adapters:
-            load = partial(with_adapters, load, entry.adapters)
-        return await start_engine(entry.config, load)
+        return await start_engine(entry.config, partial(load_safely, report=_heard(report)))
 
     async def check(self) -> list[Checked]:
         """Find, fetch and check every model, and plan its load; one after the other."""

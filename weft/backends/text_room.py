@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from weft.backends.contract import ChatPrompt, ChatStyles
+from weft.backends.contract import PLAIN_TERMS, ChatPrompt, ChatStyles, Terms
 from weft.config import ModelOptions
 from weft.errors import ContextTooLong, InvalidRequest
 from weft.hub.assets import text_assets
@@ -19,7 +19,7 @@ from weft.text.parsers.styles import reasoning_style, tool_style
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
 from weft.text.tool_prompt import without_tools
-from weft.types import ModelInfo, Request, SamplingParams, check_priority, check_token_ids
+from weft.types import Adapter, ModelInfo, Request, SamplingParams, check_priority, check_token_ids
 
 STYLE_IN_WORDS = "hermes"
 """How a model writes calls that was told of its tools by its system message."""
@@ -65,20 +65,18 @@ class TextRoom:
         model: ModelInfo,
         prompt_token_ids: list[int],
         params: SamplingParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         sibling_of: str = "",
+        adapter: Adapter | None = None,
     ) -> Request:
         """The request as an engine of this model sees it, with every default resolved. Raises InvalidRequest."""
         check_prompt(model, prompt_token_ids, params)
-        check_priority(priority)
+        check_priority(terms.priority)
         room = model.max_model_len - len(prompt_token_ids)
         ends = () if params.ignore_eos else self.tokenizer.eos_token_ids
         return Request(
-            request_id=request_id or uuid.uuid4().hex,
+            request_id=terms.request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt_token_ids,
             params=replace(
                 params,
@@ -86,10 +84,11 @@ class TextRoom:
                 seed=secrets.randbits(63) if params.seed is None else params.seed,
             ),
             stop_token_ids=list(dict.fromkeys((*ends, *params.stop_token_ids))),
-            cache_salt=cache_salt,
-            priority=priority,
-            tenant=tenant,
+            cache_salt=terms.cache_salt,
+            priority=terms.priority,
+            tenant=terms.tenant,
             sibling_of=sibling_of,
+            adapter=adapter,
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from msgspec import Struct, convert
 from msgspec.structs import asdict, replace
 
-from weft.backends.contract import Engine, failure_of
+from weft.backends.contract import Engine, Terms, failure_of
 from weft.backends.native import start_native
 from weft.bench.environment import environment
 from weft.bench.serve import FIRST_TOKEN_ID
@@ -262,7 +262,7 @@ class _Bench:
         async def chat(prompt: list[int]) -> Chat:
             async with turn:
                 taken = Chat(time.perf_counter())
-                deltas = await self._engine.submit(prompt, self._params, cache_salt=str(self._num_served))
+                deltas = await self._engine.submit(prompt, self._params, Terms(cache_salt=str(self._num_served)))
                 await deltas.follow(taken.take)
                 return taken
 

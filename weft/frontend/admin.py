@@ -1,23 +1,27 @@
-"""The operator's routes, below /admin. They are there only when there are admin keys, and `lock` opens them to no
-other. Nothing here tells what a prompt says."""
+"""The operator's routes, below /admin, two of them under vLLM's names as well. They are there only when there are
+admin keys, and `lock` opens them to no other. Nothing here tells what a prompt says."""
 
 from __future__ import annotations
 
 import time
+from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Struct
 
-from weft.errors import ConfigError, InvalidRequest, Unavailable
+from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, Unavailable
 from weft.frontend.body import ClientGone, parse, read_body
-from weft.frontend.errors import Conflict, NoRequest, NotHere
+from weft.frontend.errors import Conflict, NoRequest
 from weft.frontend.gate import DRAINING, Gate, Seat
+from weft.frontend.lock import VLLM_LOAD_PATH, VLLM_UNLOAD_PATH
 from weft.frontend.schemas import Fields
 from weft.frontend.service import Service
 
 ENDED = "The operator ended this request."
 MAX_BODY_BYTES = 1 << 16
+
+T = TypeVar("T", bound=Fields)
 
 
 class AbortRequest(Fields):
@@ -25,6 +29,20 @@ class AbortRequest(Fields):
 
     request_id: str
     """A request's own id, or its answer's."""
+
+
+class LoadAdapter(Fields):
+    """POST /admin/lora/load"""
+
+    lora_name: str
+    lora_path: str
+    """A directory of the engine's machine."""
+
+
+class UnloadAdapter(Fields):
+    """POST /admin/lora/unload"""
+
+    lora_name: str
 
 
 class OpenRequest(Struct, frozen=True, kw_only=True):
@@ -40,6 +58,7 @@ class OpenRequest(Struct, frozen=True, kw_only=True):
 def add_admin(app: FastAPI, gate: Gate) -> None:
     _add_requests(app, gate)
     _add_engine(app, gate)
+    _add_adapters(app, gate)
 
 
 def _add_requests(app: FastAPI, gate: Gate) -> None:
@@ -61,10 +80,9 @@ def _add_requests(app: FastAPI, gate: Gate) -> None:
     @app.post("/admin/abort", include_in_schema=False)
     async def abort(request: Request) -> Response:
         try:
-            body = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
+            wanted = (await _read(request, AbortRequest, gate)).request_id
         except ClientGone:
             return Response()
-        wanted = (await parse(AbortRequest, body, gate.config.limits)).request_id
         found = [seat for seat in gate.seats() if wanted in (seat.request_id, seat.answer_id)]
         if not found:
             raise NoRequest(f"No request {wanted!r:.200} is open.", param="request_id")
@@ -104,10 +122,39 @@ def _add_engine(app: FastAPI, gate: Gate) -> None:
         except InvalidRequest as error:
             raise Conflict(str(error)) from error
 
+
+def _add_adapters(app: FastAPI, gate: Gate) -> None:
     @app.post("/admin/lora/load", include_in_schema=False)
+    @app.post(VLLM_LOAD_PATH, include_in_schema=False)
+    async def load(request: Request, model: str = "") -> Response:
+        try:
+            wanted = await _read(request, LoadAdapter, gate)
+        except ClientGone:
+            return Response()
+        service = _service(gate, model)
+        try:
+            await service.engine.load_adapter(wanted.lora_name, wanted.lora_path)
+        except ModelError as error:
+            raise InvalidRequest(error.message, hint=error.hint, param="lora_path") from error
+        return _json({"adapters": service.adapter_names})
+
     @app.post("/admin/lora/unload", include_in_schema=False)
-    async def adapters() -> Response:
-        raise NotHere("This server has no adapters yet: they can be neither loaded nor unloaded.")
+    @app.post(VLLM_UNLOAD_PATH, include_in_schema=False)
+    async def unload(request: Request, model: str = "") -> Response:
+        try:
+            name = (await _read(request, UnloadAdapter, gate)).lora_name
+        except ClientGone:
+            return Response()
+        service = _service(gate, model)
+        if name not in service.adapter_names:
+            raise ModelNotFound(f"There is no adapter {name!r:.200} here.", param="lora_name")
+        await service.engine.unload_adapter(name)
+        return _json({"adapters": service.adapter_names})
+
+
+async def _read(request: Request, kind: type[T], gate: Gate) -> T:
+    body = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
+    return await parse(kind, body, gate.config.limits)
 
 
 def _service(gate: Gate, model: str) -> Service:

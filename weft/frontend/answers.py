@@ -148,6 +148,9 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     """It failed."""
     sizes: list[str] | UnsetType = UNSET
     """Of the images, where it draws."""
+    parent: str | UnsetType = UNSET
+    """Of an adapter: the model that it is for."""
+    root: str | UnsetType = UNSET
 
 
 class ModelList(Struct, frozen=True, kw_only=True):

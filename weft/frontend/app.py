@@ -206,7 +206,8 @@ def _all_cards(gate: Gate) -> list[ModelCard]:
             cards += [replace(card, state=slot.state) for card in _cards(slot.service)]
         else:
             why = public_reason(slot.failure.error) if slot.failure is not None else UNSET
-            cards.append(ModelCard(id=slot.name, created=gate.fleet.created, state=slot.state, why=why))
+            card = ModelCard(id=slot.name, created=gate.fleet.created, state=slot.state, why=why)
+            cards += [card, *(replace(card, id=name, parent=slot.name, root=slot.name) for name in slot.adapter_names)]
     return cards
 
 
@@ -221,7 +222,7 @@ def _residence(slot: Slot) -> Residence:
 
 
 def _cards(service: Service) -> list[ModelCard]:
-    """The model that writes, and the one that draws beside it, if any."""
+    """The model that writes, its adapters, and the one that draws beside it, if any."""
     model = service.engine.model
     writes = ModelCard(
         id=service.model_name,
@@ -229,8 +230,11 @@ def _cards(service: Service) -> list[ModelCard]:
         max_model_len=model.max_model_len or UNSET,
         capabilities=["chat", "completions", *(["embeddings"] if service.engine.abilities.embeddings else [])],
     )
+    adapted = [
+        replace(writes, id=name, parent=service.model_name, root=service.model_name) for name in service.adapter_names
+    ]
     if (painter := model.images) is None:
-        return [writes]
+        return [writes, *adapted]
     draws = ModelCard(
         id=painter.name,
         created=service.created,
@@ -238,7 +242,7 @@ def _cards(service: Service) -> list[ModelCard]:
         capabilities=["images"],
         sizes=[f"{painter.width}x{painter.height}"],
     )
-    return [writes, draws]
+    return [writes, *adapted, draws]
 
 
 def _json(body: object) -> Response:

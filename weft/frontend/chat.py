@@ -41,13 +41,13 @@ async def chat_door(body: bytes, seat: Seat) -> Order:
     service = await seat.choose(request.model)
     service.check_model(request.model)
     chat = await chat_job(request, service)
-    return Order(chat.job, ChatWriter(request, chat, service.model_name, service.engine))
+    return Order(chat.job, ChatWriter(request, chat, service.engine))
 
 
 class ChatWriter:
     """Writes one answer, with all its choices."""
 
-    def __init__(self, request: ChatRequest, chat: ChatJob, model_name: str, engine: Engine) -> None:
+    def __init__(self, request: ChatRequest, chat: ChatJob, engine: Engine) -> None:
         self.answer_id = f"chatcmpl-{request.request_id or uuid.uuid4().hex}"
         self._request = request
         self._chat = chat
@@ -59,7 +59,7 @@ class ChatWriter:
             id=self.answer_id,
             object="chat.completion.chunk",
             created=int(time.time()),
-            model=model_name,
+            model=request.model,
             system_fingerprint=SYSTEM_FINGERPRINT,
         )
         self._frame = ChunkFrame(self._head, include_usage=self._include_usage)

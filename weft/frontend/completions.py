@@ -38,13 +38,13 @@ async def completion_door(body: bytes, seat: Seat) -> Order:
     service = await seat.choose(request.model)
     service.check_model(request.model)
     completion = await completion_job(request, service)
-    return Order(completion.job, CompletionWriter(request, completion, service.model_name, service.engine))
+    return Order(completion.job, CompletionWriter(request, completion, service.engine))
 
 
 class CompletionWriter:
     """Writes one answer, with all the choices of every prompt."""
 
-    def __init__(self, request: CompletionRequest, completion: CompletionJob, model_name: str, engine: Engine) -> None:
+    def __init__(self, request: CompletionRequest, completion: CompletionJob, engine: Engine) -> None:
         self.answer_id = f"cmpl-{request.request_id or uuid.uuid4().hex}"
         self._request = request
         self._completion = completion
@@ -56,7 +56,7 @@ class CompletionWriter:
             id=self.answer_id,
             object="text_completion",
             created=int(time.time()),
-            model=model_name,
+            model=request.model,
             system_fingerprint=SYSTEM_FINGERPRINT,
         )
         self._frame = ChunkFrame(self._head, include_usage=self._include_usage)

@@ -16,7 +16,7 @@ from msgspec import Struct
 from pydantic import Field, PlainValidator
 from starlette.types import Receive, Scope, Send
 
-from weft.backends.contract import Embedding, Engine, Prompt, num_tokens, tokens_unknown
+from weft.backends.contract import Embedding, Engine, Prompt, Terms, num_tokens, tokens_unknown
 from weft.errors import InvalidRequest, Overloaded
 from weft.frontend.body import ClientGone, parse, read_body
 from weft.frontend.fields import prompts
@@ -122,23 +122,26 @@ class Batch:
                 EmbeddingBody(index=index, embedding=_written(vector.data, self._request.encoding_format))
                 for index, vector in enumerate(vectors)
             ],
-            model=self._seat.service.model_name,
+            model=self._request.model,
             usage=EmbeddingsUsage(num_tokens, num_tokens),
         )
 
     async def _embed(self, index: int, given: Prompt) -> None:
         service, request = self._seat.service, self._request
         async with self._room:
-            stopwatch = Stopwatch(service.metrics, self._seat.account, self._arrived, num_tokens(given))
+            stopwatch = Stopwatch(service.metrics, self._seat.account, self._arrived, num_tokens(given), request.model)
             self.stopwatches.append(stopwatch)
             try:
                 vector = await service.engine.embed(
                     given,
                     Pooling(request.pooling),
-                    request_id=f"{self._seat.answer_id}-{index}",
-                    cache_salt=request.cache_salt,
-                    priority=request.priority,
-                    tenant=self._seat.tenant,
+                    Terms(
+                        request_id=f"{self._seat.answer_id}-{index}",
+                        cache_salt=request.cache_salt,
+                        priority=request.priority,
+                        tenant=self._seat.tenant,
+                        adapter=service.adapter_for(request.model),
+                    ),
                 )
             except Overloaded:
                 self.stopwatches.remove(stopwatch)

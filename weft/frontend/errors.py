@@ -67,11 +67,6 @@ class NoRequest(InvalidRequest):
     kind = "request_not_found"
 
 
-class NotHere(WeftError):
-    status = 501
-    kind = "not_implemented"
-
-
 class NoRoute(InvalidRequest):
     status = 404
     kind = "unknown_url"

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from weft import logs
-from weft.backends.contract import Conversation, Deltas, Prompt, failure_of, num_tokens
+from weft.backends.contract import Conversation, Deltas, Prompt, Terms, failure_of, num_tokens
 from weft.errors import EngineFault, Overloaded
 from weft.frontend.gate import Seat
 from weft.frontend.guard import side_by_side
@@ -81,6 +81,7 @@ class Generation:
             self._seat.account,
             self._arrived,
             num_tokens(choice.prompt),
+            self._job.model_name,
             is_sibling=choice.leader is not None,
         )
 
@@ -89,10 +90,13 @@ class Generation:
             answer = await self._service.engine.submit(
                 choice.prompt,
                 choice.params,
-                request_id=self._id_of(index),
-                cache_salt=self._job.cache_salt,
-                priority=self._job.priority,
-                tenant=self._seat.tenant,
+                Terms(
+                    request_id=self._id_of(index),
+                    cache_salt=self._job.cache_salt,
+                    priority=self._job.priority,
+                    tenant=self._seat.tenant,
+                    adapter=self._job.adapter,
+                ),
                 sibling_of="" if choice.leader is None else self._id_of(choice.leader),
                 markers=self._job.markers,
             )
@@ -108,6 +112,7 @@ class Generation:
         outcome = self._outcome()
         fields: dict[str, object] = {
             "answer_id": self._seat.answer_id,
+            "model": outcome.model,
             "choices": outcome.choices,
             "prompt_tokens": outcome.prompt_tokens,
             "tokens": outcome.completion_tokens,
@@ -116,6 +121,8 @@ class Generation:
             "seconds": outcome.seconds,
             "finish": outcome.finish,
         }
+        if self._job.adapter:
+            fields["adapter"] = self._job.adapter
         if self._service.options.log_prompts:
             fields["prompts"] = [self._shown(prompt) for prompt in self._job.prompts]
         logs.event(log, logging.INFO, "generated", fields)
@@ -136,7 +143,7 @@ class Generation:
         queued = [watch.queue_seconds for watch in watches if watch.queue_seconds is not None]
         firsts = [watch.first_token_seconds for watch in watches if watch.first_token_seconds is not None]
         return Outcome(
-            model=self._service.model_name,
+            model=self._job.model_name,
             request_id=self._seat.request_id,
             tenant=self._seat.tenant,
             choices=len(watches),

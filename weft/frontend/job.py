@@ -28,6 +28,10 @@ class Job(Struct, frozen=True, kw_only=True):
     n: int = 1
     cache_salt: str = ""
     priority: int = 0
+    adapter: str | None = None
+    """As in `Terms`."""
+    model_name: str
+    """As the client called it: one of the operator's names."""
     stream: bool = False
     markers: tuple[str, ...] = ()
     """Texts of special tokens that the answer's reader must see."""

@@ -11,10 +11,12 @@ from weft.frontend.keys import HOW, presented
 
 OPEN_PATHS = frozenset({"/health/live"})
 ADMIN_PATH = "/admin"
+VLLM_LOAD_PATH, VLLM_UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+"""What vLLM calls two of the operator's routes."""
 
 
 class Lock:
-    """Admin keys open what is below /admin and nothing else; other keys open everything else."""
+    """Admin keys open the operator's routes and nothing else; other keys open everything else."""
 
     def __init__(self, app: ASGIApp, gate: Gate) -> None:
         self._app = app
@@ -34,7 +36,7 @@ class Lock:
         logs.tenant.set("")
         if path in OPEN_PATHS:
             return None
-        for_admins = self._gate.admin_keys.required and (path == ADMIN_PATH or path.startswith(ADMIN_PATH + "/"))
+        for_admins = self._gate.admin_keys.required and _is_operators(path)
         keys = self._gate.admin_keys if for_admins else self._gate.keys
         if not keys.required:
             return None
@@ -46,3 +48,7 @@ class Lock:
         if for_admins and self._gate.keys.owner(presented(headers)) is not None:
             return WrongKey("This wants an admin key, and the one shown is another.")
         return NoKey(f"This server wants an API key: {HOW}.")
+
+
+def _is_operators(path: str) -> bool:
+    return path in (ADMIN_PATH, VLLM_LOAD_PATH, VLLM_UNLOAD_PATH) or path.startswith(ADMIN_PATH + "/")

@@ -200,6 +200,9 @@ class GenerationRequest(Fields):
         0, description="Waiting requests of a lower number go first.", json_schema_extra=_within(-(2**31), 2**31 - 1)
     )
     cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
+    adapter: str | None = Field(
+        None, description="The name of a LoRA adapter, where it is not the model's; empty: the model as it is."
+    )
     request_id: str | None = Field(None, pattern=SANE_ID, description="Becomes part of the answer's id.")
 
 

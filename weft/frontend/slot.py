@@ -129,10 +129,12 @@ class Slot:
 
     def answers_to(self, name: str) -> bool:
         """Whether this is the name of an adapter (alone, or as in model:adapter), or of the model that draws."""
-        if name in (*self.entry.adapters, self.draws):
-            return True
-        own, _, adapter = name.rpartition(":")
-        return own == self.name and (self.is_open or adapter in self.entry.adapters)
+        return name == self.draws or name.removeprefix(f"{self.name}:") in self.adapter_names
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Those that it has, or that it will have when it is loaded."""
+        return [*self.entry.adapters] if self.service is None else self.service.adapter_names
 
     # What a request does.
 

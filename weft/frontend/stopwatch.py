@@ -20,10 +20,18 @@ class Stopwatch:
     """Tells the metrics of everything, and the account of what was generated when it has ended."""
 
     def __init__(
-        self, metrics: Metrics, account: Account, arrived: float, num_prompt_tokens: int, *, is_sibling: bool = False
+        self,
+        metrics: Metrics,
+        account: Account,
+        arrived: float,
+        num_prompt_tokens: int,
+        model_name: str,
+        *,
+        is_sibling: bool = False,
     ) -> None:
         """`num_prompt_tokens`: 0 where the engine will tell. `is_sibling`: another choice pays for the prompt."""
         self._metrics = metrics
+        self._model_name = model_name
         self._is_sibling = is_sibling
         self._account = account
         self._arrived = arrived
@@ -93,7 +101,7 @@ class Stopwatch:
         self.finish = reason
         self._account.spend_tokens(self.num_tokens)
         metrics = self._metrics
-        metrics.finished(reason, time.perf_counter() - self._arrived)
+        metrics.finished(self._model_name, reason, time.perf_counter() - self._arrived)
         metrics.request_prompt_tokens.observe(self.num_prompt_tokens)
         metrics.request_generation_tokens.observe(self.num_tokens)
         if (timings := self._timings()) is not None:

@@ -271,6 +271,8 @@ def _job(
         n=request.n,
         cache_salt=request.cache_salt,
         priority=request.priority,
+        adapter=service.adapter_for(request.model, request.adapter),
+        model_name=request.model,
         stream=request.stream,
         markers=markers,
     )

@@ -183,10 +183,11 @@ class _Entry:
         self._check_engine()
         adapters = {DEFAULT_ADAPTER: self._own["adapter"]} if "adapter" in self._own else {}
         adapters |= self._own.get("adapters", {})
+        adapters = {name: self._beside_file(folder) for name, folder in adapters.items()}
         return ModelEntry(
             name=self._path[-1],
-            config=self._config(),
-            adapters={name: self._beside_file(folder) for name, folder in adapters.items()},
+            config=self._config(adapters),
+            adapters=adapters,
             load_mode=self._own.get("load_mode", "check_and_load"),
             preload=self._own.get("preload", False),
             place=self._notes.located.place(*self._path),
@@ -248,10 +249,15 @@ class _Entry:
         if backend.get("trust_remote_code") and not any(name == "auto" or "vllm" in name for name in names):
             self._wrong("trust_remote_code", "only vLLM ever runs code that comes with a model.")
 
-    def _config(self) -> Config:
+    def _config(self, adapters: dict[str, str]) -> Config:
         """The server's, but for what is a model's own: that holds for the models that say it."""
         own: dict[str, dict[str, Any]] = {
-            "model": {"model": self._model(), "served_model_name": self._path[-1], "revision": ""},
+            "model": {
+                "model": self._model(),
+                "served_model_name": self._path[-1],
+                "revision": "",
+                "adapter": [f"{name}={folder}" for name, folder in adapters.items()],
+            },
             "backend": {"trust_remote_code": False},
         }
         sections = {

@@ -94,7 +94,8 @@ class StatsSource(Protocol):
 
 
 class Metrics(Collector):
-    """One served model's figures. `model_name` is the operator's: a client's string never becomes a label."""
+    """One served model's figures. Names of models, and of its adapters, are the operator's: a client's string never
+    becomes a label."""
 
     def __init__(self, model_name: str, source: StatsSource) -> None:
         self._model_name = model_name
@@ -107,11 +108,12 @@ class Metrics(Collector):
         self.request_decode_time = Histogram(STAGE_SECONDS)
         self.request_prompt_tokens = Histogram(NUM_TOKENS)
         self.request_generation_tokens = Histogram(NUM_TOKENS)
-        self._finished = dict.fromkeys(FinishReason, 0)
+        self._finished = {model_name: dict.fromkeys(FinishReason, 0)}
         self._rejected = 0
 
-    def finished(self, reason: FinishReason, seconds: float) -> None:
-        self._finished[reason] += 1
+    def finished(self, model_name: str, reason: FinishReason, seconds: float) -> None:
+        """`model_name`: of the model, or of one of its adapters."""
+        self._finished.setdefault(model_name, dict.fromkeys(FinishReason, 0))[reason] += 1
         self.e2e_latency.observe(seconds)
 
     def rejected(self) -> None:
@@ -162,8 +164,9 @@ class Metrics(Collector):
         counter = CounterMetricFamily(
             "weft_request_success", "Requests that ended, by reason.", labels=["model_name", "finished_reason"]
         )
-        for reason, count in self._finished.items():
-            counter.add_metric([self._model_name, reason], count)
+        for model_name, counts in self._finished.items():
+            for reason, count in counts.items():
+                counter.add_metric([model_name, reason], count)
         return counter
 
     def _histogram(self, name: str, doc: str, histogram: Histogram) -> Metric:

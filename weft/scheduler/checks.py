@@ -40,9 +40,11 @@ def _check_kin(request: Request, leader: Cursor | None) -> None:
     if leader is None:
         return
     theirs = leader.request
-    if (request.prompt_token_ids, request.cache_salt) != (theirs.prompt_token_ids, theirs.cache_salt):
+    ours = (request.prompt_token_ids, request.cache_salt, request.adapter)
+    if ours != (theirs.prompt_token_ids, theirs.cache_salt, theirs.adapter):
         raise InvalidRequest(
-            f"{request.request_id!r} is no sibling of {leader.id!r}: prompt or cache salt differ.", param="sibling_of"
+            f"{request.request_id!r} is no sibling of {leader.id!r}: prompt, cache salt or adapter differ.",
+            param="sibling_of",
         )
 
 

@@ -92,7 +92,7 @@ class RowCursor(Cursor):
         self.row = -1
         """The worker's row; -1 while the request waits."""
         self.blocks: list[Block] = []
-        self.keys = KeyChain(root_key(request.cache_salt), block_size)
+        self.keys = KeyChain(root_key(request.cache_salt, request.adapter), block_size)
         self.holds_all = False
         """Whether `blocks` has room for `limit` tokens: such a request never has to give way again."""
         self.prompt_logprobs: list[TokenLogprob] = []

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING
 
 from weft.plan import Limits, Row
 from weft.scheduler.blocks import Block, BlockPool
+from weft.types import Adapter
 
 if TYPE_CHECKING:
     from weft.scheduler.cursors import RowCursor
 
 
-def root_key(cache_salt: str, adapter: str = "") -> bytes:
-    """The parent of a sequence's first block: sequences of different roots share nothing."""
-    return hashlib.blake2b(repr((cache_salt, adapter)).encode(), digest_size=32).digest()
+def root_key(cache_salt: str, adapter: Adapter | None = None) -> bytes:
+    """The parent of a sequence's first block: sequences of different roots share nothing. Of an adapter the number
+    counts: another may have its name later."""
+    number = 0 if adapter is None else adapter.number
+    return hashlib.blake2b(repr((cache_salt, number)).encode(), digest_size=32).digest()
 
 
 def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -72,7 +72,7 @@ def shared_blocks(cursor: RowCursor, relative: RowCursor) -> list[Block]:
     if (
         cursor.family != relative.family
         or relative.settled < num_shared(cursor) * cursor.block_size
-        or ours.cache_salt != theirs.cache_salt
+        or (ours.cache_salt, ours.adapter) != (theirs.cache_salt, theirs.adapter)
         or ours.prompt_token_ids != theirs.prompt_token_ids
     ):
         return []

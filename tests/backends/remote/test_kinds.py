@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from tests.backends.remote.peer import Asked, Reply, ScriptedPeer, all_of, connected
 from weft.backends.abilities import ASKED, check_abilities
-from weft.backends.contract import Abilities, Conversation, ReadDelta
+from weft.backends.contract import Abilities, Conversation, ReadDelta, Terms
 from weft.backends.remote.kinds import KINDS, OTHER, Kind, abilities_of, kind_of
 from weft.backends.remote.questions import Asker
 from weft.errors import InvalidRequest
@@ -211,10 +211,10 @@ def test_what_a_kind_does_not_take_is_refused(kind: Kind, tokens: bool) -> None:
             with pytest.raises(InvalidRequest, match=f"{name} is not supported by the engine remote") as refusal:
                 check_abilities(engine, params)
             assert refusal.value.param == name
-    for name, value in (("priority", 1), ("cache_salt", "s")):
+    for name, value in (("priority", 1), ("cache_salt", "s"), ("adapter", "a")):
         if name not in kind.fields:
             with pytest.raises(InvalidRequest, match=name):
-                check_abilities(engine, SamplingParams(), **{name: value})
+                check_abilities(engine, SamplingParams(), Terms(**{name: value}))
     if engine.abilities.logprobs:
         check_abilities(engine, SamplingParams(logprobs=1))
     else:

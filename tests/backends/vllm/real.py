@@ -17,7 +17,7 @@ from msgspec import Struct
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from weft.backends.contract import Engine
+from weft.backends.contract import Engine, Terms
 from weft.backends.looped import LoopedEngine
 from weft.config import Config, load
 from weft.hub.devices import accelerator
@@ -62,12 +62,12 @@ class Answered(Struct, frozen=True):
         return [score for delta in self.deltas for score in delta.logprobs or ()]
 
 
-async def answer(engine: Engine, prompt: list[int], params: SamplingParams, **more: Any) -> Answered:
-    return Answered([delta async for delta in await engine.submit(prompt, params, **more)])
+async def answer(engine: Engine, prompt: list[int], params: SamplingParams, **terms: Any) -> Answered:
+    return Answered([delta async for delta in await engine.submit(prompt, params, Terms(**terms))])
 
 
-def ask(looped: LoopedEngine, prompt: list[int], params: SamplingParams, **more: Any) -> Answered:
-    return looped.wait(answer(looped.engine, prompt, params, **more))
+def ask(looped: LoopedEngine, prompt: list[int], params: SamplingParams, **terms: Any) -> Answered:
+    return looped.wait(answer(looped.engine, prompt, params, **terms))
 
 
 def save_adapter(folder: Path, model: Path, seed: int) -> Path:

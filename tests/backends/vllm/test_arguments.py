@@ -17,8 +17,8 @@ FILES = ModelFiles(name="tiny", kind="huggingface", path=Path("/models/tiny"), w
 GGUF = ModelFiles(name="smollm2", kind="gguf", path=Path("/models/smollm2.gguf"), weight_files=[])
 
 
-def arguments(kind: Kind = CUDA_ASYNC, *, with_adapters: bool = False, **flags: Any) -> dict[str, Any]:
-    return arguments_of(load(flags, env={}), FILES, kind, with_adapters=with_adapters)
+def arguments(kind: Kind = CUDA_ASYNC, **flags: Any) -> dict[str, Any]:
+    return arguments_of(load(flags, env={}), FILES, kind)
 
 
 def test_defaults_are_those_of_the_native_engine() -> None:
@@ -95,7 +95,8 @@ def test_dummy_weights_need_no_tokenizer() -> None:
 
 
 def test_room_for_adapters_only_where_there_are_any() -> None:
-    assert arguments(with_adapters=True)["enable_lora"] is True
+    for flags in ({"adapter": ["a=/a"]}, {"enable_lora": True}):
+        assert arguments(**flags)["enable_lora"] is True
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -27,10 +28,11 @@ from tests.backends.vllm.real import (
     wait_until,
 )
 from weft.backends.abilities import NotSupported
+from weft.backends.adapters import adapter_settings
 from weft.backends.looped import LoopedEngine
 from weft.backends.native import start_native
 from weft.backends.vllm.start import start_async
-from weft.errors import ContextTooLong, InvalidRequest
+from weft.errors import ContextTooLong, InvalidRequest, ModelError
 from weft.text.grammars.specs import Choice, JsonSchema, Regex
 from weft.text.grammars.writing import GrammarWriter
 from weft.types import FinishReason, Pooling, SamplingParams
@@ -48,8 +50,8 @@ def greedy(**fields: Any) -> SamplingParams:
 @pytest.fixture(scope="module")
 def vllm(vllm_model: Path, adapters: dict[str, str]) -> Iterator[LoopedEngine]:
     restore = eager()
-    config = config_of(vllm_model, max_num_seqs=16)
-    with LoopedEngine(lambda: start_async(config, adapters)) as looped:
+    config = config_of(vllm_model, max_num_seqs=16, adapter=adapter_settings(adapters))
+    with LoopedEngine(lambda: start_async(config)) as looped:
         yield looped
     restore()
 
@@ -208,17 +210,18 @@ def test_adapters_are_switched_by_the_request(
 
 
 def test_adapters_come_and_go(vllm: LoopedEngine, vllm_model: Path, tmp_path: Path) -> None:
-    table = vllm.engine.adapters  # type: ignore[attr-defined]
-    green = table.load("green", str(save_adapter(tmp_path / "green", vllm_model, 7)))
-    assert green.number == 3 and ask(vllm, PROMPTS[0], GREEDY, adapter="green").last.finish is FinishReason.LENGTH
-    table.unload("green")
+    vllm.wait(vllm.engine.load_adapter("green", str(save_adapter(tmp_path / "green", vllm_model, 7))))
+    assert [adapter.number for adapter in vllm.engine.adapters] == [1, 2, 3]
+    assert ask(vllm, PROMPTS[0], GREEDY, adapter="green").last.finish is FinishReason.LENGTH
+    vllm.wait(vllm.engine.unload_adapter("green"))
     with pytest.raises(InvalidRequest, match="There are: red, blue"):
         ask(vllm, PROMPTS[0], GREEDY, adapter="green")
     broken = save_adapter(tmp_path / "broken", vllm_model, 8)
-    (broken / "adapter_model.safetensors").write_bytes(b"nothing")
-    table.load("broken", str(broken))
-    got = ask(vllm, PROMPTS[0], GREEDY, adapter="broken")
-    assert got.last.finish is FinishReason.REJECTED and "broken" in got.last.error
+    facts = json.loads((broken / "adapter_config.json").read_text())
+    (broken / "adapter_config.json").write_text(json.dumps({**facts, "use_dora": True}))
+    with pytest.raises(ModelError, match=r"cannot use the adapter broken.*vLLM"):
+        vllm.wait(vllm.engine.load_adapter("broken", str(broken)))
+    assert [adapter.name for adapter in vllm.engine.adapters] == ["red", "blue"]
     assert vllm.engine.restarts() == 0, "and nobody else's"
 
 

@@ -21,6 +21,7 @@ from tests.backends.vllm.real import ask, eager, engine_core, needs_vllm, wait_u
 from tests.e2e.server import Server
 from tests.frontend.rpc.calls import Client, answer_to, check_whole
 from tests.frontend.rpc.calls import ask as asked
+from weft.backends import create_engine
 from weft.backends.looped import LoopedEngine
 from weft.types import SamplingParams
 
@@ -30,8 +31,9 @@ MESSAGES = [{"role": "user", "content": "The weft runs across the warp."}]
 
 
 class VllmServer(Server):
-    def __init__(self, model: Path) -> None:
-        flags = ("--max-model-len", "512", "--kv-cache-memory-mb", "64", "--start-timeout-s", "1000")
+    def __init__(self, model: Path, adapters: dict[str, str]) -> None:
+        flags = ["--max-model-len", "512", "--kv-cache-memory-mb", "64", "--start-timeout-s", "1000"]
+        flags += [word for name, path in adapters.items() for word in ("--adapter", f"{name}={path}")]
         super().__init__("--engine", "cpu-vllm", "--model", str(model), "--served-model-name", "tiny", *flags)
 
     def engine_pid(self) -> int:
@@ -48,9 +50,9 @@ class VllmServer(Server):
 
 
 @pytest.fixture(scope="module")
-def server(vllm_model: Path) -> Iterator[VllmServer]:
+def server(vllm_model: Path, adapters: dict[str, str]) -> Iterator[VllmServer]:
     restore = eager()
-    with VllmServer(vllm_model) as started:
+    with VllmServer(vllm_model, adapters) as started:
         yield started
     restore()
 
@@ -100,6 +102,35 @@ def test_what_vllm_cannot_is_refused_and_not_dropped(server: VllmServer) -> None
     assert server.post("/v1/completions", prompt=[5] * 600, max_tokens=1).status_code == 400
 
 
+def test_adapters_are_models_and_write_what_they_write_for_callers_that_wait(
+    server: VllmServer, vllm_model: Path, adapters: dict[str, str]
+) -> None:
+    listed = {card["id"]: card.get("parent") for card in server.get("/v1/models").json()["data"]}
+    assert listed == {"tiny": None, "red": "tiny", "blue": "tiny"}
+    words = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "repetition_penalty": 1}
+
+    def served(**which: str) -> str:
+        answer = server.post("/v1/completions", prompt="The weft runs", **words, **which).json()
+        assert answer["model"] == which.get("model", "tiny")
+        return answer["choices"][0]["text"]
+
+    texts = {name: served(model=name) for name in ("tiny", "red", "blue")}
+    assert len(set(texts.values())) == 3
+    assert (served(adapter="blue"), served(adapter="")) == (texts["blue"], texts["tiny"])
+    assert server.post("/v1/completions", prompt="hi", model="green").status_code == 404
+    assert server.post("/v1/completions", prompt="hi", adapter="green").status_code == 400
+    waited = create_engine("cpu-vllm", max_model_len=512, kv_cache_memory_mb=64, start_timeout_s=1000.0)
+    waited.load_model(str(vllm_model), adapters["red"], adapters={"blue": adapters["blue"]})
+    try:
+        heard = [
+            "".join(waited.infer("The weft runs", **words, **named))
+            for named in ({"lora_name": ""}, {}, {"lora_name": "blue"})
+        ]
+    finally:
+        waited.unload_model()
+    assert heard == list(texts.values()), "adapter_path is for requests that name none"
+
+
 def test_a_client_that_leaves_ends_its_request(server: VllmServer) -> None:
     body = {"model": "tiny", "prompt": [5, 6], "max_tokens": 500, "temperature": 0, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=300) as response:
@@ -122,13 +153,11 @@ def test_grpc_messages_are_what_they_are_with_every_engine(server: VllmServer) -
 
 
 def test_a_stream_goes_on_when_vllm_is_killed(server: VllmServer) -> None:
-    """The client sees a pause; the log tells why, and health that it was so."""
-    body = {"prompt": [5, 6, 7], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    """With its adapter. The client sees a pause; the log tells why, and health that it was so."""
+    body = {"model": "red", "prompt": [5, 6, 7], "max_tokens": 300, "temperature": 0, "ignore_eos": True}
     whole = server.post("/v1/completions", **body).json()["choices"][0]["text"]
     unwell = False
-    with httpx.stream(
-        "POST", server.url + "/v1/completions", json={"model": "tiny", "stream": True, **body}, timeout=1000
-    ) as response:
+    with httpx.stream("POST", server.url + "/v1/completions", json={"stream": True, **body}, timeout=1000) as response:
         pieces = chunks(response)
         text = next(pieces)["choices"][0]["text"]
         os.kill(engine_core(server.engine_pid()), signal.SIGKILL)

@@ -12,17 +12,19 @@ from typing import Any
 
 import pytest
 
+from tests.backends.vllm.real import save_adapter
+from weft.backends.adapters import Adapters
+from weft.backends.contract import Terms
 from weft.backends.native import find_model
 from weft.backends.text_room import open_text_room
 from weft.backends.vllm import host
-from weft.backends.vllm.adapters import Adapters
 from weft.backends.vllm.desk import Desk
 from weft.backends.vllm.engine import VllmEngine
 from weft.backends.vllm.kinds import CPU, Orders
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.wire import Start, receive
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, ModelError
 from weft.types import Delta, Event, FinishReason, ModelInfo, Request, SamplingParams
 
 DEADLY = 99
@@ -38,6 +40,7 @@ class CountingDriver:
         self.desk = desk
         self.requests: dict[str, Request] = {}
         self.aborted: list[str] = []
+        self.running: set[str] = set()
         self.made.append(self)
 
     def failure(self) -> BaseException | None:
@@ -46,6 +49,9 @@ class CountingDriver:
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
             self.requests[request.request_id] = request
+            if request.adapter is not None and request.adapter.name == "broken":
+                self.desk.fail(request.request_id, InvalidRequest("What is that?"))
+                continue
             self._bring(request, len(request.output_token_ids))
 
     def _bring(self, request: Request, number: int) -> None:
@@ -55,6 +61,7 @@ class CountingDriver:
             self.desk.died(RuntimeError("it was deadly"))
             return
         is_last = number + 1 == request.params.max_tokens
+        (self.running.discard if is_last else self.running.add)(request.request_id)
         event = Event(
             request_id=request.request_id,
             token_ids=[len(request.prompt_token_ids) + number],
@@ -69,7 +76,7 @@ class CountingDriver:
         self.aborted += request_ids
 
     async def forget_prompts(self) -> bool:
-        return len(self.requests) == 0
+        return not self.running
 
     def close(self) -> None:
         self.aborted += self.requests
@@ -89,7 +96,7 @@ class HostThread:
     def _run(self) -> None:
         start = receive(self._theirs)
         assert isinstance(start, Start)
-        orders = Orders(kind=CPU, folder=self._folder.name, with_adapters=True)
+        orders = Orders(kind=CPU, folder=self._folder.name)
         asyncio.run(host.serve(self._theirs, orders, start))
 
     def kill(self) -> None:
@@ -114,7 +121,7 @@ def in_a_house(
     monkeypatch.setattr(host, "_configured", lambda *_: None)
     monkeypatch.setattr(host, "model_info", lambda *_: info)
     monkeypatch.setattr(host, "_load", lambda config, figures, desk, *_: CountingDriver(desk))
-    (tmp_path / "adapter_config.json").write_text('{"r": 8}')
+    red = save_adapter(tmp_path / "red", tiny_model, 1)
     config = load({"model": str(tiny_model)}, env={})
 
     def run(scenario: Callable[[VllmEngine], Awaitable[None]]) -> None:
@@ -123,8 +130,10 @@ def in_a_house(
             client = EngineClient(config, files, HostThread)
             await client.start()
             room = open_text_room(files, config.model)
-            engine = VllmEngine(CPU, client, room, Adapters({"red": str(tmp_path)}), has_grammars=True)
+            adapters = Adapters("tiny", files)
+            engine = VllmEngine(CPU, client, room, adapters, takes_adapters=True, has_grammars=True)
             try:
+                await engine.load_adapter("red", str(red))
                 await asyncio.wait_for(scenario(engine), 20)
             finally:
                 await engine.close()
@@ -134,9 +143,9 @@ def in_a_house(
     return run
 
 
-async def told(engine: VllmEngine, prompt: list[int], max_tokens: int = 5, **more: Any) -> list[Delta]:
+async def told(engine: VllmEngine, prompt: list[int], max_tokens: int = 5, **terms: Any) -> list[Delta]:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return [delta async for delta in await engine.submit(prompt, params, **more)]
+    return [delta async for delta in await engine.submit(prompt, params, Terms(**terms))]
 
 
 def tokens(deltas: list[Delta]) -> list[int]:
@@ -157,7 +166,7 @@ def test_a_request_takes_its_adapter_and_only_its_own_seed_with_it(in_a_house: A
     async def scenario(engine: VllmEngine) -> None:
         await told(engine, [5], request_id="plain")
         await told(engine, [5], request_id="red", adapter="red", priority=3, cache_salt="s")
-        async for _ in await engine.submit([5], SamplingParams(max_tokens=2, seed=7), request_id="seeded"):
+        async for _ in await engine.submit([5], SamplingParams(max_tokens=2, seed=7), Terms(request_id="seeded")):
             pass
         (driver,) = CountingDriver.made
         plain, red, seeded = (driver.requests[name] for name in ("plain", "red", "seeded"))
@@ -171,9 +180,27 @@ def test_a_request_takes_its_adapter_and_only_its_own_seed_with_it(in_a_house: A
     in_a_house(scenario)
 
 
+def test_an_adapter_that_vllm_cannot_read_is_refused_when_it_is_loaded(in_a_house: Any) -> None:
+    async def scenario(engine: VllmEngine) -> None:
+        (red,) = engine.adapters
+        with pytest.raises(ModelError, match=r"cannot use the adapter broken: What is that\?"):
+            await engine.load_adapter("broken", red.path)
+        assert list(engine.adapters) == [red]
+        await engine.load_adapter("default", red.path)
+        await told(engine, [5], request_id="by default")
+        await told(engine, [5], request_id="as it is", adapter="")
+        await engine.unload_adapter("default")
+        await told(engine, [5], request_id="no more")
+        (driver,) = CountingDriver.made
+        used = [driver.requests[name].adapter for name in ("by default", "as it is", "no more")]
+        assert [adapter and adapter.number for adapter in used] == [3, None, None]
+
+    in_a_house(scenario)
+
+
 def test_leaving_aborts(in_a_house: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
-        deltas = await engine.submit([5, 5], SamplingParams(max_tokens=60, ignore_eos=True), request_id="left")
+        deltas = await engine.submit([5, 5], SamplingParams(max_tokens=60, ignore_eos=True), Terms(request_id="left"))
         await anext(deltas)
         await deltas.aclose()
         (driver,) = CountingDriver.made
@@ -198,9 +225,11 @@ def test_what_was_delivered_goes_with_a_request_to_the_next_vllm(in_a_house: Any
 def test_what_an_operator_may_ask(in_a_house: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         assert await engine.reset_cache() == 0
-        await told(engine, [5])
+        deltas = await engine.submit([5], SamplingParams(max_tokens=60, ignore_eos=True))
+        await anext(deltas)
         with pytest.raises(InvalidRequest, match="only while no request"):
             await engine.reset_cache()
+        await deltas.aclose()
         with pytest.raises(InvalidRequest, match="profiler"):
             await engine.start_profile("/nowhere")
 

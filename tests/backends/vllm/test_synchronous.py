@@ -21,6 +21,7 @@ from tests.backends.vllm.real import (
     needs_vllm,
     wait_until,
 )
+from weft.backends.adapters import adapter_settings
 from weft.backends.looped import LoopedEngine
 from weft.backends.vllm.start import start_sync
 from weft.types import FinishReason, SamplingParams
@@ -35,7 +36,7 @@ LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 @pytest.fixture(scope="module")
 def vllm(vllm_model: Path, adapters: dict[str, str]) -> Iterator[LoopedEngine]:
     restore = eager()
-    with LoopedEngine(lambda: start_sync(config_of(vllm_model), adapters)) as looped:
+    with LoopedEngine(lambda: start_sync(config_of(vllm_model, adapter=adapter_settings(adapters)))) as looped:
         yield looped
     restore()
 

@@ -117,7 +117,7 @@ def test_the_operators_name_for_the_model_counts() -> None:
     [
         (ask(model_id="gpt-4"), Code.NOT_FOUND, "gpt-4"),
         (ask(model_id="m" * 100_000), Code.NOT_FOUND, "mmm"),
-        (ask(adapter="lora"), Code.INVALID_ARGUMENT, "adapters are not served yet"),
+        (ask(adapter="lora"), Code.INVALID_ARGUMENT, "no adapter 'lora'"),
         (ask(""), Code.INVALID_ARGUMENT, "empty prompt"),
         (ask(trace_id="t" * 257), Code.INVALID_ARGUMENT, "trace_id"),
     ],

@@ -29,9 +29,9 @@ class ByPrompt(ScriptedEngine):
         super().__init__()
         self.scripts = scripts
 
-    async def submit(self, prompt_token_ids: list[int], params: SamplingParams, **options: Any) -> Any:
+    async def submit(self, prompt_token_ids: list[int], params: SamplingParams, *terms: Any, **options: Any) -> Any:
         self.script = list(self.scripts[bytes(prompt_token_ids).decode()])
-        return await super().submit(prompt_token_ids, params, **options)
+        return await super().submit(prompt_token_ids, params, *terms, **options)
 
 
 def by_trace_id(responses: list[Any]) -> dict[str, list[Any]]:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from weft.backends.abilities import cannot, check_abilities
 from weft.backends.contract import (
+    PLAIN_TERMS,
     ChatPrompt,
     ChatStyles,
     Conversation,
@@ -19,6 +20,8 @@ from weft.backends.contract import (
     Health,
     ImageUpdates,
     Prompt,
+    Terms,
+    not_taken,
     tokens_of,
     tokens_unknown,
 )
@@ -36,6 +39,7 @@ from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.text.output import OutputText
 from weft.text.tokenizer import Tokenizer
 from weft.types import (
+    Adapter,
     Delta,
     EngineStats,
     FinishReason,
@@ -63,6 +67,8 @@ class Peer(Struct, frozen=True, kw_only=True):
 
 class RemoteEngine:
     """With a text room, prompts are tokens here and there; without one, text is passed on."""
+
+    adapters: Collection[Adapter] = ()
 
     def __init__(self, name: str, line: Line, peer: Peer, model: ModelInfo, room: TextRoom | None) -> None:
         self.name = name
@@ -110,23 +116,19 @@ class RemoteEngine:
         self,
         prompt: Prompt,
         params: SamplingParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         sibling_of: str = "",
         markers: Collection[str] = (),
     ) -> RemoteDeltas:
         """Returns when the peer begins to answer: until then its refusals are raised."""
-        check_abilities(self, params, priority=priority, cache_salt=cache_salt)
-        check_priority(priority)
-        asked: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
+        check_abilities(self, params, terms)
+        check_priority(terms.priority)
         if self._room is not None:
-            request = self._room.request_of(self.model, tokens_of(prompt), params, **asked)
+            request = self._room.request_of(self.model, tokens_of(prompt), params, terms)
             question, answer = self._about_tokens(self._room, request, params.seed, markers)
         else:
-            question, answer = self._about_text(prompt, params, asked)
+            question, answer = self._about_text(prompt, params, terms)
         self._num_open += 1
         try:
             stream = await self._open(question)
@@ -135,25 +137,18 @@ class RemoteEngine:
             raise
         return RemoteDeltas(question, stream, answer, self._open, self._ended)
 
-    async def embed(
-        self,
-        prompt: Prompt,
-        pooling: Pooling,
-        *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
-    ) -> Embedding:
+    async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         if not self.abilities.embeddings:
             raise cannot(self.name, "make embeddings")
-        check_priority(priority)
+        if terms.adapter:
+            raise not_taken(self.name, "adapter")
+        check_priority(terms.priority)
         body: Body = {
             "model": self._peer.model,
             "input": prompt,
             "pooling": str(pooling),
-            "priority": priority,
-            "cache_salt": cache_salt,
+            "priority": terms.priority,
+            "cache_salt": terms.cache_salt,
         }
         self._num_open += 1
         try:
@@ -175,15 +170,18 @@ class RemoteEngine:
         self,
         prompt_token_ids: list[int],
         image: ImageParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         prompt_embeds: PromptEmbeds | None = None,
         additional_information: AdditionalInformation | None = None,
     ) -> ImageUpdates:
         raise cannot(self.name, "draw images")
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        raise not_taken(self.name, "adapter")
+
+    async def unload_adapter(self, name: str) -> None:
+        raise not_taken(self.name, "adapter")
 
     def health(self) -> Health:
         return self._watch.health
@@ -228,8 +226,9 @@ class RemoteEngine:
         text = OutputText(room.tokenizer, request, markers)
         return question, TokenAnswer(text, request, self._go_on(request))
 
-    def _about_text(self, prompt: Prompt, params: SamplingParams, asked: dict[str, Any]) -> tuple[Question, Answer]:
+    def _about_text(self, prompt: Prompt, params: SamplingParams, terms: Terms) -> tuple[Question, Answer]:
         params.check()
+        asked: dict[str, Any] = {"priority": terms.priority, "cache_salt": terms.cache_salt}
         match prompt:
             case Conversation():
                 return self._asker.chat(prompt, params, **asked), ChatAnswer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.backends.adapters import MAX_RANK
 from weft.backends.vllm.kinds import Kind
 from weft.config import CacheOptions, Config, settings
 from weft.errors import ConfigError, ModelError
@@ -14,7 +15,6 @@ from weft.hub.planning import AUTO_DTYPE, CPU_CACHE_BYTES, MAX_NUM_BATCHED_TOKEN
 
 MAX_ADAPTERS = 4
 """Adapters in one step; more wait."""
-MAX_ADAPTER_RANK = 64
 
 NOT_HONOURED = {
     "threads": "Set VLLM_CPU_OMP_THREADS_BIND, as in 0-3, to choose vLLM's cores.",
@@ -45,7 +45,7 @@ def refuse(config: Config, files: ModelFiles, kind: Kind) -> None:
         raise ConfigError(f"{kind.name} runs on {kind.device}: --device cannot be {config.model.device}.")
 
 
-def arguments_of(config: Config, files: ModelFiles, kind: Kind, *, with_adapters: bool = False) -> dict[str, Any]:
+def arguments_of(config: Config, files: ModelFiles, kind: Kind) -> dict[str, Any]:
     """What vLLM's EngineArgs are made with."""
     refuse(config, files, kind)
     model, backend, scheduler = config.model, config.backend, config.scheduler
@@ -74,8 +74,8 @@ def arguments_of(config: Config, files: ModelFiles, kind: Kind, *, with_adapters
     }
     if scheduler.max_prefill_chunk:
         arguments["long_prefill_token_threshold"] = scheduler.max_prefill_chunk
-    if with_adapters:
-        arguments |= {"enable_lora": True, "max_loras": MAX_ADAPTERS, "max_lora_rank": MAX_ADAPTER_RANK}
+    if model.wants_adapters:
+        arguments |= {"enable_lora": True, "max_loras": MAX_ADAPTERS, "max_lora_rank": MAX_RANK}
     return arguments
 
 

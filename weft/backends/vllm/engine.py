@@ -9,70 +9,61 @@ from collections.abc import Collection
 from msgspec import structs
 
 from weft.backends.abilities import cannot, check_abilities
-from weft.backends.contract import Abilities, Embedding, Prompt, tokens_of
+from weft.backends.adapters import Adapters
+from weft.backends.contract import PLAIN_TERMS, Abilities, Embedding, Prompt, Terms, tokens_of
 from weft.backends.native import NativeDeltas, NativeEngine
 from weft.backends.text_room import TextRoom
-from weft.backends.vllm.adapters import Adapters
 from weft.backends.vllm.kinds import Kind
 from weft.engine.client import EngineClient
 from weft.errors import InvalidRequest
 from weft.text.output import OutputText
-from weft.types import Pooling, Request, SamplingParams
+from weft.types import Pooling, SamplingParams
 
 
 class VllmEngine(NativeEngine):
     def __init__(
-        self, kind: Kind, client: EngineClient, room: TextRoom, adapters: Adapters | None, *, has_grammars: bool
+        self,
+        kind: Kind,
+        client: EngineClient,
+        room: TextRoom,
+        adapters: Adapters,
+        *,
+        takes_adapters: bool,
+        has_grammars: bool,
     ) -> None:
-        """`adapters` is None where vLLM was started without room for any."""
-        super().__init__(client, room)
+        """`takes_adapters`: vLLM was started with room for them."""
+        super().__init__(client, room, adapters)
         self.name = kind.name
-        self.adapters = adapters
-        self.abilities = Abilities(embeddings=False, images=False, grammar=has_grammars, lora=adapters is not None)
+        self.abilities = Abilities(embeddings=False, images=False, grammar=has_grammars, lora=takes_adapters)
 
     async def submit(
         self,
         prompt: Prompt,
         params: SamplingParams,
+        terms: Terms = PLAIN_TERMS,
         *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
         sibling_of: str = "",
         markers: Collection[str] = (),
-        adapter: str = "",
     ) -> NativeDeltas:
-        """`adapter`: the name of one of `adapters`; empty: the model as it is."""
-        check_abilities(self, params, priority=priority, cache_salt=cache_salt)
+        check_abilities(self, params, terms)
         request = self._room.request_of(
             self.model,
             tokens_of(prompt),
             params,
-            request_id=request_id,
-            cache_salt=cache_salt,
-            priority=priority,
-            tenant=tenant,
+            terms,
             sibling_of=sibling_of,
+            adapter=self._adapters.chosen(terms.adapter),
         )
-        adapted = self._adapted(request, params.seed, adapter)
-        return NativeDeltas(self.client, adapted, OutputText(self.tokenizer, adapted, markers))
+        # A seed that nobody asked for is left to vLLM: it samples requests with seeds one by one.
+        request = structs.replace(request, params=structs.replace(request.params, seed=params.seed))
+        return NativeDeltas(self.client, request, OutputText(self.tokenizer, request, markers))
 
-    async def embed(
-        self,
-        prompt: Prompt,
-        pooling: Pooling,
-        *,
-        request_id: str | None = None,
-        cache_salt: str = "",
-        priority: int = 0,
-        tenant: str = "",
-    ) -> Embedding:
+    async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         raise cannot(self.name, "embed")
 
-    def _adapted(self, request: Request, seed: int | None, adapter: str) -> Request:
-        """A seed that nobody asked for is left to vLLM: it samples requests with seeds one by one."""
-        if adapter and self.adapters is None:
-            raise InvalidRequest(f"{self.name} was started without adapters.", param="adapter")
-        chosen = self.adapters.named(adapter) if adapter and self.adapters is not None else None
-        return structs.replace(request, params=structs.replace(request.params, seed=seed), adapter=chosen)
+    async def load_adapter(self, name: str, path: str) -> None:
+        if not self.abilities.lora:
+            raise InvalidRequest(
+                f"{self.name} was started without room for adapters.", hint="Start it with --adapter or --enable-lora."
+            )
+        await super().load_adapter(name, path)

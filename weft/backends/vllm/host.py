@@ -99,7 +99,7 @@ async def serve(sock: socket.socket, orders: Orders, start: Start) -> int:
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, orders: Orders, start: Start) -> None:
     began, causes = time.monotonic(), Path(orders.folder) / "causes.jsonl"
     platform = _import_vllm(start.config, orders, causes)
-    arguments = arguments_of(start.config, start.files, orders.kind, with_adapters=orders.with_adapters)
+    arguments = arguments_of(start.config, start.files, orders.kind)
     figures = Figures()
     desk = Desk(writer, figures, arguments["max_num_seqs"])
     vllm_config = _configured(arguments, orders.kind)

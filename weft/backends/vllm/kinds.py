@@ -35,4 +35,3 @@ class Orders(Struct, frozen=True, kw_only=True):
     kind: Kind
     folder: str
     """For files that end with the process."""
-    with_adapters: bool = False

@@ -20,9 +20,9 @@ from weft.backends.vllm.kinds import Kind, Orders
 class VllmProcess:
     """The first of a process group."""
 
-    def __init__(self, kind: Kind, *, with_adapters: bool = False) -> None:
+    def __init__(self, kind: Kind) -> None:
         self._folder = tempfile.mkdtemp(prefix="weft-vllm-")
-        orders = Orders(kind=kind, folder=self._folder, with_adapters=with_adapters)
+        orders = Orders(kind=kind, folder=self._folder)
         self.socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(

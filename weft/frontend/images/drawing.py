@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from msgspec import Struct
 
 from weft import logs
-from weft.backends.contract import ImageUpdate, ImageUpdates
+from weft.backends.contract import ImageUpdate, ImageUpdates, Terms
 from weft.errors import Overloaded
 from weft.frontend.gate import Seat
 from weft.frontend.guard import side_by_side
@@ -68,7 +68,13 @@ class Drawing:
             for index, params in enumerate(self._job.images):
                 images.append(await self._submit(index, params))
                 self._stopwatches.append(
-                    Stopwatch(self._service.metrics, self._seat.account, self._arrived, self._job.num_prompt_tokens)
+                    Stopwatch(
+                        self._service.metrics,
+                        self._seat.account,
+                        self._arrived,
+                        self._job.num_prompt_tokens,
+                        self._service.model_name,
+                    )
                 )
             await side_by_side(self._follow(index, updates, take) for index, updates in enumerate(images))
         finally:
@@ -90,10 +96,12 @@ class Drawing:
             updates = await self._service.engine.draw(
                 self._job.prompt,
                 params,
-                request_id=f"{self._engine_id}-{index}",
-                cache_salt=self._job.cache_salt,
-                priority=self._job.priority,
-                tenant=self._seat.tenant,
+                Terms(
+                    request_id=f"{self._engine_id}-{index}",
+                    cache_salt=self._job.cache_salt,
+                    priority=self._job.priority,
+                    tenant=self._seat.tenant,
+                ),
                 prompt_embeds=self._job.prompt_embeds,
                 additional_information=self._job.additional_information,
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from weft.backends.contract import Engine, ImageUpdate, ImageUpdates, failure_of
+from weft.backends.contract import Engine, ImageUpdate, ImageUpdates, Terms, failure_of
 from weft.errors import EngineFault
 from weft.frontend.images.job import ImageJob
 from weft.frontend.images.picture import Image
@@ -34,8 +34,7 @@ async def draw(engine: Engine, job: ImageJob, take: Take) -> Image:
     updates = await engine.draw(
         job.prompt,
         params,
-        cache_salt=job.cache_salt,
-        priority=job.priority,
+        Terms(cache_salt=job.cache_salt, priority=job.priority),
         prompt_embeds=job.prompt_embeds,
         additional_information=job.additional_information,
     )

@@ -20,7 +20,7 @@ async def messages_door(body: bytes, seat: Seat) -> Order:
     service = await seat.choose(request.model)
     _check(request, service)
     chat = await chat_job(chat_request(request), service)
-    return Order(chat.job, MessagesWriter(chat, service.model_name))
+    return Order(chat.job, MessagesWriter(chat))
 
 
 async def count_tokens(body: bytes, seat: Seat) -> TokenCount:

@@ -23,9 +23,9 @@ _STOP = named_event("message_stop", {"type": "message_stop"})
 
 
 class MessagesWriter:
-    def __init__(self, chat: ChatJob, model_name: str) -> None:
+    def __init__(self, chat: ChatJob) -> None:
         self.answer_id = f"msg_{uuid.uuid4().hex}"
-        self._model_name = model_name
+        self._model_name = chat.job.model_name
         self._blocks = Blocks(chat.reading.reader())
         self._usage = Usage(prompt_tokens=num_tokens(chat.job.prompts[0]))
 

@@ -37,7 +37,7 @@ async def responses_door(body: bytes, seat: Seat, shelf: Shelf) -> Order:
     before = shelf.messages_of(request.previous_response_id) if request.previous_response_id else []
     conversation = [*before, *chat_messages(request.input)]
     chat = await _chat_job(request, conversation, service)
-    begun = _begun(request, service.model_name)
+    begun = _begun(request)
 
     def keep(answer: bytes, blocks: Sequence[Block]) -> None:
         if request.store:
@@ -55,12 +55,12 @@ async def _chat_job(request: ResponsesRequest, conversation: ChatMessages, servi
         raise
 
 
-def _begun(request: ResponsesRequest, model_name: str) -> ResponseAnswer:
+def _begun(request: ResponsesRequest) -> ResponseAnswer:
     choice = request.tool_choice
     return ResponseAnswer(
         id=f"resp_{uuid.uuid4().hex}",
         created_at=int(time.time()),
-        model=model_name,
+        model=request.model,
         instructions=request.instructions,
         previous_response_id=request.previous_response_id,
         max_output_tokens=request.max_output_tokens,

@@ -41,7 +41,8 @@ class Commands:
     def _list(self) -> dict[str, str]:
         self._gate.check_open()
         slots = self._gate.fleet.slots
-        names = {"models": ",".join(name for slot in slots for name in (slot.name, slot.draws) if name)}
+        every = [name for slot in slots for name in (slot.name, *slot.adapter_names, slot.draws) if name]
+        names = {"models": ",".join(every)}
         if self._gate.fleet.has_many:
             names["loaded"] = ",".join(slot.name for slot in slots if slot.is_open)
         return names

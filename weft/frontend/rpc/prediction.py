@@ -102,10 +102,8 @@ class Prediction:
 
 async def job_of(request: StreamPredictRequest, service: Service) -> Job:
     """The request as the engine understands it; raises what is wrong with it."""
-    if request.model_id not in SERVED_MODEL:
-        service.check_model(request.model_id)
-    if request.adapter:
-        raise InvalidRequest(f"The adapter {request.adapter!r:.200} is not here: adapters are not served yet.")
+    model_name = service.model_name if request.model_id in SERVED_MODEL else request.model_id
+    service.check_model(model_name)
     if not request.prompt:
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     params = params_of(request.generation)
@@ -113,7 +111,13 @@ async def job_of(request: StreamPredictRequest, service: Service) -> Job:
         prompt = await asyncio.to_thread(text_prompt, service.engine, request.prompt)
     else:
         prompt = text_prompt(service.engine, request.prompt)
-    return Job(prompts=[prompt], params=params, priority=request.priority)
+    return Job(
+        prompts=[prompt],
+        params=params,
+        priority=request.priority,
+        adapter=service.adapter_for(model_name, request.adapter or None),
+        model_name=model_name,
+    )
 
 
 def params_of(generation: GenerationParameters) -> SamplingParams:
