@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from weft.backends.contract import Engine
+    from weft.backends.roster import FileRoster
     from weft.types import SamplingParams
 
 EPILOG = "Every setting is also an environment variable (WEFT_MAX_NUM_SEQS) and a line of the --config file."
@@ -145,10 +146,19 @@ def _sampling(
 @app.command(epilog=EPILOG)
 @configured(positional_model=True)
 def serve(config: Config) -> None:
-    """Serve a model over HTTP, as OpenAI's clients expect it."""
-    from weft.frontend.server import serve
+    """Serve a model over HTTP, as OpenAI's clients expect it; or, with --models-file, several by their names."""
+    from weft.frontend.server import serve, serve_models
 
-    serve(lambda: _start(config), config)
+    if not config.fleet.models_file:
+        serve(lambda: _start(config), config)
+        return
+    from weft.backends.roster import FileRoster
+
+    roster = FileRoster(config)
+    if config.fleet.check_models:
+        _check_models(roster)
+    else:
+        serve_models(roster, config)
 
 
 @app.command(epilog=EPILOG)
@@ -373,6 +383,20 @@ def doctor() -> None:
 def version() -> None:
     """Show which Weft this is."""
     typer.echo(f"weft {__version__}")
+
+
+def _check_models(roster: FileRoster) -> None:
+    """Ends with 1 when something is wrong with one of them."""
+    import asyncio
+
+    from weft import logs
+
+    logs.set_up("warning")
+    checked = asyncio.run(roster.check())
+    for model in checked:
+        typer.echo(f"{model.place}: {model.name}: {model.fault or 'ok'}")
+    if any(model.fault for model in checked):
+        raise typer.Exit(1)
 
 
 async def _start(config: Config) -> Engine:

@@ -290,6 +290,32 @@ class GrpcOptions(Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
 
 
+class FleetOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Several models behind one door."""
+
+    models_file: Annotated[
+        str, _doc("A file that names the models to serve: JSON, TOML or YAML; read again whenever it changes.")
+    ] = ""
+    preload: Annotated[list[str], _doc("Models of the file to load at start; others are when they are asked for.")] = []
+    max_loaded_models: Annotated[
+        int, _doc("Models loaded at the same time: for one more, the one not used for longest goes; 0: no limit.", ge=0)
+    ] = 0
+    max_models_memory: Annotated[
+        str,
+        _doc(
+            "Memory of all loaded models together: GiB (24), or a share of the machine's (80%); empty: what is free.",
+            pattern=r"^([0-9]+(\.[0-9]+)?%?)?$",
+        ),
+    ] = ""
+    model_wait_s: Annotated[
+        float, _doc("A request waits so long for its model to be loaded; then it is answered 503.", gt=0)
+    ] = 120.0
+    max_waiting_per_model: Annotated[
+        int, _doc("Requests that wait for one model to be loaded; one more is answered 503.", ge=1)
+    ] = 256
+    check_models: Annotated[bool, _doc("Find, fetch and check all models of the file, load none, and end.")] = False
+
+
 class Config(Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelOptions = ModelOptions()
     backend: BackendOptions = BackendOptions()
@@ -299,6 +325,25 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     server: ServerOptions = ServerOptions()
     limits: LimitOptions = LimitOptions()
     grpc: GrpcOptions = GrpcOptions()
+    fleet: FleetOptions = FleetOptions()
+
+
+LoadMode = Literal["check_only", "check_and_load", "async_load"]
+"""check_only: find, fetch and check the model, and load nothing; async_load: do not wait until it is loaded."""
+
+
+class ModelEntry(Struct, frozen=True, kw_only=True):
+    """One of several models: what clients call it, and all its settings."""
+
+    name: str
+    config: Config
+    adapters: dict[str, str] = {}
+    """LoRA directories by the names that requests give."""
+    load_mode: LoadMode = "check_and_load"
+    preload: bool = False
+    """Load it when the server starts, and not only when it is asked for."""
+    place: str = ""
+    """Where it is written: a file and a line."""
 
 
 class Setting(Struct, frozen=True):
@@ -378,7 +423,11 @@ def load(
     return _convert(raw, places)
 
 
-ENV_ALIASES = {"CY_LLM_ENGINE": "engine", "CY_LLM_DEFAULT_ADAPTER": "adapter"}
+ENV_ALIASES = {
+    "CY_LLM_ENGINE": "engine",
+    "CY_LLM_DEFAULT_ADAPTER": "adapter",
+    "CY_LLM_MODEL_REGISTRY_PATH": "models_file",
+}
 """Variables of the CY-LLM Engine that are honoured; Weft's own (WEFT_ENGINE) wins."""
 
 RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_WITHOUT"})

@@ -53,11 +53,16 @@ class Overloaded(WeftError):
 
 
 class Unavailable(WeftError):
-    """The server cannot take requests now: starting, draining, or its engine cannot be started."""
+    """The server cannot take requests now: starting, draining, or its engine cannot be started. `retry_after_s` is a
+    guess at when it can."""
 
     status = 503
     grpc_code = "UNAVAILABLE"
     kind = "unavailable"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1, hint: str = "", param: str | None = None) -> None:
+        super().__init__(message, hint=hint, param=param)
+        self.retry_after_s = retry_after_s
 
 
 class RequestTimeout(WeftError):

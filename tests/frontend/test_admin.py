@@ -31,7 +31,7 @@ Scenario = Callable[[httpx.AsyncClient, Gate, ScriptedEngine], Awaitable[None]]
 def admin_paths() -> list[tuple[str, str]]:
     routes = [route for route in build_app(ScriptedEngine(), CONFIG).routes if isinstance(route, Route)]
     found = [(m, r.path) for r in routes for m in r.methods or () if r.path.startswith("/admin") and m != "HEAD"]
-    assert len(found) == 10
+    assert len(found) == 14
     return found
 
 

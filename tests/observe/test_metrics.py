@@ -11,7 +11,7 @@ from weft.config import load
 from weft.errors import Overloaded
 from weft.frontend.app import build_app
 from weft.observe.histogram import Histogram
-from weft.observe.metrics import Metrics
+from weft.observe.metrics import Metrics, exposition
 from weft.types import Delta, FinishReason
 
 CONTRACT = {
@@ -61,7 +61,7 @@ def samples(text: str) -> dict[str, float]:
 
 
 def test_names_types_and_labels() -> None:
-    text = Metrics("m", ScriptedEngine()).exposition().decode()
+    text = exposition([Metrics("m", ScriptedEngine())]).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     types = {name + ("_total" if family.type == "counter" else ""): family.type for name, family in families.items()}
     aliases = {name.replace("weft_", "vllm:"): kind for name, kind in CONTRACT.items() if name not in WEFT_ALONE}
@@ -79,7 +79,7 @@ def test_an_alias_tells_what_its_own_tells() -> None:
     metrics = Metrics("m", ScriptedEngine())
     metrics.time_to_first_token.observe(0.03)
     metrics.finished("m", FinishReason.STOP, 0.5)
-    found = samples(metrics.exposition().decode())
+    found = samples(exposition([metrics]).decode())
     aliases = {name: value for name, value in found.items() if name.startswith("vllm:")}
     assert len(aliases) > 50
     for name, value in aliases.items():
@@ -87,7 +87,7 @@ def test_an_alias_tells_what_its_own_tells() -> None:
 
 
 def test_the_engine_s_figures() -> None:
-    found = samples(Metrics("m", ScriptedEngine()).exposition().decode())
+    found = samples(exposition([Metrics("m", ScriptedEngine())]).decode())
     assert found["weft_num_requests_waiting"] == 2
     assert found["weft_kv_cache_usage_perc"] == 0.5
     assert found["weft_prompt_tokens_total"] == 7
@@ -156,7 +156,7 @@ def test_every_reason_is_counted() -> None:
     metrics = Metrics("m", ScriptedEngine())
     for reason in FinishReason:
         metrics.finished("m", reason, 1.0)
-    found = samples(metrics.exposition().decode())
+    found = samples(exposition([metrics]).decode())
     assert [found[f"weft_request_success_total{{'finished_reason': '{reason}'}}"] for reason in FinishReason] == [1] * 6
 
 
@@ -175,7 +175,7 @@ def test_every_stage_of_a_request_is_timed_and_its_tokens_counted() -> None:
 
 
 def test_the_lowest_buckets_are_fine_enough_for_small_models() -> None:
-    found = samples(Metrics("m", ScriptedEngine()).exposition().decode())
+    found = samples(exposition([Metrics("m", ScriptedEngine())]).decode())
     for name, lowest in (
         ("inter_token_latency_seconds", "0.001"),
         ("time_to_first_token_seconds", "0.001"),

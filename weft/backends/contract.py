@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
+from weft.config import ModelEntry
 from weft.errors import EngineFault, InvalidRequest, RequestTimeout, Unavailable, WeftError
 from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.text.parsers.pieces import Piece
@@ -306,6 +307,51 @@ class Engine(Protocol):
         """Write what was recorded, and return the file. Raises InvalidRequest when nothing was, and Unavailable."""
 
     async def close(self) -> None: ...
+
+
+class Need(Struct, frozen=True, kw_only=True):
+    """What a model will take of its device, by the plan."""
+
+    num_bytes: int = 0
+    """In all; 0: nothing here, or nobody knows."""
+    libraries: int = 0
+    """Of them: what is not the model's own."""
+    problem: str = ""
+    """Why it does not fit in what is free now."""
+
+
+StageReport = Callable[[str], None]
+"""Hears how far a load is."""
+
+
+class Roster(Protocol):
+    """The models that a server has names for, and how each of them is loaded."""
+
+    @property
+    def entries(self) -> Mapping[str, ModelEntry]: ...
+
+    @property
+    def default(self) -> str:
+        """The model of requests that name none."""
+
+    @property
+    def memory_limit(self) -> int:
+        """Bytes that all loaded models may take together; 0: what is free."""
+
+    def refresh(self) -> bool:
+        """Look whether the entries have changed, and take them in. What is wrong is logged, and changes nothing."""
+
+    def reload(self) -> None:
+        """Read the entries again. Raises ConfigError, and nothing has changed then."""
+
+    def fault(self, entry: ModelEntry) -> str:
+        """What is wrong with files that are here; empty: nothing, or they are not here. Fetches nothing."""
+
+    async def need(self, entry: ModelEntry, report: StageReport) -> Need:
+        """Find, fetch and check the model, and plan its load. Raises what is wrong with it."""
+
+    async def start(self, entry: ModelEntry, report: StageReport) -> Engine:
+        """Load it. Raises what keeps it from being loaded."""
 
 
 def text_prompt(engine: Engine, text: str) -> Prompt:

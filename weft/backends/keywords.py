@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Struct
 
 from weft.backends.contract import Abilities
-from weft.config import nearest, settings
+from weft.config import LoadMode, nearest, settings
 from weft.errors import ConfigError, InvalidRequest
-from weft.hub.registry_file import FOUR_BIT, MEANINGLESS, ONE_VALUE, LoadMode
+from weft.hub.registry_file import FOUR_BIT, MEANINGLESS, ONE_VALUE
 from weft.types import SamplingParams
 
 log = logging.getLogger(__name__)

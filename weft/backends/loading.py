@@ -76,7 +76,7 @@ async def load_safely(
     return await _unless_stalled(_Load(start, config, watch, machine).run(), watch, lambda engine: engine.close())
 
 
-async def check_load(
+async def plan_safely(
     config: Config,
     *,
     report: Report = _unheard,
@@ -85,9 +85,23 @@ async def check_load(
 ) -> Plan | None:
     """Find, fetch and check the model and plan its load, and load nothing. None: the engine holds none here.
 
-    Raises what `load_safely` would raise before it starts anything."""
+    Raises what `load_safely` would raise before it plans anything. That it does not fit is no error: `Plan.problem`."""
     watch = _Watch(report, config, stall_s)
-    return await _unless_stalled(_checked(config, watch, machine), watch)
+    return await _unless_stalled(_planned(config, watch, machine), watch)
+
+
+async def check_load(
+    config: Config,
+    *,
+    report: Report = _unheard,
+    machine: Callable[[], Machine] = inspect_machine,
+    stall_s: float = STALL_SECONDS,
+) -> Plan | None:
+    """The same, but raises what `load_safely` would raise before it starts anything."""
+    plan = await plan_safely(config, report=report, machine=machine, stall_s=stall_s)
+    if plan is not None and plan.problem is not None:
+        raise plan.problem
+    return plan
 
 
 class Loading:
@@ -129,14 +143,9 @@ async def _planner(config: Config, watch: _Watch) -> Planner | None:
     return await in_daemon_thread(lambda: Planner(files, engine))
 
 
-async def _checked(config: Config, watch: _Watch, machine: Callable[[], Machine]) -> Plan | None:
+async def _planned(config: Config, watch: _Watch, machine: Callable[[], Machine]) -> Plan | None:
     planner = await _planner(config, watch)
-    if planner is None:
-        return None
-    plan = planner.plan(config, machine())
-    if plan.problem is not None:
-        raise plan.problem
-    return plan
+    return None if planner is None else planner.plan(config, machine())
 
 
 class _Load:

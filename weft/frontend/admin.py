@@ -10,12 +10,13 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Struct
 
-from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound
+from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, Unavailable
 from weft.frontend.body import ClientGone, parse, read_body
 from weft.frontend.errors import Conflict, NoRequest
 from weft.frontend.gate import DRAINING, Gate, Seat
 from weft.frontend.lock import VLLM_LOAD_PATH, VLLM_UNLOAD_PATH
 from weft.frontend.schemas import Fields
+from weft.frontend.service import Service
 
 ENDED = "The operator ended this request."
 MAX_BODY_BYTES = 1 << 16
@@ -99,23 +100,25 @@ def _add_requests(app: FastAPI, gate: Gate) -> None:
 
 def _add_engine(app: FastAPI, gate: Gate) -> None:
     @app.post("/admin/cache/reset", include_in_schema=False)
-    async def reset_cache() -> Response:
-        return _json({"forgotten_blocks": await gate.any_service().engine.reset_cache()})
+    async def reset_cache(model: str = "") -> Response:
+        """Of all loaded models, unless one is named."""
+        services = [_service(gate, model)] if model else gate.fleet.services()
+        return _json({"forgotten_blocks": sum([await service.engine.reset_cache() for service in services])})
 
     @app.post("/admin/profile/start", include_in_schema=False)
-    async def start_profile() -> Response:
+    async def start_profile(model: str = "") -> Response:
         folder = gate.config.server.profile_dir
         if not folder:
             raise Conflict("There is no folder for traces.", hint="Start the server with --profile-dir.")
         try:
-            return _json({"file": await gate.any_service().engine.start_profile(folder)})
+            return _json({"file": await _service(gate, model).engine.start_profile(folder)})
         except InvalidRequest as error:
             raise Conflict(str(error)) from error
 
     @app.post("/admin/profile/stop", include_in_schema=False)
-    async def stop_profile() -> Response:
+    async def stop_profile(model: str = "") -> Response:
         try:
-            return _json({"file": await gate.any_service().engine.stop_profile()})
+            return _json({"file": await _service(gate, model).engine.stop_profile()})
         except InvalidRequest as error:
             raise Conflict(str(error)) from error
 
@@ -123,12 +126,12 @@ def _add_engine(app: FastAPI, gate: Gate) -> None:
 def _add_adapters(app: FastAPI, gate: Gate) -> None:
     @app.post("/admin/lora/load", include_in_schema=False)
     @app.post(VLLM_LOAD_PATH, include_in_schema=False)
-    async def load(request: Request) -> Response:
+    async def load(request: Request, model: str = "") -> Response:
         try:
             wanted = await _read(request, LoadAdapter, gate)
         except ClientGone:
             return Response()
-        service = gate.any_service()
+        service = _service(gate, model)
         try:
             await service.engine.load_adapter(wanted.lora_name, wanted.lora_path)
         except ModelError as error:
@@ -137,12 +140,12 @@ def _add_adapters(app: FastAPI, gate: Gate) -> None:
 
     @app.post("/admin/lora/unload", include_in_schema=False)
     @app.post(VLLM_UNLOAD_PATH, include_in_schema=False)
-    async def unload(request: Request) -> Response:
+    async def unload(request: Request, model: str = "") -> Response:
         try:
             name = (await _read(request, UnloadAdapter, gate)).lora_name
         except ClientGone:
             return Response()
-        service = gate.any_service()
+        service = _service(gate, model)
         if name not in service.adapter_names:
             raise ModelNotFound(f"There is no adapter {name!r:.200} here.", param="lora_name")
         await service.engine.unload_adapter(name)
@@ -152,6 +155,14 @@ def _add_adapters(app: FastAPI, gate: Gate) -> None:
 async def _read(request: Request, kind: type[T], gate: Gate) -> T:
     body = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
     return await parse(kind, body, gate.config.limits)
+
+
+def _service(gate: Gate, model: str) -> Service:
+    """Of a loaded model, even while the server drains; without a name the default one's."""
+    slot = gate.fleet.find(model)
+    if slot.service is None:
+        raise Unavailable(f"The model {slot.name!r} is not loaded.")
+    return slot.service
 
 
 def _state(gate: Gate) -> Response:

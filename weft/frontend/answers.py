@@ -139,9 +139,13 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     object: str = "model"
     created: int
     owned_by: str = "weft"
-    max_model_len: int | UnsetType
-    """Of a model that draws: the longest prompt. Some engines do not tell."""
-    capabilities: list[str]
+    max_model_len: int | UnsetType = UNSET
+    """Of a model that draws: the longest prompt. Some engines do not tell, and no model that is not loaded."""
+    capabilities: list[str] | UnsetType = UNSET
+    state: str | UnsetType = UNSET
+    """Of one of several models: unloaded, loading, loaded, unloading or failed."""
+    why: str | UnsetType = UNSET
+    """It failed."""
     sizes: list[str] | UnsetType = UNSET
     """Of the images, where it draws."""
     parent: str | UnsetType = UNSET

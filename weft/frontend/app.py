@@ -16,13 +16,14 @@ from weft.backends.contract import Engine
 from weft.config import Config
 from weft.errors import ModelNotFound, Unavailable, WeftError
 from weft.frontend.admin import add_admin
+from weft.frontend.admin_models import add_model_admin
 from weft.frontend.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized, Version
 from weft.frontend.chat import chat_door
 from weft.frontend.completions import completion_door
 from weft.frontend.embeddings import EmbeddingList, EmbeddingsExchange, EmbeddingsRequest
-from weft.frontend.errors import answer_http_exception, answer_weft_error
+from weft.frontend.errors import answer_http_exception, answer_weft_error, public_reason
 from weft.frontend.exchange import Exchange
-from weft.frontend.gate import Gate, Service
+from weft.frontend.gate import Gate
 from weft.frontend.head import Head
 from weft.frontend.images.answers import ImagesAnswer
 from weft.frontend.images.door import ImagesExchange
@@ -39,9 +40,11 @@ from weft.frontend.responses.schemas import ResponsesRequest
 from weft.frontend.responses.shelf import Shelf
 from weft.frontend.responses.store import ResponseStore
 from weft.frontend.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from weft.frontend.service import Service
 from weft.frontend.shell import Shell
+from weft.frontend.slot import Slot
 from weft.frontend.tokens import Question, detokenize, tokenize
-from weft.observe.metrics import CONTENT_TYPE
+from weft.observe.metrics import CONTENT_TYPE, Residence, exposition
 
 
 def build_app(engine: Engine, config: Config) -> FastAPI:
@@ -74,6 +77,7 @@ def gated_app(gate: Gate) -> FastAPI:
     _add_health(app, gate)
     if gate.admin_keys.required:
         add_admin(app, gate)
+        add_model_admin(app, gate)
     return app
 
 
@@ -160,11 +164,11 @@ def _add_models(app: FastAPI, gate: Gate) -> None:
 
     @app.get("/v1/models", responses=gives(ModelList))
     async def models() -> Response:
-        return _json(ModelList(data=_cards(gate.service())))
+        return _json(ModelList(data=_all_cards(gate)))
 
     @app.get("/v1/models/{model_id:path}", responses=gives(ModelCard))
     async def model(model_id: str) -> Response:
-        cards = {card.id: card for card in _cards(gate.service())}
+        cards = {card.id: card for card in _all_cards(gate)}
         if model_id not in cards:
             raise ModelNotFound(f"There is no model {model_id!r:.200} here; this server has {', '.join(cards)}.")
         return _json(cards[model_id])
@@ -173,11 +177,12 @@ def _add_models(app: FastAPI, gate: Gate) -> None:
 def _add_health(app: FastAPI, gate: Gate) -> None:
     @app.get("/health", responses=errors())
     async def health() -> Response:
-        """200 only while requests are taken and the engine's loop beats."""
+        """200 only while requests are taken and an engine's loop beats. Of several models it names those in trouble."""
         state = gate.health()
         if not state.ready:
-            raise Unavailable(f"Not ready: {state.reason}.")
-        return _json({"status": "ready"})
+            raise Unavailable(f"Not ready: {state.reason.rstrip('.')}.")
+        troubles = gate.fleet.troubles()
+        return _json({"status": "ready", **({"troubles": troubles} if troubles else {})})
 
     @app.get("/health/live")
     async def live() -> Response:
@@ -186,9 +191,34 @@ def _add_health(app: FastAPI, gate: Gate) -> None:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus's text format; empty until the model is loaded."""
-        figures = gate.metrics()
-        return Response(figures.exposition() if figures else b"", media_type=CONTENT_TYPE)
+        """Prometheus's text format; empty until a model is loaded."""
+        residences = [_residence(slot) for slot in gate.fleet.slots] if gate.fleet.has_many else []
+        return Response(exposition(gate.metrics(), residences), media_type=CONTENT_TYPE)
+
+
+def _all_cards(gate: Gate) -> list[ModelCard]:
+    gate.check_open()
+    if not gate.fleet.has_many:
+        return [card for service in gate.fleet.services() for card in _cards(service)]
+    cards: list[ModelCard] = []
+    for slot in gate.fleet.slots:
+        if slot.service is not None:
+            cards += [replace(card, state=slot.state) for card in _cards(slot.service)]
+        else:
+            why = public_reason(slot.failure.error) if slot.failure is not None else UNSET
+            card = ModelCard(id=slot.name, created=gate.fleet.created, state=slot.state, why=why)
+            cards += [card, *(replace(card, id=name, parent=slot.name, root=slot.name) for name in slot.adapter_names)]
+    return cards
+
+
+def _residence(slot: Slot) -> Residence:
+    return Residence(
+        model_name=slot.name,
+        is_loaded=slot.service is not None,
+        loads=slot.num_loads,
+        failures=slot.num_failures,
+        unloads=slot.num_unloads,
+    )
 
 
 def _cards(service: Service) -> list[ModelCard]:

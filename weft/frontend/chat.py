@@ -27,7 +27,7 @@ from weft.frontend.answers import (
 )
 from weft.frontend.body import parse
 from weft.frontend.exchange import Order
-from weft.frontend.gate import Service
+from weft.frontend.gate import Seat
 from weft.frontend.logprobs import chat_logprobs, prompt_logprobs
 from weft.frontend.schemas import ChatRequest
 from weft.frontend.sse import ChunkFrame, ChunkHead
@@ -36,8 +36,9 @@ from weft.text.parsers.pieces import Answer, CallArguments, CallStarted, Content
 from weft.types import Delta, FinishReason, TokenLogprob, Usage
 
 
-async def chat_door(body: bytes, service: Service) -> Order:
-    request = await parse(ChatRequest, body, service.limits)
+async def chat_door(body: bytes, seat: Seat) -> Order:
+    request = await parse(ChatRequest, body, seat.config.limits)
+    service = await seat.choose(request.model)
     service.check_model(request.model)
     chat = await chat_job(request, service)
     return Order(chat.job, ChatWriter(request, chat, service.engine))

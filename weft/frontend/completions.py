@@ -25,7 +25,7 @@ from weft.frontend.answers import (
 )
 from weft.frontend.body import parse
 from weft.frontend.exchange import Order
-from weft.frontend.gate import Service
+from weft.frontend.gate import Seat
 from weft.frontend.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from weft.frontend.schemas import CompletionRequest
 from weft.frontend.sse import ChunkFrame, ChunkHead
@@ -33,8 +33,9 @@ from weft.frontend.translate import CompletionJob, completion_job
 from weft.types import Delta, TokenLogprob, Usage
 
 
-async def completion_door(body: bytes, service: Service) -> Order:
-    request = await parse(CompletionRequest, body, service.limits)
+async def completion_door(body: bytes, seat: Seat) -> Order:
+    request = await parse(CompletionRequest, body, seat.config.limits)
+    service = await seat.choose(request.model)
     service.check_model(request.model)
     completion = await completion_job(request, service)
     return Order(completion.job, CompletionWriter(request, completion, service.engine))

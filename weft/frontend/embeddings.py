@@ -82,8 +82,8 @@ class EmbeddingsExchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
-        with self._gate.admit() as seat:
-            options = seat.service.options
+        options = self._gate.config.server
+        with self._gate.admit(receive) as seat:
             try:
                 body = await read_body(scope, receive, options.max_body_mb << 20)
                 batch = await _batch(body, seat, arrived)
@@ -160,8 +160,8 @@ class Batch:
 
 
 async def _batch(body: bytes, seat: Seat, arrived: float) -> Batch:
-    service = seat.service
-    request = await parse(EmbeddingsRequest, body, service.limits)
+    request = await parse(EmbeddingsRequest, body, seat.config.limits)
+    service = await seat.choose(request.model)
     service.check_model(request.model)
     if sum(map(len, request.input)) > LONG_PROMPT:
         inputs = await asyncio.to_thread(_encoded, request, service.engine)

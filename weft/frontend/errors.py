@@ -15,9 +15,6 @@ from weft.errors import InvalidRequest, Overloaded, Unavailable, WeftError
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1
-"""When to try again a server that starts, drains or replaces its engine."""
-
 
 class ErrorDetail(Struct, frozen=True):
     message: str
@@ -98,10 +95,8 @@ def error_body(error: WeftError) -> ErrorBody:
 
 def error_response(error: WeftError) -> Response:
     headers: dict[str, str] = {}
-    if isinstance(error, Overloaded):
+    if isinstance(error, Overloaded | Unavailable):
         headers["Retry-After"] = str(error.retry_after_s)
-    if isinstance(error, Unavailable):
-        headers["Retry-After"] = str(RETRY_AFTER_S)
     if isinstance(error, NoKey):
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, BodyTooLarge | BodyTooSlow | NoKey | WrongKey | HeadTooLarge | WrongHost):
@@ -143,6 +138,12 @@ def _type(status: int) -> str:
 
 _PRIVATE = re.compile(r"\n|Traceback|0x[0-9a-fA-F]{4,}|(?:/[\w.-]+){2,}|\w:\\|\d+\.\d+\.\d+\.\d+")
 """What a client must not learn of the machine: tracebacks, addresses, paths."""
+
+
+def public_reason(error: Exception) -> str:
+    """Why something failed, as far as a client may learn it."""
+    text = str(error) if isinstance(error, WeftError) else ""
+    return "the server's log says why." if not text or _PRIVATE.search(text) else text
 
 
 def _public_message(error: WeftError) -> str:

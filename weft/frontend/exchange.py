@@ -20,7 +20,7 @@ from weft.frontend import sse
 from weft.frontend.answers import Output
 from weft.frontend.body import ClientGone, read_body
 from weft.frontend.errors import Unexpected
-from weft.frontend.gate import Gate, Service
+from weft.frontend.gate import Gate, Seat
 from weft.frontend.generation import Generation
 from weft.frontend.guard import guarded
 from weft.frontend.job import Job
@@ -58,8 +58,8 @@ class Order(Struct, frozen=True):
     writer: Writer
 
 
-Door = Callable[[bytes, Service], Awaitable[Order]]
-"""Reads one kind of request; raises what is wrong with it."""
+Door = Callable[[bytes, Seat], Awaitable[Order]]
+"""Reads one kind of request, and chooses its model; raises what is wrong with it."""
 
 
 Guard = Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
@@ -113,20 +113,20 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
-        with self._gate.admit() as seat:
-            service = seat.service
+        options = self._gate.config.server
+        with self._gate.admit(receive) as seat:
             try:
-                body = await read_body(scope, receive, service.options.max_body_mb << 20)
+                body = await read_body(scope, receive, options.max_body_mb << 20)
+                order = await self._door(body, seat)
             except ClientGone:
                 return
-            order = await self._door(body, service)
             # A client may send the same id twice; the engine must never see it twice.
             seat.answer_id = order.writer.answer_id
             generation = Generation(order.job, seat, f"{seat.answer_id}-{uuid.uuid4().hex[:8]}", arrived)
-            guard = partial(guarded, receive=receive, aborted=seat.aborted, timeout_s=service.options.request_timeout_s)
+            guard = partial(guarded, receive=receive, aborted=seat.aborted, timeout_s=options.request_timeout_s)
             reply = Reply(send, short_way(scope))
             if order.job.stream:
-                await _stream(order, generation, guard, reply, service.options.keep_alive_s)
+                await _stream(order, generation, guard, reply, options.keep_alive_s)
             else:
                 await _whole(order, generation, guard, reply)
 

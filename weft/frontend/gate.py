@@ -9,78 +9,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from msgspec import Struct
+from starlette.types import Receive
 
 from weft import logs
-from weft.backends.contract import Engine, Health, unknown_adapter
-from weft.config import Config, LimitOptions, ServerOptions
-from weft.errors import InvalidRequest, ModelNotFound, Overloaded, Unavailable
-from weft.frontend.grammars import Grammars
+from weft.backends.contract import Engine, Health, Roster
+from weft.config import Config
+from weft.errors import Overloaded, Unavailable
+from weft.frontend.fleet import Fleet
+from weft.frontend.guard import guarded, no_hang_up
 from weft.frontend.keys import Keys
 from weft.frontend.limits import Account, Accounts
+from weft.frontend.service import Service, open_service
+from weft.frontend.slot import Slot
 from weft.frontend.stopwatch import Stopwatch
 from weft.observe.metrics import Metrics
-from weft.observe.traces import Traces, open_traces
-from weft.text.grammars.specs import GrammarSpec, Thinking
+from weft.observe.traces import open_traces
 
 SHUTTING_DOWN = "The server is shutting down."
 DRAINING = "The server takes no new requests for now."
 
 
-class Service(Struct, frozen=True, kw_only=True):
-    """The model that is served, as the routes know it."""
-
-    engine: Engine
-    model_name: str
-    """The operator's name for it, or its own."""
-    created: int
-    metrics: Metrics
-    grammars: Grammars
-    options: ServerOptions
-    limits: LimitOptions
-    traces: Traces | None = None
-
-    async def grammar_of(self, spec: GrammarSpec | None, thinking: Thinking | None = None) -> str:
-        """What the engine needs to keep an output in form; empty: it has none."""
-        return await self.grammars.grammar_of(spec, thinking) if spec is not None else ""
-
-    def check_model(self, name: str) -> None:
-        """Raise unless it is the model that writes, or one of its adapters."""
-        if name == self.model_name or name in self.adapter_names:
-            return
-        drawn_by = self.engine.model.images
-        if drawn_by is not None and name == drawn_by.name:
-            raise InvalidRequest(
-                f"The model {name!r} draws images and writes no text.",
-                hint=f"Send it to /v1/images/generations, or name {self.model_name!r}.",
-                param="model",
-            )
-        here = ", ".join(map(repr, (self.model_name, *self.adapter_names)))
-        raise ModelNotFound(f"There is no model {name!r:.200} here; this server has {here}.", param="model")
-
-    @property
-    def adapter_names(self) -> list[str]:
-        return [adapter.name for adapter in self.engine.adapters]
-
-    def adapter_for(self, model_name: str, adapter: str | None = None) -> str | None:
-        """What a request's terms say, by the model that it names and by its own field. Raises InvalidRequest."""
-        if model_name in self.adapter_names:
-            if adapter not in (None, model_name):
-                raise InvalidRequest(
-                    f"The model {model_name!r} is an adapter itself, and adapter is {adapter!r:.200}.", param="adapter"
-                )
-            return model_name
-        if adapter and adapter not in self.adapter_names:
-            raise unknown_adapter(adapter, self.engine.adapters)
-        return adapter
-
-
 class Seat(Struct, eq=False, kw_only=True):
-    """One request's place in the house."""
+    """One request's place in the house. It has a model only when that was chosen."""
 
-    service: Service
+    config: Config
+    fleet: Fleet
     account: Account
     aborted: asyncio.Future[str]
     """Done, with the reason, when the server will not wait for the request any longer."""
+    receive: Receive
+    """Tells when the client hangs up."""
     request_id: str
     tenant: str
     """The name of its key; empty where no key is wanted."""
@@ -88,6 +46,37 @@ class Seat(Struct, eq=False, kw_only=True):
     answer_id: str = ""
     """Empty until the request was understood."""
     choices: list[Stopwatch] = []
+    slot: Slot | None = None
+    chosen: Service | None = None
+
+    @property
+    def service(self) -> Service:
+        """Of the model that was chosen."""
+        assert self.chosen is not None
+        return self.chosen
+
+    async def choose(self, name: str | None) -> Service:
+        """The model of this name, loaded; None: the default one. Raises ModelNotFound, Unavailable and ClientGone."""
+        return await self._enter(self.fleet.find(name))
+
+    async def choose_painter(self, name: str | None) -> Service:
+        """The same for a request that wants something drawn."""
+        return await self._enter(self.fleet.find_painter(name))
+
+    async def _enter(self, slot: Slot) -> Service:
+        slot.claim()
+        self.slot = slot
+        while not slot.is_open:
+            await guarded(slot.opened(), self.receive, aborted=self.aborted, timeout_s=0)
+        self.chosen = slot.enter()
+        return self.chosen
+
+    def leave(self) -> None:
+        self.account.leave()
+        if self.slot is not None:
+            if self.chosen is not None:
+                self.slot.leave()
+            self.slot.end_claim()
 
     @property
     def num_tokens(self) -> int:
@@ -100,14 +89,15 @@ class Seat(Struct, eq=False, kw_only=True):
 
 
 class Gate:
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, roster: Roster | None = None) -> None:
+        """With a roster its models are served, else the one that `open` brings."""
         options = config.server
         self.config = config
         self.keys = Keys(options.api_key, options.api_key_file)
         self.admin_keys = Keys(options.admin_key, options.admin_key_file)
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
+        self.fleet = Fleet(config, lambda own, engine: open_service(own, engine, self.traces), roster)
         self._accounts = Accounts(config.limits)
-        self._service: Service | None = None
         self._closed_because = ""
         """Empty: open."""
         self._seats: set[Seat] = set()
@@ -116,22 +106,11 @@ class Gate:
 
     def open(self, engine: Engine) -> Service:
         """The engine is there: let requests in."""
-        name = self.config.model.served_model_name or engine.model.name
-        self._service = Service(
-            engine=engine,
-            model_name=name,
-            created=int(time.time()),
-            metrics=Metrics(name, engine),
-            grammars=Grammars(engine, self.config.server),
-            options=self.config.server,
-            limits=self.config.limits,
-            traces=self.traces,
-        )
-        return self._service
+        return self.fleet.adopt(engine)
 
     async def close(self) -> None:
-        if self._service is not None:
-            await self._service.grammars.close()
+        """End all engines."""
+        await self.fleet.close()
 
     def drain(self, why: str = SHUTTING_DOWN) -> None:
         """Let nobody in any more; those inside go on."""
@@ -159,44 +138,36 @@ class Gate:
         await self._empty.wait()
 
     def health(self) -> Health:
-        if self._closed_because:
-            return Health(False, "draining")
-        if self._service is None:
-            return Health(False, "starting")
-        return self._service.engine.health()
+        return Health(False, "draining") if self._closed_because else self.fleet.health()
 
-    def metrics(self) -> Metrics | None:
-        """None until the engine is there to be measured."""
-        return None if self._service is None else self._service.metrics
+    def metrics(self) -> list[Metrics]:
+        """Of every model that is loaded."""
+        return [service.metrics for service in self.fleet.services()]
 
-    def service(self) -> Service:
-        service = self.any_service()
+    def check_open(self) -> None:
+        """Raises Unavailable while nobody may come in."""
+        self.fleet.default()
         if self._closed_because:
             raise Unavailable(self._closed_because)
-        return service
-
-    def any_service(self) -> Service:
-        """Even while it drains."""
-        if self._service is None:
-            raise Unavailable("The model is being loaded.", hint="GET /health tells when it is ready.")
-        return self._service
 
     @contextmanager
-    def admit(self) -> Iterator[Seat]:
+    def admit(self, receive: Receive = no_hang_up) -> Iterator[Seat]:
         """A seat for as long as one request takes; Unavailable when there is none, RateLimited when its owner has had
-        enough for now."""
-        service = self.service()
+        enough for now. `receive` tells when the client hangs up."""
+        self.check_open()
         tenant = logs.tenant.get()
         account = self._accounts.of(tenant)
         try:
             account.enter()
         except Overloaded:
-            service.metrics.rejected()
+            self._count_rejected()
             raise
         seat = Seat(
-            service=service,
+            config=self.config,
+            fleet=self.fleet,
             account=account,
             aborted=asyncio.get_running_loop().create_future(),
+            receive=receive,
             request_id=logs.request_id.get(),
             tenant=tenant,
             began=time.monotonic(),
@@ -206,7 +177,13 @@ class Gate:
         try:
             yield seat
         finally:
-            account.leave()
+            seat.leave()
             self._seats.discard(seat)
             if not self._seats:
                 self._empty.set()
+
+    def _count_rejected(self) -> None:
+        """Which model was wanted is not known yet: it counts for the default one."""
+        service = self.fleet.default().service
+        if service is not None:
+            service.metrics.rejected()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable
 from typing import Any
 
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from weft.errors import RequestTimeout, Unavailable
 from weft.frontend.body import ClientGone
@@ -50,6 +50,12 @@ async def _ended_after_all(task: asyncio.Task[None]) -> bool:
     task.cancel()
     await asyncio.wait({task})
     return not task.cancelled()
+
+
+async def no_hang_up() -> Message:
+    """For doors that are told otherwise when a client has gone: there is nothing to listen for."""
+    never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await never
 
 
 async def _hung_up(receive: Receive) -> None:

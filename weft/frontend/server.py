@@ -12,13 +12,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from weft import logs
-from weft.backends.contract import Engine
+from weft.backends.contract import Engine, Roster
 from weft.config import Config, ServerOptions
 from weft.errors import ConfigError, EngineFault, WeftError
 from weft.frontend.app import gated_app
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EngineFactory = Callable[[], Awaitable[Engine]]
+StartGate = Callable[[Gate], Coroutine[Any, Any, None]]
 
 FAREWELL_S = 2
 """How long aborted requests have to tell their clients so, and connections to close."""
@@ -41,15 +42,32 @@ MAX_FILES = 65536
 
 
 def serve(engine_factory: EngineFactory, config: Config) -> None:
-    """Serve until a signal says stop. Raises ConfigError when the address cannot be had, and what kept the engine
-    from starting."""
+    """Serve one model until a signal says stop. Raises ConfigError when the address cannot be had, and what kept the
+    engine from starting."""
+
+    async def start(gate: Gate) -> None:
+        gate.open(await engine_factory())
+
+    _serve(start, config)
+
+
+def serve_models(roster: Roster, config: Config) -> None:
+    """The same for several models. What keeps one of them from starting is no error here."""
+
+    async def start(gate: Gate) -> None:
+        await gate.fleet.start()
+
+    _serve(start, config, roster)
+
+
+def _serve(start: StartGate, config: Config, roster: Roster | None = None) -> None:
     logs.set_up(config.server.log_level, form=config.server.log_format)
     check_reach(config.server)
     allow_many_connections()
     with bind(config.server.host, config.server.port) as listener:
-        life = _Life(config, listener)
+        life = _Life(config, listener, roster)
         with asyncio.Runner(loop_factory=life.loop_factory) as runner:
-            runner.run(life.live(engine_factory))
+            runner.run(life.live(start))
 
 
 def check_reach(options: ServerOptions) -> None:
@@ -103,10 +121,10 @@ class _Server(uvicorn.Server):
 
 
 class _Life:
-    def __init__(self, config: Config, listener: socket.socket) -> None:
+    def __init__(self, config: Config, listener: socket.socket, roster: Roster | None) -> None:
         self._config = config
         self._listener = listener
-        self._gate = Gate(config)
+        self._gate = Gate(config, roster)
         options = uvicorn.Config(
             gated_app(self._gate),
             http=protocol_factory(config),  # type: ignore[arg-type]
@@ -122,27 +140,23 @@ class _Life:
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
-    async def live(self, engine_factory: EngineFactory) -> None:
+    async def live(self, start: StartGate) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload_keys)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
         began = time.monotonic()
         rpc = await self._open_rpc()
         http = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         http.add_done_callback(lambda _: self._stop.set())
         try:
-            engine = await self._start(engine_factory)
-            if engine is not None:
-                try:
-                    self._announce(engine, time.monotonic() - began)
-                    if rpc is not None:
-                        log.info("gRPC answers on port %d", rpc.port)
-                    await self._stop.wait()
-                    await self._drain()
-                finally:
-                    await self._gate.close()
-                    await engine.close()
+            if await self._start(start):
+                self._announce(time.monotonic() - began)
+                if rpc is not None:
+                    log.info("gRPC answers on port %d", rpc.port)
+                await self._stop.wait()
+                await self._drain()
         finally:
+            await self._gate.close()
             self._server.should_exit = True
             if rpc is not None:
                 await rpc.stop(FAREWELL_S)
@@ -162,16 +176,21 @@ class _Life:
             self._stop_now.set()
         self._stop.set()
 
-    def _reload_keys(self) -> None:
+    def _reload(self) -> None:
         for keys in (self._gate.keys, self._gate.admin_keys):
             try:
                 log.info("keys were read again: %d", keys.reload())
             except ConfigError as error:
                 log.error("the keys stay as they were: %s", error)
+        if self._gate.fleet.has_many:
+            try:
+                self._gate.fleet.reload()
+            except ConfigError as error:
+                log.error("the models stay as they were: %s", error)
 
-    async def _start(self, engine_factory: EngineFactory) -> Engine | None:
-        """The engine, or None when the word to stop came first."""
-        starting = asyncio.ensure_future(engine_factory())
+    async def _start(self, start: StartGate) -> bool:
+        """False when the word to stop came first."""
+        starting = asyncio.create_task(start(self._gate))
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -179,20 +198,21 @@ class _Life:
             starting.cancel()
             await asyncio.wait({starting})
             if starting.cancelled():
-                return None
+                return False
         try:
-            return starting.result()
+            starting.result()
         except WeftError:
             raise
         except Exception as error:
             log.exception("the engine did not start")
             raise EngineFault(f"The engine did not start: {type(error).__name__}: {error}.") from error
+        return True
 
-    def _announce(self, engine: Engine, seconds: float) -> None:
-        service = self._gate.open(engine)
+    def _announce(self, seconds: float) -> None:
+        names = ", ".join(slot.name for slot in self._gate.fleet.slots)
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        sys.stdout.write(f"Weft serves {service.model_name} at http://{shown}:{port} (ready in {seconds:.1f} s)\n")
+        sys.stdout.write(f"Weft serves {names} at http://{shown}:{port} (ready in {seconds:.1f} s)\n")
         sys.stdout.flush()
         # What is there by now stays to the end: looking for garbage in it would only make streams stutter.
         gc.collect()

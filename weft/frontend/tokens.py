@@ -13,12 +13,12 @@ from starlette.types import Receive, Scope, Send
 from weft.errors import InvalidRequest
 from weft.frontend.answers import Detokenized, Tokenized
 from weft.frontend.body import ClientGone, parse, read_body
-from weft.frontend.gate import Gate, Service
+from weft.frontend.gate import Gate, Seat
 from weft.frontend.schemas import DetokenizeRequest, TokenizeRequest
 from weft.frontend.translate import template_message, template_tools
 from weft.types import check_token_ids
 
-Asked = Callable[[bytes, Service], Awaitable[Struct]]
+Asked = Callable[[bytes, Seat], Awaitable[Struct]]
 
 
 class Question(Response):
@@ -30,18 +30,19 @@ class Question(Response):
         self._asked = asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._gate.admit() as seat:
+        with self._gate.admit(receive) as seat:
             try:
-                body = await read_body(scope, receive, seat.service.options.max_body_mb << 20)
+                body = await read_body(scope, receive, self._gate.config.server.max_body_mb << 20)
+                answer = await self._asked(body, seat)
             except ClientGone:
                 return
-            answer = await self._asked(body, seat.service)
         response = Response(msgspec.json.encode(answer), media_type="application/json")
         await response(scope, receive, send)
 
 
-async def tokenize(body: bytes, service: Service) -> Tokenized:
-    request = await parse(TokenizeRequest, body, service.limits)
+async def tokenize(body: bytes, seat: Seat) -> Tokenized:
+    request = await parse(TokenizeRequest, body, seat.config.limits)
+    service = await seat.choose(request.model)
     service.check_model(request.model or service.model_name)
     engine = service.engine
     if (request.prompt is None) == (request.messages is None):
@@ -66,8 +67,9 @@ async def tokenize(body: bytes, service: Service) -> Tokenized:
     )
 
 
-async def detokenize(body: bytes, service: Service) -> Detokenized:
-    request = await parse(DetokenizeRequest, body, service.limits)
+async def detokenize(body: bytes, seat: Seat) -> Detokenized:
+    request = await parse(DetokenizeRequest, body, seat.config.limits)
+    service = await seat.choose(request.model)
     service.check_model(request.model or service.model_name)
     tokenizer = service.engine.tokenizer
     check_token_ids(request.tokens, service.engine.model.logits_width, "tokens")

@@ -20,10 +20,10 @@ from weft.backends.contract import (
     tokens_unknown,
 )
 from weft.errors import InvalidRequest
-from weft.frontend.gate import Service
 from weft.frontend.job import Job
 from weft.frontend.reading import Reading
 from weft.frontend.schemas import ChatRequest, CompletionRequest, GenerationRequest, Message, NamedTool, Tool
+from weft.frontend.service import Service
 from weft.frontend.shapes import chat_shape, structured_shape
 from weft.frontend.toolbox import Toolbox, toolbox
 from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning

@@ -15,19 +15,15 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
-from weft.config import Config, Setting, nearest, settings
+from weft.config import Config, LoadMode, ModelEntry, Setting, nearest, settings
 from weft.errors import ConfigError
 from weft.hub.files import SOURCES
 from weft.hub.located import KeyPath, Located, read_located
 from weft.hub.remote import HUB_ID
 
 log = logging.getLogger(__name__)
-
-LoadMode = Literal["check_only", "check_and_load", "async_load"]
-"""check_only: find, fetch and check the model, and load nothing; async_load: do not wait until it is loaded."""
 
 SECTIONS = ("model", "backend", "cache", "scheduler", "engine")
 """What a model may set for itself; the rest is the server's, and so is what a model is called."""
@@ -40,6 +36,7 @@ OWN_KEYS: dict[str, Any] = {
     "adapter": str,
     "adapters": dict[str, str],
     "load_mode": LoadMode,
+    "preload": bool,
     "model_source": Literal[*SOURCES, "local"],
     "use_4bit": bool,
     **{key: Literal[value] for key, value in ONE_VALUE.items()},
@@ -60,15 +57,6 @@ DEFAULT_ADAPTER = "default"
 """What the adapter of `adapter` is called."""
 POLL_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
-
-
-class ModelEntry(Struct, frozen=True, kw_only=True):
-    name: str
-    """What clients call the model."""
-    config: Config
-    adapters: dict[str, str] = {}
-    """LoRA directories by the names that requests give."""
-    load_mode: LoadMode = "check_and_load"
 
 
 class ModelRegistry:
@@ -99,17 +87,20 @@ class ModelRegistry:
         if self._clock() < self._next_look:
             return False
         self._next_look = self._clock() + POLL_SECONDS
-        state = self._state()
-        if state == self._seen:
+        if self._state() == self._seen:
             return False
-        self._seen = state
         try:
-            self.entries = read_registry(self._file, self._config, engines=self._engines)
+            self.reload()
         except ConfigError as error:
             log.error("the models stay as they were: %s", error)
             return False
-        log.info("the models were read again: %s", ", ".join(self.entries))
         return True
+
+    def reload(self) -> None:
+        """Read the file now. Raises ConfigError that names every mistake; the entries stay as they were then."""
+        self._seen = self._state()
+        self.entries = read_registry(self._file, self._config, engines=self._engines)
+        log.info("the models were read again: %s", ", ".join(self.entries))
 
     def _state(self) -> tuple[int, int, int] | None:
         try:
@@ -194,11 +185,14 @@ class _Entry:
         self._check_engine()
         adapters = {DEFAULT_ADAPTER: self._own["adapter"]} if "adapter" in self._own else {}
         adapters |= self._own.get("adapters", {})
+        adapters = {name: self._beside_file(folder) for name, folder in adapters.items()}
         return ModelEntry(
             name=self._path[-1],
-            config=self._config(),
-            adapters={name: self._beside_file(folder) for name, folder in adapters.items()},
+            config=self._config(adapters),
+            adapters=adapters,
             load_mode=self._own.get("load_mode", "check_and_load"),
+            preload=self._own.get("preload", False),
+            place=self._notes.located.place(*self._path),
         )
 
     def _wrong(self, key: str, problem: str, hint: str = "") -> None:
@@ -257,10 +251,15 @@ class _Entry:
         if backend.get("trust_remote_code") and not any(name == "auto" or "vllm" in name for name in names):
             self._wrong("trust_remote_code", "only vLLM ever runs code that comes with a model.")
 
-    def _config(self) -> Config:
+    def _config(self, adapters: dict[str, str]) -> Config:
         """The server's, but for what is a model's own: that holds for the models that say it."""
         own: dict[str, dict[str, Any]] = {
-            "model": {"model": self._model(), "served_model_name": self._path[-1], "revision": ""},
+            "model": {
+                "model": self._model(),
+                "served_model_name": self._path[-1],
+                "revision": "",
+                "adapter": [f"{name}={folder}" for name, folder in adapters.items()],
+            },
             "backend": {"trust_remote_code": False},
         }
         sections = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -109,8 +110,6 @@ class Metrics(Collector):
         self.request_generation_tokens = Histogram(NUM_TOKENS)
         self._finished = {model_name: dict.fromkeys(FinishReason, 0)}
         self._rejected = 0
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def finished(self, model_name: str, reason: FinishReason, seconds: float) -> None:
         """`model_name`: of the model, or of one of its adapters."""
@@ -119,10 +118,6 @@ class Metrics(Collector):
 
     def rejected(self) -> None:
         self._rejected += 1
-
-    def exposition(self) -> bytes:
-        """The body of an answer to a scrape."""
-        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         for family in self._own():
@@ -178,6 +173,52 @@ class Metrics(Collector):
         family = HistogramMetricFamily(name, doc, labels=["model_name"])
         family.add_metric([self._model_name], histogram.buckets(), histogram.total)
         return family
+
+
+class Residence(Struct, frozen=True, kw_only=True):
+    """How one of several models came and went."""
+
+    model_name: str
+    is_loaded: bool
+    loads: int
+    failures: int
+    unloads: int
+
+
+class _House(Collector):
+    """All models together: a family is there once, with the samples of all of them."""
+
+    def __init__(self, models: Sequence[Metrics], residences: Sequence[Residence]) -> None:
+        self._models = models
+        self._residences = residences
+
+    def collect(self) -> Iterator[Metric]:
+        for family, *others in zip(*(model.collect() for model in self._models), strict=True):
+            for other in others:
+                family.samples.extend(other.samples)
+            yield family
+        if self._residences:
+            yield from self._comings_and_goings()
+
+    def _comings_and_goings(self) -> Iterator[Metric]:
+        loaded = GaugeMetricFamily("weft_model_loaded", "1 while the model is loaded.", labels=["model_name"])
+        loads = CounterMetricFamily("weft_model_loads", "Times the model was loaded.", labels=["model_name"])
+        failures = CounterMetricFamily("weft_model_load_failures", "Loads that failed.", labels=["model_name"])
+        unloads = CounterMetricFamily("weft_model_unloads", "Times it was unloaded.", labels=["model_name"])
+        for residence in self._residences:
+            labels = [residence.model_name]
+            loaded.add_metric(labels, residence.is_loaded)
+            loads.add_metric(labels, residence.loads)
+            failures.add_metric(labels, residence.failures)
+            unloads.add_metric(labels, residence.unloads)
+        yield from (loaded, loads, failures, unloads)
+
+
+def exposition(models: Sequence[Metrics], residences: Sequence[Residence] = ()) -> bytes:
+    """The body of an answer to a scrape."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_House(models, residences))
+    return generate_latest(registry)
 
 
 def _alias(family: Metric) -> Metric:

@@ -17,7 +17,7 @@ from weft.frontend import sse
 from weft.frontend.body import ClientGone, parse, read_body
 from weft.frontend.errors import error_body
 from weft.frontend.exchange import Guard, Reply, Waiting, told_in_stream, written
-from weft.frontend.gate import Gate, Service
+from weft.frontend.gate import Gate, Seat
 from weft.frontend.guard import guarded
 from weft.frontend.images.drawing import Drawing, Finished, Step
 from weft.frontend.images.embeds import job_from, tensors_of
@@ -44,11 +44,11 @@ class ImagesExchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
-        with self._gate.admit() as seat:
-            options = seat.service.options
+        options = self._gate.config.server
+        with self._gate.admit(receive) as seat:
             try:
                 body = await read_body(scope, receive, options.max_body_mb << 20)
-                order = await _order(body, seat.service)
+                order = await _order(body, seat)
                 seat.answer_id = f"img-{uuid.uuid4().hex}"
                 drawing = Drawing(order.job, seat, seat.answer_id, arrived)
                 guard = partial(guarded, receive=receive, aborted=seat.aborted, timeout_s=options.request_timeout_s)
@@ -61,8 +61,9 @@ class ImagesExchange(Response):
                 log.info("the client hung up")
 
 
-async def _order(body: bytes, service: Service) -> Order:
-    request = await parse(ImagesRequest, body, service.limits)
+async def _order(body: bytes, seat: Seat) -> Order:
+    request = await parse(ImagesRequest, body, seat.config.limits)
+    service = await seat.choose_painter(request.model)
     check_image_model(request.model, service.model_name, service.engine.model)
     check_priority(request.priority)
     embeds, information = await tensors_of(request, service.limits)

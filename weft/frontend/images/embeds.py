@@ -8,9 +8,9 @@ from typing import Any
 
 from weft.config import LimitOptions
 from weft.errors import InvalidRequest
-from weft.frontend.gate import Service
 from weft.frontend.images.job import ImageJob, Wish, check_allowed, job_of
 from weft.frontend.images.schemas import AdditionalInformationField, ImagesRequest, TensorField
+from weft.frontend.service import Service
 from weft.payloads import AdditionalInformation, InfoEntry, PromptEmbeds, Tensor, entry_field
 
 

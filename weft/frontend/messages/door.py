@@ -6,23 +6,26 @@ from weft.backends.contract import tokens_of, tokens_unknown
 from weft.errors import InvalidRequest
 from weft.frontend.body import parse
 from weft.frontend.exchange import Order
-from weft.frontend.gate import Service
+from weft.frontend.gate import Seat
 from weft.frontend.messages.answers import TokenCount
 from weft.frontend.messages.schemas import CountTokensRequest, MessagesRequest
 from weft.frontend.messages.translation import chat_request, counted_request
 from weft.frontend.messages.writer import MessagesWriter
+from weft.frontend.service import Service
 from weft.frontend.translate import chat_job
 
 
-async def messages_door(body: bytes, service: Service) -> Order:
-    request = await parse(MessagesRequest, body, service.limits)
+async def messages_door(body: bytes, seat: Seat) -> Order:
+    request = await parse(MessagesRequest, body, seat.config.limits)
+    service = await seat.choose(request.model)
     _check(request, service)
     chat = await chat_job(chat_request(request), service)
     return Order(chat.job, MessagesWriter(chat))
 
 
-async def count_tokens(body: bytes, service: Service) -> TokenCount:
-    request = await parse(CountTokensRequest, body, service.limits)
+async def count_tokens(body: bytes, seat: Seat) -> TokenCount:
+    request = await parse(CountTokensRequest, body, seat.config.limits)
+    service = await seat.choose(request.model)
     _check(request, service)
     if not service.engine.abilities.tokens:
         raise tokens_unknown(service.engine.name, "count_tokens")

@@ -11,7 +11,7 @@ from weft.errors import InvalidRequest
 from weft.frontend.blocks import Block
 from weft.frontend.body import parse
 from weft.frontend.exchange import Order
-from weft.frontend.gate import Service
+from weft.frontend.gate import Seat
 from weft.frontend.responses.answers import ResponseAnswer
 from weft.frontend.responses.schemas import ResponsesRequest
 from weft.frontend.responses.shelf import Shelf
@@ -26,11 +26,13 @@ from weft.frontend.responses.translation import (
 )
 from weft.frontend.responses.writer import ResponsesWriter
 from weft.frontend.schemas import Fields
+from weft.frontend.service import Service
 from weft.frontend.translate import ChatJob, chat_job
 
 
-async def responses_door(body: bytes, service: Service, shelf: Shelf) -> Order:
-    request = await parse(ResponsesRequest, body, service.limits)
+async def responses_door(body: bytes, seat: Seat, shelf: Shelf) -> Order:
+    request = await parse(ResponsesRequest, body, seat.config.limits)
+    service = await seat.choose(request.model)
     service.check_model(request.model)
     before = shelf.messages_of(request.previous_response_id) if request.previous_response_id else []
     conversation = [*before, *chat_messages(request.input)]

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from weft.errors import InvalidRequest
-from weft.frontend.gate import Seat, Service
-from weft.frontend.guard import guarded
+from weft.frontend.gate import Seat
+from weft.frontend.guard import guarded, no_hang_up
 from weft.frontend.images.drawing import Drawing, Finished, Step
 from weft.frontend.images.embeds import job_from
 from weft.frontend.images.job import ImageJob, Wish, check_allowed, check_image_model, sampler_named
@@ -20,7 +20,8 @@ from weft.frontend.rpc.ai_service_pb2 import (
     InformationEntry,
     InformationValue,
 )
-from weft.frontend.rpc.prediction import SERVED_MODEL, no_hang_up
+from weft.frontend.rpc.prediction import SERVED_MODEL
+from weft.frontend.service import Service
 from weft.payloads import AdditionalInformation, InfoEntry, PromptEmbeds, Tensor, Value
 
 Send = Callable[[GenerateImageUpdate], Awaitable[None]]
@@ -39,7 +40,7 @@ class ImageCall:
     async def run(self, request: GenerateImageRequest) -> None:
         """Send every step, and the image. Raises what is wrong with the request, and the error that the image ends
         with."""
-        service = self._seat.service
+        service = await self._seat.choose_painter(None if request.model_id in SERVED_MODEL else request.model_id)
         job = await image_job(request, service)
         [params] = job.images
         self._seat.answer_id = self._trace_id

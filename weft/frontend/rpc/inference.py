@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -14,8 +14,9 @@ from google.protobuf.message import Message
 
 from weft import logs
 from weft.config import GrpcOptions
-from weft.errors import InvalidRequest, Overloaded, WeftError
+from weft.errors import Overloaded, WeftError
 from weft.frontend.gate import Gate
+from weft.frontend.keys import presented
 from weft.frontend.rpc.ai_service_pb2 import (
     DESCRIPTOR,
     ControlMessage,
@@ -24,6 +25,7 @@ from weft.frontend.rpc.ai_service_pb2 import (
     WorkerHealthRequest,
     WorkerHealthResponse,
 )
+from weft.frontend.rpc.commands import Commands
 from weft.frontend.rpc.figures import figures
 from weft.frontend.rpc.image import ImageCall
 from weft.frontend.rpc.sending import in_time
@@ -37,21 +39,20 @@ SERVICE_NAME: str = DESCRIPTOR.services_by_name["AiInference"].full_name
 
 Context = grpc.aio.ServicerContext[bytes, Message]
 
-FIXED_MODEL = "This server has the model that it was started with, and cannot {} it while it runs."
-
 
 class Inference:
     def __init__(self, gate: Gate, options: GrpcOptions) -> None:
         self._gate = gate
         self._options = options
+        self._commands = Commands(gate)
         self._streams: set[PredictionStream] = set()
         self._num_images = 0
 
     def handler(self) -> grpc.GenericRpcHandler:
-        def unary(method: Callable[[bytes], Message]) -> grpc.RpcMethodHandler[Any, Any]:
+        def unary(method: Callable[[bytes, Context], Awaitable[Message]]) -> grpc.RpcMethodHandler[Any, Any]:
             async def answer(message: bytes, context: Context) -> Message:
                 try:
-                    response = method(message)
+                    response = await method(message, context)
                 except Exception as error:  # noqa: BLE001 - logged where it becomes a status
                     status = status_of(error)
                     await context.abort(status.code, status.details)
@@ -131,33 +132,18 @@ class Inference:
             )
         )
 
-    def _control(self, message: bytes) -> ControlMessage:
+    async def _control(self, message: bytes, context: Context) -> ControlMessage:
         request = parse(ControlMessage, message)
+        keys = presented(context.invocation_metadata() or ())
         try:
-            payload = {"status": "ok", **self._obey(request.command)}
+            payload = {"status": "ok", **await self._commands.obey(request, keys)}
         except WeftError as error:
             payload = {"status": "error", "message": status_of(error).details}
         return ControlMessage(
             trace_id=request.trace_id or uuid.uuid4().hex, command=f"{request.command}_response", payload=payload
         )
 
-    def _obey(self, command: str) -> dict[str, str]:
-        match command:
-            case "ping":
-                return {"message": "pong"}
-            case "list_models":
-                service = self._gate.service()
-                painter = service.engine.model.images
-                names = [service.model_name, *service.adapter_names, *([painter.name] if painter else [])]
-                return {"models": ",".join(names)}
-            case "unload_model":
-                raise InvalidRequest(FIXED_MODEL.format("unload"))
-            case "reload_registry":
-                raise InvalidRequest(FIXED_MODEL.format("replace"))
-            case _:
-                raise InvalidRequest(f"There is no command {command!r:.200}.")
-
-    def _health(self, message: bytes) -> WorkerHealthResponse:
+    async def _health(self, message: bytes, context: Context) -> WorkerHealthResponse:
         parse(WorkerHealthRequest, message)
         state = self._gate.health()
         return WorkerHealthResponse(

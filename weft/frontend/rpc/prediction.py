@@ -7,17 +7,16 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 
-from starlette.types import Message
-
 from weft.backends.contract import text_prompt
 from weft.config import GrpcOptions
 from weft.errors import InvalidRequest
-from weft.frontend.gate import Seat, Service
+from weft.frontend.gate import Seat
 from weft.frontend.generation import Generation
-from weft.frontend.guard import guarded
+from weft.frontend.guard import guarded, no_hang_up
 from weft.frontend.job import Job
 from weft.frontend.rpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 from weft.frontend.rpc.buffer import ChunkBuffer
+from weft.frontend.service import Service
 from weft.frontend.translate import LONG_PROMPT
 from weft.types import Delta, SamplingParams
 
@@ -50,7 +49,7 @@ class Prediction:
     async def run(self, request: StreamPredictRequest) -> None:
         """Send the whole answer. Raises what is wrong with the request, and the error that the answer ends with,
         after the text that came before it."""
-        service = self._seat.service
+        service = await self._seat.choose(None if request.model_id in SERVED_MODEL else request.model_id)
         job = await job_of(request, service)
         # A client may send the same id twice; the engine must never see it twice.
         engine_id = f"rpc-{uuid.uuid4().hex}"
@@ -126,9 +125,3 @@ def params_of(generation: GenerationParameters) -> SamplingParams:
     params = SamplingParams(**given)
     params.check()
     return params
-
-
-async def no_hang_up() -> Message:
-    """gRPC cancels the call of a client that has gone; there is nothing to listen for."""
-    never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-    return await never

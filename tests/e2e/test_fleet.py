@@ -1,0 +1,183 @@
+"""Real servers of several real models: every loaded one has an engine process of its own, and gives it back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.e2e.server import Server
+
+ADMIN = {"x-api-key": "root"}
+FLAGS = ("--kv-cache-memory-mb", "32", "--image-model", "none", "--threads", "1", "--admin-key", "root")
+
+
+class Fleet(Server):
+    def __init__(self, file: Path, *flags: str) -> None:
+        self.file = file
+        super().__init__("--models-file", str(file), *FLAGS, *flags)
+
+    def engine_pids(self) -> list[int]:
+        return [pid for pid in self.children() if _is_engine(pid)]
+
+    def states(self) -> dict[str, str]:
+        return {card["id"]: card["state"] for card in self.get("/v1/models").json()["data"]}
+
+    def complete(self, model: str, tokens: int = 4, **fields: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/v1/completions", json=body(model, tokens) | fields, timeout=120)
+
+    def admin(self, what: str, **body: str) -> httpx.Response:
+        return httpx.post(f"{self.url}/admin/models/{what}", json=body, headers=ADMIN, timeout=120)
+
+
+def body(model: str, tokens: int) -> dict[str, Any]:
+    return {"model": model, "prompt": "The sea", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+def _is_engine(pid: int) -> bool:
+    try:
+        return "weft.engine.process" in Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return False
+
+
+def write(file: Path, models: dict[str, dict[str, Any]]) -> Path:
+    other = file.with_suffix(".next")
+    other.write_text(json.dumps({"models": models}, indent=1))
+    return other.replace(file)
+
+
+def eventually(true: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def models(tiny_directory: Callable[[str], Path]) -> dict[str, dict[str, Any]]:
+    return {"first": {"path": str(tiny_directory("smollm2"))}, "second": {"path": str(tiny_directory("qwen3"))}}
+
+
+@pytest.fixture(scope="module")
+def fleet(models: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with Fleet(write(tmp_path_factory.mktemp("fleet") / "models.json", models), "--preload", "first") as fleet:
+        yield fleet
+
+
+def test_two_models_answer_by_name_each_from_an_engine_of_its_own(fleet: Fleet) -> None:
+    assert fleet.states() == {"first": "loaded", "second": "unloaded"}
+    assert len(fleet.engine_pids()) == 1
+    with ThreadPoolExecutor(10) as herd:
+        answers = [*herd.map(fleet.complete, ["second"] * 10)]
+    assert {answer.status_code for answer in answers} == {200}
+    texts = {answer.json()["choices"][0]["text"] for answer in answers}
+    assert len(texts) == 1
+    assert {*texts} != {fleet.complete("first").json()["choices"][0]["text"]}
+    assert len(fleet.engine_pids()) == 2
+    assert 'weft_model_loads_total{model_name="second"} 1.0' in fleet.get("/metrics").text
+
+
+def test_openai_s_client_lists_them(fleet: Fleet) -> None:
+    client = openai.OpenAI(base_url=f"{fleet.url}/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["first", "second"]
+    chat = client.chat.completions.create(
+        model="first", messages=[{"role": "user", "content": "hi"}], max_completion_tokens=3
+    )
+    assert chat.model == "first"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="third", prompt="hi")
+
+
+def test_unloading_ends_the_engine_and_gives_its_memory_back(fleet: Fleet) -> None:
+    fleet.complete("second")
+    before = {*fleet.engine_pids()}
+    assert fleet.admin("unload", model="second").json()["state"] == "unloaded"
+    [gone] = before - {*fleet.engine_pids()}
+    assert not Path(f"/proc/{gone}").exists()
+    assert len(fleet.engine_pids()) == 1
+    assert fleet.complete("first").status_code == 200
+
+
+def test_the_death_of_one_engine_is_not_heard_by_the_other_s_streams(fleet: Fleet) -> None:
+    fleet.admin("unload", model="second")
+    [first] = fleet.engine_pids()
+    assert fleet.admin("load", model="second").json()["state"] == "loaded"
+    [second] = {*fleet.engine_pids()} - {first}
+    whole = fleet.complete("first", 300).json()["choices"][0]["text"]
+    begun = threading.Event()
+    texts: list[str] = []
+
+    def stream() -> None:
+        asked = body("first", 300) | {"stream": True}
+        with httpx.stream("POST", f"{fleet.url}/v1/completions", json=asked, timeout=120) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    begun.set()
+                    texts.append(json.loads(line[6:])["choices"][0]["text"])
+
+    reading = threading.Thread(target=stream)
+    reading.start()
+    assert begun.wait(60)
+    os.kill(second, signal.SIGKILL)
+    assert fleet.complete("second").status_code == 200
+    reading.join(60)
+    assert "".join(texts) == whole
+    assert first in fleet.engine_pids() and second not in fleet.engine_pids()
+    lines = fleet.get("/metrics").text.splitlines()
+    assert 'weft_engine_restarts_total{model_name="first"} 0.0' in lines
+    assert 'weft_engine_restarts_total{model_name="second"} 1.0' in lines
+
+
+def test_the_file_changes_while_it_serves(fleet: Fleet, models: dict[str, dict[str, Any]]) -> None:
+    before = {*fleet.engine_pids()}
+    fleet.file.write_text('{"models": {"first": {"pat": 1}}}')
+    eventually(lambda: any("the models stay as they were" in line and "models.json:1" in line for line in fleet.log))
+    assert fleet.complete("first").status_code == 200
+    write(fleet.file, {"third": models["second"], "first": {**models["first"], "max_model_len": 64}})
+    eventually(lambda: not before & {*fleet.engine_pids()})
+    eventually(lambda: fleet.states() == {"third": "unloaded", "first": "loaded"})
+    assert fleet.complete("second").status_code == 404
+    assert fleet.complete("first", 100).status_code == 400
+
+
+def test_one_at_a_time_and_one_that_is_damaged(models: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in Path(models["second"]["path"]).iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes())
+    (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:-100])
+    file = write(tmp_path / "models.json", {**models, "damaged": {"path": "./damaged"}})
+    check = subprocess.run(
+        [sys.executable, "-m", "weft", "serve", "--models-file", str(file), "--check-models"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    first, second, third = check.stdout.splitlines()
+    assert check.returncode == 1
+    assert first.endswith("models.json:3: first: ok") and second.endswith("models.json:6: second: ok")
+    assert "models.json:9: damaged: " in third and "model.safetensors" in third
+    with Fleet(file, "--max-loaded-models", "1") as fleet:
+        assert any("models.json:9: damaged cannot be loaded" in line for line in fleet.log)
+        assert fleet.states() == {"first": "unloaded", "second": "unloaded", "damaged": "failed"}
+        for name in ("first", "second"):
+            assert fleet.complete(name).status_code == 200
+            assert len(fleet.engine_pids()) == 1
+        assert fleet.states()["first"] == "unloaded"
+        failed = fleet.complete("damaged")
+        assert failed.status_code == 503 and "'damaged' could not be loaded" in failed.json()["error"]["message"]
+        assert fleet.complete("second").status_code == 200

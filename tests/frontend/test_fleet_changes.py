@@ -1,0 +1,175 @@
+"""A fleet whose file changes, and an operator who loads and unloads."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from tests.frontend.fleets import House, entry, house, run
+from tests.frontend.http import error_of
+from tests.frontend.rpc.calls import Client, answer_to, ask, eventually, text_of
+from tests.frontend.scripted_engine import answer
+from weft.errors import ModelError
+from weft.frontend import fleet
+from weft.frontend.rpc.server import serve_rpc
+from weft.types import Delta
+
+ADMIN = {"x-api-key": "root"}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "WATCH_S", 0.02)
+
+
+def with_length(opened: House, name: str, length: int) -> Any:
+    before = opened.roster.entries[name]
+    return replace(before, config=replace(before.config, model=replace(before.config.model, max_model_len=length)))
+
+
+async def admin(opened: House, what: str, **body: str) -> httpx.Response:
+    return await opened.client.post(f"/admin/models/{what}", json=body, headers=ADMIN)
+
+
+def test_new_names_appear_and_removed_ones_drain_and_go() -> None:
+    async def scenario() -> None:
+        async with house("a", "b") as opened:
+            ended = asyncio.Event()
+            opened.roster.scripts["a"] = [Delta(text="x", token_ids=[1]), ended.wait, *answer("y")]
+            inside = asyncio.create_task(opened.said("a"))
+            await eventually(lambda: bool(opened.roster.engines) and opened.slot("a").num_inside == 1)
+            going = opened.slot("a")
+            opened.roster.next = {"b": opened.roster.entries["b"], "c": entry("c", opened.roster.config)}
+            await eventually(lambda: opened.states().keys() == {"b", "c"})
+            assert (await opened.ask("a")).status_code == 404
+            assert await opened.said("c") == "I am c"
+            assert going.state == "unloading"
+            assert 'model_name="a"' in (await opened.client.get("/metrics")).text
+            ended.set()
+            assert await inside == "xy"
+            await eventually(lambda: opened.roster.engines["a"].closed)
+            assert 'model_name="a"' not in (await opened.client.get("/metrics")).text
+
+    run(scenario)
+
+
+def test_what_has_changed_is_loaded_anew_when_it_is_idle_and_the_rest_stays() -> None:
+    async def scenario() -> None:
+        async with house("a", "b") as opened:
+            await opened.said("b")
+            ended = asyncio.Event()
+            opened.roster.scripts["a"] = [Delta(text="x", token_ids=[1]), ended.wait, *answer("y")]
+            inside = asyncio.create_task(opened.said("a"))
+            await eventually(lambda: "a" in opened.roster.engines and opened.slot("a").num_inside == 1)
+            # A line that moves changes nothing.
+            moved = replace(opened.roster.entries["b"], place="models.toml:9")
+            opened.roster.next = {"a": with_length(opened, "a", 77), "b": moved}
+            await eventually(lambda: opened.slot("a").is_outdated)
+            await asyncio.sleep(0.1)
+            assert opened.roster.started == ["b", "a"]
+            ended.set()
+            assert await inside == "xy"
+            await eventually(lambda: opened.roster.started == ["b", "a", "a"])
+            assert opened.slot("a").entry.config.model.max_model_len == 77
+
+    run(scenario)
+
+
+def test_a_changed_entry_forgives_a_failure() -> None:
+    async def scenario() -> None:
+        async with house("a") as opened:
+            opened.roster.faults["a"] = ModelError("It is damaged.")
+            assert (await opened.ask("a")).status_code == 503
+            opened.roster.faults.clear()
+            opened.roster.next = {"a": with_length(opened, "a", 77)}
+            await eventually(lambda: opened.states()["a"] == "unloaded")
+            assert await opened.said("a") == "I am a"
+
+    run(scenario)
+
+
+def test_the_operator_loads_unloads_and_reloads() -> None:
+    async def scenario() -> None:
+        async with house("a", "b", admin_key=["root"]) as opened:
+            loaded = await admin(opened, "load", model="b")
+            assert loaded.json()["state"] == "loaded" and loaded.json()["engine"] == "scripted"
+            listed = (await opened.client.get("/admin/models", headers=ADMIN)).json()["models"]
+            assert [(model["name"], model["state"]) for model in listed] == [("a", "unloaded"), ("b", "loaded")]
+            assert (await admin(opened, "unload", model="b")).json()["state"] == "unloaded"
+            assert opened.roster.engines["b"].closed
+            # An unloaded model is not a lost one.
+            assert await opened.said("b") == "I am b"
+            assert (await admin(opened, "reload", model="b")).json()["state"] == "loaded"
+            assert opened.roster.started == ["b", "b", "b"]
+            assert (await admin(opened, "load", model="c")).status_code == 404
+            assert (await admin(opened, "load")).status_code == 404
+            opened.roster.is_broken = True
+            broken = await admin(opened, "reload")
+            assert broken.status_code == 409 and "models.toml:3" in error_of(broken)["message"]
+            opened.roster.is_broken = False
+            opened.roster.next = {"b": opened.roster.entries["b"]}
+            assert len((await admin(opened, "reload")).json()["models"]) == 1
+
+    run(scenario)
+
+
+def test_the_operator_s_load_does_not_wait_for_the_back_off() -> None:
+    async def scenario() -> None:
+        async with house("a", admin_key=["root"]) as opened:
+            opened.roster.faults["a"] = ModelError("It is damaged.")
+            assert (await admin(opened, "load", model="a")).status_code == 503
+            opened.roster.faults.clear()
+            assert (await opened.ask("a")).status_code == 503
+            assert (await admin(opened, "load", model="a")).json()["state"] == "loaded"
+
+    run(scenario)
+
+
+def test_caches_and_traces_are_of_the_model_that_is_named() -> None:
+    async def scenario() -> None:
+        async with house("a", "b", admin_key=["root"], profile_dir="/traces") as opened:
+            await opened.said("a")
+            await opened.said("b")
+            post = opened.client.post
+            assert (await post("/admin/cache/reset", headers=ADMIN)).json() == {"forgotten_blocks": 14}
+            assert (await post("/admin/cache/reset?model=b", headers=ADMIN)).json() == {"forgotten_blocks": 7}
+            assert (await post("/admin/profile/start?model=b", headers=ADMIN)).status_code == 200
+            assert opened.roster.engines["b"].profiling and not opened.roster.engines["a"].profiling
+            await opened.slot("b").unload()
+            assert (await post("/admin/profile/stop?model=b", headers=ADMIN)).status_code == 503
+
+    run(scenario)
+
+
+def test_grpc_names_models_and_obeys_the_operator_alone() -> None:
+    async def scenario() -> None:
+        async with house("a", "b", api_key=["user"], admin_key=["root"], grpc_port=0) as opened:
+            server = await serve_rpc(opened.gate, opened.gate.config)
+            try:
+                async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+                    user, operator = Client(channel, "user"), Client(channel, "root")
+                    assert text_of(await answer_to(user, ask(model_id="b"))) == "I am b"
+                    assert text_of(await answer_to(user, ask(model_id="default"))) == "I am a"
+                    listed = await user.control("list_models")
+                    assert dict(listed.payload) == {"status": "ok", "models": "a,b", "loaded": "a,b"}
+                    for command in ("load_model", "unload_model", "reload_registry"):
+                        refused = await user.control(command, payload={"model_id": "b"})
+                        assert refused.payload["status"] == "error" and "--admin-key" in refused.payload["message"]
+                    gone = await operator.control("unload_model", payload={"model_id": "b"})
+                    assert dict(gone.payload) == {"status": "ok", "state": "unloaded"}
+                    assert opened.roster.engines["b"].closed
+                    back = await operator.control("load_model", payload={"model_id": "b"})
+                    assert back.payload["state"] == "loaded"
+                    opened.roster.next = {"b": opened.roster.entries["b"]}
+                    assert (await operator.control("reload_registry")).payload["models"] == "b"
+                    figures = (await user.health()).metrics
+                    assert figures["state"] == "ready" and figures["generation_tokens"] in ("8", "16")
+            finally:
+                await server.stop(0)
+
+    run(scenario)
