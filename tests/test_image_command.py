@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.frontend.http import wait_until
 from tests.frontend.images.pixels import pixels_of
 from tests.frontend.scripted_engine import PAINTER, ImageStep, ScriptedEngine, picture
 from weft import LLM, cli, llm
@@ -18,6 +24,7 @@ from weft.backends.contract import ImageUpdate
 from weft.errors import ConfigError, EngineFault, InvalidRequest
 from weft.frontend import terminal
 from weft.frontend.images.job import Wish
+from weft.hub.files import ModelFiles
 from weft.types import FinishReason, ImageParams
 
 WIDE = {"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}
@@ -116,3 +123,24 @@ def test_the_python_api_draws(engine: ScriptedEngine, tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="4x2"):
             model.draw("a", size="8x8")
     assert engine.closed and not engine.open
+
+
+def test_ctrl_c_ends_it_without_a_word_and_without_a_file(smollm2_files: ModelFiles, tmp_path: Path) -> None:
+    """As a terminal does it: the whole group of processes is interrupted, in the midst of the image."""
+    file = tmp_path / "out.png"
+    words = ("image", "a red circle", "--steps", "1000", "-o", str(file))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "weft", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_until(lambda: bool(children.read_text()))
+    time.sleep(4)
+    assert process.poll() is None, "it is still drawing"
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said.strip() == "" and not file.exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
@@ -20,6 +21,7 @@ from weft.backends.hosted import HostedEngine
 from weft.backends.keywords import SAMPLING_DEFAULTS
 from weft.config import Config
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, OutOfMemory, Unavailable
+from weft.hub.registry_file import MEANINGLESS
 from weft.types import Delta, FinishReason, MemoryLedger, SamplingParams, Usage
 
 pytestmark = pytest.mark.usefixtures("no_weft_environment")
@@ -334,6 +336,18 @@ def test_settings_by_weft_s_names_and_those_of_callers_from_elsewhere(stage: Sta
     with pytest.raises(ConfigError, match="gpu_memory_utilization"):
         create_engine("scripted", gpu_memory_utilisation=0.5)
     assert len(stage.configs) == 1
+
+
+def test_keys_of_a_registry_file_mean_the_same_to_load_model(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    engine = create_engine("scripted")
+    old = dict.fromkeys(MEANINGLESS, True)
+    engine.load_model("m", use_4bit=True, **old)
+    engine.unload_model()
+    assert stage.configs[0].backend.quantization == "bitsandbytes"
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert all(word in warning for word in MEANINGLESS)
+    with pytest.raises(ConfigError, match="use_4bit means bitsandbytes, and quantization is 'awq'"):
+        engine.load_model("m", use_4bit=True, quantization="awq")
 
 
 def test_adapters_reach_the_start_and_the_requests(add_engine: Callable[..., None]) -> None:

@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,9 +64,10 @@ def children() -> dict[int, int]:
     return found
 
 
-def test_tc_001_and_002_it_streams_text_as_tokens_come(engine: HostedEngine, text: str) -> None:
+def test_tc_001_tc_002_it_streams_text_as_tokens_come(engine: HostedEngine, text: str) -> None:
     began = time.monotonic()
     chunks = engine.infer(PROMPT, **GREEDY | {"max_new_tokens": 100, "ignore_eos": True})
+    assert isinstance(chunks, types.GeneratorType)
     times = [time.monotonic() - began for _ in chunks]
     assert "Paris" in text
     assert len(times) > 60, "a token at a time"

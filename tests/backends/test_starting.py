@@ -128,6 +128,13 @@ def test_an_engine_that_was_named_alone_is_that_one_or_none(caplog: pytest.LogCa
     assert warnings(caplog) == []
 
 
+def test_the_native_engine_refuses_what_only_others_can(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="--quantization cannot be awq"):
+        start("native", model=str(tiny_model), quantization="awq", image_model="none")
+    with pytest.raises(ConfigError, match="--tensor-parallel-size cannot be 2"):
+        start("native", model=str(tiny_model), tensor_parallel_size=2, image_model="none")
+
+
 @pytest.mark.usefixtures("engines")
 def test_auto_is_the_order_of_the_machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     order = ("on-cuda", "damaged", "works")

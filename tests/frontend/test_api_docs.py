@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import weft.backends
 from tests.frontend.http import request
 from tests.frontend.says import STYLES
 from tests.frontend.scripted_engine import PAINTER, ScriptedEngine
+from weft.backends import BaseEngine, registry
 from weft.config import load
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
@@ -29,6 +31,24 @@ def test_an_example_works(path: str, body: str) -> None:
     config = load({"served_model_name": "smollm2"}, env={})
     response = request(engine, "POST", path, config, json=json.loads(body))
     assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("code", re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+def test_a_python_example_runs(code: str, tiny_model: Path) -> None:
+    small = 'image_model="none", num_blocks=64, threads=1, max_model_len=512'
+    try:
+        exec(code.replace('"smollm2"', repr(str(tiny_model))).replace("max_model_len=512", small), {})
+    finally:
+        if "parrot" in registry.engines():
+            registry.unregister("parrot")
+
+
+def test_every_name_of_the_package_is_told_of() -> None:
+    for name in set(weft.backends.__all__) - {"start_engine"} | {"LLM"}:
+        assert f"`{name}" in PAGE or f" {name}" in PAGE, name
+    for name, member in vars(BaseEngine).items():
+        if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+            assert f"`{name}" in PAGE, name
 
 
 def test_every_route_is_told_of() -> None:

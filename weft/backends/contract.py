@@ -23,6 +23,8 @@ class Health(Struct, frozen=True):
     ready: bool
     reason: str = ""
     """Why not, when not: starting, restarting, draining, failed."""
+    gone: bool = False
+    """A request found nobody there: whoever has another engine need not wait for this one."""
 
 
 class Conversation(Struct, frozen=True, kw_only=True):

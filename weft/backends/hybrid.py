@@ -257,7 +257,7 @@ class HybridEngine:
             return True
         health = engine.health()
         unwell_s = time.monotonic() - self._last_well
-        return not health.ready and (health.reason == "failed" or unwell_s > self._patience_s)
+        return not health.ready and (health.gone or health.reason == "failed" or unwell_s > self._patience_s)
 
     async def successor_of(self, engine: Engine) -> Engine:
         """The engine that takes the place of a lost one. Raises Unavailable when there is none."""

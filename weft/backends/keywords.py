@@ -3,6 +3,7 @@ where they differ. A word that nobody knows is refused with the nearest that is 
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,10 @@ from msgspec import Struct
 from weft.backends.contract import Abilities
 from weft.config import LoadMode, nearest, settings
 from weft.errors import ConfigError, InvalidRequest
+from weft.hub.registry_file import FOUR_BIT, MEANINGLESS, ONE_VALUE
 from weft.types import SamplingParams
+
+log = logging.getLogger(__name__)
 
 SAMPLING_DEFAULTS: dict[str, Any] = {
     "temperature": 0.7,
@@ -75,7 +79,7 @@ def defaults_for(abilities: Abilities, room: int | None) -> dict[str, Any]:
     return defaults
 
 
-TAKEN_FOR_GRANTED = {"kv_cache_dtype": "auto", "interactive": False}
+TAKEN_FOR_GRANTED: dict[str, object] = ONE_VALUE | {"interactive": False}
 """Words that have a meaning at one value alone: that of what happens anyway."""
 
 
@@ -90,14 +94,21 @@ class LoadWishes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """LoRA directories by the names that requests give."""
     enable_lora: bool = False
     """Make room for adapters, though none is named yet."""
+    use_4bit: bool = False
+    """The same as quantization="bitsandbytes"."""
 
 
 def load_wishes_of(words: Mapping[str, Any]) -> tuple[LoadWishes, dict[str, Any]]:
-    """The words of `load_model`: how to load, and settings of Weft. None stands for a default."""
+    """The words of `load_model`: how to load, and settings of Weft. None stands for a default. Words that mean nothing
+    in a registry file mean nothing here."""
     known = [setting.name for setting in settings()]
+    if meaningless := [word for word in words if word in MEANINGLESS]:
+        log.warning("words that mean nothing here are passed over: %s", ", ".join(meaningless))
     wishes: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
     for word, value in words.items():
+        if word in MEANINGLESS:
+            continue
         if word in TAKEN_FOR_GRANTED:
             if value not in (None, TAKEN_FOR_GRANTED[word]):
                 raise ConfigError(f"{word} can be {TAKEN_FOR_GRANTED[word]!r} alone, and not {value!r}.")
@@ -111,6 +122,9 @@ def load_wishes_of(words: Mapping[str, Any]) -> tuple[LoadWishes, dict[str, Any]
     if isinstance(chunk_size := chosen.get("stream_chunk_size"), int):
         chosen["stream_chunk_size"] = max(1, chunk_size)
     try:
-        return msgspec.convert(wishes, LoadWishes), chosen
+        wished = msgspec.convert(wishes, LoadWishes)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{error}.") from error
+    if wished.use_4bit and chosen.setdefault("quantization", FOUR_BIT) != FOUR_BIT:
+        raise ConfigError(f"use_4bit means {FOUR_BIT}, and quantization is {chosen['quantization']!r}.")
+    return wished, chosen

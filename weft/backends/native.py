@@ -25,7 +25,7 @@ from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.engine.launch import EngineProcess, LaunchedEngine
 from weft.engine.wire import ResetCache, StartProfile, StopProfile, Vocabulary
-from weft.errors import ContextTooLong, EngineFault, InvalidRequest
+from weft.errors import ConfigError, ContextTooLong, EngineFault, InvalidRequest
 from weft.hub.files import ModelFiles
 from weft.hub.manager import find_model
 from weft.payloads import AdditionalInformation, GivenTexts, PromptEmbeds, given_texts
@@ -52,6 +52,7 @@ async def start_native(
     config: Config, files: ModelFiles | None = None, *, launch: Callable[[], LaunchedEngine] = EngineProcess
 ) -> NativeEngine:
     """Load a model and be ready to generate. The engine process and the text room start side by side."""
+    _refuse(config)
     if files is None:
         files = await asyncio.to_thread(find_model, config)
     client = EngineClient(config, files, launch)
@@ -62,6 +63,21 @@ async def start_native(
     except BaseException:
         await client.close()
         raise
+
+
+def _refuse(config: Config) -> None:
+    """Raise ConfigError for settings of other engines that this one cannot honour."""
+    if config.backend.quantization:
+        raise ConfigError(
+            f"The engine native does not quantise weights: --quantization cannot be {config.backend.quantization}.",
+            hint="Serve a GGUF file, whose weights are quantised already, or take an engine of vLLM.",
+        )
+    if config.backend.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"The engine native computes on one device: --tensor-parallel-size cannot be "
+            f"{config.backend.tensor_parallel_size}.",
+            hint="Take an engine of vLLM.",
+        )
 
 
 class NativeDeltas(Deltas):

@@ -66,6 +66,8 @@ BUILT_IN: dict[str, EngineSpec] = {
             start="weft.backends.native:start_native",
             platform="any",
             about="Weft's own engine, on CPU and CUDA; also called cpu.",
+            requires=("torch",),
+            install="pip install torch",
         ),
         EngineSpec(
             name="cuda-vllm-async",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +17,10 @@ from weft import config as configuration
 from weft.bench.mixed import MixedReport, MixedWork, ModeReport, Verdict, run_mixed
 from weft.bench.mixed import num_runs as num_mixed_runs
 from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
+from weft.bench.offline import judge as judge_offline
+from weft.bench.required import Judged, Required
 from weft.bench.serve import DEFAULT_LOADS, Load, ServeReport, ServeWork, own_server, run_serve
+from weft.bench.serve import judge as judge_serve
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,6 +41,12 @@ CLIENT_AT_ITS_LIMIT = 0.9
 """A client that computes for more than this share of the time may be what was measured."""
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
+RequiredFirstToken = Annotated[
+    float | None, typer.Option("--require-first-token-ms", help="End with 1 unless a first token comes sooner.")
+]
+RequiredSpeed = Annotated[
+    float | None, typer.Option("--require-tokens-per-s", help="End with 1 where there are fewer.")
+]
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -66,14 +75,20 @@ def offline(
     runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _WORK.runs,
     seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = _WORK.seed,
     config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    engine: Annotated[str, typer.Option(help="One of `weft engines`.")] = "native",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    require_first_token_ms: RequiredFirstToken = None,
+    require_tokens_per_s: RequiredSpeed = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Decode speed, time to the first token and throughput of one engine, without a server."""
-    settings = configuration.load(
-        {"model": model, "device": device, "dtype": dtype, "enable_prefix_caching": False}, file=config
-    )
+    """Decode speed, time to the first token and throughput of one engine, without a server.
+
+    What is required holds for every line of its kind: --require-first-token-ms for each prompt length,
+    --require-tokens-per-s for decoding at each batch size.
+    """
+    flags = {"model": model, "engine": engine, "device": device, "dtype": dtype, "enable_prefix_caching": False}
+    settings = configuration.load(flags, file=config)
     work = OfflineWork(
         batch_sizes=_numbers(batch_sizes),
         prompt_lengths=_numbers(prompt_lengths),
@@ -88,6 +103,8 @@ def offline(
         report = run(run_offline(settings, work, lambda name: progress.update(task, advance=1, description=name)))
     Console().print(_offline_table(report))
     _write(report, json_file)
+    required = Required(first_token_ms=require_first_token_ms, tokens_per_s=require_tokens_per_s)
+    _end_by(judge_offline(report, required))
 
 
 @app.command(
@@ -95,7 +112,8 @@ def offline(
     "Without --url it starts `weft serve` itself, on a free port, and tells how long that took; settings of "
     "`weft serve` may follow the model.\n\n"
     "A server that is ready is warmed up with two short requests, and Weft has time to finish compiling, before "
-    "anything is measured. The exit code is 1 when a request failed.",
+    "anything is measured. The exit code is 1 when a request failed, or a load misses what is required: of the first "
+    "token, the median; of tokens a second, those of all its connections.",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def serve(
@@ -111,6 +129,8 @@ def serve(
         int, typer.Option(min=11, help="Prompts are made of token ids below this.")
     ] = _LOADS.vocabulary,
     key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="The key to show, if the server wants one.")] = "",
+    require_first_token_ms: RequiredFirstToken = None,
+    require_tokens_per_s: RequiredSpeed = None,
     json_file: JsonFile = None,
 ) -> None:
     loads = tuple(map(Load.parse, work.split(",")))
@@ -138,6 +158,8 @@ def serve(
     if report.num_failures:
         _print_failures(report)
         raise typer.Exit(1)
+    required = Required(first_token_ms=require_first_token_ms, tokens_per_s=require_tokens_per_s)
+    _end_by(judge_serve(report, required))
 
 
 @app.command()
@@ -204,7 +226,7 @@ def mixed(
         task = progress.add_task("loading", total=num_mixed_runs(work))
         report = run(run_mixed(settings, work, lambda name: progress.update(task, advance=1, description=name)))
     console = Console()
-    console.print(_mixed_table(report))
+    console.print(*_mixed_tables(report), sep="\n")
     if report.verdict is not None:
         console.print(_verdict_table(report.verdict, work))
     _write(report, json_file)
@@ -220,6 +242,21 @@ def _progress() -> Progress:
 def _write(report: OfflineReport | ServeReport | RpcReport | MixedReport, json_file: Path | None) -> None:
     if json_file is not None:
         json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+def _end_by(judged: list[Judged]) -> None:
+    """Tell what was required and what of it was kept; end with 1 where something was not."""
+    if not judged:
+        return
+    table = Table("required of", "bound", box=None, pad_edge=False)
+    table.add_column("measured", justify="right")
+    table.add_column("")
+    for each in judged:
+        verdict, style = ("pass", "green") if each.kept else ("FAIL", "red")
+        table.add_row(each.name, each.bound, f"{each.measured:,.1f}", verdict, style=style)
+    Console().print(table)
+    if not all(each.kept for each in judged):
+        raise typer.Exit(1)
 
 
 def _print_failures(report: ServeReport) -> None:
@@ -267,7 +304,7 @@ def _rpc_table(report: RpcReport) -> Table:
 
 def _offline_table(report: OfflineReport) -> Table:
     table = Table(
-        title=f"{report.model}, {report.dtype}, {report.device}",
+        title=f"{report.model}, {report.engine}, {report.dtype}, {report.device}",
         caption=f"start {report.startup_seconds:.1f} s, engine's peak memory {report.engine_peak_mib:.0f} MiB",
     )
     table.add_column("measured")
@@ -279,38 +316,47 @@ def _offline_table(report: OfflineReport) -> Table:
     return table
 
 
-_MIXED_COLUMNS: list[tuple[str, str, Callable[[ModeReport], float | None]]] = [
-    ("total\ns", ",.2f", lambda mode: mode.median.seconds),
-    ("spread", ".1%", lambda mode: mode.spread),
+_Column = tuple[str, str, Callable[[ModeReport], float | None]]
+"""Its heading, the form of its figures, and where they are."""
+
+_CHAT_COLUMNS: list[_Column] = [
     ("output\ntok/s", ",.1f", lambda mode: mode.median.output_tokens_per_s),
     ("decode\ntok/s", ",.1f", lambda mode: mode.median.decode_tokens_per_s),
     ("first\np50", ",.0f", lambda mode: mode.median.first_token_p50_ms),
     ("between\np50", ",.1f", lambda mode: mode.median.inter_token_p50_ms),
     ("between\np95", ",.1f", lambda mode: mode.median.inter_token_p95_ms),
     ("between\nmax", ",.1f", lambda mode: mode.median.inter_token_max_ms),
+    ("texts\nas alone", "d", lambda mode: mode.same_texts),
+]
+_IMAGE_COLUMNS: list[_Column] = [
+    ("total\ns", ",.2f", lambda mode: mode.median.seconds),
+    ("spread", ".1%", lambda mode: mode.spread),
     ("images\n/s", ",.2f", lambda mode: mode.median.images_per_s),
     ("image\np50", ",.2f", lambda mode: mode.median.image_p50_s),
     ("image\nmax", ",.2f", lambda mode: mode.median.image_max_s),
-    ("texts\nas alone", "d", lambda mode: mode.same_texts),
     ("images\nas alone", "d", lambda mode: mode.same_images),
 ]
 
 
-def _mixed_table(report: MixedReport) -> Table:
+def _mixed_tables(report: MixedReport) -> list[Table]:
+    """Two, each as wide as the narrowest terminal."""
     work = report.work
     painter = f" and {report.image_model}" if report.image_model else ""
-    table = Table(
-        title=f"{work.chats} chats, {work.images} images: {report.model}{painter}, {report.dtype}, {report.device}",
-        caption=f"medians of {work.runs} runs; ms to the first token and between tokens, s to an image\n"
-        "decode: while all chats decode, and images are under way if the mode has any",
-        box=None,
-        pad_edge=False,
-    )
+    chats = _modes_table(report.modes, _CHAT_COLUMNS)
+    chats.title = f"{work.chats} chats, {work.images} images: {report.model}{painter}, {report.dtype}, {report.device}"
+    chats.caption = "ms to the first token and between tokens\ndecode: while all chats decode, and images, if any"
+    images = _modes_table(report.modes, _IMAGE_COLUMNS)
+    images.caption = f"s to an image; all figures are medians of {work.runs} runs"
+    return [chats, images]
+
+
+def _modes_table(modes: Sequence[ModeReport], columns: Sequence[_Column]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("mode", no_wrap=True)
-    for heading, _, _ in _MIXED_COLUMNS:
+    for heading, _, _ in columns:
         table.add_column(heading, justify="right", no_wrap=True)
-    for mode in report.modes:
-        values = [(figure(mode), form) for _, form, figure in _MIXED_COLUMNS]
+    for mode in modes:
+        values = [(figure(mode), form) for _, form, figure in columns]
         table.add_row(mode.name, *("–" if value is None else format(value, form) for value, form in values))
     return table
 

@@ -7,21 +7,26 @@ the steps in between, so that prompts and start cost nothing. Tokens are counted
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
-from weft.backends.native import NativeEngine, start_native
+from weft.backends import start_engine
+from weft.backends.contract import Engine
 from weft.bench.environment import environment
+from weft.bench.required import Judged, Required
 from weft.config import Config
 from weft.types import Delta, SamplingParams
 
 DECODE_PROMPT_TOKENS = 128
+DECODE = "decode"
+FIRST_TOKEN = "first token"
 
 
 class OfflineWork(Struct, frozen=True, kw_only=True):
@@ -49,11 +54,13 @@ class Figure(Struct, frozen=True, kw_only=True):
 
 class OfflineReport(Struct, frozen=True, kw_only=True):
     model: str
+    engine: str
     device: str
     dtype: str
     startup_seconds: float
     """Until the first answer."""
     engine_peak_mib: float
+    """Of its largest process; 0: it has none here."""
     figures: list[Figure]
     environment: dict[str, Any]
     work: OfflineWork
@@ -65,7 +72,7 @@ Tick = Callable[[str], None]
 async def run_offline(config: Config, work: OfflineWork, tick: Tick = lambda name: None) -> OfflineReport:
     """Start an engine, measure, and end it. `tick` hears of every run that is done."""
     began = time.perf_counter()
-    engine = await start_native(config)
+    engine = await start_engine(config)
     try:
         bench = _Bench(engine, work)
         await bench.generate(1, 16, 1)
@@ -73,11 +80,12 @@ async def run_offline(config: Config, work: OfflineWork, tick: Tick = lambda nam
         while not engine.stats().prepared:
             await asyncio.sleep(0.05)
         figures = [await _measure(name, unit, once, work.runs, tick) for name, unit, once in bench.lines()]
-        peak = _peak_mib(engine.client.engine_pid)
+        peak = max(map(_peak_mib, _processes_below(os.getpid())), default=0.0)
     finally:
         await engine.close()
     return OfflineReport(
         model=engine.model.name,
+        engine=engine.name,
         device=engine.model.device,
         dtype=engine.model.dtype,
         startup_seconds=startup,
@@ -88,12 +96,23 @@ async def run_offline(config: Config, work: OfflineWork, tick: Tick = lambda nam
     )
 
 
+def judge(report: OfflineReport, required: Required) -> list[Judged]:
+    """Of every line that the bounds are about."""
+    judged: list[Judged] = []
+    for figure in report.figures:
+        if figure.name.startswith(FIRST_TOKEN):
+            judged += required.first_token(figure.name, figure.value)
+        elif figure.name.startswith(DECODE):
+            judged += required.speed(figure.name, figure.value)
+    return judged
+
+
 def num_runs(work: OfflineWork) -> int:
     return (work.runs + 1) * (len(work.batch_sizes) + len(work.prompt_lengths) + 1)
 
 
 class _Bench:
-    def __init__(self, engine: NativeEngine, work: OfflineWork) -> None:
+    def __init__(self, engine: Engine, work: OfflineWork) -> None:
         self.engine = engine
         self.work = work
         self.random = random.Random(work.seed)
@@ -101,8 +120,8 @@ class _Bench:
     def lines(self) -> list[tuple[str, str, Callable[[], Awaitable[float]]]]:
         work = self.work
         return [
-            *((f"decode, batch {n}", "tok/s", self._decoding(n)) for n in work.batch_sizes),
-            *((f"first token after {n}", "ms", self._first_token(n)) for n in work.prompt_lengths),
+            *((f"{DECODE}, batch {n}", "tok/s", self._decoding(n)) for n in work.batch_sizes),
+            *((f"{FIRST_TOKEN} after {n}", "ms", self._first_token(n)) for n in work.prompt_lengths),
             (
                 f"{work.requests} × ({work.input_tokens} in, {work.output_tokens} out)",
                 "output tok/s",
@@ -168,10 +187,15 @@ async def _measure(name: str, unit: str, once: Callable[[], Awaitable[float]], r
     return Figure(name=name, value=median, unit=unit, spread=(max(values) - min(values)) / median, runs=values)
 
 
-def _peak_mib(pid: int | None) -> float:
+def _processes_below(pid: int) -> Iterator[int]:
+    """Those that a process has started, and theirs. None where the system does not tell."""
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, listed.read_text().split()):
+            yield child
+            yield from _processes_below(child)
+
+
+def _peak_mib(pid: int) -> float:
     """The most memory that a process has held so far."""
-    status = Path(f"/proc/{pid}/status")
-    if not status.exists():
-        return 0.0
-    lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    return int(lines["VmHWM"].split()[0]) / 1024
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(lines["VmHWM"].split()[0]) / 1024 if "VmHWM" in lines else 0.0

@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from weft.bench.environment import environment
 from weft.bench.http import Address, Connection
+from weft.bench.required import Judged, Required
 from weft.errors import ConfigError, EngineFault, Unavailable
 
 FIRST_TOKEN_ID = 10
@@ -117,6 +118,15 @@ class ServeReport(Struct, frozen=True, kw_only=True):
     @property
     def num_failures(self) -> int:
         return sum(figures.num_failures for figures in self.figures)
+
+
+def judge(report: ServeReport, required: Required) -> list[Judged]:
+    """Of every load: the median time to the first token, and the tokens of all connections together."""
+    judged: list[Judged] = []
+    for figures in report.figures:
+        judged += required.first_token(f"{figures.load}, first token", figures.first_token_ms.p50)
+        judged += required.speed(f"{figures.load}, output", figures.output_tokens_per_s)
+    return judged
 
 
 Tick = Callable[[Load, int], None]

@@ -39,17 +39,15 @@ class Generation:
     async def run(self, take: TakeOf) -> None:
         """Submit the job and give every delta to `take`. Raises what the engine refuses, and the first error that an
         answer ends with. Cancelling it aborts the job."""
-        answers: list[Deltas] = []
+        answers: dict[int, Deltas] = {}
         try:
-            for index, choice in enumerate(self._job.choices()):
-                answers.append(await self._submit(choice, index))
-                self._stopwatches.append(self._stopwatch(choice))
+            await self._submit_all(answers)
             if len(answers) == 1:
                 await self._follow(answers[0], 0, take)
             else:
-                await side_by_side(self._follow(answer, index, take) for index, answer in enumerate(answers))
+                await side_by_side(self._follow(answer, index, take) for index, answer in answers.items())
         finally:
-            for answer in answers:
+            for answer in answers.values():
                 await answer.aclose()
 
     @contextmanager
@@ -83,6 +81,22 @@ class Generation:
             num_tokens(choice.prompt),
             is_sibling=choice.leader is not None,
         )
+
+    async def _submit_all(self, answers: dict[int, Deltas]) -> None:
+        """All choices at once, in their order: an engine elsewhere returns only when it begins to answer. `answers` has
+        those that were submitted, whatever is raised."""
+        choices = self._job.choices()
+
+        async def submit(index: int) -> None:
+            answers[index] = await self._submit(choices[index], index)
+
+        try:
+            if len(choices) == 1:
+                await submit(0)
+            else:
+                await side_by_side(map(submit, range(len(choices))))
+        finally:
+            self._stopwatches += [self._stopwatch(choices[index]) for index in sorted(answers)]
 
     async def _submit(self, choice: Choice, index: int) -> Deltas:
         try:

@@ -29,6 +29,8 @@ SECTIONS = ("model", "backend", "cache", "scheduler", "engine")
 """What a model may set for itself; the rest is the server's, and so is what a model is called."""
 KNOWN = {setting.name: setting for setting in settings(*SECTIONS) if setting.name != "served_model_name"}
 OF_SERVER = {setting.name for setting in settings()} - KNOWN.keys()
+ONE_VALUE = {"kv_cache_dtype": "auto"}
+"""Keys that have a meaning at one value alone: that of what happens anyway."""
 OWN_KEYS: dict[str, Any] = {
     "path": str,
     "adapter": str,
@@ -37,7 +39,7 @@ OWN_KEYS: dict[str, Any] = {
     "preload": bool,
     "model_source": Literal[*SOURCES, "local"],
     "use_4bit": bool,
-    "kv_cache_dtype": Literal["auto"],
+    **{key: Literal[value] for key, value in ONE_VALUE.items()},
 }
 OLD_KEYS = {"model_path": "path", "model": "path", "adapter_path": "adapter"}
 """What the CY-LLM Engine calls a key that has another name here."""
@@ -49,7 +51,7 @@ MEANINGLESS = (
     "use_safetensors",
 )
 """Keys of the CY-LLM Engine. Answers are not kept, nobody is asked while a model loads, files are always checked, and
-only safetensors and GGUF are read. One warning names them all."""
+only safetensors and GGUF are read. One warning names them all. `load_model` knows them too (backends/keywords)."""
 FOUR_BIT = "bitsandbytes"
 DEFAULT_ADAPTER = "default"
 """What the adapter of `adapter` is called."""

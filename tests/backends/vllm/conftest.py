@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +18,16 @@ def vllm_model(tiny_directory: Callable[[str], Path]) -> Path:
     from tests.backends.vllm.real import MODEL
 
     return tiny_directory(MODEL)
+
+
+@pytest.fixture(scope="session")
+def long_model(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that could hold a long context, if there were memory for it."""
+    folder = tmp_path_factory.mktemp("models") / "long"
+    shutil.copytree(vllm_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**20}))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -187,7 +187,7 @@ def test_prompts_that_begin_alike_share_their_beginning_unless_salted(vllm: Loop
     assert cached() == 0
 
 
-def test_adapters_are_switched_by_the_request(
+def test_tc_008_adapters_are_switched_by_the_request(
     vllm: LoopedEngine, vllm_model: Path, adapters: dict[str, str], tmp_path: Path
 ) -> None:
     def told(adapter: str) -> list[int]:

@@ -1,5 +1,5 @@
 """The source system's test cases on real vLLM, through the contract for callers that wait. TC-004 is in test_doors,
-TC-005 and TC-006 are benchmarks, and TC-008 is in test_asynchronous too."""
+TC-008 in test_asynchronous and test_synchronous. docs/backends.md has a table of all."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.backends.vllm.groups import group_of
-from tests.backends.vllm.real import eager, needs_vllm
+from tests.backends.vllm.real import EAGER, eager, needs_vllm
 from weft.backends import BaseEngine, create_engine
+from weft.bench.cli import app as bench
 from weft.types import FinishReason
 
 pytestmark = needs_vllm
@@ -86,10 +88,24 @@ def test_tc_007_many_threads_at_once(engine: BaseEngine) -> None:
 
 
 def test_tc_010_unloading_gives_everything_back(engine: BaseEngine) -> None:
-    """The last of this file. Memory is the processes', and these have ended."""
+    """The last that uses the engine. Memory is the processes', and these have ended."""
     host: int = engine._looped.engine.client.engine_pid  # type: ignore[attr-defined]
     processes = group_of(host)
     assert len(processes) >= 3
     engine.unload_model()
     assert group_of(host) == {} and not engine.health_check()
     engine.unload_model()
+
+
+def test_tc_005_tc_006_the_benchmark_ends_by_what_is_required(
+    vllm_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for its figures, which need a machine of their own."""
+    small = {"WEFT_MAX_MODEL_LEN": "512", "WEFT_KV_CACHE_MEMORY_MB": "64", "WEFT_START_TIMEOUT_S": "1000"}
+    for name, value in (small | EAGER).items():
+        monkeypatch.setenv(name, value)
+    work = "offline --engine cpu-vllm --batch-sizes 1 --prompt-lengths 16 --requests 1 --output-tokens 4 --runs 1"
+    required = "--require-first-token-ms 600000 --require-tokens-per-s 1e9"
+    done = CliRunner().invoke(bench, [*work.split(), str(vllm_model), *required.split()])
+    assert done.exit_code == 1, done.output
+    assert "cpu-vllm" in done.output and done.output.count("pass") == 1 and done.output.count("FAIL") == 1

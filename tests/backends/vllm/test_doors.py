@@ -108,9 +108,7 @@ def test_a_client_that_leaves_ends_its_request(server: VllmServer) -> None:
     assert server.metric("weft_generation_tokens_total") < 10_000
 
 
-def test_grpc_messages_are_what_they_are_with_every_engine(server: VllmServer) -> None:
-    """TC-004."""
-
+def test_tc_004_grpc_messages_are_what_they_are_with_every_engine(server: VllmServer) -> None:
     async def scenario() -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port()}") as channel:
             request = asked("The weft runs", "t1", generation={"max_new_tokens": 20, "temperature": 0.0})

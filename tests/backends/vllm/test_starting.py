@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 import tempfile
 import time
 from functools import partial
@@ -74,16 +72,6 @@ def test_a_process_can_be_killed_and_more_than_once() -> None:
     assert process.wait(10) == "killed by SIGKILL"
     assert len(leftovers()) == len(before) - 1
     process.socket.close()
-
-
-@pytest.fixture
-def long_model(vllm_model: Path, tmp_path: Path) -> Path:
-    """One that could hold a long context, if there were memory for it."""
-    folder = tmp_path / "long"
-    shutil.copytree(vllm_model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**20}))
-    return folder
 
 
 class TestWithVllm:

@@ -80,7 +80,7 @@ def test_leaving_ends_a_request(vllm: LoopedEngine) -> None:
     assert vllm.wait(vllm.engine.reset_cache()) == 0, "only an engine without requests forgets"
 
 
-def test_adapters_are_switched_by_the_request(vllm: LoopedEngine) -> None:
+def test_tc_008_adapters_are_switched_by_the_request(vllm: LoopedEngine) -> None:
     told = [tuple(ask(vllm, PROMPT, GREEDY, adapter=name).token_ids) for name in ("", "red", "blue", "red", "")]
     assert len(set(told)) == 3 and told[0] == told[4] and told[1] == told[3]
 

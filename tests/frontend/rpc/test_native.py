@@ -55,7 +55,7 @@ def own(run: Run) -> Answers:
     return answers
 
 
-def test_the_text_is_the_engines_own_and_comes_in_fewer_messages(run: Run, own: Answers) -> None:
+def test_tc_004_the_text_is_the_engines_own_and_comes_in_fewer_messages(run: Run, own: Answers) -> None:
     async def scenario(engine: NativeEngine) -> None:
         counts = dict.fromkeys((1, 8), 0)
         for size in counts:

@@ -270,7 +270,7 @@ class RemoteEngine:
             raise self._not_there(lost) from lost
 
     def _not_there(self, lost: Lost) -> Unavailable:
-        self._watch.suspect(str(lost))
+        self._watch.suspect(lost)
         return Unavailable("The remote engine does not answer.", hint="The log of this server says more.")
 
     def _ended(self, last: Delta | None) -> None:

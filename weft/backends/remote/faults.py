@@ -53,6 +53,10 @@ class Lost(Exception):
     """The connection broke, or what came over it made no sense. Asking again may help."""
 
 
+class Refused(Lost):
+    """There was no connection at all: nobody listens at that address."""
+
+
 def error_of(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> WeftError:
     """The error that a refusal stands for, in the peer's own words."""
     detail = _detail(body)

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from weft import __version__
 from weft.backends.remote.events import EventReader, EventTooLong
-from weft.backends.remote.faults import Lost, error_of
+from weft.backends.remote.faults import Lost, Refused, error_of
 from weft.backends.remote.kinds import Body
 from weft.errors import ConfigError, EngineFault, InvalidRequest, RequestTimeout
 
@@ -155,7 +155,8 @@ async def _read(response: httpx.Response, limit: int) -> bytes:
 
 
 def _lost(error: httpx.HTTPError) -> Lost:
-    return Lost(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    kind = Refused if isinstance(error, httpx.ConnectError) else Lost
+    return kind(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 def _written(body: Body) -> bytes:

@@ -8,7 +8,7 @@ import logging
 import random
 
 from weft.backends.contract import Health
-from weft.backends.remote.faults import Lost
+from weft.backends.remote.faults import Lost, Refused
 from weft.backends.remote.line import Line
 from weft.errors import RequestTimeout
 
@@ -32,9 +32,9 @@ class Watch:
         self.num_returns = 0
         """How often the peer came back."""
 
-    def suspect(self, why: str) -> None:
-        """A request has found nobody there."""
-        self._found(why)
+    def suspect(self, why: Lost) -> None:
+        """A request was not answered."""
+        self._found(str(why), gone=isinstance(why, Refused))
         self.look()
 
     def look(self) -> None:
@@ -68,10 +68,13 @@ class Watch:
             return str(error)
         return "" if answer.status == 200 else f"it answers with status {answer.status}"
 
-    def _found(self, trouble: str) -> None:
+    def _found(self, trouble: str, *, gone: bool = False) -> None:
         if trouble and self.health.ready:
             log.warning("the remote engine at %s is not there: %s", self._line.shown, trouble)
         elif not trouble and not self.health.ready:
             log.warning("the remote engine at %s is there again", self._line.shown)
             self.num_returns += 1
-        self.health = Health(False, "the remote engine does not answer") if trouble else Health(True)
+        if trouble:
+            self.health = Health(False, "the remote engine does not answer", gone=gone or self.health.gone)
+        else:
+            self.health = Health(True)

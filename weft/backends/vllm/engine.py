@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from weft.backends.abilities import cannot, check_abilities
 from weft.backends.contract import Abilities, Embedding, Prompt, tokens_of
@@ -19,6 +19,9 @@ from weft.errors import InvalidRequest
 from weft.text.output import OutputText
 from weft.types import Pooling, Request, SamplingParams
 
+ABILITIES = Abilities(embeddings=False, images=False)
+"""Forms where the tokenizer is known, and LoRA where vLLM was started with room for adapters."""
+
 
 class VllmEngine(NativeEngine):
     def __init__(
@@ -28,7 +31,7 @@ class VllmEngine(NativeEngine):
         super().__init__(client, room)
         self.name = kind.name
         self.adapters = adapters
-        self.abilities = Abilities(embeddings=False, images=False, grammar=has_grammars, lora=adapters is not None)
+        self.abilities = replace(ABILITIES, grammar=has_grammars, lora=adapters is not None)
 
     async def submit(
         self,
@@ -75,4 +78,4 @@ class VllmEngine(NativeEngine):
         if adapter and self.adapters is None:
             raise InvalidRequest(f"{self.name} was started without adapters.", param="adapter")
         chosen = self.adapters.named(adapter) if adapter and self.adapters is not None else None
-        return structs.replace(request, params=structs.replace(request.params, seed=seed), adapter=chosen)
+        return replace(request, params=replace(request.params, seed=seed), adapter=chosen)
