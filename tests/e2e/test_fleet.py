@@ -172,7 +172,7 @@ def test_one_at_a_time_and_one_that_is_damaged(models: dict[str, dict[str, Any]]
     assert first.endswith("models.json:3: first: ok") and second.endswith("models.json:6: second: ok")
     assert "models.json:9: damaged: " in third and "model.safetensors" in third
     with Fleet(file, "--max-loaded-models", "1") as fleet:
-        assert any("models.json:9: damaged cannot be loaded" in line for line in fleet.log)
+        eventually(lambda: any("models.json:9: damaged cannot be loaded" in line for line in fleet.log))
         assert fleet.states() == {"first": "unloaded", "second": "unloaded", "damaged": "failed"}
         for name in ("first", "second"):
             assert fleet.complete(name).status_code == 200

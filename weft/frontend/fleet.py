@@ -102,11 +102,12 @@ class Fleet:
         """Ready as soon as what is loaded at start is, and for as long as one of them can answer."""
         if not self._slots or (self.has_many and not self._has_started):
             return Health(False, "starting")
+        if not self.has_many:
+            [service] = self.services()
+            return service.engine.health()
         troubles = self.troubles()
         if len(troubles) < len(self._slots):
             return Health(True)
-        if not self.has_many:
-            return Health(False, *troubles.values())
         return Health(False, "; ".join(f"{name}: {why}" for name, why in troubles.items()))
 
     def troubles(self) -> dict[str, str]:
