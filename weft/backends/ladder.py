@@ -25,6 +25,7 @@ def rungs(config: Config, plan_of: PlanOf) -> Iterator[Config]:
     asked for: by what is free then."""
     for lower in (_own_cache, _free_share, _contexts, _batches):
         for config in lower(config, plan_of(config)):  # noqa: B020 - the next step goes on from the last
+            config = _within_free(config, plan_of(config))
             yield config
 
 
@@ -50,6 +51,13 @@ def _free_share(config: Config, plan: Plan | None) -> Iterator[Config]:
         return
     if plan.free_share != config.cache.gpu_memory_utilization:
         yield replace(config, cache=replace(config.cache, gpu_memory_utilization=plan.free_share))
+
+
+def _within_free(config: Config, plan: Plan | None) -> Config:
+    """What was free a try ago may be taken by now."""
+    if plan is None or plan.place == "cpu" or not 0 < plan.free_share < config.cache.gpu_memory_utilization:
+        return config
+    return replace(config, cache=replace(config.cache, gpu_memory_utilization=plan.free_share))
 
 
 def _contexts(config: Config, plan: Plan | None) -> Iterator[Config]:

@@ -132,6 +132,8 @@ def _import_vllm(config: Config, orders: Orders, causes: Path) -> Any:
         "VLLM_NO_USAGE_STATS": "1",
         # The synchronous engine computes in this process, whose errors have types; the asynchronous one never does.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if kind.synchronous else "1",
+        # As `vllm serve` has it: this process has threads and a running event loop, which a fork would copy.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     }.items():
         os.environ.setdefault(name, value)
     try:
