@@ -92,7 +92,10 @@ def test_tc_010_unloading_gives_everything_back(engine: BaseEngine) -> None:
     host: int = engine._looped.engine.client.engine_pid  # type: ignore[attr-defined]
     processes = group_of(host)
     assert len(processes) >= 3
+    usage = engine.get_memory_usage()
+    assert 0 < usage["allocated_gb"] <= usage["reserved_gb"] < usage["total_gb"] and 0 < usage["utilization"] < 1
     engine.unload_model()
+    assert set(engine.get_memory_usage().values()) == {0.0}
     assert group_of(host) == {} and not engine.health_check()
     engine.unload_model()
 

@@ -6,22 +6,24 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from weft.hub.planning import Plan
 from weft.types import EngineStats, MemoryLedger, ModelInfo
 
 
-def model_info(name: str, vllm_config: Any, platform: Any, load_seconds: float) -> ModelInfo:
-    """Of the configuration that vLLM has settled on, and its `current_platform`."""
+def model_info(name: str, vllm_config: Any, device: str, plan: Plan, load_seconds: float) -> ModelInfo:
+    """Of the configuration that vLLM has settled on. What its weights hold, and a token of its cache, is the plan's to
+    say: vLLM does not."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
-    total = 0 if platform.device_type == "cpu" else platform.get_device_total_memory()
+    kv = (cache.num_gpu_blocks or 0) * cache.block_size * plan.kv_per_token
     return ModelInfo(
         name=name,
         max_model_len=model.max_model_len,
         logits_width=model.get_vocab_size(),
         num_blocks=cache.num_gpu_blocks or 0,
         block_size=cache.block_size,
-        device=platform.device_type,
+        device=device,
         dtype=str(model.dtype).removeprefix("torch."),
-        memory=MemoryLedger(total=total),
+        memory=MemoryLedger(weights=plan.weights, kv=kv, total=plan.room.total),
         load_seconds=load_seconds,
     )
 

@@ -52,7 +52,8 @@ from weft.engine.wire import (
     receive,
 )
 from weft.errors import ConfigError, EngineFault, OutOfMemory, WeftError
-from weft.hub.hardware import oom_kills
+from weft.hub.hardware import inspect_machine, oom_kills
+from weft.hub.planning import plan_load
 from weft.types import Request
 
 log = logging.getLogger(__name__)
@@ -98,14 +99,15 @@ async def serve(sock: socket.socket, orders: Orders, start: Start) -> int:
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, orders: Orders, start: Start) -> None:
     began, causes = time.monotonic(), Path(orders.folder) / "causes.jsonl"
-    platform = _import_vllm(start.config, orders, causes)
+    _import_vllm(start.config, orders, causes)
+    plan = plan_load(start.config, start.files, inspect_machine(), engine=orders.kind.name)
     arguments = arguments_of(start.config, start.files, orders.kind)
     figures = Figures()
     desk = Desk(writer, figures, arguments["max_num_seqs"])
     vllm_config = _configured(arguments, orders.kind)
     driver = _load(vllm_config, figures, desk, orders.kind, causes)
     seconds = time.monotonic() - began
-    desk.send(Ready(model_info(arguments["served_model_name"], vllm_config, platform, seconds)))
+    desk.send(Ready(model_info(arguments["served_model_name"], vllm_config, orders.kind.device, plan, seconds)))
     listening = asyncio.create_task(_listen(reader, driver, desk))
     beating = asyncio.create_task(_beat(driver, desk))
     ends: set[asyncio.Future[Any]] = {listening, desk.death}
@@ -123,8 +125,8 @@ def _death_of(error: BaseException, causes: list[Cause]) -> EngineFault:
     return EngineFault(f"vLLM died of {causes[0].message}" if causes else f"vLLM died: {error}")
 
 
-def _import_vllm(config: Config, orders: Orders, causes: Path) -> Any:
-    """vLLM's platform. What the operator has set in the environment is kept."""
+def _import_vllm(config: Config, orders: Orders, causes: Path) -> None:
+    """What the operator has set in the environment is kept."""
     kind, logging_file = orders.kind, Path(orders.folder) / "logging.json"
     logging_file.write_text(logging_config(config.server.log_level, config.server.log_format, causes))
     for name, value in {
@@ -148,7 +150,6 @@ def _import_vllm(config: Config, orders: Orders, causes: Path) -> Any:
             f"{current_platform.device_type or 'nothing that it finds here'}.",
             hint=f"Try: {kind.install}, or another --engine.",
         )
-    return current_platform
 
 
 def _configured(arguments: dict[str, Any], kind: Kind) -> Any:
