@@ -312,17 +312,19 @@ def models() -> None:
 
 @app.command()
 def engines() -> None:
-    """List the engines, and which of them can be used on this machine."""
+    """List the engines, which of them can be used on this machine, and which is taken when none is named."""
     from rich.table import Table
 
-    from weft.backends import list_engines
+    from weft.backends import EngineFactory, list_engines
 
     table = Table("name", "platform", "available", box=None, pad_edge=False)
     table.add_column("what it is", overflow="fold")
     for engine in list_engines():
-        available = "yes" if engine.available else f"no: {engine.why_not}"
+        yes = "with --engine-url" if engine.needs_url else "yes"
+        available = yes if engine.available else f"no: {engine.why_not}"
         table.add_row(engine.name, engine.platform, available, engine.about, style="" if engine.available else "dim")
     _console().print(table)
+    _console().print(f"\nWithout --engine: {EngineFactory.auto_detect()}")
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

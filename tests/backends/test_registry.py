@@ -213,6 +213,7 @@ def weft_command(*arguments: str, env: dict[str, str] | None = None) -> subproce
 
 def test_the_command_lists_them() -> None:
     text = CliRunner().invoke(cli.app, ["engines"], env={"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}).output
+    assert "Without --engine: native" in text and text.count("with --engine-url") == 3
     for spec in BUILT_IN.values():
         assert spec.name in text and spec.about in text
     assert re.search(r"native +any +yes", text)

@@ -56,6 +56,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     about: str
     available: bool
     why_not: str = ""
+    needs_url: bool = False
+    """It is used through a server of its own, which --engine-url names."""
 
 
 BUILT_IN: dict[str, EngineSpec] = {
@@ -236,7 +238,14 @@ def list_engines() -> list[EngineInfo]:
     for spec in engines().values():
         why_not = why_unavailable(spec.name)
         lines.append(
-            EngineInfo(name=spec.name, platform=spec.platform, about=spec.about, available=not why_not, why_not=why_not)
+            EngineInfo(
+                name=spec.name,
+                platform=spec.platform,
+                about=spec.about,
+                available=not why_not,
+                why_not=why_not,
+                needs_url=spec.needs_url,
+            )
         )
     return lines
 
