@@ -35,6 +35,7 @@ CORE = [
     "plan.py",
     "scheduler/cursors.py",
     "scheduler/blocks.py",
+    "scheduler/keys.py",
     "scheduler/prefix.py",
     "scheduler/scheduler.py",
     "engine/core.py",

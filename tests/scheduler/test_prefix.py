@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from tests.scheduler.simulation import VOCAB, Simulation, expected_output, limits, request
 from weft.plan import Limits
 from weft.scheduler.blocks import BlockPool
-from weft.scheduler.prefix import KeyChain, block_key, find_prefix, root_key
+from weft.scheduler.keys import KeyChain, block_key, root_key
+from weft.scheduler.prefix import find_prefix
 from weft.types import Adapter, Request
 
 LONG = [(i * 7 + i // 50) % VOCAB for i in range(1000)]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from weft.plan import Extra, Gained, Held, Pooled, PromptLogprobs, Row
 from weft.scheduler.blocks import Block
-from weft.scheduler.prefix import KeyChain, root_key
+from weft.scheduler.keys import KeyChain, root_key
 from weft.scheduler.texts import Text, TextKey
 from weft.types import FinishReason, ImageParams, Pooling, Request, TokenLogprob
 
