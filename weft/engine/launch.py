@@ -38,6 +38,8 @@ class EngineProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=ENGINE_ENV | os.environ,
+                # What a terminal sends to all (Ctrl-C) is the api process's to hear: this one ends with its socket.
+                start_new_session=True,
             )
         self.pid: int | None = self._process.pid
 

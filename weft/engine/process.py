@@ -64,8 +64,6 @@ def _leave_when(closed: threading.Event) -> None:
 def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Ctrl-C in a terminal reaches the whole group; the api process decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logs.set_up("info")
     code = run_engine(socket.socket(fileno=int(sys.argv[1])), owns_process=True)
     logging.shutdown()
