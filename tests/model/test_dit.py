@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +101,11 @@ def test_a_configuration_that_makes_no_model_is_an_error(tmp_path: Path, text: s
     (tmp_path / CONFIG_FILE).write_text(text)
     with pytest.raises(ModelError, match=message):
         read_config(tmp_path)
+
+
+def test_loading_does_not_wake_the_compiler(tmp_path: Path) -> None:
+    """Its import takes longer than everything else that happens until a server is ready."""
+    save(scrambled(SMALL), tmp_path, torch.float32)
+    program = "import sys; from pathlib import Path; from weft.model.dit import load; load(Path(sys.argv[1]))"
+    then = "; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program + then, str(tmp_path)], check=False).returncode == 0

@@ -79,10 +79,10 @@ class Dit(nn.Module):
         self.config = config
         width, patch = config.width, config.channels * config.patch_size**2
         self.patches_in = nn.Linear(patch, width)
-        self.positions = nn.Parameter(_grid(config.image_size // config.patch_size, width))
+        self.positions = nn.Parameter(torch.empty(config.num_tokens, width))
         self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.text = nn.Sequential(nn.Linear(config.text_width, width), nn.SiLU(), nn.Linear(width, width))
-        self.no_text = nn.Parameter(torch.randn(width) * 0.02)
+        self.no_text = nn.Parameter(torch.empty(width))
         """Fills every text up to the longest there can be, so that all have one shape and none is empty."""
         self.pooled_text = nn.Linear(width, width)
         self.modulation = nn.Linear(width, 8 * width)
@@ -92,6 +92,10 @@ class Dit(nn.Module):
         for zero in (self.modulation, self.patches_out):
             nn.init.zeros_(zero.weight)
             nn.init.zeros_(zero.bias)
+        # Not for a model without memory, to be filled from a file: torch would import its compiler for it, two seconds.
+        if not self.positions.is_meta:
+            self.positions.data = _grid(config.image_size // config.patch_size, width)
+            nn.init.normal_(self.no_text, std=0.02)
 
     def forward(self, latents: Tensor, t: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
         """The float32 velocity [B, C, H, W] of latents at times t [B], given text [B, L, text width], of which each
