@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,8 @@ def test_ctrl_c_ends_it_without_a_word_and_without_a_file(smollm2_files: ModelFi
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # As in a terminal: what a shell starts in the background ignores Ctrl-C, and so does all that it starts.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     wait_until(lambda: bool(children.read_text()))
