@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from weft import logs
 from weft.errors import ModelError
 from weft.hub.assets import text_assets
 from weft.hub.files import ModelFiles
@@ -25,6 +27,17 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Files that start engines come first: they take long, and workers end together when the last files are short."""
     with_engines = {item.path for item in items if {"smollm2_files", "tiny_model"} & {*item.fixturenames}}
     items.sort(key=lambda item: item.path not in with_engines)
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """A test that sets up the log, by itself or with a command, leaves other tests their own."""
+    loggers = [logging.getLogger(name) for name in ("weft", *logs.FOREIGN)]
+    before = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,16 +16,10 @@ from weft.types import Delta
 
 
 @pytest.fixture
-def stream() -> Iterator[io.StringIO]:
-    names = ("weft", "uvicorn.error", "asyncio")
-    before = {name: (logging.getLogger(name).handlers, logging.getLogger(name).level) for name in names}
+def stream() -> io.StringIO:
     stream = io.StringIO()
     logs.set_up("info", stream)
-    yield stream
-    for name, (handlers, level) in before.items():
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = handlers, True
-        logger.setLevel(level)
+    return stream
 
 
 def test_a_line_carries_its_request(stream: io.StringIO) -> None:

@@ -18,7 +18,7 @@ tenant: ContextVar[str] = ContextVar("weft_tenant", default="")
 
 LogFormat = Literal["text", "json"]
 
-_FOREIGN = ("uvicorn.error", "asyncio")
+FOREIGN = ("uvicorn.error", "asyncio")
 _FIELDS = "weft_fields"
 
 
@@ -28,10 +28,10 @@ def set_up(level: str, stream: TextIO | None = None, form: LogFormat = "text") -
     handler.setFormatter(JsonFormatter() if form == "json" else LineFormatter())
     weft = logging.getLogger("weft")
     weft.setLevel(level.upper())
-    for logger in (weft, *map(logging.getLogger, _FOREIGN)):
+    for logger in (weft, *map(logging.getLogger, FOREIGN)):
         logger.handlers = [handler]
         logger.propagate = False
-    for name in _FOREIGN:
+    for name in FOREIGN:
         logging.getLogger(name).setLevel("DEBUG" if level == "debug" else "WARNING")
 
 
