@@ -25,7 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": {"engine", "text", "hub"},
     "observe": {"backends"},
     "frontend": {"backends", "text", "observe"},
-    "llm": {"backends", "frontend"},
+    "llm": {"backends", "frontend", "hub"},
     "bench": {"backends", "frontend"},
     "cli": {"frontend", "backends", "text", "hub", "observe", "bench", "llm"},
     "__main__": {"cli"},

@@ -16,7 +16,6 @@ from typing import Any
 from msgspec import Struct
 
 from weft import config as configuration
-from weft.backends.adapters import adapter_settings
 from weft.backends.contract import Prompt as EnginePrompt
 from weft.backends.contract import Terms, chat_prompt, text_prompt
 from weft.backends.hybrid import start_engine
@@ -25,6 +24,7 @@ from weft.errors import InvalidRequest
 from weft.frontend.images.job import Wish, check_allowed, job_of, sides
 from weft.frontend.images.picture import Image
 from weft.frontend.images.updates import draw
+from weft.hub.adapter_files import adapter_settings
 from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.types import Delta, FinishReason, FlowSampler, ModelInfo, SamplingParams, TokenLogprob, Usage
 

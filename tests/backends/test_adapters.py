@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.backends.vllm.real import save_adapter
 from tests.frontend.scripted_engine import ScriptedEngine
-from weft.backends.adapters import Adapters, adapter_paths, adapter_settings
+from weft.backends.adapters import Adapters
 from weft.backends.hybrid import start_engine
 from weft.config import Config, load
 from weft.errors import ConfigError, InvalidRequest, ModelError
+from weft.hub.adapter_files import adapter_paths, adapter_settings
 from weft.hub.resolve import resolve
 from weft.llm import LLM
 

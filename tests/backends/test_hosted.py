@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from tests.frontend.http import wait_until
 from tests.frontend.scripted_engine import ScriptedEngine, answer
 from weft.backends import BaseEngine, InferMetrics, create_engine
-from weft.backends.adapters import adapter_paths
 from weft.backends.contract import Abilities
 from weft.backends.hosted import HostedEngine
 from weft.backends.keywords import SAMPLING_DEFAULTS
 from weft.config import Config
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, OutOfMemory, Unavailable
+from weft.hub.adapter_files import adapter_paths
 from weft.hub.registry_file import MEANINGLESS
 from weft.types import Adapter, Delta, FinishReason, MemoryLedger, SamplingParams, Usage
 

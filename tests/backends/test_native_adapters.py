@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_adapters import lora_tensors, save_adapter, save_merged
-from weft.backends.adapters import adapter_settings
 from weft.backends.contract import Terms
 from weft.backends.native import NativeEngine, start_native
 from weft.config import load
 from weft.engine.launch import EngineThread
 from weft.errors import InvalidRequest, ModelError
+from weft.hub.adapter_files import adapter_settings
 from weft.hub.resolve import resolve
 from weft.types import Pooling, SamplingParams
 

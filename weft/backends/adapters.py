@@ -4,44 +4,25 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from weft.backends.contract import unknown_adapter
-from weft.config import Config
-from weft.errors import ConfigError, ModelError
+from weft.errors import ModelError
+from weft.hub.adapter_files import CONFIG_FILE, DEFAULT_ADAPTER, WEIGHTS_FILE
 from weft.hub.files import ModelFiles
 from weft.hub.geometry import Geometry, size_of
 from weft.hub.jsonfile import read_object
-from weft.hub.registry_file import DEFAULT_ADAPTER
 from weft.types import Adapter
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 64
 
 _NAME = re.compile(r"[\w./:-]{1,128}")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _READS_HIDDEN_STATES = re.compile(r"\.(?:[qkv]|gate|up)_proj\.lora_A\.weight$")
-
-
-def adapter_paths(config: Config) -> dict[str, str]:
-    """What `--adapter` says: directories by name. One without a name is called `default`."""
-    paths: dict[str, str] = {}
-    for said in config.model.adapter:
-        name, _, path = said.partition("=") if "=" in said else (DEFAULT_ADAPTER, "", said)
-        if not name or not path or name in paths:
-            raise ConfigError(f"--adapter {said}: it must be NAME=DIRECTORY, and every name another.")
-        paths[name] = path
-    return paths
-
-
-def adapter_settings(paths: Mapping[str, str]) -> list[str]:
-    """The same as `--adapter` would say it."""
-    return [f"{name}={path}" for name, path in paths.items()]
 
 
 class Adapters:

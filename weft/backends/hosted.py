@@ -14,7 +14,6 @@ from typing import Any
 from msgspec import Struct
 
 from weft import config as configuration
-from weft.backends.adapters import adapter_settings
 from weft.backends.asking import Asked
 from weft.backends.base import BaseEngine, InferMetrics
 from weft.backends.contract import Engine, Terms, not_taken, text_prompt, unknown_adapter
@@ -26,10 +25,9 @@ from weft.backends.starting import Load
 from weft.backends.text_room import check_prompt
 from weft.config import Config
 from weft.errors import InvalidRequest, Unavailable
-from weft.hub.registry_file import DEFAULT_ADAPTER
+from weft.hub.adapter_files import DEFAULT_ADAPTER, adapter_settings
+from weft.hub.memory import GIB
 from weft.types import Delta, FinishReason
-
-GIB = 2**30
 
 
 class HostedEngine(BaseEngine):

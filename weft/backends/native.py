@@ -11,7 +11,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from weft.backends.abilities import check_abilities
-from weft.backends.adapters import Adapters, adapter_paths
+from weft.backends.adapters import Adapters
 from weft.backends.contract import (
     PLAIN_TERMS,
     Abilities,
@@ -32,6 +32,7 @@ from weft.engine.client import EngineClient
 from weft.engine.launch import EngineProcess, LaunchedEngine
 from weft.engine.wire import ResetCache, StartProfile, StopProfile, Vocabulary
 from weft.errors import ConfigError, ContextTooLong, EngineFault, InvalidRequest, ModelError, WeftError
+from weft.hub.adapter_files import adapter_paths
 from weft.hub.files import ModelFiles
 from weft.hub.manager import find_model
 from weft.payloads import AdditionalInformation, GivenTexts, PromptEmbeds, given_texts

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from weft.config import Config, LoadMode, ModelEntry, Setting, nearest, settings
 from weft.errors import ConfigError
+from weft.hub.adapter_files import DEFAULT_ADAPTER, adapter_settings
 from weft.hub.files import SOURCES
 from weft.hub.located import KeyPath, Located, read_located
 from weft.hub.remote import HUB_ID
@@ -53,8 +54,6 @@ MEANINGLESS = (
 """Keys of the CY-LLM Engine. Answers are not kept, nobody is asked while a model loads, files are always checked, and
 only safetensors and GGUF are read. One warning names them all. `load_model` knows them too (backends/keywords)."""
 FOUR_BIT = "bitsandbytes"
-DEFAULT_ADAPTER = "default"
-"""What the adapter of `adapter` is called."""
 POLL_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
 
@@ -258,7 +257,7 @@ class _Entry:
                 "model": self._model(),
                 "served_model_name": self._path[-1],
                 "revision": "",
-                "adapter": [f"{name}={folder}" for name, folder in adapters.items()],
+                "adapter": adapter_settings(adapters),
             },
             "backend": {"trust_remote_code": False},
         }

@@ -14,12 +14,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.errors import ModelError
+from weft.hub.adapter_files import WEIGHTS_FILE
 from weft.kernels.adapters import AdaptedLayer, AdapterWeights, LowRank
 from weft.model.dense import DenseConfig
 from weft.model.loader import HUGGINGFACE_NAMES, pairs_from_halves
 from weft.model.peft import LoraConfig, read_config
 
-TENSORS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 FUSED = {"qkv": ("q", "k", "v"), "output": ("output",), "gate_up": ("gate", "up"), "down": ("down",)}
 """The parts of each weight of a layer, in the order of their rows."""
@@ -38,7 +38,7 @@ def read_adapter(folder: Path, config: DenseConfig, dtype: torch.dtype) -> Adapt
     """Read an adapter for a model, to the host's memory; ModelError for one that is damaged, of another model, or of a
     kind that is not supported."""
     lora = read_config(folder)
-    path = folder / TENSORS_FILE
+    path = folder / WEIGHTS_FILE
     if not path.is_file():
         raise ModelError(f"{path}: there is no such file.", hint="Adapters are read from safetensors alone.")
     try:

@@ -16,9 +16,9 @@ import msgspec
 from msgspec import Struct
 
 from weft.errors import ModelError
+from weft.hub.adapter_files import CONFIG_FILE
 from weft.hub.jsonfile import read_object
 
-CONFIG_FILE = "adapter_config.json"
 UNSUPPORTED = (
     "use_dora", "modules_to_save", "fan_in_fan_out", "lora_bias", "layer_replication", "trainable_token_indices",
     "target_parameters", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config",

@@ -28,11 +28,11 @@ from tests.backends.vllm.real import (
     wait_until,
 )
 from weft.backends.abilities import NotSupported
-from weft.backends.adapters import adapter_settings
 from weft.backends.looped import LoopedEngine
 from weft.backends.native import start_native
 from weft.backends.vllm.start import start_async
 from weft.errors import ContextTooLong, InvalidRequest, ModelError
+from weft.hub.adapter_files import adapter_settings
 from weft.text.grammars.specs import Choice, JsonSchema, Regex
 from weft.text.grammars.writing import GrammarWriter
 from weft.types import FinishReason, Pooling, SamplingParams

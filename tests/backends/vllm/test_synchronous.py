@@ -21,9 +21,9 @@ from tests.backends.vllm.real import (
     needs_vllm,
     wait_until,
 )
-from weft.backends.adapters import adapter_settings
 from weft.backends.looped import LoopedEngine
 from weft.backends.vllm.start import start_sync
+from weft.hub.adapter_files import adapter_settings
 from weft.types import FinishReason, SamplingParams
 
 pytestmark = needs_vllm

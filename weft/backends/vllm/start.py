@@ -7,7 +7,7 @@ import logging
 from functools import partial
 from importlib.util import find_spec
 
-from weft.backends.adapters import Adapters, adapter_paths
+from weft.backends.adapters import Adapters
 from weft.backends.text_room import open_text_room
 from weft.backends.vllm.arguments import refuse
 from weft.backends.vllm.engine import VllmEngine
@@ -16,6 +16,7 @@ from weft.backends.vllm.launch import VllmProcess
 from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.errors import ConfigError
+from weft.hub.adapter_files import adapter_paths
 from weft.hub.devices import Accelerator, accelerator
 from weft.hub.manager import find_model
 from weft.hub.memory import safe_share

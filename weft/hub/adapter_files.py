@@ -1,0 +1,29 @@
+"""LoRA adapters on disk: the files that PEFT writes, and how settings name their directories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.config import Config
+from weft.errors import ConfigError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+DEFAULT_ADAPTER = "default"
+"""What an adapter is called that was given without a name: that of requests that name none."""
+
+
+def adapter_paths(config: Config) -> dict[str, str]:
+    """What `--adapter` says: directories by name."""
+    paths: dict[str, str] = {}
+    for said in config.model.adapter:
+        name, _, path = said.partition("=") if "=" in said else (DEFAULT_ADAPTER, "", said)
+        if not name or not path or name in paths:
+            raise ConfigError(f"--adapter {said}: it must be NAME=DIRECTORY, and every name another.")
+        paths[name] = path
+    return paths
+
+
+def adapter_settings(paths: Mapping[str, str]) -> list[str]:
+    """The same as `--adapter` would say it."""
+    return [f"{name}={path}" for name, path in paths.items()]
