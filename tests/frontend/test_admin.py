@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from tests.frontend.http import CHAT, HELLO, error_of, request
 from tests.frontend.rpc.calls import Client, ask, door, eventually, failed
-from tests.frontend.scripted_engine import ScriptedEngine, answer
+from tests.frontend.scripted_engine import PAINTER, ScriptedEngine, answer
 from weft.config import Config, load
 from weft.frontend.app import build_app, gated_app
 from weft.frontend.gate import Gate
@@ -207,6 +207,14 @@ def test_the_cache_is_reset_by_the_engine() -> None:
     response = request(engine, "POST", "/admin/cache/reset", CONFIG, headers=ADMIN)
     assert response.json() == {"forgotten_blocks": 7}
     assert engine.cache_resets == 1
+
+
+def test_a_model_that_is_not_there_is_not_taken_for_the_one_that_is() -> None:
+    engine = ScriptedEngine(images=PAINTER)
+    for name, status in (("scripted", 200), (PAINTER.name, 200), ("other", 404)):
+        response = request(engine, "POST", f"/admin/cache/reset?model={name}", CONFIG, headers=ADMIN)
+        assert response.status_code == status
+    assert engine.cache_resets == 2
 
 
 def test_profiles(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import grpc.aio
 import httpx
 import pytest
 from msgspec.structs import replace
+from starlette.types import Message
 
 from tests.frontend.fleets import House, entry, house, run
 from tests.frontend.http import error_of
@@ -16,6 +17,7 @@ from tests.frontend.rpc.calls import Client, answer_to, ask, eventually, text_of
 from tests.frontend.scripted_engine import answer
 from weft.errors import ModelError
 from weft.frontend import fleet
+from weft.frontend.app import gated_app
 from weft.frontend.rpc.server import serve_rpc
 from weft.types import Delta
 
@@ -114,6 +116,30 @@ def test_the_operator_loads_unloads_and_reloads() -> None:
             opened.roster.is_broken = False
             opened.roster.next = {"b": opened.roster.entries["b"]}
             assert len((await admin(opened, "reload")).json()["models"]) == 1
+
+    run(scenario)
+
+
+def test_an_operator_who_hangs_up_before_naming_a_model_reloads_none() -> None:
+    async def scenario() -> None:
+        async with house("a", "b", admin_key=["root"]) as opened:
+            opened.roster.is_broken = True  # Were it reloaded, the answer would be a conflict.
+            sent: list[Message] = []
+
+            async def hung_up() -> Message:
+                return {"type": "http.disconnect"}
+
+            async def send(message: Message) -> None:
+                sent.append(message)
+
+            path = "/admin/models/reload"
+            scope = {
+                "type": "http", "http_version": "1.1", "method": "POST",
+                "path": path, "raw_path": path.encode(), "query_string": b"",
+                "headers": [(b"host", b"localhost"), (b"x-api-key", b"root"), (b"content-length", b"13")],
+            }  # fmt: skip
+            await gated_app(opened.gate)(scope, hung_up, send)
+            assert sent[0]["status"] == 200
 
     run(scenario)
 

@@ -6,20 +6,19 @@ from __future__ import annotations
 import time
 from typing import TypeVar
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Struct
 
 from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, Unavailable
-from weft.frontend.body import ClientGone, parse, read_body
+from weft.frontend.body import parse, read_body
 from weft.frontend.errors import Conflict, NoRequest
 from weft.frontend.gate import DRAINING, Gate, Seat
+from weft.frontend.json_response import JsonResponse
 from weft.frontend.lock import VLLM_LOAD_PATH, VLLM_UNLOAD_PATH
 from weft.frontend.schemas import Fields
 from weft.frontend.service import Service
 
 ENDED = "The operator ended this request."
-MAX_BODY_BYTES = 1 << 16
 
 T = TypeVar("T", bound=Fields)
 
@@ -75,25 +74,22 @@ def _add_requests(app: FastAPI, gate: Gate) -> None:
 
     @app.get("/admin/requests", include_in_schema=False)
     async def requests() -> Response:
-        return _json({"requests": [_shown(seat) for seat in gate.seats()]})
+        return JsonResponse({"requests": [_shown(seat) for seat in gate.seats()]})
 
     @app.post("/admin/abort", include_in_schema=False)
     async def abort(request: Request) -> Response:
-        try:
-            wanted = (await _read(request, AbortRequest, gate)).request_id
-        except ClientGone:
-            return Response()
+        wanted = (await read(request, AbortRequest, gate)).request_id
         found = [seat for seat in gate.seats() if wanted in (seat.request_id, seat.answer_id)]
         if not found:
             raise NoRequest(f"No request {wanted!r:.200} is open.", param="request_id")
         for seat in found:
             seat.abort(ENDED)
-        return _json({"aborted": len(found)})
+        return JsonResponse({"aborted": len(found)})
 
     @app.post("/admin/keys/reload", include_in_schema=False)
     async def reload_keys() -> Response:
         try:
-            return _json({"keys": gate.keys.reload(), "admin_keys": gate.admin_keys.reload()})
+            return JsonResponse({"keys": gate.keys.reload(), "admin_keys": gate.admin_keys.reload()})
         except ConfigError as error:
             raise Conflict(f"The keys stay as they were: {error}") from error
 
@@ -103,7 +99,7 @@ def _add_engine(app: FastAPI, gate: Gate) -> None:
     async def reset_cache(model: str = "") -> Response:
         """Of all loaded models, unless one is named."""
         services = [_service(gate, model)] if model else gate.fleet.services()
-        return _json({"forgotten_blocks": sum([await service.engine.reset_cache() for service in services])})
+        return JsonResponse({"forgotten_blocks": sum([await service.engine.reset_cache() for service in services])})
 
     @app.post("/admin/profile/start", include_in_schema=False)
     async def start_profile(model: str = "") -> Response:
@@ -111,14 +107,14 @@ def _add_engine(app: FastAPI, gate: Gate) -> None:
         if not folder:
             raise Conflict("There is no folder for traces.", hint="Start the server with --profile-dir.")
         try:
-            return _json({"file": await _service(gate, model).engine.start_profile(folder)})
+            return JsonResponse({"file": await _service(gate, model).engine.start_profile(folder)})
         except InvalidRequest as error:
             raise Conflict(str(error)) from error
 
     @app.post("/admin/profile/stop", include_in_schema=False)
     async def stop_profile(model: str = "") -> Response:
         try:
-            return _json({"file": await _service(gate, model).engine.stop_profile()})
+            return JsonResponse({"file": await _service(gate, model).engine.stop_profile()})
         except InvalidRequest as error:
             raise Conflict(str(error)) from error
 
@@ -127,34 +123,28 @@ def _add_adapters(app: FastAPI, gate: Gate) -> None:
     @app.post("/admin/lora/load", include_in_schema=False)
     @app.post(VLLM_LOAD_PATH, include_in_schema=False)
     async def load(request: Request, model: str = "") -> Response:
-        try:
-            wanted = await _read(request, LoadAdapter, gate)
-        except ClientGone:
-            return Response()
+        wanted = await read(request, LoadAdapter, gate)
         service = _service(gate, model)
         try:
             await service.engine.load_adapter(wanted.lora_name, wanted.lora_path)
         except ModelError as error:
             raise InvalidRequest(error.message, hint=error.hint, param="lora_path") from error
-        return _json({"adapters": service.adapter_names})
+        return JsonResponse({"adapters": service.adapter_names})
 
     @app.post("/admin/lora/unload", include_in_schema=False)
     @app.post(VLLM_UNLOAD_PATH, include_in_schema=False)
     async def unload(request: Request, model: str = "") -> Response:
-        try:
-            name = (await _read(request, UnloadAdapter, gate)).lora_name
-        except ClientGone:
-            return Response()
+        name = (await read(request, UnloadAdapter, gate)).lora_name
         service = _service(gate, model)
         if name not in service.adapter_names:
             raise ModelNotFound(f"There is no adapter {name!r:.200} here.", param="lora_name")
         await service.engine.unload_adapter(name)
-        return _json({"adapters": service.adapter_names})
+        return JsonResponse({"adapters": service.adapter_names})
 
 
-async def _read(request: Request, kind: type[T], gate: Gate) -> T:
-    body = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
-    return await parse(kind, body, gate.config.limits)
+async def read(request: Request, kind: type[T], gate: Gate) -> T:
+    body = await read_body(request.scope, request.receive, gate.config.server.max_body_mb << 20)
+    return await parse(kind, body or b"{}", gate.config.limits)
 
 
 def _service(gate: Gate, model: str) -> Service:
@@ -162,11 +152,13 @@ def _service(gate: Gate, model: str) -> Service:
     slot = gate.fleet.find(model)
     if slot.service is None:
         raise Unavailable(f"The model {slot.name!r} is not loaded.")
+    if model and not slot.answers_to(model):
+        slot.service.check_model(model)
     return slot.service
 
 
 def _state(gate: Gate) -> Response:
-    return _json({"state": gate.health().reason or "ready", "open_requests": len(gate.seats())})
+    return JsonResponse({"state": gate.health().reason or "ready", "open_requests": len(gate.seats())})
 
 
 def _shown(seat: Seat) -> OpenRequest:
@@ -177,7 +169,3 @@ def _shown(seat: Seat) -> OpenRequest:
         age_s=round(time.monotonic() - seat.began, 3),
         tokens=seat.num_tokens,
     )
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from msgspec import Struct
 
 from weft.errors import ConfigError, InvalidRequest
-from weft.frontend.admin import MAX_BODY_BYTES
-from weft.frontend.body import ClientGone, parse, read_body
+from weft.frontend.admin import read
 from weft.frontend.errors import Conflict
 from weft.frontend.gate import Gate
+from weft.frontend.json_response import JsonResponse
 from weft.frontend.schemas import Fields
 from weft.frontend.slot import Slot
 
@@ -53,39 +52,31 @@ def add_model_admin(app: FastAPI, gate: Gate) -> None:
 
     @app.post("/admin/models/load", include_in_schema=False)
     async def load(request: Request) -> Response:
-        slot = _slot(gate, await _named(gate, request))
+        slot = _slot(gate, (await read(request, NamedModel, gate)).model)
         slot.forgive()
         await fleet.load(slot)
-        return _json(_shown(slot))
+        return JsonResponse(_shown(slot))
 
     @app.post("/admin/models/unload", include_in_schema=False)
     async def unload(request: Request) -> Response:
-        slot = _slot(gate, await _named(gate, request))
+        slot = _slot(gate, (await read(request, NamedModel, gate)).model)
         await slot.unload()
-        return _json(_shown(slot))
+        return JsonResponse(_shown(slot))
 
     @app.post("/admin/models/reload", include_in_schema=False)
     async def reload(request: Request) -> Response:
-        name = await _named(gate, request)
+        name = (await read(request, NamedModel, gate)).model
         if name:
             slot = _slot(gate, name)
             await slot.unload()
             slot.forgive()
             await fleet.load(slot)
-            return _json(_shown(slot))
+            return JsonResponse(_shown(slot))
         try:
             fleet.reload()
         except (ConfigError, InvalidRequest) as error:
             raise Conflict(f"The models stay as they were: {error}") from error
         return _all(gate)
-
-
-async def _named(gate: Gate, request: Request) -> str:
-    try:
-        body = await read_body(request.scope, request.receive, MAX_BODY_BYTES)
-    except ClientGone:
-        return ""
-    return (await parse(NamedModel, body or b"{}", gate.config.limits)).model
 
 
 def _slot(gate: Gate, name: str) -> Slot:
@@ -96,7 +87,7 @@ def _slot(gate: Gate, name: str) -> Slot:
 
 
 def _all(gate: Gate) -> Response:
-    return _json({"models": [_shown(slot) for slot in gate.fleet.slots]})
+    return JsonResponse({"models": [_shown(slot) for slot in gate.fleet.slots]})
 
 
 def _shown(slot: Slot) -> Resident:
@@ -114,7 +105,3 @@ def _shown(slot: Slot) -> Resident:
         memory_bytes=slot.need.num_bytes if slot.holds_memory else 0,
         idle_s=None if is_used else round(time.monotonic() - slot.last_used, 3),
     )
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

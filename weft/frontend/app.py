@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from msgspec import UNSET
@@ -18,6 +17,7 @@ from weft.errors import ModelNotFound, Unavailable, WeftError
 from weft.frontend.admin import add_admin
 from weft.frontend.admin_models import add_model_admin
 from weft.frontend.answers import ChatCompletion, Completion, Detokenized, ModelCard, ModelList, Tokenized, Version
+from weft.frontend.body import ClientGone, answer_nobody
 from weft.frontend.chat import chat_door
 from weft.frontend.completions import completion_door
 from weft.frontend.embeddings import EmbeddingList, EmbeddingsExchange, EmbeddingsRequest
@@ -28,6 +28,7 @@ from weft.frontend.head import Head
 from weft.frontend.images.answers import ImagesAnswer
 from weft.frontend.images.door import ImagesExchange
 from weft.frontend.images.schemas import ImagesRequest
+from weft.frontend.json_response import JsonResponse
 from weft.frontend.lock import Lock
 from weft.frontend.messages.answers import MessageAnswer, TokenCount
 from weft.frontend.messages.door import count_tokens, messages_door
@@ -63,6 +64,7 @@ def gated_app(gate: Gate) -> FastAPI:
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     app.add_exception_handler(WeftError, answer_weft_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
+    app.add_exception_handler(ClientGone, answer_nobody)
     app.add_middleware(Lock, gate=gate)
     app.add_middleware(Head, gate=gate)
     app.add_middleware(Shell)
@@ -126,11 +128,11 @@ def _add_responses(app: FastAPI, gate: Gate) -> None:
 
     @app.delete("/v1/responses/{response_id}", responses=gives(DeletedResponse))
     async def delete_response(response_id: str) -> Response:
-        return _json(shelf().delete(response_id))
+        return JsonResponse(shelf().delete(response_id))
 
     @app.get("/v1/responses/{response_id}/input_items", responses=gives(InputItemList))
     async def input_items(response_id: str, request: Request) -> Response:
-        return _json(shelf().input_items(response_id, request.query_params))
+        return JsonResponse(shelf().input_items(response_id, request.query_params))
 
 
 def _add_embeddings(app: FastAPI, gate: Gate) -> None:
@@ -160,18 +162,18 @@ def _add_tokens(app: FastAPI, gate: Gate) -> None:
 def _add_models(app: FastAPI, gate: Gate) -> None:
     @app.get("/version", responses=gives(Version))
     async def version() -> Response:
-        return _json(Version(__version__))
+        return JsonResponse(Version(__version__))
 
     @app.get("/v1/models", responses=gives(ModelList))
     async def models() -> Response:
-        return _json(ModelList(data=_all_cards(gate)))
+        return JsonResponse(ModelList(data=_all_cards(gate)))
 
     @app.get("/v1/models/{model_id:path}", responses=gives(ModelCard))
     async def model(model_id: str) -> Response:
         cards = {card.id: card for card in _all_cards(gate)}
         if model_id not in cards:
             raise ModelNotFound(f"There is no model {model_id!r:.200} here; this server has {', '.join(cards)}.")
-        return _json(cards[model_id])
+        return JsonResponse(cards[model_id])
 
 
 def _add_health(app: FastAPI, gate: Gate) -> None:
@@ -182,12 +184,12 @@ def _add_health(app: FastAPI, gate: Gate) -> None:
         if not state.ready:
             raise Unavailable(f"Not ready: {state.reason.rstrip('.')}.")
         troubles = gate.fleet.troubles()
-        return _json({"status": "ready", **({"troubles": troubles} if troubles else {})})
+        return JsonResponse({"status": "ready", **({"troubles": troubles} if troubles else {})})
 
     @app.get("/health/live")
     async def live() -> Response:
         """200 for as long as this process answers."""
-        return _json({"status": "live"})
+        return JsonResponse({"status": "live"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -243,7 +245,3 @@ def _cards(service: Service) -> list[ModelCard]:
         sizes=[f"{painter.width}x{painter.height}"],
     )
     return [writes, *adapted, draws]
-
-
-def _json(body: object) -> Response:
-    return Response(msgspec.json.encode(body), media_type="application/json")

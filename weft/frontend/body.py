@@ -6,6 +6,7 @@ import asyncio
 from typing import Any, TypeVar
 
 import msgspec
+from fastapi import Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope
 
@@ -25,6 +26,10 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 class ClientGone(Exception):
     """The client has hung up; there is nobody to answer."""
+
+
+async def answer_nobody(request: Request, error: Exception) -> Response:
+    return Response()
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:

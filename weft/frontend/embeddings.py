@@ -10,7 +10,6 @@ import uuid
 from array import array
 from typing import Annotated, Literal
 
-import msgspec
 from fastapi import Response
 from msgspec import Struct
 from pydantic import Field, PlainValidator
@@ -22,6 +21,7 @@ from weft.frontend.body import ClientGone, parse, read_body
 from weft.frontend.fields import prompts
 from weft.frontend.gate import Gate, Seat
 from weft.frontend.guard import guarded, side_by_side
+from weft.frontend.json_response import JsonResponse
 from weft.frontend.schemas import Fields
 from weft.frontend.stopwatch import Stopwatch, all_ended
 from weft.frontend.translate import LONG_PROMPT, given_tokens
@@ -92,7 +92,7 @@ class EmbeddingsExchange(Response):
             except ClientGone:
                 log.info("the client hung up")
                 return
-        response = Response(msgspec.json.encode(batch.answer()), media_type="application/json")
+        response = JsonResponse(batch.answer())
         await response(scope, receive, send)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import re
 
-import msgspec
 from fastapi import Request, Response
 from msgspec import Struct
 from starlette.exceptions import HTTPException
 
 from weft import logs
 from weft.errors import InvalidRequest, Overloaded, Unavailable, WeftError
+from weft.frontend.json_response import JsonResponse
 
 log = logging.getLogger(__name__)
 
@@ -102,9 +102,7 @@ def error_response(error: WeftError) -> Response:
     if isinstance(error, BodyTooLarge | BodyTooSlow | NoKey | WrongKey | HeadTooLarge | WrongHost):
         # The rest of the body is not read, so the connection cannot carry another request.
         headers["Connection"] = "close"
-    return Response(
-        msgspec.json.encode(error_body(error)), error.status, headers=headers, media_type="application/json"
-    )
+    return JsonResponse(error_body(error), error.status, headers=headers)
 
 
 async def answer_weft_error(request: Request, error: Exception) -> Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import msgspec
 from fastapi import Response
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
@@ -14,6 +13,7 @@ from weft.errors import InvalidRequest
 from weft.frontend.answers import Detokenized, Tokenized
 from weft.frontend.body import ClientGone, parse, read_body
 from weft.frontend.gate import Gate, Seat
+from weft.frontend.json_response import JsonResponse
 from weft.frontend.schemas import DetokenizeRequest, TokenizeRequest
 from weft.frontend.translate import template_message, template_tools
 from weft.types import check_token_ids
@@ -36,7 +36,7 @@ class Question(Response):
                 answer = await self._asked(body, seat)
             except ClientGone:
                 return
-        response = Response(msgspec.json.encode(answer), media_type="application/json")
+        response = JsonResponse(answer)
         await response(scope, receive, send)
 
 
