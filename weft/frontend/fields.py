@@ -32,6 +32,18 @@ def without_empty_fields(value: Any, known: Collection[str], not_yet: NotYet) ->
     return kept
 
 
+def with_empty_fields(schema: dict[str, Any], not_yet: NotYet) -> None:
+    """Let an object's description say what is taken for nothing: null for a field that may be absent, and for one that
+    is not supported yet whatever asks for nothing."""
+    fields = schema.setdefault("properties", {})
+    for name in fields.keys() - schema.get("required", ()):
+        field = fields[name]
+        if {"type": "null"} not in field.get("anyOf", ()):
+            about = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+            fields[name] = {"anyOf": [field, {"type": "null"}], **about}
+    fields |= {name: {"enum": [None, *empty], "description": "Not supported yet."} for name, empty in not_yet.items()}
+
+
 def content_text(value: object) -> str:
     """A message's content: a string, or text parts."""
     if isinstance(value, str):

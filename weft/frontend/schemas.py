@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, PlainValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, JsonValue, PlainValidator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 from typing_extensions import TypedDict
 
-from weft.frontend.fields import NotYet, content_text, prompts, stop_strings, without_empty_fields
+from weft.frontend.fields import NotYet, content_text, prompts, stop_strings, with_empty_fields, without_empty_fields
 from weft.types import MAX_LOGPROBS
 
 SANE_ID = r"^[A-Za-z0-9._-]{1,128}$"
@@ -27,6 +28,12 @@ class Fields(BaseModel):
     def _no_field_is_ignored(cls, value: Any) -> Any:
         known = [field.alias or name for name, field in cls.model_fields.items()]
         return without_empty_fields(value, known, cls.not_yet)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core)
+        with_empty_fields(handler.resolve_ref_schema(schema), cls.not_yet)
+        return schema
 
 
 class TextPart(TypedDict):
