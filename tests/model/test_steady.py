@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.model.test_dit import SMALL, Inputs, inputs, scrambled
 from weft.model.dit import Dit, DitConfig, KeysValues
-from weft.model.steady import SteadyDit
+from weft.model.steady import SteadyDit, reading_bytes
 
 
 def velocities(model: SteadyDit, given: Inputs, chosen: list[int]) -> Tensor:
@@ -40,6 +40,13 @@ def test_an_image_without_a_text_has_the_velocity_that_training_knows(chosen: li
     assert given[3][0] == 0
     expected = dit(*(part[chosen] for part in given))
     torch.testing.assert_close(velocities(SteadyDit(dit), given, chosen), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_reading_is_as_large_as_it_is_counted() -> None:
+    reading = SteadyDit(scrambled(SMALL)).read(torch.zeros(SMALL.max_text_tokens, SMALL.text_width))
+    assert reading is not None
+    held = [reading.whole, *(part for block in reading.words for part in block)]
+    assert sum(part.untyped_storage().nbytes() for part in held) == reading_bytes(SMALL, torch.float32)
 
 
 def test_training_and_drawing_compute_the_same_function() -> None:

@@ -22,6 +22,7 @@ from weft.hub.resolve import resolve
 from weft.model import flow
 from weft.model.dit import KeysValues
 from weft.model.painter import KEPT_STATES
+from weft.model.steady import reading_bytes
 from weft.types import FinishReason, ImageParams, Request
 from weft.worker.denoise import Denoiser
 from weft.worker.dit_painter import DitPainter
@@ -232,8 +233,11 @@ def test_memory_is_counted(driven: Driven) -> None:
     denoiser, of_images = driven.runner.denoiser, driven.limits.image
     slots = of_images.max_num_images
     model = sum(weight.numel() * 4 for weight in denoiser.painter.model.parameters())
-    assert of_images.canvas_bytes == KEPT_STATES * 3 * SIZE * SIZE * 4 and of_images.text_bytes == 24 * WIDTH * 4
-    assert denoiser.num_bytes == model + slots * (of_images.canvas_bytes + 2 * of_images.text_bytes)
+    geometry, latents = denoiser.painter.model.config, KEPT_STATES * 3 * SIZE * SIZE * 4
+    readings = 2 * reading_bytes(geometry, torch.float32)
+    assert of_images.canvas_bytes == latents + readings and of_images.text_bytes == 24 * WIDTH * 4
+    # Texts are read, and their readings allocated, when their image is drawn.
+    assert denoiser.num_bytes == model + slots * (latents + 2 * of_images.text_bytes)
 
 
 def test_there_are_as_many_canvases_as_their_memory_holds(
@@ -245,7 +249,7 @@ def test_there_are_as_many_canvases_as_their_memory_holds(
         Config(ModelOptions(device="cpu", image_model=str(folder), max_model_len=64), scheduler=options), files
     )
     of_images = worker.limits.image
-    assert of_images.max_num_images == 2**20 // (of_images.canvas_bytes + 2 * of_images.text_bytes) == 50
+    assert of_images.max_num_images == 2**20 // (of_images.canvas_bytes + 2 * of_images.text_bytes) == 18
     assert (
         worker.info.memory.weights == worker.runner.stepper.model.weights.num_bytes + worker.runner.denoiser.num_bytes
     )

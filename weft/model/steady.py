@@ -8,7 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.model.dit import Dit, KeysValues, Reading
+from weft.model.dit import Dit, DitConfig, KeysValues, Reading
+
+
+def reading_bytes(config: DitConfig, dtype: torch.dtype) -> int:
+    """Of the longest text. Values are a view of the product that keys were made of, and hold all of it."""
+    num_vectors = 1 + 3 * config.depth * config.max_text_tokens
+    return num_vectors * config.width * dtype.itemsize
 
 
 class SteadyDit:

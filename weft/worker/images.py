@@ -14,6 +14,7 @@ from weft.model.dit import load, read_config
 from weft.model.images import check_text_width, find_image_model
 from weft.model.pipelines.load import is_pipeline, load_pipeline
 from weft.model.pipelines.painter import PipelinePainter, held_bytes
+from weft.model.steady import reading_bytes
 from weft.payloads import NEGATIVE_PROMPT_EMBEDS
 from weft.plan import ImageLimits
 from weft.switches import is_on
@@ -60,8 +61,9 @@ def _dit_side(config: Config, folder: Path, dtype: torch.dtype, device: torch.de
         steps=geometry.num_steps,
         guidance_scale=geometry.guidance_scale,
     )
-    size, text_size = canvas_bytes(geometry.latent_shape, 0), info.max_prompt_tokens * info.text_width
-    limits = _limits(config, info, size, text_bytes=text_size * dtype.itemsize, on_cpu=device.type == "cpu")
+    on_cpu, text_size = device.type == "cpu", info.max_prompt_tokens * info.text_width
+    size = canvas_bytes(geometry.latent_shape, TEXTS_PER_IMAGE * reading_bytes(geometry, dtype) if on_cpu else 0)
+    limits = _limits(config, info, size, text_bytes=text_size * dtype.itemsize, on_cpu=on_cpu)
     texts = TextTable(limits.max_num_texts, info.max_prompt_tokens, info.text_width, dtype=dtype, device=device)
     model, graphs = load(folder, dtype=dtype, device=device), None
     if device.type == "cuda" and is_on("graphs"):
