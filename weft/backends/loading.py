@@ -90,15 +90,9 @@ async def plan_safely(
     return await _unless_stalled(_planned(config, watch, machine), watch)
 
 
-async def check_load(
-    config: Config,
-    *,
-    report: Report = _unheard,
-    machine: Callable[[], Machine] = inspect_machine,
-    stall_s: float = STALL_SECONDS,
-) -> Plan | None:
+async def check_load(config: Config, **options: Any) -> Plan | None:
     """The same, but raises what `load_safely` would raise before it starts anything."""
-    plan = await plan_safely(config, report=report, machine=machine, stall_s=stall_s)
+    plan = await plan_safely(config, **options)
     if plan is not None and plan.problem is not None:
         raise plan.problem
     return plan

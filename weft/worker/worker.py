@@ -75,19 +75,16 @@ class Worker:
             self.limits = replace(self.limits, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len)
         ledger = room.ledger(weights.num_bytes + drawing_bytes, plan.kv_bytes)
         kv_cache = _kv_cache(geometry, plan, config.cache.block_size, dtype, device)
-        if device.type == "cpu":
-            stepper = Stepper(model, kv_cache, table, fast_step=_native_step(model, kv_cache))
-            self.runner = Runner(stepper, denoiser=denoiser, max_adapters=config.scheduler.max_loras)
-        else:
-            stepper = Stepper(model, kv_cache, table)
-            graphs = StepGraphs(stepper, self.limits.max_num_seqs) if is_on("graphs") else None
-            self.runner = Runner(
-                stepper,
-                graphs=graphs,
-                warm_up=WarmUp(stepper),
-                denoiser=denoiser,
-                max_adapters=config.scheduler.max_loras,
-            )
+        on_cpu = device.type == "cpu"
+        stepper = Stepper(model, kv_cache, table, fast_step=_native_step(model, kv_cache) if on_cpu else None)
+        self.runner = Runner(
+            stepper,
+            graphs=None if on_cpu or not is_on("graphs") else StepGraphs(stepper, self.limits.max_num_seqs),
+            warm_up=None if on_cpu else WarmUp(stepper),
+            denoiser=denoiser,
+            max_adapters=config.scheduler.max_loras,
+        )
+        if not on_cpu:
             for line in ledger_table(ledger).splitlines():
                 log.info("GPU memory: %s", line)
         self.info = ModelInfo(

@@ -4,6 +4,7 @@ end."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -135,3 +136,14 @@ def eager() -> Callable[[], None]:
                 os.environ[name] = value
 
     return restore
+
+
+class Heard(logging.Handler):
+    """Keeps the warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.backends.vllm.groups import group_of
-from tests.backends.vllm.real import EAGER, eager, needs_vllm
+from tests.backends.vllm.real import EAGER, Heard, eager, needs_vllm
 from weft.backends import BaseEngine, create_engine
 from weft.bench.cli import app as bench
 from weft.types import FinishReason
@@ -22,19 +22,6 @@ pytestmark = needs_vllm
 
 SETTINGS = {"max_model_len": 512, "kv_cache_memory_mb": 64, "start_timeout_s": 1000.0}
 WORDS = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
-
-
-class Heard(logging.Handler):
-    """Keeps the warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
 HEARD = Heard()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.backends.vllm.groups import group_of
-from tests.backends.vllm.real import config_of, eager, needs_vllm
+from tests.backends.vllm.real import Heard, config_of, eager, needs_vllm
 from weft.backends import start_engine
 from weft.backends.hybrid import HybridEngine
 from weft.backends.looped import LoopedEngine
@@ -24,15 +24,6 @@ pytestmark = needs_vllm
 PROMPT = [5, 6, 7]
 LONG = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
 TOO_LONG = 2**20
-
-
-class Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 @pytest.fixture(scope="module")
