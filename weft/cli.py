@@ -315,16 +315,20 @@ def engines() -> None:
     """List the engines, which of them can be used on this machine, and which is taken when none is named."""
     from rich.table import Table
 
-    from weft.backends import EngineFactory, list_engines
+    from weft.backends import list_engines
+    from weft.backends.factory import default_order
 
     table = Table("name", "platform", "available", box=None, pad_edge=False)
     table.add_column("what it is", overflow="fold")
-    for engine in list_engines():
+    listed = list_engines()
+    for engine in listed:
         yes = "with --engine-url" if engine.needs_url else "yes"
         available = yes if engine.available else f"no: {engine.why_not}"
         table.add_row(engine.name, engine.platform, available, engine.about, style="" if engine.available else "dim")
     _console().print(table)
-    _console().print(f"\nWithout --engine: {EngineFactory.auto_detect()}")
+    usable = {engine.name for engine in listed if engine.available}
+    taken = next((name for name in default_order() if name in usable), "none of these can be used here")
+    _console().print(f"\nWithout --engine: {taken}")
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

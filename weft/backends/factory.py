@@ -14,6 +14,12 @@ from weft.backends.starting import class_of
 from weft.errors import Unavailable
 
 
+def default_order() -> list[str]:
+    """The engines that are tried when a caller names none, whether they can be used here or not."""
+    config = configuration.load()
+    return [spec.name for spec in engines_in_order(config.backend.engine, config.model.device)]
+
+
 class EngineFactory:
     @staticmethod
     def create(engine_type: str = "auto", **settings: Any) -> BaseEngine:
@@ -41,13 +47,12 @@ class EngineFactory:
     @staticmethod
     def auto_detect() -> str:
         """The engine that auto would try first of those that can be used here. Loads no model."""
-        config = configuration.load()
         reasons = []
-        for spec in engines_in_order(config.backend.engine, config.model.device):
-            why_not = why_unavailable(spec.name)
+        for name in default_order():
+            why_not = why_unavailable(name)
             if not why_not:
-                return spec.name
-            reasons.append(f"{spec.name}: {why_not}")
+                return name
+            reasons.append(f"{name}: {why_not}")
         raise Unavailable(f"No engine can be used here: {'; '.join(reasons)}.")
 
 
