@@ -34,16 +34,16 @@ def adapters(tiny_model: Path) -> Adapters:
 
 
 def test_numbers_are_counted_from_one_and_never_used_again(adapters: Adapters, folder: Path) -> None:
-    assert [adapters.add(name, str(folder)).number for name in ("a", "b")] == [1, 2]
+    assert [adapters.add(name, folder).number for name in ("a", "b")] == [1, 2]
     adapters.remove("a")
-    assert adapters.add("a", str(folder)).number == 3
+    assert adapters.add("a", folder).number == 3
     assert [adapter.name for adapter in adapters] == ["b", "a"]
 
 
 def test_a_request_has_the_adapter_that_it_names_or_the_default_or_none(adapters: Adapters, folder: Path) -> None:
-    named = adapters.add("a", str(folder))
+    named = adapters.add("a", folder)
     assert (adapters.chosen("a"), adapters.chosen(""), adapters.chosen(None)) == (named, None, None)
-    default = adapters.add("default", str(folder))
+    default = adapters.add("default", folder)
     assert (adapters.chosen("a"), adapters.chosen(""), adapters.chosen(None)) == (named, None, default)
     for refused in (adapters.chosen, adapters.remove):
         with pytest.raises(InvalidRequest, match="no adapter 'b'"):
@@ -52,9 +52,9 @@ def test_a_request_has_the_adapter_that_it_names_or_the_default_or_none(adapters
 
 @pytest.mark.parametrize("name", ["a", "tiny", "", "a b", "a,b", "a=b", "x" * 129])
 def test_a_name_is_another_than_all_that_are_there(adapters: Adapters, folder: Path, name: str) -> None:
-    adapters.add("a", str(folder))
+    adapters.add("a", folder)
     with pytest.raises(ModelError, match=r"already|cannot be"):
-        adapters.add(name, str(folder))
+        adapters.add(name, folder)
 
 
 @pytest.mark.parametrize("written", [None, "{", "{}", '{"r": 65}', '{"r": 0}', '{"r": "many"}', "[]"])
@@ -63,20 +63,20 @@ def test_a_directory_that_peft_did_not_write_is_refused(adapters: Adapters, fold
     if written is not None:
         (folder / "adapter_config.json").write_text(written)
     with pytest.raises(ModelError, match=r"adapter_config\.json"):
-        adapters.add("a", str(folder))
+        adapters.checked(str(folder))
 
 
 def test_another_kind_of_adapter_is_refused(adapters: Adapters, folder: Path) -> None:
     facts = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**facts, "peft_type": "IA3"}))
     with pytest.raises(ModelError, match="IA3"):
-        adapters.add("a", str(folder))
+        adapters.checked(str(folder))
 
 
 def test_weights_that_may_hold_code_are_no_weights(adapters: Adapters, folder: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
     with pytest.raises(ModelError, match="safetensors"):
-        adapters.add("a", str(folder))
+        adapters.checked(str(folder))
 
 
 def test_an_adapter_of_another_model_is_refused(adapters: Adapters, folder: Path) -> None:
@@ -90,10 +90,10 @@ def test_an_adapter_of_another_model_is_refused(adapters: Adapters, folder: Path
     ):
         save_file(changed, file)
         with pytest.raises(ModelError, match=told):
-            adapters.add("a", str(folder))
+            adapters.checked(str(folder))
     file.write_bytes(b"nothing")
     with pytest.raises(ModelError, match="no readable"):
-        adapters.add("a", str(folder))
+        adapters.checked(str(folder))
 
 
 def test_the_operator_names_them() -> None:

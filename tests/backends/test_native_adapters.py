@@ -81,3 +81,24 @@ def test_what_the_engine_cannot_use_is_refused_when_it_is_loaded(tiny_model: Pat
             await start(tiny_model, {"a": str(folder)})
 
     asyncio.run(scenario())
+
+
+def test_a_load_that_is_given_up_leaves_no_adapter(tiny_model: Path, tmp_path: Path) -> None:
+    folder = save_adapter("smollm2", tmp_path / "adapter")
+
+    async def scenario() -> None:
+        engine = await start(tiny_model, {})
+        try:
+            loading = asyncio.create_task(engine.load_adapter("a", str(folder)))
+            while not engine.adapters:
+                await asyncio.sleep(0)
+            loading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+            assert not engine.adapters
+            await engine.load_adapter("a", str(folder))
+            assert [adapter.number for adapter in engine.adapters] == [2]
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())

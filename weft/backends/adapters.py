@@ -12,13 +12,11 @@ from safetensors import SafetensorError, safe_open
 
 from weft.backends.contract import unknown_adapter
 from weft.errors import ModelError
-from weft.hub.adapter_files import CONFIG_FILE, DEFAULT_ADAPTER, WEIGHTS_FILE
+from weft.hub.adapter_files import CONFIG_FILE, DEFAULT_ADAPTER, MAX_RANK, WEIGHTS_FILE
 from weft.hub.files import ModelFiles
 from weft.hub.geometry import Geometry, size_of
 from weft.hub.jsonfile import read_object
 from weft.types import Adapter
-
-MAX_RANK = 64
 
 _NAME = re.compile(r"[\w./:-]{1,128}")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -38,15 +36,19 @@ class Adapters:
     def __iter__(self) -> Iterator[Adapter]:
         return iter(self._by_name.values())
 
-    def add(self, name: str, path: str) -> Adapter:
-        """Raises ModelError for what is no adapter of this model."""
+    def checked(self, path: str) -> Path:
+        """The directory of an adapter of this model. Reads its files; raises ModelError for what is none."""
+        folder = Path(path).expanduser().absolute()
+        _check_config(folder)
+        _check_weights(folder / WEIGHTS_FILE, self._geometry)
+        return folder
+
+    def add(self, name: str, folder: Path) -> Adapter:
+        """Raises ModelError for a name that it cannot have."""
         if not _NAME.fullmatch(name):
             raise ModelError(f"{name!r:.200} cannot be an adapter's name: letters, digits and . / : - _ alone.")
         if name in self._by_name or name == self._model_name:
             raise ModelError(f"There is a model {name!r} already.", hint="Give the adapter another name.")
-        folder = Path(path).expanduser().absolute()
-        _check_config(folder)
-        _check_weights(folder / WEIGHTS_FILE, self._geometry)
         adapter = self._by_name[name] = Adapter(name=name, number=next(self._numbers), path=str(folder))
         return adapter
 

@@ -219,7 +219,6 @@ class NativeEngine:
     def __init__(self, client: EngineClient, room: TextRoom, adapters: Adapters) -> None:
         self.client = client
         self._adapters = adapters
-        self._adding = asyncio.Lock()
         self.tokenizer = room.tokenizer
         self.styles = room.styles
         self.encode_chat = room.encode_chat
@@ -311,16 +310,19 @@ class NativeEngine:
 
     async def load_adapter(self, name: str, path: str) -> None:
         """It is tried with one token: an adapter that the engine cannot read is found out here, and by no client."""
-        async with self._adding:
-            await asyncio.to_thread(self._adapters.add, name, path)
+        self._adapters.add(name, await asyncio.to_thread(self._adapters.checked, path))
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        was_used = False
         try:
             async for delta in await self.submit([0], params, Terms(adapter=name)):
                 if failure := failure_of(delta):
                     raise failure
+            was_used = True
         except WeftError as error:
-            self._adapters.remove(name)
             raise ModelError(f"The engine cannot use the adapter {name}: {error}") from error
+        finally:
+            if not was_used:
+                self._adapters.remove(name)
 
     async def unload_adapter(self, name: str) -> None:
         self._adapters.remove(name)

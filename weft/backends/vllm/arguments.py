@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.backends.adapters import MAX_RANK
 from weft.backends.vllm.kinds import Kind
 from weft.config import CacheOptions, Config, settings
 from weft.errors import ConfigError, ModelError
+from weft.hub.adapter_files import MAX_RANK
 from weft.hub.files import ModelFiles
 from weft.hub.memory import MIB, safe_share
 from weft.hub.planning import AUTO_DTYPE, CPU_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
