@@ -12,9 +12,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from tests.tiny_adapters import EVERY_PART, lora_tensors, save_adapter
 from weft.config import Config, ModelOptions
 from weft.errors import ConfigError
 from weft.hub import planning
+from weft.hub.adapter_files import MAX_RANK
 from weft.hub.devices import Device
 from weft.hub.directory import model_at
 from weft.hub.files import ModelFiles, dummy_files
@@ -23,6 +25,8 @@ from weft.hub.hardware import Cpu, Machine, Memory
 from weft.hub.memory import GIB, MIB, graphs_bytes
 from weft.hub.plan_table import plan_lines
 from weft.hub.planning import HABITS, plan_load
+from weft.model.loader import open_model
+from weft.model.lora import read_adapter
 from weft.worker.graphs import graph_shapes
 from weft.worker.worker import Worker
 
@@ -131,6 +135,33 @@ def test_a_model_that_draws_is_counted(
     without = plan_load(config(), llama_8b, ROOMY).weights
     assert plan_load(beside, llama_8b, ROOMY).weights == without + 4 * drawing
     assert plan_load(config(image_model=str(tmp_path)), llama_8b, ROOMY).weights == without
+
+
+def test_adapters_are_counted_as_no_less_than_they_hold(tiny_directory: Callable[[str], Path], tmp_path: Path) -> None:
+    model = model_at(tiny_directory("smollm2"))
+    without = plan_load(config(), model, ROOMY).weights
+    counted = []
+    for parts in (("q_proj",), ("q_proj", "v_proj"), EVERY_PART):
+        folder = save_adapter("smollm2", tmp_path / str(len(parts)), parts=parts)
+        with open_model(model) as (geometry, _):
+            held = read_adapter(folder, geometry, torch.float32).num_bytes
+        counted.append(plan_load(config(adapter=(str(folder),)), model, ROOMY).weights - without)
+        assert 0.6 * counted[-1] < held <= counted[-1]
+    given = [f"{name}={tmp_path / name}" for name in ("1", "2", "7", "gone")]
+    assert plan_load(config(adapter=given), model, ROOMY).weights == without + sum(counted)
+    assert plan_load(config(adapter=given, max_loras=1), model, ROOMY).weights == without + counted[-1]
+    assert Worker(config(adapter=given, device="cpu"), model).info.memory.weights == without + sum(counted)
+
+
+def test_the_room_that_vllm_makes_for_adapters_is_estimated(tiny_directory: Callable[[str], Path]) -> None:
+    model, framework = model_at(tiny_directory("smollm2")), HABITS["cuda-vllm"].framework_bytes
+
+    def libraries(**settings: Any) -> int:
+        return plan_load(config(dtype="float32", **settings), model, gpus(16), engine="cuda-vllm").room.libraries
+
+    largest = sum(4 * tensor.numel() for tensor in lora_tensors("smollm2", 1, rank=MAX_RANK).values())
+    assert libraries(max_loras=3) == framework
+    assert libraries(max_loras=3, enable_lora=True) == framework + 3 * largest
 
 
 # What does not fit.

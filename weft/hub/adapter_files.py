@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from weft.config import Config
 from weft.errors import ConfigError
+from weft.hub.geometry import safetensors_weights
+from weft.hub.memory import NumberType
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_RANK = 64
+HELD_AT_MOST = 2
+"""Times the numbers in its file."""
 DEFAULT_ADAPTER = "default"
 """What an adapter is called that was given without a name: that of requests that name none."""
 
@@ -27,3 +33,11 @@ def adapter_paths(config: Config) -> dict[str, str]:
 def adapter_settings(paths: Mapping[str, str]) -> list[str]:
     """The same as `--adapter` would say it."""
     return [f"{name}={path}" for name, path in paths.items()]
+
+
+def adapters_bytes(config: Config, dtype: NumberType) -> int:
+    """Of the largest that may be held at once, as this type: at most, for a weight of several parts is held with zeros
+    where those do not meet. One whose file is not there is not counted."""
+    files = [Path(path).expanduser() / WEIGHTS_FILE for path in adapter_paths(config).values()]
+    sizes = [safetensors_weights([file]).held_bytes(dtype, unpacked=True) for file in files if file.is_file()]
+    return HELD_AT_MOST * sum(sorted(sizes, reverse=True)[: config.scheduler.max_loras])

@@ -97,7 +97,7 @@ def _file_weights(path: Path, left_out: tuple[str, ...]) -> Weights:
                     float_bytes += count * size
                     floats += 0 if name.endswith(left_out) else count
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path.name} is no readable safetensors file: {error}.") from error
+        raise ModelError(f"{path} is no readable safetensors file: {error}.") from error
     return Weights(floats=floats, packed=packed, packed_bytes=path.stat().st_size - float_bytes if packed else 0)
 
 

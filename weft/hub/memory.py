@@ -108,6 +108,13 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     max_model_len: int
 
 
+def adapter_room_bytes(config: Shape, rank: int, dtype: NumberType) -> int:
+    """For one adapter of this rank to every weight of every layer."""
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    widths = 7 * config.hidden_size + 2 * heads + 2 * kv_heads + 3 * config.intermediate_size
+    return config.num_layers * rank * widths * dtype.itemsize
+
+
 def plan_memory(
     config: Shape,
     cache: CacheOptions,

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 import weft
 from weft.config import Config
 from weft.errors import ConfigError, OutOfMemory
+from weft.hub.adapter_files import MAX_RANK, adapters_bytes
 from weft.hub.files import ModelFiles
 from weft.hub.geometry import Geometry, Weights, safetensors_weights, size_of
 from weft.hub.hardware import Machine
@@ -28,6 +29,7 @@ from weft.hub.memory import (
     MemoryPlan,
     Room,
     activations_bytes,
+    adapter_room_bytes,
     kv_bytes_per_token,
     plan_memory,
     safe_share,
@@ -73,12 +75,16 @@ class Habits(Struct, frozen=True, kw_only=True):
     """Quantised weights stay as they are in the files."""
     takes_whole_share: bool = False
     """It does not start on a GPU where its share of it is not free."""
+    makes_room_for_adapters: bool = False
+    """For the largest, and for as many as there may be at once, when it starts."""
     draws: bool = False
     """It holds an image model as well."""
 
 
 NATIVE = Habits(framework_bytes=GIB, draws=True)
-VLLM = Habits(place="cuda", framework_bytes=2 * GIB, keeps_packed=True, takes_whole_share=True)
+VLLM = Habits(
+    place="cuda", framework_bytes=2 * GIB, keeps_packed=True, takes_whole_share=True, makes_room_for_adapters=True
+)
 HABITS = {
     "native": NATIVE,
     "cuda-vllm-async": VLLM,
@@ -257,7 +263,8 @@ class _Planning:
         if self.habits.keeps_packed and not weights.packed and quantization in ONLINE_BYTES:
             held = int(weights.floats * ONLINE_BYTES[quantization])
         drawing = _image_weights(self.config.model.image_model) if self.habits.draws else Weights()
-        return held // self.parts + drawing.held_bytes(self.dtype, unpacked=True)
+        adapters = 0 if self.habits.makes_room_for_adapters else adapters_bytes(self.config, self.dtype)
+        return held // self.parts + drawing.held_bytes(self.dtype, unpacked=True) + adapters
 
     def _known_room(self) -> Room:
         """The device as it is now."""
@@ -270,6 +277,8 @@ class _Planning:
     def _with_estimates(self, known: Room, context: int) -> Room:
         geometry = self.planner.size.geometry
         libraries = self.habits.framework_bytes // (2 if self.place == "cpu" else 1)
+        if geometry is not None and self.habits.makes_room_for_adapters and self.config.model.wants_adapters:
+            libraries += self.config.scheduler.max_loras * adapter_room_bytes(geometry, MAX_RANK, self.dtype)
         room = replace(known, libraries=libraries, others=known.others + libraries)
         if geometry is None:
             return room

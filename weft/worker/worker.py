@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft.config import CacheOptions, Config
 from weft.errors import ConfigError
+from weft.hub.adapter_files import adapters_bytes
 from weft.hub.files import ModelFiles
 from weft.hub.memory import MemoryPlan, Room, graphs_bytes, num_parameters, plan_memory
 from weft.kernels import ops_for
@@ -58,9 +59,9 @@ class Worker:
             )
             images = load_image_side(config, files, text_width=geometry.hidden_size, dtype=dtype, device=device)
             denoiser = images.denoiser if images is not None else None
-            drawing_bytes = denoiser.num_bytes if denoiser is not None else 0
+            beside_bytes = adapters_bytes(config, dtype) + (denoiser.num_bytes if denoiser is not None else 0)
             # What cannot fit is refused before anything large is allocated.
-            plan = plan_for(room, weights_bytes=num_parameters(geometry) * dtype.itemsize + drawing_bytes)
+            plan = plan_for(room, weights_bytes=num_parameters(geometry) * dtype.itemsize + beside_bytes)
             self.limits = replace(
                 _limits(config, plan, geometry.vocab_size, device), image=images.limits if images is not None else None
             )
@@ -71,9 +72,9 @@ class Worker:
             if is_on("graphs"):
                 room = replace(room, graphs=graphs_bytes(geometry, dtype, graph_shapes(self.limits.max_num_seqs)))
             room = measured(room, model, table, self.limits, denoiser=denoiser)
-            plan = plan_for(room, weights_bytes=weights.num_bytes + drawing_bytes)
+            plan = plan_for(room, weights_bytes=weights.num_bytes + beside_bytes)
             self.limits = replace(self.limits, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len)
-        ledger = room.ledger(weights.num_bytes + drawing_bytes, plan.kv_bytes)
+        ledger = room.ledger(weights.num_bytes + beside_bytes, plan.kv_bytes)
         kv_cache = _kv_cache(geometry, plan, config.cache.block_size, dtype, device)
         on_cpu = device.type == "cpu"
         stepper = Stepper(model, kv_cache, table, fast_step=_native_step(model, kv_cache) if on_cpu else None)
