@@ -80,6 +80,8 @@ class HybridEngine:
         """Why there is no engine any more."""
         self._taking_over = False
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
+        """The end of the engine in use: it comes once, whoever waits for it and whoever gives up waiting."""
         self._patience_s = patience_s
         self._last_well = time.monotonic()
         """When the engine was ready, or on its way to be."""
@@ -222,9 +224,10 @@ class HybridEngine:
         self._closed = True
         self._watch.cancel()
         await asyncio.wait([self._watch])
-        if not self._taking_over and not self._failure:
-            await self._engine.close()
         self._end_turn()
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._engine.close())
+        await asyncio.shield(self._closing)
 
     # Succession.
 
@@ -271,24 +274,28 @@ class HybridEngine:
         old = self._engine
         log.error("The engine %s is lost: %s. Another takes over.", old.name, old.health().reason)
         self._taking_over = True
-        counted, restarts = old.stats(), old.restarts()
         try:
-            await old.close()
-        except Exception:
-            log.exception("the lost engine did not close")
+            await self._replace(old)
+        finally:
+            self._taking_over = False
+            self._last_well = time.monotonic()
+            self._end_turn()
+
+    async def _replace(self, old: Engine) -> None:
+        counted, restarts = old.stats(), old.restarts()
+        self._closing = asyncio.create_task(_close_lost(old))
+        await asyncio.shield(self._closing)
         try:
             self._engine, self._others = await self._start_next(old)
         except Exception as error:  # noqa: BLE001 - told to everybody who asks from now on
             log.critical("No engine is left: %s: %s", type(error).__name__, error)
             self._failure = f"There is no engine any more: {error}"
-        else:
-            log.warning("The engine %s has taken over from %s.", self._engine.name, old.name)
-            self._past = {name: past + getattr(counted, name) for name, past in self._past.items()}
-            self._past_restarts += restarts + 1
-            await self._bring_adapters(old.adapters)
-        self._taking_over = False
-        self._last_well = time.monotonic()
-        self._end_turn()
+            return
+        self._closing = None
+        log.warning("The engine %s has taken over from %s.", self._engine.name, old.name)
+        self._past = {name: past + getattr(counted, name) for name, past in self._past.items()}
+        self._past_restarts += restarts + 1
+        await self._bring_adapters(old.adapters)
 
     async def _start_next(self, lost: Engine) -> tuple[Engine, Sequence[EngineSpec]]:
         if not self._others:
@@ -297,17 +304,31 @@ class HybridEngine:
 
     async def _bring_adapters(self, wanted: Collection[Adapter]) -> None:
         """The engine has those that it was configured with; the operator may have changed them since."""
-        for own in {adapter.name for adapter in self._engine.adapters} - {adapter.name for adapter in wanted}:
-            await self._engine.unload_adapter(own)
-        known = {adapter.name for adapter in self._engine.adapters}
+        there, before = {own.name for own in self._engine.adapters}, {adapter.name for adapter in wanted}
+        for name in there - before:
+            await _try_adapter(name, self._engine.unload_adapter(name))
         for adapter in wanted:
-            if adapter.name not in known:
-                try:
-                    await self._engine.load_adapter(adapter.name, adapter.path)
-                except WeftError as error:
-                    log.error("The adapter %s is not there any more: %s", adapter.name, error)
+            if adapter.name not in there:
+                await _try_adapter(adapter.name, self._engine.load_adapter(adapter.name, adapter.path))
 
     def _end_turn(self) -> None:
         """Let those go on who wait for another engine."""
         self._turn.set_result(None)
         self._turn = asyncio.get_running_loop().create_future()
+
+
+async def _close_lost(engine: Engine) -> None:
+    try:
+        await engine.close()
+    except Exception:
+        log.exception("the lost engine did not close")
+
+
+async def _try_adapter(name: str, change: Awaitable[None]) -> None:
+    """An engine with an adapter too many or too few is better than none."""
+    try:
+        await change
+    except WeftError as error:
+        log.error("The adapter %s is not as it was before: %s", name, error)
+    except Exception:
+        log.exception("The adapter %s is not as it was before.", name)
