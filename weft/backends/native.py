@@ -7,6 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -55,23 +56,37 @@ from weft.types import (
     check_token_ids,
 )
 
+E = TypeVar("E", bound="NativeEngine")
+
 
 async def start_native(
     config: Config, files: ModelFiles | None = None, *, launch: Callable[[], LaunchedEngine] = EngineProcess
 ) -> NativeEngine:
-    """Load a model and be ready to generate. The engine process and the text room start side by side."""
+    """Load a model and be ready to generate."""
     _refuse(config)
     if files is None:
         files = await asyncio.to_thread(find_model, config)
-    client = EngineClient(config, files, launch)
+    return await open_engine(EngineClient(config, files, launch), NativeEngine)
+
+
+async def open_engine(client: EngineClient, make: Callable[[EngineClient, TextRoom, Adapters], E]) -> E:
+    """Start an engine process and open the text room side by side, and make an engine of both, with the adapters that
+    it is configured with. The first error is raised, at once, and nothing is left behind."""
+    config, files = client.config, client.files
+    starting = asyncio.create_task(client.start())
     opening = asyncio.create_task(asyncio.to_thread(open_text_room, files, config.model))
     try:
-        await client.start()
-        engine = NativeEngine(client, await opening, Adapters(client.model.name, files))
+        # A thread cannot be cancelled: whoever is waits for the room below, to close it.
+        await asyncio.gather(starting, asyncio.shield(opening))
+        engine = make(client, opening.result(), Adapters(client.model.name, files))
         await engine.load_adapters(adapter_paths(config))
         return engine
     except BaseException:
+        starting.cancel()
+        await asyncio.wait([starting, opening])
         await client.close()
+        if opening.exception() is None:
+            opening.result().close()
         raise
 
 

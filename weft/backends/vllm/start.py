@@ -7,8 +7,7 @@ import logging
 from functools import partial
 from importlib.util import find_spec
 
-from weft.backends.adapters import Adapters
-from weft.backends.text_room import open_text_room
+from weft.backends.native import open_engine
 from weft.backends.vllm.arguments import refuse
 from weft.backends.vllm.engine import VllmEngine
 from weft.backends.vllm.kinds import ASCEND, CPU, CPU_SYNC, CUDA_ASYNC, CUDA_SYNC, Kind
@@ -16,7 +15,6 @@ from weft.backends.vllm.launch import VllmProcess
 from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.errors import ConfigError
-from weft.hub.adapter_files import adapter_paths
 from weft.hub.devices import Accelerator, accelerator
 from weft.hub.manager import find_model
 from weft.hub.memory import safe_share
@@ -48,20 +46,7 @@ async def _start(config: Config, kind: Kind) -> VllmEngine:
     refuse(config, files, kind)
     if safe_share(config.cache) != config.cache.gpu_memory_utilization:
         log.warning("--gpu-memory-utilization is lowered to %g.", safe_share(config.cache))
-    client = EngineClient(config, files, partial(VllmProcess, kind))
-    opening = asyncio.create_task(asyncio.to_thread(open_text_room, files, config.model))
-    try:
-        await client.start()
-        engine = VllmEngine(
-            kind,
-            client,
-            await opening,
-            Adapters(client.model.name, files),
-            takes_adapters=config.model.wants_adapters,
-            has_grammars=files.kind == "huggingface",
-        )
-        await engine.load_adapters(adapter_paths(config))
-        return engine
-    except BaseException:
-        await client.close()
-        raise
+    make = partial(
+        VllmEngine, kind, takes_adapters=config.model.wants_adapters, has_grammars=files.kind == "huggingface"
+    )
+    return await open_engine(EngineClient(config, files, partial(VllmProcess, kind)), make)
