@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from msgspec.structs import replace
@@ -20,7 +21,7 @@ from weft.backends.hybrid import HybridEngine, start_engine
 from weft.backends.registry import EngineSpec
 from weft.config import load
 from weft.errors import EngineFault, ModelError, Unavailable
-from weft.types import Adapter, Delta, FinishReason, SamplingParams
+from weft.types import Adapter, Delta, FinishReason, ImageParams, Pooling, SamplingParams
 
 PROMPT = list(QUESTION.encode())
 PLAIN = SamplingParams(max_tokens=200)
@@ -256,6 +257,31 @@ def test_an_error_of_a_living_engine_is_its_own() -> None:
                 await engine.submit(PROMPT, PLAIN)
             assert text_of([delta async for delta in answer]) == TEXT
             assert engine.name == "reciting"
+
+    run(scenario)
+
+
+def test_whatever_is_asked_of_an_engine_that_turns_out_to_be_lost_is_asked_of_the_next() -> None:
+    class Dying(RecitingEngine):
+        async def _die(self, *_: object, **__: object) -> NoReturn:
+            self.state = Health(False, "failed")
+            raise EngineFault("this was too much")
+
+        submit = embed = draw = _die
+
+    image = ImageParams(width=4, height=4, steps=1, guidance_scale=1.0, seed=0)
+    asks: list[Callable[[HybridEngine], Awaitable[object]]] = [
+        lambda engine: engine.submit(PROMPT, PLAIN),
+        lambda engine: engine.embed(PROMPT, Pooling.MEAN, Terms(request_id="mine")),
+        lambda engine: engine.draw(PROMPT, image),
+    ]
+
+    async def scenario() -> None:
+        for ask in asks:
+            third = RecitingEngine("third")
+            async with served(Dying("first"), Dying("second"), third) as engine:
+                await ask(engine)
+                assert len(third.asked) + len(third.embedded) + len(third.drawn) == 1
 
     run(scenario)
 

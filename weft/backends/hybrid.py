@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -41,6 +41,7 @@ from weft.types import Adapter, EngineStats, ImageParams, ModelInfo, Pooling, Sa
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 StartFirst = Callable[[Sequence[EngineSpec]], Awaitable[tuple[Engine, Sequence[EngineSpec]]]]
 
 TICK_SECONDS = 0.5
@@ -166,25 +167,12 @@ class HybridEngine:
         markers: Collection[str] = (),
     ) -> ContinuedDeltas:
         asked = Asked(prompt=prompt, params=params, terms=terms, sibling_of=sibling_of, markers=markers)
-        engine = await self._living()
-        try:
-            answer = await asked.submit(engine)
-        except (Unavailable, EngineFault):
-            if not self.lost(engine):
-                raise
-            engine = await self.successor_of(engine)
-            answer = await asked.submit(engine)
+        engine, answer = await self._ask(asked.submit)
         return ContinuedDeltas(self, asked, engine, answer)
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
-        engine = await self._living()
-        try:
-            return await engine.embed(prompt, pooling, terms)
-        except (Unavailable, EngineFault):
-            if not self.lost(engine):
-                raise
-            engine = await self.successor_of(engine)
-            return await engine.embed(prompt, pooling, terms)
+        _, embedding = await self._ask(lambda engine: engine.embed(prompt, pooling, terms))
+        return embedding
 
     async def draw(
         self,
@@ -196,14 +184,16 @@ class HybridEngine:
         additional_information: AdditionalInformation | None = None,
     ) -> ImageUpdates:
         """An image that is under way when its engine is lost ends with an error."""
-        engine = await self._living()
-        return await engine.draw(
-            prompt_token_ids,
-            image,
-            terms,
-            prompt_embeds=prompt_embeds,
-            additional_information=additional_information,
+        _, updates = await self._ask(
+            lambda engine: engine.draw(
+                prompt_token_ids,
+                image,
+                terms,
+                prompt_embeds=prompt_embeds,
+                additional_information=additional_information,
+            )
         )
+        return updates
 
     async def load_adapter(self, name: str, path: str) -> None:
         await self._engine.load_adapter(name, path)
@@ -254,9 +244,17 @@ class HybridEngine:
             raise Unavailable(self._failure or "The server is shutting down.")
         return self._engine
 
-    async def _living(self) -> Engine:
+    async def _ask(self, ask: Callable[[Engine], Awaitable[T]]) -> tuple[Engine, T]:
+        """Of the engine in use, or of its successor where it is lost; with the one that answered."""
         engine = self._engine
-        return await self.successor_of(engine) if self.lost(engine) else engine
+        while True:
+            if self.lost(engine):
+                engine = await self.successor_of(engine)
+            try:
+                return engine, await ask(engine)
+            except (Unavailable, EngineFault):
+                if not self.lost(engine):
+                    raise
 
     async def _keep_watch(self) -> None:
         while not self._failure:

@@ -252,30 +252,14 @@ class NativeEngine:
         sibling_of: str = "",
         markers: Collection[str] = (),
     ) -> NativeDeltas:
-        check_abilities(self, params, terms)
-        request = self._room.request_of(
-            self.model,
-            tokens_of(prompt),
-            params,
-            terms,
-            sibling_of=sibling_of,
-            adapter=self._adapters.chosen(terms.adapter),
-        )
-        if params.grammar and self.client.vocabulary is None:
-            words = await asyncio.to_thread(words_of, self.tokenizer)
-            self.client.vocabulary = Vocabulary(words.tokens, words.special_ids, words.eos_token_ids)
+        request = self._request(prompt, params, terms, sibling_of)
+        if params.grammar:
+            await self._teach_words()
         return NativeDeltas(self.client, request, OutputText(self.tokenizer, request, markers))
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
-        prompt_token_ids = tokens_of(prompt)
         params = SamplingParams(temperature=0, seed=0, max_tokens=1, ignore_eos=True)
-        check_abilities(self, params, terms)
-        request = replace(
-            self._room.request_of(
-                self.model, prompt_token_ids, params, terms, adapter=self._adapters.chosen(terms.adapter)
-            ),
-            pooling=pooling,
-        )
+        request = replace(self._request(prompt, params, terms), pooling=pooling)
         deltas = NativeDeltas(self.client, request, OutputText(self.tokenizer, request))
         try:
             async for delta in deltas:
@@ -368,6 +352,20 @@ class NativeEngine:
     async def close(self) -> None:
         await self.client.close()
         self._room.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams, terms: Terms, sibling_of: str = "") -> Request:
+        """As the engine sees it; raises InvalidRequest for what it cannot answer."""
+        check_abilities(self, params, terms)
+        adapter = self._adapters.chosen(terms.adapter)
+        return self._room.request_of(
+            self.model, tokens_of(prompt), params, terms, sibling_of=sibling_of, adapter=adapter
+        )
+
+    async def _teach_words(self) -> None:
+        """Grammars are about text, and the engine has only tokens."""
+        if self.client.vocabulary is None:
+            words = await asyncio.to_thread(words_of, self.tokenizer)
+            self.client.vocabulary = Vocabulary(words.tokens, words.special_ids, words.eos_token_ids)
 
     def _painter_of(self, prompt_token_ids: list[int], image: ImageParams) -> ImageModelInfo:
         """The model that can draw this; raises InvalidRequest when none can."""
