@@ -112,7 +112,7 @@ class LLM:
             seed=seed,
             sampler=sampler,
         )
-        job = job_of(wish, self._engine.model, self._engine.tokenizer)
+        job = job_of(wish, self._engine)
         return self._wait(draw(self._engine, job, lambda _: None))
 
     def close(self) -> None:

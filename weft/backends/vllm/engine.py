@@ -9,12 +9,13 @@ from msgspec.structs import replace
 from weft.backends.abilities import cannot
 from weft.backends.adapters import Adapters
 from weft.backends.contract import PLAIN_TERMS, Abilities, Embedding, Prompt, Terms
-from weft.backends.native import NativeEngine
+from weft.backends.native import NativeEngine, NativeImageUpdates
 from weft.backends.text_room import TextRoom
 from weft.backends.vllm.kinds import Kind
 from weft.engine.client import EngineClient
 from weft.errors import InvalidRequest
-from weft.types import Pooling, Request, SamplingParams
+from weft.payloads import AdditionalInformation, PromptEmbeds
+from weft.types import ImageParams, Pooling, Request, SamplingParams
 
 ABILITIES = Abilities(embeddings=False, images=False)
 """Forms where the tokenizer is known, and LoRA where vLLM was started with room for adapters."""
@@ -46,6 +47,17 @@ class VllmEngine(NativeEngine):
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         raise cannot(self.name, "embed")
+
+    async def draw(
+        self,
+        prompt_token_ids: list[int],
+        image: ImageParams,
+        terms: Terms = PLAIN_TERMS,
+        *,
+        prompt_embeds: PromptEmbeds | None = None,
+        additional_information: AdditionalInformation | None = None,
+    ) -> NativeImageUpdates:
+        raise cannot(self.name, "draw images")
 
     async def load_adapter(self, name: str, path: str) -> None:
         if not self.abilities.lora:
