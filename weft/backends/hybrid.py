@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
-
 from weft.backends.asking import Asked
 from weft.backends.continued import ContinuedDeltas
 from weft.backends.contract import (
@@ -33,7 +31,6 @@ from weft.backends.loading import check_load, load_safely
 from weft.backends.registry import EngineSpec, engines_in_order
 from weft.backends.starting import Load, start_first
 from weft.config import Config
-from weft.engine.client import COUNTERS
 from weft.errors import EngineFault, Unavailable, WeftError
 from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.text.tokenizer import Tokenizer
@@ -88,7 +85,8 @@ class HybridEngine:
         """When the engine was ready, or on its way to be."""
         self._waiting = 0
         """Requests that wait for the next engine."""
-        self._past = dict.fromkeys(COUNTERS, 0.0)
+        self._past = EngineStats()
+        """What the engines before this one counted."""
         self._past_restarts = 0
         self._look = asyncio.Event()
         self._turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -146,8 +144,7 @@ class HybridEngine:
         return self._engine.health()
 
     def stats(self) -> EngineStats:
-        now = self._engine.stats()
-        return replace(now, **{name: getattr(now, name) + past for name, past in self._past.items()})
+        return self._engine.stats().with_counters_of(self._past)
 
     def restarts(self) -> int:
         return self._engine.restarts() + self._past_restarts
@@ -291,7 +288,7 @@ class HybridEngine:
             return
         self._closing = None
         log.warning("The engine %s has taken over from %s.", self._engine.name, old.name)
-        self._past = {name: past + getattr(counted, name) for name, past in self._past.items()}
+        self._past = counted.with_counters_of(self._past)
         self._past_restarts += restarts + 1
         await self._bring_adapters(old.adapters)
 
