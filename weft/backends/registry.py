@@ -74,7 +74,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="cuda-vllm-async",
-            start="weft.backends.vllm.start:start_async",
+            start="weft.backends.vllm.start:start",
             platform="cuda",
             about="vLLM's asynchronous engine.",
             requires=("vllm",),
@@ -83,7 +83,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="cuda-vllm",
-            start="weft.backends.vllm.start:start_sync",
+            start="weft.backends.vllm.start:start",
             platform="cuda",
             about="vLLM's synchronous engine, stepped by a thread of its own.",
             requires=("vllm",),
@@ -92,7 +92,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="cpu-vllm",
-            start="weft.backends.vllm.start:start_async",
+            start="weft.backends.vllm.start:start",
             platform="cpu",
             about="vLLM's asynchronous engine, built for CPUs.",
             requires=("vllm",),
@@ -101,7 +101,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="ascend-vllm",
-            start="weft.backends.vllm.start:start_async",
+            start="weft.backends.vllm.start:start",
             platform="ascend",
             about="vLLM with its plugin for Ascend.",
             requires=("vllm", "vllm_ascend"),
@@ -170,12 +170,6 @@ def register(spec: EngineSpec, *, overwrite: bool = False) -> None:
     if not overwrite and (spec.name in engines() or spec.name in (*ALIASES, *ORDERED_LIST)):
         raise ConfigError(f"There is an engine {spec.name!r} already.", hint="Give overwrite=True to replace it.")
     _registered[spec.name] = spec
-
-
-def unregister(name: str) -> None:
-    """Take back what `register` added."""
-    if _registered.pop(name, None) is None:
-        raise ConfigError(f"No engine {name!r} was registered.", hint=nearest(name, _registered))
 
 
 def engines() -> dict[str, EngineSpec]:
