@@ -40,6 +40,17 @@ def test_numbers_are_counted_from_one_and_never_used_again(adapters: Adapters, f
     assert [adapter.name for adapter in adapters] == ["b", "a"]
 
 
+def test_one_that_is_discarded_takes_no_other_of_its_name_along(adapters: Adapters, folder: Path) -> None:
+    first = adapters.add("a", folder)
+    adapters.remove("a")
+    adapters.discard(first)
+    second = adapters.add("a", folder)
+    adapters.discard(first)
+    assert [*adapters] == [second]
+    adapters.discard(second)
+    assert not [*adapters]
+
+
 def test_a_request_has_the_adapter_that_it_names_or_the_default_or_none(adapters: Adapters, folder: Path) -> None:
     named = adapters.add("a", folder)
     assert (adapters.chosen("a"), adapters.chosen(""), adapters.chosen(None)) == (named, None, None)
