@@ -60,6 +60,26 @@ def test_new_names_appear_and_removed_ones_drain_and_go() -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_server_that_ends_ends_the_models_that_are_going_too(has_begun: bool) -> None:
+    async def scenario() -> None:
+        async with house("a", "b") as opened:
+            opened.roster.scripts["a"] = [Delta(text="x", token_ids=[1]), 60.0]
+            inside = asyncio.create_task(opened.ask("a"))
+            await eventually(lambda: "a" in opened.roster.engines and opened.slot("a").num_inside == 1)
+            going = opened.slot("a")
+            opened.roster.next = {"b": opened.roster.entries["b"]}
+            opened.gate.fleet.reload()
+            if has_begun:
+                await eventually(lambda: going.state == "unloading")
+            await opened.gate.close()
+            assert opened.roster.engines["a"].closed and going.state == "unloaded"
+            inside.cancel()
+            await asyncio.wait({inside})
+
+    run(scenario)
+
+
 def test_what_has_changed_is_loaded_anew_when_it_is_idle_and_the_rest_stays() -> None:
     async def scenario() -> None:
         async with house("a", "b") as opened:
