@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from starlette.types import Message
 
-from tests.frontend.fleets import House, entry, house, run
+from tests.frontend.fleets import House, ScriptedRoster, entry, house, run
 from tests.frontend.http import error_of
 from tests.frontend.rpc.calls import Client, answer_to, ask, eventually, text_of
 from tests.frontend.scripted_engine import answer
@@ -76,6 +76,53 @@ def test_a_server_that_ends_ends_the_models_that_are_going_too(has_begun: bool) 
             assert opened.roster.engines["a"].closed and going.state == "unloaded"
             inside.cancel()
             await asyncio.wait({inside})
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("gone", ["a", "b"])
+def test_a_model_that_goes_while_the_server_starts_keeps_nobody_out(gone: str) -> None:
+    def prepare(roster: ScriptedRoster) -> None:
+        for name in ("a", "b"):
+            roster.entries[name] = replace(roster.entries[name], preload=True)
+        roster.gates["a"] = asyncio.Event()
+
+    async def scenario() -> None:
+        async with house("a", "b", "c", prepare=prepare) as opened:
+            assert opened.roster.started == ["a"]
+            opened.roster.next = {name: found for name, found in opened.roster.entries.items() if name != gone}
+            await eventually(lambda: gone not in opened.states())
+            opened.roster.gates["a"].set()
+            await eventually(lambda: opened.gate.fleet.health().ready)
+            assert opened.roster.started == (["a"] if gone == "b" else ["a", "b"])
+            assert await opened.said("c") == "I am c"
+            await eventually(lambda: gone == "b" or opened.roster.engines["a"].closed)
+
+    run(scenario)
+
+
+def test_a_model_that_goes_while_it_is_loaded_anew_is_not_loaded() -> None:
+    async def scenario() -> None:
+        async with house("a", "b") as opened:
+            await opened.said("a")
+            ended = asyncio.Event()
+            engine = opened.roster.engines["a"]
+            close = engine.close
+
+            async def slowly() -> None:
+                await ended.wait()
+                await close()
+
+            engine.close = slowly  # type: ignore[method-assign]
+            going = opened.slot("a")
+            opened.roster.next = {**opened.roster.entries, "a": with_length(opened, "a", 77)}
+            await eventually(lambda: going.state == "unloading")
+            opened.roster.next = {"b": opened.roster.entries["b"]}
+            await eventually(lambda: going.is_gone)
+            ended.set()
+            await eventually(lambda: going.state != "unloading")
+            await asyncio.sleep(0.05)
+            assert opened.roster.started == ["a"] and going.state == "unloaded"
 
     run(scenario)
 

@@ -211,7 +211,7 @@ class Fleet:
         slot.begin()
         try:
             await self.load(slot)
-        except Unavailable as error:
+        except (ModelNotFound, Unavailable) as error:
             log.warning("the server starts without the model %s: %s", slot.name, error)
 
     async def _load(self, slot: Slot) -> Service:
