@@ -15,6 +15,7 @@ from tests.frontend.fleets import House, ScriptedRoster, entry, house, run
 from tests.frontend.http import error_of
 from tests.frontend.rpc.calls import Client, answer_to, ask, eventually, text_of
 from tests.frontend.scripted_engine import answer
+from weft.backends.abilities import cannot
 from weft.errors import ModelError
 from weft.frontend import fleet
 from weft.frontend.app import gated_app
@@ -235,6 +236,27 @@ def test_caches_and_traces_are_of_the_model_that_is_named() -> None:
             assert opened.roster.engines["b"].profiling and not opened.roster.engines["a"].profiling
             await opened.slot("b").unload()
             assert (await post("/admin/profile/stop?model=b", headers=ADMIN)).status_code == 503
+
+    run(scenario)
+
+
+def test_one_model_that_cannot_forget_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with house("a", "b", "c", admin_key=["root"]) as opened:
+            for name in ("a", "b", "c"):
+                await opened.said(name)
+
+            async def reset_cache() -> int:
+                raise cannot("remote", "reset its peer's cache")
+
+            monkeypatch.setattr(opened.roster.engines["b"], "reset_cache", reset_cache)
+            told = await opened.client.post("/admin/cache/reset", headers=ADMIN)
+            reason = "The engine remote cannot reset its peer's cache. `weft engines` lists those that there are."
+            assert told.status_code == 200
+            assert told.json() == {"forgotten_blocks": 14, "refused": {"b": reason}}
+            assert [opened.roster.engines[name].cache_resets for name in ("a", "c")] == [1, 1]
+            named = await opened.client.post("/admin/cache/reset?model=b", headers=ADMIN)
+            assert named.status_code == 501 and "cannot reset" in error_of(named)["message"]
 
     run(scenario)
 
