@@ -141,11 +141,11 @@ def test_the_python_api_names_them(add_engine: Callable[..., None]) -> None:
     engine = ScriptedEngine()
 
     async def start(config: Config) -> Any:
-        assert adapter_paths(config) == {"a": "/a"}
+        assert adapter_paths(config) == {"a": "/a", "b": "/b"}
         return engine
 
     add_engine("with", start, takes_adapters=True)
-    with LLM("m", engine="with", adapters={"a": "/a"}) as llm:
+    with LLM("m", engine="with", adapters={"a": "/a"}, adapter=["b=/b"]) as llm:
         llm.generate("hi", adapter="a")
         llm.chat([{"role": "user", "content": "hi"}], adapter="")
         list(llm.stream("hi", adapter="a"))
