@@ -46,19 +46,6 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
 SHUTDOWN_SECONDS = 5.0
-COUNTERS = (
-    "prompt_tokens",
-    "computed_tokens",
-    "generation_tokens",
-    "prefix_queries",
-    "prefix_hits",
-    "preemptions",
-    "steps",
-    "images",
-    "denoise_steps",
-    "encode_seconds",
-    "denoise_seconds",
-)
 LATE_BEATS = 3
 """An engine that misses so many beats is not ready, though not yet given up."""
 
@@ -92,7 +79,8 @@ class EngineClient:
         self._launch = launch
         self._journal = Journal()
         self._connection: _Connection | None = None
-        self._past: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self._past = EngineStats()
+        """What the engines before this one counted."""
         self._deaths_in_a_row = 0
         self._supervision: asyncio.Task[None] | None = None
         self._errands: dict[int, asyncio.Future[Done]] = {}
@@ -180,7 +168,7 @@ class EngineClient:
         """Gauges of the living engine; counters of all engines so far."""
         now = EngineStats() if self._connection is None else self._connection.stats
         waiting = len(self._journal.at(Place.HELD, Place.QUEUED))
-        return replace(now, waiting=waiting, **{name: getattr(now, name) + past for name, past in self._past.items()})
+        return replace(now, waiting=waiting).with_counters_of(self._past)
 
     def _dispatch(self) -> None:
         """Send what may be sent: everything, or the next suspect alone."""
@@ -274,7 +262,7 @@ class EngineClient:
                 watch.cancel()
             self._connection = None
             self._forsake_errands()
-            self._past = {name: past + getattr(connection.stats, name) for name, past in self._past.items()}
+            self._past = connection.stats.with_counters_of(self._past)
             if self.state != "closed":
                 self.state = "restarting"
             end = await self._bury(connection)
