@@ -75,7 +75,10 @@ def test_tc_001_tc_002_it_streams_text_as_tokens_come(engine: HostedEngine, text
     metrics = engine.last_metrics
     assert metrics is not None and metrics.finish is FinishReason.LENGTH
     assert metrics.completion_tokens == 100 and metrics.prompt_tokens == 5
-    assert 0 <= metrics.queue_seconds < metrics.ttft_seconds < metrics.generation_seconds
+    assert (
+        metrics.queue_seconds is not None
+        and 0 <= metrics.queue_seconds < metrics.ttft_seconds < metrics.generation_seconds
+    )
     assert metrics.tokens_per_second == pytest.approx(100 / metrics.generation_seconds)
 
 

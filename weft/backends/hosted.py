@@ -262,7 +262,7 @@ class _Watch:
         self._first: float | None = None
         self._last = self._began
         self._count = _TokenCount()
-        self._queue_seconds = 0.0
+        self._queue_seconds: float | None = None
         self._num_prompt_tokens = 0
 
     def saw(self, delta: Delta) -> None:
