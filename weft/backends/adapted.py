@@ -31,6 +31,7 @@ from weft.backends.contract import (
     tokens_unknown,
     unknown_adapter,
 )
+from weft.backends.cutting import CutDeltas
 from weft.backends.words import words_of
 from weft.config import Config, settings
 from weft.errors import InvalidRequest
@@ -144,6 +145,7 @@ class AdaptedEngine:
             Adapter(name=name, number=number, path=path) for number, (name, path) in enumerate(paths.items(), 1)
         ]
         self.abilities = replace(ABILITIES, lora=bool(paths))
+        self._chunk_size = config.backend.stream_chunk_size
         self._noted_silence = False
         self.open: set[AdaptedDeltas] = set()
         info = inner.get_model_info()
@@ -180,7 +182,7 @@ class AdaptedEngine:
         *,
         sibling_of: str = "",
         markers: Collection[str] = (),
-    ) -> AdaptedDeltas:
+    ) -> Deltas:
         params.check()
         check_abilities(self, params, terms)
         if not isinstance(prompt, str):
@@ -197,7 +199,8 @@ class AdaptedEngine:
         words["request_id"] = terms.request_id or uuid.uuid4().hex
         if terms.adapter is not None and self.adapters:
             words["lora_name"] = terms.adapter
-        return AdaptedDeltas(self, prompt, words)
+        answer = AdaptedDeltas(self, prompt, words)
+        return answer if terms.uncut else CutDeltas(answer, self._chunk_size)
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         raise cannot(self.name, "embed")

@@ -102,6 +102,8 @@ class Terms(Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     """The name of one of the engine's adapters; None: the one called `default`, if there is one; empty: the model as it
     is."""
+    uncut: bool = False
+    """Large pieces of text come as the engine gives them, and not in those of --stream-chunk-size."""
 
 
 PLAIN_TERMS = Terms()

@@ -17,6 +17,7 @@ from weft import config as configuration
 from weft.backends.asking import Asked
 from weft.backends.base import BaseEngine, InferMetrics
 from weft.backends.contract import Engine, Terms, not_taken, text_prompt, unknown_adapter
+from weft.backends.cutting import cut_text
 from weft.backends.hybrid import check_engine, start_engine
 from weft.backends.keywords import LoadWishes, Wishes, load_wishes_of, wishes_of
 from weft.backends.loading import LoadStage, Start, load_safely
@@ -179,15 +180,7 @@ class HostedEngine(BaseEngine):
         return looped
 
     def _pieces(self, text: str, num_tokens: int) -> Iterator[str]:
-        """A text of so many tokens, cut after every `stream_chunk_size` of them. Where the cuts come is a guess: tokens
-        are taken to be of equal length."""
-        start = cut_tokens = 0
-        while start < len(text):
-            cut_tokens += self.stream_chunk_size
-            end = len(text) * cut_tokens // num_tokens if cut_tokens < num_tokens else len(text)
-            if end > start:
-                yield text[start:end]
-            start = end
+        return cut_text(text, num_tokens, lambda: self.stream_chunk_size)
 
     @contextmanager
     def _watched(self, question: _Question) -> Iterator[_Watch]:
@@ -236,6 +229,7 @@ def _question(engine: Engine, text: str, words: dict[str, Any]) -> _Question:
         cache_salt=wishes.cache_salt,
         priority=wishes.priority,
         adapter=wishes.lora_name,
+        uncut=True,
     )
     return _Question(Asked(prompt=prompt, params=wishes.params, terms=terms), wishes)
 
