@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import uuid
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing, contextmanager
@@ -148,7 +149,8 @@ class HostedEngine(BaseEngine):
                         yield piece
 
     def infer_batch(self, prompts: Sequence[str], **kwargs: Any) -> list[str]:
-        """The engine has all of them at once. Of several, a `request_id` is numbered: id-0, id-1."""
+        """The engine has all of them at once. Of several, a `request_id` is numbered: id-0, id-1. `abort` ends one of
+        them by that, or all by the id itself, and what had come is returned."""
         looped = self._loaded()
         given = kwargs.get("request_id")
         questions = [
@@ -162,7 +164,10 @@ class HostedEngine(BaseEngine):
         watches = [_Watch(question.wishes) for question in questions]
         try:
             answers = looped.collect(
-                [question.asked.submit for question in questions], [watch.saw for watch in watches]
+                [question.asked.submit for question in questions],
+                [watch.saw for watch in watches],
+                [question.wishes.request_id for question in questions],
+                given or uuid.uuid4().hex,
             )
         finally:
             for watch in watches:
