@@ -175,6 +175,8 @@ def test_what_a_kind_takes_is_said_under_its_name_and_nothing_else_is(kind: Kind
     }
     if "logit_bias" in own:
         own["logit_bias"] = {"3": 1.0}
+    if kind.timings:
+        own["return_timings"] = True
     rest = {"model", "stream", "stream_options", "prompt"}
     assert {name: value for name, value in body.items() if name not in rest} == own
     msgspec.json.encode(body)

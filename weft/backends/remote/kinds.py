@@ -90,6 +90,8 @@ class Kind(Struct, frozen=True, kw_only=True):
     shape: Shape = response_format
     running_usage: bool = False
     """Tells the usage with every chunk, when it is asked to."""
+    timings: bool = False
+    """Tells with the end of an answer how long it took, when it is asked to (`return_timings`)."""
     seeds_by_position: bool = False
     """A seed gives the same tokens whether an answer is generated in one go or continued."""
     embeddings: bool = False
@@ -122,6 +124,7 @@ WEFT = Kind(
     grammars=True,
     shape=structured_outputs,
     running_usage=True,
+    timings=True,
     seeds_by_position=True,
     embeddings=True,
 )
