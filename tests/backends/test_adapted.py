@@ -216,9 +216,10 @@ def test_what_it_cannot_is_refused(add_engine: Callable[..., None]) -> None:
                 ([1, 2], SamplingParams(), "takes text"),
                 (Conversation(messages=[]), SamplingParams(), "takes text"),
             ):
-                with pytest.raises(InvalidRequest, match=why):
+                with pytest.raises(InvalidRequest, match=why) as refusal:
                     await engine.submit(prompt, params)  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequest, match="does not know them"):
+                assert "--tokenizer" not in str(refusal.value), "it never reads that"
+            with pytest.raises(InvalidRequest, match=r"does not know them\.$"):
                 _ = engine.tokenizer
             with pytest.raises(InvalidRequest, match="does not know them"):
                 engine.encode_chat([])

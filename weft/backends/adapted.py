@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from weft.backends.abilities import cannot, check_abilities
@@ -46,7 +47,9 @@ WORDS = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "s
 """What `infer` is told of a request's parameters, where they are not at their default; besides always `request_id`, and
 `lora_name` where a request names an adapter."""
 
-ABILITIES = Abilities(**{name: name in WORDS for name in Abilities.__struct_fields__})
+ABILITIES = msgspec.convert(
+    {name: name in WORDS for name in Abilities.__struct_fields__ if name != "with_tokenizer"}, Abilities
+)
 PLAIN = SamplingParams()
 SAID_BESIDE = frozenset({"model", "adapter", "engine"})
 """Settings that `load_model` has other words for, or no use."""
@@ -161,7 +164,7 @@ class AdaptedEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        raise tokens_unknown(self.name, "This")
+        raise tokens_unknown(self, "This")
 
     def encode_chat(
         self,
@@ -172,7 +175,7 @@ class AdaptedEngine:
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
-        raise tokens_unknown(self.name, "This")
+        raise tokens_unknown(self, "This")
 
     async def submit(
         self,

@@ -92,7 +92,7 @@ class RemoteEngine:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._room is None:
-            raise tokens_unknown(self.name, "This")
+            raise tokens_unknown(self, "This")
         return self._room.tokenizer
 
     @property
@@ -109,7 +109,7 @@ class RemoteEngine:
         template_variables: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
         if self._room is None:
-            raise tokens_unknown(self.name, "This")
+            raise tokens_unknown(self, "This")
         return self._room.encode_chat(
             messages,
             tools=tools,
@@ -242,7 +242,7 @@ class RemoteEngine:
             case str():
                 return self._asker.text(prompt, params, **asked), TextAnswer()
             case _:
-                raise tokens_unknown(self.name, "A prompt of token ids", "prompt")
+                raise tokens_unknown(self, "A prompt of token ids", "prompt")
 
     def _ask_tokens(self, request: Request, prompt: list[int], params: SamplingParams) -> Question:
         return self._asker.tokens(prompt, params, priority=request.priority, cache_salt=request.cache_salt)

@@ -181,6 +181,11 @@ def kind_of(owner: str, server: str) -> Kind:
     return OTHER
 
 
+def _with_tokenizer(kind: Kind) -> frozenset[str]:
+    tells = {"answer_tokens": True, "logprobs": kind.logprobs, "prompt_logprobs": kind.prompt_logprobs}
+    return frozenset({"tokens", *(name for name, told in tells.items() if told and kind.token_answers)})
+
+
 def abilities_of(kind: Kind, *, tokens: bool) -> Abilities:
     """`tokens`: whether the model's tokenizer is known on this side."""
     takes = kind.fields.__contains__
@@ -188,6 +193,7 @@ def abilities_of(kind: Kind, *, tokens: bool) -> Abilities:
     return Abilities(
         tokens=tokens,
         answer_tokens=told,
+        with_tokenizer=frozenset() if tokens else _with_tokenizer(kind),
         seed=takes("seed"),
         penalties=takes("presence_penalty"),
         repetition_penalty=takes("repetition_penalty"),
