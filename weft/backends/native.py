@@ -310,7 +310,7 @@ class NativeEngine:
 
     async def load_adapter(self, name: str, path: str) -> None:
         """It is tried with one token: an adapter that the engine cannot read is found out here, and by no client."""
-        self._adapters.add(name, await asyncio.to_thread(self._adapters.checked, path))
+        adapter = self._adapters.add(name, await asyncio.to_thread(self._adapters.checked, path))
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         was_used = False
         try:
@@ -322,7 +322,7 @@ class NativeEngine:
             raise ModelError(f"The engine cannot use the adapter {name}: {error}") from error
         finally:
             if not was_used:
-                self._adapters.remove(name)
+                self._adapters.discard(adapter)
 
     async def unload_adapter(self, name: str) -> None:
         self._adapters.remove(name)
