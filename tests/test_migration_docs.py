@@ -93,3 +93,9 @@ def test_engines_that_are_named_are_in_the_table() -> None:
         assert not told[name].startswith("gone")
     for name in OLD_NAMES:
         assert told[name].startswith("gone, because")
+
+
+def test_what_is_a_flag_here_is_said_to_be_one() -> None:
+    [default] = [setting.default for setting in settings("scheduler") if setting.name == "max_loras"]
+    assert re.search(rf"^\| `max_loras` \| .*`--max-loras`: {default},", PAGE, re.MULTILINE)
+    assert re.search(r"^\| `--adapter` \| the same:", PAGE, re.MULTILINE)

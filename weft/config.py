@@ -108,7 +108,7 @@ class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
         bool, _doc("Try again with less where the memory does not hold what was asked; without it: fail, and say what.")
     ] = True
     stream_chunk_size: Annotated[
-        int, _doc("Tokens in a piece of an answer, where an engine gives it in larger ones.", ge=1)
+        int, _doc("Tokens in a piece of an answer, where an engine gives it in larger ones; below 1 it is 1.")
     ] = 4
 
 

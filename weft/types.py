@@ -303,7 +303,8 @@ class Usage(Struct, frozen=True, kw_only=True):
 class Timings(Struct, frozen=True, kw_only=True):
     """How long one answer took, from its request's arrival."""
 
-    queue_seconds: float
+    queue_seconds: float | None
+    """None: nobody knows."""
     first_token_seconds: float
     total_seconds: float
     tokens: int
@@ -328,7 +329,7 @@ class Delta(Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprob] | None = None
     """With the first delta, when asked for: of every prompt token but the first."""
     queue_seconds: float | None = None
-    """With the first delta."""
+    """Once in an answer, with the first delta or the last; never, where its engine does not tell."""
     embedding: bytes | None = None
     """With the last delta of a request for one: float32."""
     timings: Timings | None = None

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from weft import LLM
-from weft.backends import BaseEngine, start_engine
+from weft.backends import BaseEngine, InferMetrics, start_engine
 from weft.backends.abilities import NotSupported
 from weft.backends.adapted import AdaptedEngine
-from weft.backends.contract import Conversation
+from weft.backends.contract import Conversation, Terms
+from weft.backends.words import words_of
 from weft.config import load
-from weft.errors import InvalidRequest
-from weft.types import FinishReason, ImageParams, Pooling, SamplingParams
+from weft.errors import InvalidRequest, OutOfMemory
+from weft.types import FinishReason, ImageParams, Pooling, SamplingParams, Usage
 
 
 class Parrot(BaseEngine):
@@ -29,6 +30,7 @@ class Parrot(BaseEngine):
         if model_path == "a cage":
             raise FileNotFoundError("no such bird")
         self.loaded = model_path
+        self.told = {"adapter_path": adapter_path, **kwargs}
         self.words: list[dict[str, Any]] = []
         self.left = threading.Event()
 
@@ -54,9 +56,11 @@ class Parrot(BaseEngine):
 
 
 @asynccontextmanager
-async def serving(add_engine: Callable[..., None]) -> AsyncIterator[AdaptedEngine]:
-    add_engine("parrot", Parrot)
-    engine = await start_engine(load({"engine": "parrot", "model": "some/bird"}, env={}))
+async def serving(
+    add_engine: Callable[..., None], kind: type[Parrot] = Parrot, name: str = "parrot", **settings: Any
+) -> AsyncIterator[AdaptedEngine]:
+    add_engine(name, kind, takes_adapters=True)
+    engine = await start_engine(load({"engine": name, "model": "some/bird", **settings}, env={}))
     assert isinstance(engine, AdaptedEngine)
     try:
         yield engine
@@ -90,7 +94,8 @@ def test_the_doors_can_serve_it(add_engine: Callable[..., None]) -> None:
             deltas = [delta async for delta in await engine.submit("hi", params)]
             assert "".join(delta.text for delta in deltas) == "hi hi"
             assert [delta.finish for delta in deltas if delta.finish] == [FinishReason.STOP]
-            assert engine.inner.words == [{"max_tokens": 5, "temperature": 0}]  # type: ignore[attr-defined]
+            [words] = engine.inner.words  # type: ignore[attr-defined]
+            assert words.pop("request_id") and words == {"max_tokens": 5, "temperature": 0}
             assert engine.health().ready and engine.model.name == "some/bird" and engine.name == "parrot"
             answer = await engine.submit("hi", params)
             await anext(answer)
@@ -146,6 +151,95 @@ def test_a_reader_that_is_cancelled_hears_so_and_the_generator_is_closed(add_eng
     asyncio.run(scenario())
 
 
+class Measured(Parrot):
+    """Tells the figures of its requests."""
+
+    def infer(self, prompt: str, **kwargs: Any) -> Generator[str, None, None]:
+        yield from super().infer(prompt, **kwargs)
+        of_whom = "another" if prompt == "interrupted" else kwargs["request_id"]
+        self.last_metrics = InferMetrics(
+            request_id=of_whom,
+            finish=FinishReason.LENGTH,
+            prompt_tokens=7,
+            completion_tokens=9,
+            queue_seconds=0.25,
+        )
+
+
+def test_its_load_is_told_what_was_set(add_engine: Callable[..., None]) -> None:
+    async def scenario() -> None:
+        async with serving(add_engine) as engine:
+            assert engine.inner.told == {"adapter_path": None}  # type: ignore[attr-defined]
+        settings = {"max_model_len": 7, "gpu_memory_utilization": 0.3, "port": 1, "max_num_seqs": 0}
+        adapters = ["/loras/plain", "legal=/loras/legal"]
+        async with serving(add_engine, name="second", adapter=adapters, quantization="fp8", **settings) as engine:
+            assert engine.inner.told == {  # type: ignore[attr-defined]
+                "adapter_path": "/loras/plain",
+                "adapters": {"legal": "/loras/legal"},
+                "max_model_len": 7,
+                "gpu_memory_utilization": 0.3,
+                "quantization": "fp8",
+            }
+            assert engine.abilities.lora
+            for adapter in (None, "", "legal"):
+                await anext(await engine.submit("hi", SamplingParams(), Terms(request_id="mine", adapter=adapter)))
+            assert engine.inner.words == [  # type: ignore[attr-defined]
+                {"request_id": "mine"},
+                {"request_id": "mine", "lora_name": ""},
+                {"request_id": "mine", "lora_name": "legal"},
+            ]
+            with pytest.raises(InvalidRequest, match=r"no adapter 'other'.*default, legal"):
+                await engine.submit("hi", SamplingParams(), Terms(adapter="other"))
+
+    asyncio.run(scenario())
+
+
+def test_a_load_without_memory_is_tried_with_less_and_not_with_the_same(add_engine: Callable[..., None]) -> None:
+    tries: list[dict[str, Any]] = []
+
+    class Fat(Parrot):
+        def load_model(self, model_path: str, adapter_path: str | None = None, **kwargs: Any) -> None:
+            tries.append(kwargs)
+            raise MemoryError("no room")
+
+    add_engine("fat", Fat)
+    with pytest.raises(OutOfMemory):
+        asyncio.run(start_engine(load({"engine": "fat", "model": "some/bird"}, env={})))
+    assert tries[0] == {} and tries[1] == {"max_model_len": 8192} and tries[-1]["max_num_seqs"] == 32
+    assert all(tries.count(one) == 1 for one in tries)
+
+
+def test_its_own_figures_are_told_and_words_where_it_has_none(
+    add_engine: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with serving(add_engine, Measured, "measured") as engine:
+            *_, last = [delta async for delta in await engine.submit("hi you", SamplingParams())]
+            assert last.usage == Usage(prompt_tokens=7, completion_tokens=9)
+            assert (last.finish, last.queue_seconds) == (FinishReason.LENGTH, 0.25)
+            *_, last = [delta async for delta in await engine.submit("interrupted", SamplingParams())]
+            assert last.usage == Usage(prompt_tokens=1, completion_tokens=3), "its figures were another's"
+            assert not caplog.records
+        async with serving(add_engine) as engine:
+            for _ in range(2):
+                deltas = [delta async for delta in await engine.submit("hi you", SamplingParams())]
+                assert [delta.usage.completion_tokens for delta in deltas] == [2, 3, 5, 5]
+                assert deltas[-1].usage.prompt_tokens == 2 and deltas[-1].queue_seconds is None
+        [warning] = [record.getMessage() for record in caplog.records]
+        assert "parrot leaves no last_metrics" in warning
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("text", "num_words"),
+    [("", 0), ("one", 1), (" one  two\n", 3), ("天气很好, yes", 6), ("今日はgoodです", 6), ("\n\n", 1)],
+)
+def test_words_are_counted_and_joined_they_are_the_text(text: str, num_words: int) -> None:
+    words = words_of(text)
+    assert "".join(words) == text and len(words) == num_words
+
+
 def test_the_python_api_can_use_it(add_engine: Callable[..., None]) -> None:
     add_engine("parrot", Parrot)
     with LLM("some/bird", engine="parrot") as llm:
@@ -166,9 +260,10 @@ def test_what_it_cannot_is_refused(add_engine: Callable[..., None]) -> None:
                 ([1, 2], SamplingParams(), "takes text"),
                 (Conversation(messages=[]), SamplingParams(), "takes text"),
             ):
-                with pytest.raises(InvalidRequest, match=why):
+                with pytest.raises(InvalidRequest, match=why) as refusal:
                     await engine.submit(prompt, params)  # type: ignore[arg-type]
-            with pytest.raises(InvalidRequest, match="does not know them"):
+                assert "--tokenizer" not in str(refusal.value), "it never reads that"
+            with pytest.raises(InvalidRequest, match=r"does not know them\.$"):
                 _ = engine.tokenizer
             with pytest.raises(InvalidRequest, match="does not know them"):
                 engine.encode_chat([])

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
-from weft.backends.contract import Abilities
-from weft.backends.native import NativeEngine
+from weft.backends import BaseEngine, create_engine
+from weft.backends.contract import Abilities, Deltas
+from weft.backends.hosted import HostedEngine
+from weft.backends.native import NativeDeltas, NativeEngine, start_native
 from weft.backends.registry import BUILT_IN
+from weft.backends.remote.deltas import RemoteDeltas
+from weft.backends.remote.engine import RemoteEngine
 from weft.backends.remote.kinds import MINDIE, TENSORRT, WEFT, abilities_of
 from weft.backends.vllm.arguments import arguments_of
 from weft.backends.vllm.engine import ABILITIES as VLLM
+from weft.backends.vllm.engine import VllmEngine
 from weft.backends.vllm.kinds import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, Kind
 from weft.config import CacheOptions, load
+from weft.errors import ConfigError
 from weft.hub.files import ModelFiles
 from weft.hub.planning import AUTO_DTYPE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
@@ -52,10 +60,47 @@ def test_every_engine_is_in_the_table_as_it_is_in_the_code() -> None:
     table = {name: dict(zip(COLUMNS, cells, strict=True)) for name, *cells in rows}
     assert set(table) == {*ABILITIES, "hybrid"}
     for name, abilities in ABILITIES.items():
+        engine = name.split(",")[0]
         can = {"LoRA": abilities.lora, "seed": abilities.seed, "logprobs": abilities.logprobs}
-        can["stop"] = abilities.stop_tokens
-        for column in COLUMNS:
-            assert (table[name][column][0] == "✓") is can.get(column, True), f"{name}: {column}"
+        can |= {"stop": abilities.stop_tokens, **dict.fromkeys(("streaming", "abort"), streams_and_ends(engine))}
+        can |= {"batch": asks_at_once(engine), "quantisation": quantises(engine)}
+        assert {column: table[name][column][0] == "✓" for column in COLUMNS} == can, name
+
+
+def engine_class(name: str) -> type:
+    """Of what a line of the table starts."""
+    module = str(BUILT_IN[name].start).partition(":")[0]
+    return {
+        "weft.backends.native": NativeEngine,
+        "weft.backends.vllm.start": VllmEngine,
+        "weft.backends.remote.start": RemoteEngine,
+    }[module]
+
+
+def streams_and_ends(name: str) -> bool:
+    """Its answers are read one delta after the other, and closed before their end, by code of their own."""
+    answers = {NativeEngine: NativeDeltas, VllmEngine: NativeDeltas, RemoteEngine: RemoteDeltas}[engine_class(name)]
+    returned = get_type_hints(engine_class(name).submit)["return"]
+    return returned in (answers, Deltas) and {"__anext__", "aclose"} <= vars(answers).keys()
+
+
+def asks_at_once(name: str) -> bool:
+    """By the one batch that is asked for at once; that of BaseEngine asks for one after the other."""
+    return type(create_engine(name)).infer_batch is HostedEngine.infer_batch is not BaseEngine.infer_batch
+
+
+def quantises(name: str) -> bool:
+    """Weights that are quantised are served: vLLM is told how, the native engine reads GGUF and refuses the setting,
+    and of a server there is nothing to tell."""
+    config = load({"engine": name, "quantization": "fp8"}, env={})
+    kinds = {kind.name: kind for kind in (CUDA_ASYNC, CUDA_SYNC, CPU, ASCEND)}
+    if name in kinds:
+        return bool(arguments_of(config, FILES, kinds[name])["quantization"] == "fp8")
+    if BUILT_IN[name].needs_url:
+        return True
+    with pytest.raises(ConfigError, match="Serve a GGUF file"):
+        asyncio.run(start_native(config))
+    return "gguf" in get_args(get_type_hints(ModelFiles)["kind"])
 
 
 def test_every_mark_has_its_footnote() -> None:

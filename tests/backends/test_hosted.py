@@ -19,6 +19,7 @@ from weft.backends import BaseEngine, InferMetrics, create_engine
 from weft.backends.contract import Abilities
 from weft.backends.hosted import HostedEngine
 from weft.backends.keywords import SAMPLING_DEFAULTS
+from weft.backends.words import words_of
 from weft.config import Config
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, OutOfMemory, Unavailable
 from weft.hub.adapter_files import adapter_paths
@@ -205,7 +206,7 @@ def test_joined_the_pieces_are_the_text_whatever_the_tokens(
         stage.engine.script = in_one_piece(text, num_tokens)
         chunks = list(engine.infer("hi"))
         assert "".join(chunks) == text and "" not in chunks
-        assert len(chunks) <= max(1, -(-num_tokens // size))
+        assert len(chunks) <= -(-(num_tokens or len(words_of(text))) // size)
 
 
 def test_figures_of_every_request(stage: Stage, engine: BaseEngine) -> None:
@@ -264,6 +265,33 @@ def test_abort_by_id(stage: Stage, engine: BaseEngine) -> None:
     assert list(chunks) == []
     assert engine.last_metrics is not None and engine.last_metrics.finish is FinishReason.ABORT
     assert not stage.engine.open
+
+
+def test_abort_of_a_batch_and_of_one_in_it(stage: Stage, engine: BaseEngine) -> None:
+    stage.engine.script = [Delta(text="a", token_ids=[1]), 60.0]
+    seen: list[InferMetrics] = []
+    done: list[list[str]] = []
+
+    def ask() -> None:
+        done.append(engine.infer_batch(["x", "y", "z"], request_id="two", on_metrics=seen.append))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait_until(lambda: len(stage.engine.open) == 3)
+    with pytest.raises(InvalidRequest, match="'two-1' already"):
+        next(engine.infer("hi", request_id="two-1"))
+    with pytest.raises(InvalidRequest, match="'two-0' already"):
+        engine.infer_batch(["x"], request_id="two")
+    assert engine.abort("two-1") and not engine.abort("two-1") and not engine.abort("two-3")
+    wait_until(lambda: len(stage.engine.open) == 2)
+    assert asking.is_alive(), "the others go on"
+    assert engine.abort("two")
+    asking.join(20)
+    assert done == [["a", "a", "a"]] and not stage.engine.open
+    assert [one.finish for one in seen] == [FinishReason.ABORT] * 3
+    assert not engine.abort("two") and not engine.abort("two-0")
+    stage.engine.script = answer("done")
+    assert engine.infer_batch(["x"], request_id="two") == ["done"] and engine.infer_batch([]) == []
 
 
 def test_a_model_can_be_unloaded_twice_and_loaded_again(stage: Stage) -> None:

@@ -19,12 +19,12 @@ import grpc
 import grpc.aio
 import pytest
 
+from tests.backends.one_piece import behind, give_in_one_piece
 from weft.backends import BaseEngine, InferMetrics, create_engine
-from weft.backends.contract import Deltas, Engine
 from weft.backends.hosted import HostedEngine
 from weft.errors import ContextTooLong, InvalidRequest, Unavailable
 from weft.hub.files import ModelFiles
-from weft.types import Delta, FinishReason
+from weft.types import FinishReason
 
 SETTINGS = {"kv_cache_memory_mb": 128, "max_model_len": 1024, "image_model": "none"}
 PROMPT = "The capital of France is"
@@ -44,11 +44,6 @@ def engine(smollm2_files: ModelFiles) -> Iterator[HostedEngine]:
 @pytest.fixture(scope="module")
 def text(engine: BaseEngine) -> str:
     return "".join(engine.infer(PROMPT, **GREEDY))
-
-
-def behind(engine: HostedEngine) -> Engine:
-    assert engine._looped is not None
-    return engine._looped.engine
 
 
 def children() -> dict[int, int]:
@@ -75,47 +70,18 @@ def test_tc_001_tc_002_it_streams_text_as_tokens_come(engine: HostedEngine, text
     metrics = engine.last_metrics
     assert metrics is not None and metrics.finish is FinishReason.LENGTH
     assert metrics.completion_tokens == 100 and metrics.prompt_tokens == 5
-    assert 0 <= metrics.queue_seconds < metrics.ttft_seconds < metrics.generation_seconds
+    assert (
+        metrics.queue_seconds is not None
+        and 0 <= metrics.queue_seconds < metrics.ttft_seconds < metrics.generation_seconds
+    )
     assert metrics.tokens_per_second == pytest.approx(100 / metrics.generation_seconds)
-
-
-class OnePiece(Deltas):
-    """An answer that is given when it is complete."""
-
-    def __init__(self, inner: Deltas) -> None:
-        self._inner = inner
-        self._given = False
-
-    def __aiter__(self) -> OnePiece:
-        return self
-
-    async def __anext__(self) -> Delta:
-        if self._given:
-            raise StopAsyncIteration
-        self._given = True
-        deltas = [delta async for delta in self._inner]
-        return Delta(
-            text="".join(delta.text for delta in deltas),
-            token_ids=[token for delta in deltas for token in delta.token_ids],
-            finish=deltas[-1].finish,
-            usage=deltas[-1].usage,
-        )
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
 
 
 @pytest.mark.parametrize(("size", "num_pieces"), [(1, 16), (4, 4), (0, 16), (100, 1)])
 def test_tc_003_the_size_of_pieces_takes_effect(
     engine: HostedEngine, text: str, size: int, num_pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    native = behind(engine)
-    submit = native.submit
-
-    async def in_one_piece(*arguments: Any, **options: Any) -> OnePiece:
-        return OnePiece(await submit(*arguments, **options))
-
-    monkeypatch.setattr(native, "submit", in_one_piece)
+    give_in_one_piece(engine, monkeypatch)
     monkeypatch.setattr(engine, "stream_chunk_size", size)
     chunks = list(engine.infer(PROMPT, **GREEDY))
     assert "".join(chunks) == text and len(chunks) == num_pieces

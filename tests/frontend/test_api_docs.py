@@ -1,4 +1,4 @@
-"""docs/api.md: its examples work, and it leaves no route out."""
+"""docs/API.md: its examples work, and it leaves no route out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.frontend.scripted_engine import PAINTER, ScriptedEngine
 from weft.backends import BaseEngine, registry
 from weft.config import load
 
-PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "API.md").read_text()
 EXAMPLES = re.findall(r"^curl http://localhost:8000(\S+) (?:-H '[^']*' )?-d '([^']*)'", PAGE, re.MULTILINE)
 
 

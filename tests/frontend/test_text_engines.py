@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from tests.frontend.http import (
     CHAT,
@@ -213,6 +214,14 @@ NEED_TOKENS: list[tuple[str, dict[str, Any], str]] = [
 def test_what_needs_tokens_says_what_to_set(path: str, body: dict[str, Any], field: str) -> None:
     error = refused(post(TextEngine(), path, body), "the engine remote", "--tokenizer")
     assert error["param"] == (field or None)
+
+
+@pytest.mark.parametrize("field", ["return_token_ids", "logprobs"])
+def test_a_tokenizer_is_not_named_where_it_would_not_help(field: str) -> None:
+    engine = TextEngine()
+    engine.abilities = replace(engine.abilities, with_tokenizer=frozenset({"tokens"}))
+    error = refused(complete(engine, **{field: 1 if field == "logprobs" else True}), f"{field} is not supported")
+    assert "--tokenizer" not in error["message"]
 
 
 def test_counting_needs_tokens_too() -> None:

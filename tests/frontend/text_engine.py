@@ -14,7 +14,13 @@ from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Piece,
 from weft.types import Delta, FinishReason, Pooling, SamplingParams, Usage
 
 ABILITIES = Abilities(
-    tokens=False, answer_tokens=False, logprobs=False, prompt_logprobs=False, min_p=False, embeddings=False
+    tokens=False,
+    answer_tokens=False,
+    with_tokenizer=frozenset({"tokens", "answer_tokens", "logprobs", "prompt_logprobs"}),
+    logprobs=False,
+    prompt_logprobs=False,
+    min_p=False,
+    embeddings=False,
 )
 USAGE = Usage(prompt_tokens=11, completion_tokens=6, cached_tokens=4)
 PIECES: list[Piece] = [
@@ -56,14 +62,14 @@ class TextEngine(ScriptedEngine):
 
     @property
     def tokenizer(self) -> Any:
-        raise tokens_unknown(self.name, "This")
+        raise tokens_unknown(self, "This")
 
     @tokenizer.setter
     def tokenizer(self, known: Any) -> None:
         """The engine that it is made of has one."""
 
     def encode_chat(self, *args: Any, **options: Any) -> Any:
-        raise tokens_unknown(self.name, "This")
+        raise tokens_unknown(self, "This")
 
     async def submit(
         self,

@@ -174,6 +174,21 @@ def test_every_stage_of_a_request_is_timed_and_its_tokens_counted() -> None:
     assert found["weft_request_generation_tokens_sum"] == 3
 
 
+@pytest.mark.parametrize(("told_last", "num_observed"), [(None, 0), (0.0, 1), (0.25, 1)])
+def test_a_queue_that_nobody_knows_of_is_not_observed(told_last: float | None, num_observed: int) -> None:
+    """An engine may tell of it with the end of the answer, or never."""
+    script = [0.3, Delta(text="a", token_ids=[1]), Delta(finish=FinishReason.STOP, queue_seconds=told_last)]
+    app = build_app(ScriptedEngine(script), load(env={}))
+    answered = request_app(app, "POST", COMPLETIONS, json=PROMPT | {"return_timings": True})
+    told_ms = None if told_last is None else 1000 * told_last
+    assert answered.json()["choices"][0]["timings"]["queue_ms"] == told_ms
+    found = samples(request_app(app, "GET", "/metrics").text)
+    assert found["weft_request_queue_time_seconds_count"] == num_observed
+    assert found["weft_request_prefill_time_seconds_count"] == num_observed
+    assert found["weft_request_queue_time_seconds_sum"] == (told_last or 0.0)
+    assert found["weft_time_to_first_token_seconds_count"] == found["weft_request_decode_time_seconds_count"] == 1
+
+
 def test_the_lowest_buckets_are_fine_enough_for_small_models() -> None:
     found = samples(exposition([Metrics("m", ScriptedEngine())]).decode())
     for name, lowest in (

@@ -6,11 +6,10 @@ Every door and the Python API come through there, so none of them can drop what 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from msgspec import Struct
 
-from weft.backends.contract import PLAIN_TERMS, Abilities, Terms, not_taken, tokens_unknown
+from weft.backends.contract import PLAIN_TERMS, Able, Terms, not_taken, tokens_unknown
 from weft.errors import WeftError
 from weft.types import SamplingParams
 
@@ -21,16 +20,6 @@ class NotSupported(WeftError):
     status = 501
     grpc_code = "UNIMPLEMENTED"
     kind = "not_implemented"
-
-
-class Able(Protocol):
-    """The part of an engine that is looked at."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def abilities(self) -> Abilities: ...
 
 
 class FieldRule(Struct, frozen=True):
@@ -59,15 +48,13 @@ FIELD_RULES = (
     FieldRule("structured_outputs", "grammar", lambda params: bool(params.grammar)),
 )
 
-NEED_TOKENS = frozenset({"logprobs", "prompt_logprobs"})
-
 
 def check_abilities(engine: Able, params: SamplingParams, terms: Terms = PLAIN_TERMS) -> None:
     """Raise InvalidRequest for the first thing that this engine does not take."""
     for rule in FIELD_RULES:
         if rule.by(params) and not getattr(engine.abilities, rule.ability):
-            if rule.field in NEED_TOKENS and not engine.abilities.tokens:
-                raise tokens_unknown(engine.name, rule.field, rule.field)
+            if rule.ability in engine.abilities.with_tokenizer:
+                raise tokens_unknown(engine, rule.field, rule.field)
             raise not_taken(engine.name, rule.field)
     for field, ability in (("priority", "priority"), ("cache_salt", "cache_salt"), ("adapter", "lora")):
         if getattr(terms, field) and not getattr(engine.abilities, ability):

@@ -1,17 +1,22 @@
 """An engine that another package wrote as a class of BaseEngine, behind the contract that the doors know.
 
-Its tokens are not known here: prompts are text, and so are answers.
+Its tokens are not known here: prompts are text, and so are answers. How many there were it tells itself, in
+`last_metrics`; where it does not, words are counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+
 from weft.backends.abilities import cannot, check_abilities
-from weft.backends.base import BaseEngine
+from weft.backends.base import BaseEngine, InferMetrics
 from weft.backends.contract import (
     PLAIN_TERMS,
     Abilities,
@@ -25,32 +30,84 @@ from weft.backends.contract import (
     Terms,
     not_taken,
     tokens_unknown,
+    unknown_adapter,
 )
-from weft.config import Config
+from weft.backends.cutting import CutDeltas
+from weft.backends.words import words_of
+from weft.config import Config, settings
 from weft.errors import InvalidRequest
+from weft.hub.adapter_files import DEFAULT_ADAPTER, adapter_paths
 from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.text.tokenizer import Tokenizer
-from weft.types import Adapter, Delta, EngineStats, FinishReason, ImageParams, ModelInfo, Pooling, SamplingParams
+from weft.types import Adapter, Delta, EngineStats, FinishReason, ImageParams, ModelInfo, Pooling, SamplingParams, Usage
 
 log = logging.getLogger(__name__)
 
 WORDS = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "stop", "seed")
-"""What `infer` is told, of a request's parameters: those that are not at their default."""
+"""What `infer` is told of a request's parameters, where they are not at their default; besides always `request_id`, and
+`lora_name` where a request names an adapter."""
 
-ABILITIES = Abilities(**{name: name in WORDS for name in Abilities.__struct_fields__})
+ABILITIES = msgspec.convert(
+    {name: name in WORDS for name in Abilities.__struct_fields__ if name != "with_tokenizer"}, Abilities
+)
 PLAIN = SamplingParams()
+SAID_BESIDE = frozenset({"model", "adapter", "engine"})
+"""Settings that `load_model` has other words for, or no use."""
 
 
 async def start_adapted(engine_class: type[BaseEngine], config: Config) -> AdaptedEngine:
     """Make one, and load the model that the configuration names."""
     inner = engine_class()
-    await asyncio.to_thread(inner.load_model, config.model.model)
+    adapters = adapter_paths(config)
+    default = adapters.pop(DEFAULT_ADAPTER, None)
+    words = settings_of(config) | ({"adapters": adapters} if adapters else {})
+    await asyncio.to_thread(inner.load_model, config.model.model, default, **words)
     return AdaptedEngine(inner, config)
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """What `load_model` is told: the settings of models and engines that are not at their default."""
+    given = {
+        setting.name: (getattr(getattr(config, setting.section), setting.name), setting.default)
+        for setting in settings("model", "backend", "cache", "scheduler")
+        if setting.name not in SAID_BESIDE
+    }
+    return {name: value for name, (value, default) in given.items() if value != default}
+
+
+class AnswerFigures:
+    """What is known of one answer: at its end what its engine tells of it, until then, or else, its words."""
+
+    def __init__(self, engine: AdaptedEngine, prompt: str, request_id: str) -> None:
+        self._engine = engine
+        self._prompt = prompt
+        self._request_id = request_id
+        self._num_words = 0
+
+    def piece(self, text: str) -> Delta:
+        """A piece is a token at least: engines that stream give one at a time."""
+        self._num_words += max(1, len(words_of(text)))
+        return Delta(text=text, usage=Usage(completion_tokens=self._num_words))
+
+    def last(self) -> Delta:
+        if (told := self._told()) is None:
+            usage = Usage(prompt_tokens=len(words_of(self._prompt)), completion_tokens=self._num_words)
+            return Delta(finish=FinishReason.STOP, usage=usage)
+        usage = Usage(prompt_tokens=told.prompt_tokens, completion_tokens=told.completion_tokens)
+        return Delta(finish=told.finish, usage=usage, queue_seconds=told.queue_seconds)
+
+    def _told(self) -> InferMetrics | None:
+        """None: nothing, or of another request that has ended since."""
+        told = self._engine.inner.last_metrics
+        if told is None:
+            self._engine.note_silence()
+        return told if told is not None and told.request_id == self._request_id else None
 
 
 class AdaptedDeltas(Deltas):
     def __init__(self, engine: AdaptedEngine, prompt: str, words: Mapping[str, Any]) -> None:
         self._engine = engine
+        self._figures = AnswerFigures(engine, prompt, words["request_id"])
         self._chunks = engine.inner.async_infer(prompt, **words)
         self._ended = False
         engine.open.add(self)
@@ -62,10 +119,10 @@ class AdaptedDeltas(Deltas):
         if self._ended:
             raise StopAsyncIteration
         try:
-            return Delta(text=await anext(self._chunks))
+            return self._figures.piece(await anext(self._chunks))
         except StopAsyncIteration:
             self._end()
-            return Delta(finish=FinishReason.STOP)
+            return self._figures.last()
         except asyncio.CancelledError:
             self._end()
             raise
@@ -84,13 +141,18 @@ class AdaptedDeltas(Deltas):
 
 
 class AdaptedEngine:
-    abilities = ABILITIES
     styles = ChatStyles()
-    adapters: Collection[Adapter] = ()
 
     def __init__(self, inner: BaseEngine, config: Config) -> None:
         self.name = config.backend.engine
         self.inner = inner
+        paths = adapter_paths(config)
+        self.adapters: Collection[Adapter] = [
+            Adapter(name=name, number=number, path=path) for number, (name, path) in enumerate(paths.items(), 1)
+        ]
+        self.abilities = replace(ABILITIES, lora=bool(paths))
+        self._chunk_size = config.backend.stream_chunk_size
+        self._noted_silence = False
         self.open: set[AdaptedDeltas] = set()
         info = inner.get_model_info()
         self.model = ModelInfo(
@@ -105,7 +167,7 @@ class AdaptedEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        raise tokens_unknown(self.name, "This")
+        raise tokens_unknown(self, "This")
 
     def encode_chat(
         self,
@@ -116,7 +178,7 @@ class AdaptedEngine:
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
-        raise tokens_unknown(self.name, "This")
+        raise tokens_unknown(self, "This")
 
     async def submit(
         self,
@@ -126,7 +188,7 @@ class AdaptedEngine:
         *,
         sibling_of: str = "",
         markers: Collection[str] = (),
-    ) -> AdaptedDeltas:
+    ) -> Deltas:
         params.check()
         check_abilities(self, params, terms)
         if not isinstance(prompt, str):
@@ -136,8 +198,15 @@ class AdaptedEngine:
             )
         if not prompt:
             raise InvalidRequest("The prompt is empty.", param="prompt")
+        if terms.adapter and terms.adapter not in [adapter.name for adapter in self.adapters]:
+            raise unknown_adapter(terms.adapter, self.adapters)
         given = {word: getattr(params, word) for word in WORDS}
-        return AdaptedDeltas(self, prompt, {word: v for word, v in given.items() if v != getattr(PLAIN, word)})
+        words = {word: value for word, value in given.items() if value != getattr(PLAIN, word)}
+        words["request_id"] = terms.request_id or uuid.uuid4().hex
+        if terms.adapter is not None and self.adapters:
+            words["lora_name"] = terms.adapter
+        answer = AdaptedDeltas(self, prompt, words)
+        return answer if terms.uncut else CutDeltas(answer, self._chunk_size)
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         raise cannot(self.name, "embed")
@@ -158,6 +227,11 @@ class AdaptedEngine:
 
     async def unload_adapter(self, name: str) -> None:
         raise not_taken(self.name, "adapter")
+
+    def note_silence(self) -> None:
+        if not self._noted_silence:
+            self._noted_silence = True
+            log.warning("The engine %s leaves no last_metrics: words are counted for its tokens.", self.name)
 
     def health(self) -> Health:
         return Health(True) if self.inner.health_check() else Health(False, "failed")

@@ -24,8 +24,8 @@ class InferMetrics(Struct, frozen=True, kw_only=True):
     finish: FinishReason
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    queue_seconds: float = 0.0
-    """Before the engine began with it."""
+    queue_seconds: float | None = None
+    """Before the engine began with it; None: nobody knows."""
     ttft_seconds: float = 0.0
     """Until its first text came; 0: none did."""
     generation_seconds: float = 0.0
@@ -39,7 +39,8 @@ class InferMetrics(Struct, frozen=True, kw_only=True):
 class BaseEngine(ABC):
     _chunk_size = 4
     last_metrics: InferMetrics | None = None
-    """Of the request that ended last. `infer(..., on_metrics=f)` calls f with those of that request."""
+    """Of the request that ended last, with the `request_id` that `infer` was given: what is left here the doors tell.
+    `HostedEngine.infer(..., on_metrics=f)` calls f with those of that request."""
 
     @property
     def stream_chunk_size(self) -> int:

@@ -52,11 +52,22 @@ def tokens_of(prompt: Prompt) -> list[int]:
     raise Unavailable("The engine has changed while this request was on its way.", hint="Send it again.")
 
 
-def tokens_unknown(engine_name: str, what: str, param: str | None = None) -> InvalidRequest:
+class Able(Protocol):
+    """The part of an engine that tells what it can."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def abilities(self) -> Abilities: ...
+
+
+def tokens_unknown(engine: Able, what: str, param: str | None = None) -> InvalidRequest:
     """What an engine that is given text and not tokens says to `what` needs them."""
+    helps = "tokens" in engine.abilities.with_tokenizer
     return InvalidRequest(
-        f"{what} needs the model's tokens, and the engine {engine_name} does not know them.",
-        hint="The operator can name the model whose tokenizer it is with --tokenizer.",
+        f"{what} needs the model's tokens, and the engine {engine.name} does not know them.",
+        hint="The operator can name the model whose tokenizer it is with --tokenizer." if helps else "",
         param=param,
     )
 
@@ -102,6 +113,8 @@ class Terms(Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     """The name of one of the engine's adapters; None: the one called `default`, if there is one; empty: the model as it
     is."""
+    uncut: bool = False
+    """Large pieces of text come as the engine gives them, and not in those of --stream-chunk-size."""
 
 
 PLAIN_TERMS = Terms()
@@ -177,6 +190,8 @@ class Abilities(Struct, frozen=True, kw_only=True):
     know the model's tokens is possible."""
     answer_tokens: bool = True
     """The ids of the tokens that it generates are told, and not only their text."""
+    with_tokenizer: frozenset[str] = frozenset()
+    """What --tokenizer would add to these, of an engine that is not told it: `tokens`, and what comes with them."""
     seed: bool = True
     penalties: bool = True
     """Presence and frequency."""

@@ -37,11 +37,13 @@ class EngineFactory:
         *,
         platform: Platform = "any",
         about: str = "",
+        takes_adapters: bool = False,
         overwrite: bool = False,
     ) -> None:
         """Add an engine to the one table: a class of BaseEngine, a coroutine function from Config to Engine, or where
-        either is found ("module:name"). Packages say the same with an entry point of the group weft.engines."""
-        spec = EngineSpec(name=engine_type, start=start, platform=platform, about=about)
+        either is found ("module:name"). Packages say the same with an entry point of the group weft.engines.
+        `takes_adapters`: it honours --adapter; one that does not is passed over where there are adapters."""
+        spec = EngineSpec(name=engine_type, start=start, platform=platform, about=about, takes_adapters=takes_adapters)
         registry.register(spec, overwrite=overwrite)
 
     @staticmethod

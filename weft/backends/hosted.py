@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import uuid
 from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing, contextmanager
@@ -17,6 +18,7 @@ from weft import config as configuration
 from weft.backends.asking import Asked
 from weft.backends.base import BaseEngine, InferMetrics
 from weft.backends.contract import Engine, Terms, not_taken, text_prompt, unknown_adapter
+from weft.backends.cutting import cut_text
 from weft.backends.hybrid import check_engine, start_engine
 from weft.backends.keywords import LoadWishes, Wishes, load_wishes_of, wishes_of
 from weft.backends.loading import LoadStage, Start, load_safely
@@ -147,7 +149,8 @@ class HostedEngine(BaseEngine):
                         yield piece
 
     def infer_batch(self, prompts: Sequence[str], **kwargs: Any) -> list[str]:
-        """The engine has all of them at once. Of several, a `request_id` is numbered: id-0, id-1."""
+        """The engine has all of them at once. Of several, a `request_id` is numbered: id-0, id-1. `abort` ends one of
+        them by that, or all by the id itself, and what had come is returned."""
         looped = self._loaded()
         given = kwargs.get("request_id")
         questions = [
@@ -161,7 +164,10 @@ class HostedEngine(BaseEngine):
         watches = [_Watch(question.wishes) for question in questions]
         try:
             answers = looped.collect(
-                [question.asked.submit for question in questions], [watch.saw for watch in watches]
+                [question.asked.submit for question in questions],
+                [watch.saw for watch in watches],
+                [question.wishes.request_id for question in questions],
+                given or uuid.uuid4().hex,
             )
         finally:
             for watch in watches:
@@ -179,15 +185,7 @@ class HostedEngine(BaseEngine):
         return looped
 
     def _pieces(self, text: str, num_tokens: int) -> Iterator[str]:
-        """A text of so many tokens, cut after every `stream_chunk_size` of them. Where the cuts come is a guess: tokens
-        are taken to be of equal length."""
-        start = cut_tokens = 0
-        while start < len(text):
-            cut_tokens += self.stream_chunk_size
-            end = len(text) * cut_tokens // num_tokens if cut_tokens < num_tokens else len(text)
-            if end > start:
-                yield text[start:end]
-            start = end
+        return cut_text(text, num_tokens, lambda: self.stream_chunk_size)
 
     @contextmanager
     def _watched(self, question: _Question) -> Iterator[_Watch]:
@@ -236,6 +234,7 @@ def _question(engine: Engine, text: str, words: dict[str, Any]) -> _Question:
         cache_salt=wishes.cache_salt,
         priority=wishes.priority,
         adapter=wishes.lora_name,
+        uncut=True,
     )
     return _Question(Asked(prompt=prompt, params=wishes.params, terms=terms), wishes)
 
@@ -262,7 +261,7 @@ class _Watch:
         self._first: float | None = None
         self._last = self._began
         self._count = _TokenCount()
-        self._queue_seconds = 0.0
+        self._queue_seconds: float | None = None
         self._num_prompt_tokens = 0
 
     def saw(self, delta: Delta) -> None:

@@ -117,8 +117,6 @@ def load_wishes_of(words: Mapping[str, Any]) -> tuple[LoadWishes, dict[str, Any]
         else:
             hint = nearest(word, (*known, *LoadWishes.__struct_fields__, *TAKEN_FOR_GRANTED))
             raise ConfigError(f"There is no setting {word!r}.", hint=hint)
-    if isinstance(chunk_size := chosen.get("stream_chunk_size"), int):
-        chosen["stream_chunk_size"] = max(1, chunk_size)
     try:
         wished = msgspec.convert(wishes, LoadWishes)
     except msgspec.ValidationError as error:

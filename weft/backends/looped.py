@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import aclosing
 from itertools import repeat
@@ -50,8 +50,8 @@ class LoopedEngine:
         self._gate = threading.Lock()
         """Held while work is handed to the loop: none is once it closes."""
         self._closed = False
-        self._following: dict[str, Future[None]] = {}
-        """Answers on their way, by the names that they were given."""
+        self._following: dict[str, Callable[[], bool]] = {}
+        """What ends an answer, or several, on their way, by the names that they were given."""
         self._engine: Engine | None = None
         self._start_task: asyncio.Task[Any] | None = None
         self._thread.start()
@@ -127,7 +127,7 @@ class LoopedEngine:
                 yield _whole(delta)
             self._check_end(pumping)
         finally:
-            self._forget(name, pumping)
+            self._forget(name, pumping.cancel)
             # A generator may be collected on any thread: the engine's own must not wait for itself.
             if pumping.cancel() and threading.current_thread() is not self._thread:
                 with contextlib.suppress(queue.Empty):
@@ -149,7 +149,7 @@ class LoopedEngine:
             await asyncio.wait([asyncio.wrap_future(pumping)])
             self._check_end(pumping)
         finally:
-            self._forget(name, pumping)
+            self._forget(name, pumping.cancel)
             if pumping.cancel():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LETTING_GO_S):
@@ -157,34 +157,50 @@ class LoopedEngine:
                             pass
 
     def abort(self, name: str) -> bool:
-        """End an answer that is on its way; whoever reads it gets no more. False: there is none of that name."""
-        pumping = self._following.pop(name, None)
-        return pumping is not None and pumping.cancel()
+        """End an answer that is on its way, or all that were collected by that name; whoever reads it gets no more.
+        False: there is none of that name."""
+        end = self._following.pop(name, None)
+        return end is not None and end()
 
-    def collect(self, asks: Sequence[Ask], saw: Sequence[Saw] = ()) -> list[list[Delta]]:
-        """All of several answers, asked for at once, in their order; raises the first error that one ends with."""
+    def collect(
+        self, asks: Sequence[Ask], saw: Sequence[Saw] = (), names: Sequence[str] = (), name: str = ""
+    ) -> list[list[Delta]]:
+        """All of several answers, asked for at once, in their order; raises the first error that one ends with. `abort`
+        ends each by its name of `names`, and all of them by `name`: of those, what had come is returned."""
+        answers: list[list[Delta]] = [[] for _ in asks]
 
-        async def one(ask: Ask, saw: Saw) -> list[Delta]:
-            deltas: list[Delta] = []
-
+        async def one(ask: Ask, deltas: list[Delta], saw: Saw) -> None:
             def take(delta: Delta) -> None:
                 saw(delta)
                 deltas.append(_whole(delta))
 
             async with aclosing(await ask(self.engine)) as answer:
                 await answer.follow(take)
-            return deltas
 
-        async def all_of_them() -> list[list[Delta]]:
+        async def all_of_them() -> None:
             async with asyncio.TaskGroup() as group:
-                pairs = zip(asks, saw or repeat(_unseen), strict=False)
-                tasks = [group.create_task(one(ask, seen_by)) for ask, seen_by in pairs]
-            return [task.result() for task in tasks]
+                each = zip(asks, answers, saw or repeat(_unseen), strict=False)
+                tasks = [group.create_task(one(ask, deltas, seen_by)) for ask, deltas, seen_by in each]
+                ends = [self._ending(task) for task in tasks] + [self._ending(*tasks)]
+                with self._followed(dict(zip((*names, name), ends, strict=True)) if names else {}):
+                    await asyncio.gather(*tasks, return_exceptions=True)
 
         try:
-            return self.wait(all_of_them())
+            self.wait(all_of_them())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        return answers
+
+    def _ending(self, *tasks: asyncio.Task[None]) -> Callable[[], bool]:
+        """Ends work on the engine's loop, from any thread."""
+
+        def end() -> bool:
+            running = [task for task in tasks if not task.done()]
+            for task in running:
+                self._loop.call_soon_threadsafe(task.cancel)
+            return bool(running)
+
+        return end
 
     def _launch(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         with self._gate:
@@ -194,11 +210,10 @@ class LoopedEngine:
         raise Unavailable(CLOSED if self._closed else "The engine's own thread cannot wait for the engine.")
 
     def _start_pump(self, ask: Ask, put: Callable[[Delta | None], None], name: str, saw: Saw) -> Future[None]:
-        if name in self._following:
-            raise InvalidRequest(f"There is a request {name!r} already.", param="request_id")
+        self._check_free(name)
         pumping = self._launch(self._pump(ask, put, saw))
         if name:
-            self._following[name] = pumping
+            self._following[name] = pumping.cancel
         return pumping
 
     async def _pump(self, ask: Ask, put: Callable[[Delta | None], None], saw: Saw) -> None:
@@ -214,9 +229,24 @@ class LoopedEngine:
         finally:
             put(None)
 
-    def _forget(self, name: str, pumping: Future[None]) -> None:
-        if self._following.get(name) is pumping:
-            del self._following[name]
+    def _check_free(self, name: str) -> None:
+        if name in self._following:
+            raise InvalidRequest(f"There is a request {name!r} already.", param="request_id")
+
+    def _forget(self, name: str, end: Callable[[], bool]) -> None:
+        if self._following.get(name) == end:
+            self._following.pop(name, None)
+
+    @contextlib.contextmanager
+    def _followed(self, ends: Mapping[str, Callable[[], bool]]) -> Iterator[None]:
+        for name in ends:
+            self._check_free(name)
+        self._following |= ends
+        try:
+            yield
+        finally:
+            for name, end in ends.items():
+                self._forget(name, end)
 
     def _check_end(self, pumping: Future[None]) -> None:
         """Raise what kept an answer from its end; nothing, where it was aborted."""

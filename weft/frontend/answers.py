@@ -62,7 +62,8 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class TimingsBody(Struct, frozen=True, kw_only=True):
-    queue_ms: float
+    queue_ms: float | None
+    """None: the engine does not tell."""
     ttft_ms: float
     inter_token_ms: float
     """On average."""
@@ -228,7 +229,7 @@ def usage_body(usages: Sequence[Usage], n: int = 1, truncated_tokens: int = 0) -
 
 def timings_body(timings: Timings) -> TimingsBody:
     return TimingsBody(
-        queue_ms=1000 * timings.queue_seconds,
+        queue_ms=None if timings.queue_seconds is None else 1000 * timings.queue_seconds,
         ttft_ms=1000 * timings.first_token_seconds,
         inter_token_ms=1000 * timings.inter_token_seconds,
         total_ms=1000 * timings.total_seconds,

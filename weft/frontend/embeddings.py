@@ -195,7 +195,7 @@ def _texts(request: EmbeddingsRequest, engine: Engine) -> list[Prompt]:
     }
     for field, is_asked in asked.items():
         if is_asked:
-            raise tokens_unknown(engine.name, "Token ids instead of text" if field == "input" else field, field)
+            raise tokens_unknown(engine, "Token ids instead of text" if field == "input" else field, field)
     return [*request.input]
 
 

@@ -56,11 +56,12 @@ class Stopwatch:
 
     def saw(self, delta: Delta) -> Delta:
         """The delta, the last one with the times of all."""
+        if delta.queue_seconds is not None:
+            self.queue_seconds = delta.queue_seconds
         if num_tokens := len(delta.token_ids):
             now = time.perf_counter()
             if self._first_token is None:
                 self._first_token = now
-                self.queue_seconds = delta.queue_seconds
                 self._metrics.time_to_first_token.observe(now - self._arrived)
             else:
                 self._metrics.inter_token_latency.observe((now - self._last_token) / num_tokens, num_tokens)
@@ -81,7 +82,6 @@ class Stopwatch:
             self._last_token = now
             if self._first_token is None:
                 self._first_token = self._counted_at = now
-                self.queue_seconds = delta.queue_seconds
                 self._metrics.time_to_first_token.observe(now - self._arrived)
         if not self.num_prompt_tokens and delta.usage.prompt_tokens:
             self.num_prompt_tokens = delta.usage.prompt_tokens
@@ -105,15 +105,16 @@ class Stopwatch:
         metrics.request_prompt_tokens.observe(self.num_prompt_tokens)
         metrics.request_generation_tokens.observe(self.num_tokens)
         if (timings := self._timings()) is not None:
-            metrics.request_queue_time.observe(timings.queue_seconds)
-            metrics.request_prefill_time.observe(timings.first_token_seconds - timings.queue_seconds)
+            if timings.queue_seconds is not None:
+                metrics.request_queue_time.observe(timings.queue_seconds)
+                metrics.request_prefill_time.observe(timings.first_token_seconds - timings.queue_seconds)
             metrics.request_decode_time.observe(timings.total_seconds - timings.first_token_seconds)
 
     def _timings(self) -> Timings | None:
         if self._first_token is None:
             return None
         return Timings(
-            queue_seconds=self.queue_seconds or 0.0,
+            queue_seconds=self.queue_seconds,
             first_token_seconds=self._first_token - self._arrived,
             total_seconds=self._last_token - self._arrived,
             tokens=self.num_tokens,

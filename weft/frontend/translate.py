@@ -145,15 +145,16 @@ def _arguments(text: str) -> Any:
 def _check_tokens(request: GenerationRequest, engine: Engine) -> None:
     """Raise InvalidRequest for a field that needs tokens which are not known."""
     asked = {
-        "return_token_ids": request.return_token_ids,
         "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
         "echo": isinstance(request, CompletionRequest) and request.echo,
     }
     for field, is_asked in asked.items():
         if is_asked and not engine.abilities.tokens:
-            raise tokens_unknown(engine.name, field, field)
+            raise tokens_unknown(engine, field, field)
     if request.return_token_ids and not engine.abilities.answer_tokens:
-        raise not_taken(engine.name, "return_token_ids")
+        field = "return_token_ids"
+        helps = "answer_tokens" in engine.abilities.with_tokenizer
+        raise tokens_unknown(engine, field, field) if helps else not_taken(engine.name, field)
 
 
 def _check_continued(request: ChatRequest) -> None:
@@ -221,7 +222,7 @@ def _prompts(prompts: list[str | list[int]], engine: Engine) -> list[Prompt]:
 def given_tokens(token_ids: list[int], engine: Engine, param: str) -> list[int]:
     """Token ids of a client, where the engine can take them."""
     if not engine.abilities.tokens:
-        raise tokens_unknown(engine.name, "Token ids instead of text", param)
+        raise tokens_unknown(engine, "Token ids instead of text", param)
     check_token_ids(token_ids, engine.model.logits_width, param)
     return token_ids
 

@@ -175,6 +175,8 @@ def test_what_a_kind_takes_is_said_under_its_name_and_nothing_else_is(kind: Kind
     }
     if "logit_bias" in own:
         own["logit_bias"] = {"3": 1.0}
+    if kind.timings:
+        own["return_timings"] = True
     rest = {"model", "stream", "stream_options", "prompt"}
     assert {name: value for name, value in body.items() if name not in rest} == own
     msgspec.json.encode(body)
@@ -218,12 +220,13 @@ def test_what_a_kind_does_not_take_is_refused(kind: Kind, tokens: bool) -> None:
     if engine.abilities.logprobs:
         check_abilities(engine, SamplingParams(logprobs=1))
     else:
-        with pytest.raises(InvalidRequest, match="logprobs" if tokens else "--tokenizer"):
+        with pytest.raises(InvalidRequest, match="logprobs") as refusal:
             check_abilities(engine, SamplingParams(logprobs=1))
+        assert ("--tokenizer" in str(refusal.value)) is abilities_of(kind, tokens=True).logprobs, "where it would help"
 
 
 def test_every_ability_of_sampling_is_asked_about() -> None:
-    beside = {"tokens", "answer_tokens", "priority", "cache_salt", "embeddings", "images", "lora"}
+    beside = {"tokens", "answer_tokens", "with_tokenizer", "priority", "cache_salt", "embeddings", "images", "lora"}
     assert {rule.ability for rule in FIELD_RULES} | beside == set(Abilities.__struct_fields__)
 
 

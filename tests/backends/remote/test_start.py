@@ -13,7 +13,8 @@ from tests.backends.remote.peer import Asked, Handler, Reply, ScriptedPeer, conn
 from weft.backends.remote import start as starting
 from weft.backends.remote.start import start
 from weft.config import load
-from weft.errors import ConfigError, Unavailable, WeftError
+from weft.errors import ConfigError, ContextTooLong, InvalidRequest, Unavailable, WeftError
+from weft.types import SamplingParams
 
 
 def start_at(peer: ScriptedPeer | None = None, answer: Handler | None = None, **settings: Any) -> Any:
@@ -147,6 +148,26 @@ def test_a_peer_without_a_health_route_is_watched_by_its_list() -> None:
     peer = ScriptedPeer()
     del peer.answers["/health"]
     assert start_at(peer).health().ready
+
+
+def test_without_a_tokenizer_a_prompt_that_is_too_long_is_the_peer_s_to_refuse(tiny_model: Path) -> None:
+    async def refuses(reply: Reply, asked: Asked) -> None:
+        await reply.json({"error": {"message": "that is too much", "code": 400}}, 400)
+
+    async def go() -> None:
+        async with ScriptedPeer(max_model_len=8) as peer:
+            peer.answers["/v1/completions"] = refuses
+            params = SamplingParams(max_tokens=1)
+            async with connected(peer) as engine:
+                with pytest.raises(InvalidRequest, match="that is too much"):
+                    await engine.submit("far too long " * 100, params)
+            assert len(peer.generations()) == 1
+            async with connected(peer, tokenizer=str(tiny_model)) as engine:
+                with pytest.raises(ContextTooLong):
+                    await engine.submit([1] * 100, params)
+            assert len(peer.generations()) == 1, "the peer has not heard of it"
+
+    asyncio.run(go())
 
 
 def test_what_a_peer_cannot_be_asked_for_says_so() -> None:

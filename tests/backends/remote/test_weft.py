@@ -18,7 +18,7 @@ from tests.backends.remote.peer import all_of
 from tests.e2e.server import Server
 from tests.e2e.tiny_server import NAME, TinyServer
 from tests.ports import reserved_port
-from weft.backends.contract import Engine
+from weft.backends.contract import Engine, chat_prompt, text_prompt
 from weft.backends.remote import watch
 from weft.backends.remote.start import start
 from weft.config import load
@@ -85,6 +85,19 @@ def told(response: httpx.Response) -> Any:
         for call in choice.get("message", {}).get("tool_calls", ()):
             del call["id"]
     return body
+
+
+@pytest.mark.parametrize("with_tokenizer", [True, False])
+def test_its_time_in_the_queue_is_told_with_the_end(peer: TinyServer, tiny_model: Path, with_tokenizer: bool) -> None:
+    async def go() -> None:
+        async with remote(peer.url, tiny_model if with_tokenizer else None) as engine:
+            prompts = [text_prompt(engine, PROMPT), chat_prompt(engine, [{"role": "user", "content": PROMPT}])]
+            for prompt in prompts:
+                *others, last = await all_of(engine, prompt, SamplingParams(max_tokens=4, temperature=0))
+                assert last.queue_seconds is not None and 0 <= last.queue_seconds < 60
+                assert all(delta.queue_seconds is None for delta in others)
+
+    asyncio.run(go())
 
 
 TEXT: dict[str, dict[str, Any]] = {

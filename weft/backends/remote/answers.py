@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from weft.backends.contract import ReadDelta
 from weft.backends.remote.chunks import (
     CallDelta,
+    ChatChoice,
     ChatChunk,
     ChatDelta,
     PeerUsage,
@@ -69,7 +70,9 @@ class TokenAnswer:
         self._delivered: list[int] = []
         self._num_cached = 0
         self._is_continued = False
-        """The peer takes a part of the answer for its prompt, and finds that in its cache."""
+        """The peer takes a part of the answer for its prompt, and finds that in its cache. How long the first part
+        waited is not told."""
+        self._queue_seconds: float | None = None
         self._last: Delta | None = None
         self._peer_ended = False
 
@@ -86,6 +89,7 @@ class TokenAnswer:
         if chunk.usage is not None:
             self._num_cached = 0 if self._is_continued else chunk.usage.usage().cached_tokens
         for choice in chunk.choices:
+            self._queue_seconds = None if self._is_continued else _queue_seconds(choice)
             if not self._text.ended:
                 return self._taken(choice)
         return None
@@ -96,7 +100,8 @@ class TokenAnswer:
             self._last = self._text.push([Event(request_id="", finish=FinishReason.LENGTH)])
         if self._last is None:
             return None
-        return replace(self._last, usage=replace(self._last.usage, cached_tokens=self._num_cached))
+        usage = replace(self._last.usage, cached_tokens=self._num_cached)
+        return replace(self._last, usage=usage, queue_seconds=self._queue_seconds)
 
     def rest(self) -> Question | None:
         self._is_continued = True
@@ -161,7 +166,7 @@ class TextAnswer:
         self._count(chunk.usage)
         for choice in chunk.choices:
             delta = Delta(text=choice.text or "")
-            return self._shown(delta, bool(delta.text), choice.finish_reason, choice.stop_reason)
+            return self._shown(delta, bool(delta.text), choice)
         return None
 
     def last(self) -> Delta | None:
@@ -175,12 +180,16 @@ class TextAnswer:
             told = usage.usage()
             self._usage = replace(told, prompt_tokens=told.prompt_tokens or self._usage.prompt_tokens)
 
-    def _shown(
-        self, delta: Delta, is_something: bool, reason: str | None, stop_reason: str | int | None
-    ) -> Delta | None:
-        finish, error = finish_named(reason)
+    def _shown(self, delta: Delta, is_something: bool, choice: TextChoice | ChatChoice) -> Delta | None:
+        finish, error = finish_named(choice.finish_reason)
         if finish is not None and self._last is None:
-            self._last = replace(delta, finish=finish, error=error, stop_reason=stop_reason)
+            self._last = replace(
+                delta,
+                finish=finish,
+                error=error,
+                stop_reason=choice.stop_reason,
+                queue_seconds=_queue_seconds(choice),
+            )
             return None
         if not is_something:
             return None
@@ -202,7 +211,7 @@ class ChatAnswer(TextAnswer):
             pieces = self._pieces(choice.delta)
             text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
             delta = ReadDelta(text=text, pieces=pieces)
-            return self._shown(delta, bool(pieces), choice.finish_reason, choice.stop_reason)
+            return self._shown(delta, bool(pieces), choice)
         return None
 
     def _pieces(self, delta: ChatDelta) -> list[Piece]:
@@ -238,6 +247,11 @@ class Calls:
                 raise Lost("it wrote the arguments of a call before its name")
             pieces.append(CallArguments(self._numbers[call.index], arguments))
         return pieces
+
+
+def _queue_seconds(choice: TextChoice | ChatChoice) -> float | None:
+    timings = choice.timings
+    return None if timings is None or timings.queue_ms is None else timings.queue_ms / 1000
 
 
 def finish_named(reason: str | None) -> tuple[FinishReason | None, str]:

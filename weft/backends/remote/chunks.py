@@ -33,6 +33,10 @@ class PeerUsage(Struct, frozen=True):
         )
 
 
+class PeerTimings(Struct, frozen=True):
+    queue_ms: float | None = None
+
+
 class Figures(Struct, frozen=True):
     """The log probabilities of a completion's tokens, which are named by their ids."""
 
@@ -61,6 +65,7 @@ class TextChoice(Struct, frozen=True):
     prompt_logprobs: list[dict[str, PromptFigure] | None] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    timings: PeerTimings | None = None
 
 
 class TextChunk(Struct, frozen=True):
@@ -93,6 +98,7 @@ class ChatChoice(Struct, frozen=True):
     delta: ChatDelta
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    timings: PeerTimings | None = None
 
 
 class ChatChunk(Struct, frozen=True):

@@ -16,6 +16,7 @@ from weft.backends.contract import (
     ChatPrompt,
     ChatStyles,
     Conversation,
+    Deltas,
     Embedding,
     Health,
     ImageUpdates,
@@ -25,6 +26,7 @@ from weft.backends.contract import (
     tokens_of,
     tokens_unknown,
 )
+from weft.backends.cutting import CutDeltas
 from weft.backends.remote.answers import Answer, ChatAnswer, GoOn, TextAnswer, TokenAnswer
 from weft.backends.remote.chunks import PeerVectors, read
 from weft.backends.remote.deltas import RemoteDeltas
@@ -70,13 +72,17 @@ class RemoteEngine:
 
     adapters: Collection[Adapter] = ()
 
-    def __init__(self, name: str, line: Line, peer: Peer, model: ModelInfo, room: TextRoom | None) -> None:
+    def __init__(
+        self, name: str, line: Line, peer: Peer, model: ModelInfo, room: TextRoom | None, *, chunk_size: int
+    ) -> None:
+        """`chunk_size`: tokens in a piece of an answer that comes as text."""
         self.name = name
         self.model = model
         self.abilities = abilities_of(peer.kind, tokens=room is not None)
         self._line = line
         self._peer = peer
         self._room = room
+        self._chunk_size = chunk_size
         self._asker = Asker(name, peer.kind, peer.model)
         self._watch = Watch(line, peer.health_path)
         self._num_open = 0
@@ -86,7 +92,7 @@ class RemoteEngine:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._room is None:
-            raise tokens_unknown(self.name, "This")
+            raise tokens_unknown(self, "This")
         return self._room.tokenizer
 
     @property
@@ -103,7 +109,7 @@ class RemoteEngine:
         template_variables: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
         if self._room is None:
-            raise tokens_unknown(self.name, "This")
+            raise tokens_unknown(self, "This")
         return self._room.encode_chat(
             messages,
             tools=tools,
@@ -120,7 +126,7 @@ class RemoteEngine:
         *,
         sibling_of: str = "",
         markers: Collection[str] = (),
-    ) -> RemoteDeltas:
+    ) -> Deltas:
         """Returns when the peer begins to answer: until then its refusals are raised."""
         check_abilities(self, params, terms)
         check_priority(terms.priority)
@@ -135,7 +141,8 @@ class RemoteEngine:
         except BaseException:
             self._num_open -= 1
             raise
-        return RemoteDeltas(question, stream, answer, self._open, self._ended)
+        deltas = RemoteDeltas(question, stream, answer, self._open, self._ended)
+        return deltas if terms.uncut or self.abilities.answer_tokens else CutDeltas(deltas, self._chunk_size)
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         if not self.abilities.embeddings:
@@ -235,7 +242,7 @@ class RemoteEngine:
             case str():
                 return self._asker.text(prompt, params, **asked), TextAnswer()
             case _:
-                raise tokens_unknown(self.name, "A prompt of token ids", "prompt")
+                raise tokens_unknown(self, "A prompt of token ids", "prompt")
 
     def _ask_tokens(self, request: Request, prompt: list[int], params: SamplingParams) -> Question:
         return self._asker.tokens(prompt, params, priority=request.priority, cache_salt=request.cache_salt)

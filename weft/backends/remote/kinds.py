@@ -90,6 +90,8 @@ class Kind(Struct, frozen=True, kw_only=True):
     shape: Shape = response_format
     running_usage: bool = False
     """Tells the usage with every chunk, when it is asked to."""
+    timings: bool = False
+    """Tells with the end of an answer how long it took, when it is asked to (`return_timings`)."""
     seeds_by_position: bool = False
     """A seed gives the same tokens whether an answer is generated in one go or continued."""
     embeddings: bool = False
@@ -122,6 +124,7 @@ WEFT = Kind(
     grammars=True,
     shape=structured_outputs,
     running_usage=True,
+    timings=True,
     seeds_by_position=True,
     embeddings=True,
 )
@@ -178,6 +181,11 @@ def kind_of(owner: str, server: str) -> Kind:
     return OTHER
 
 
+def _with_tokenizer(kind: Kind) -> frozenset[str]:
+    tells = {"answer_tokens": True, "logprobs": kind.logprobs, "prompt_logprobs": kind.prompt_logprobs}
+    return frozenset({"tokens", *(name for name, told in tells.items() if told and kind.token_answers)})
+
+
 def abilities_of(kind: Kind, *, tokens: bool) -> Abilities:
     """`tokens`: whether the model's tokenizer is known on this side."""
     takes = kind.fields.__contains__
@@ -185,6 +193,7 @@ def abilities_of(kind: Kind, *, tokens: bool) -> Abilities:
     return Abilities(
         tokens=tokens,
         answer_tokens=told,
+        with_tokenizer=frozenset() if tokens else _with_tokenizer(kind),
         seed=takes("seed"),
         penalties=takes("presence_penalty"),
         repetition_penalty=takes("repetition_penalty"),

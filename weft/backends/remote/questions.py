@@ -91,6 +91,8 @@ class Asker:
             self._say(body, "logit_bias", {str(token): bias for token, bias in params.logit_bias.items()})
         if not params.skip_special_tokens:
             self._say(body, "skip_special_tokens", False)
+        if self._kind.timings:
+            body["return_timings"] = True
         if priority:
             self._say(body, "priority", priority)
         if cache_salt:

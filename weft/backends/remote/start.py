@@ -52,7 +52,7 @@ async def start(config: Config) -> Engine:
         device="remote",
         dtype="",
     )
-    return RemoteEngine(name, line, peer, model, room)
+    return RemoteEngine(name, line, peer, model, room, chunk_size=options.stream_chunk_size)
 
 
 async def _models(line: Line, patience_s: float) -> Reply:

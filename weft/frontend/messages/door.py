@@ -28,7 +28,7 @@ async def count_tokens(body: bytes, seat: Seat) -> TokenCount:
     service = await seat.choose(request.model)
     _check(request, service)
     if not service.engine.abilities.tokens:
-        raise tokens_unknown(service.engine.name, "count_tokens")
+        raise tokens_unknown(service.engine, "count_tokens")
     chat = await chat_job(counted_request(request), service)
     return TokenCount(len(tokens_of(chat.job.prompts[0])))
 
