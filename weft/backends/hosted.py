@@ -48,14 +48,14 @@ class HostedEngine(BaseEngine):
 
     def load_model(self, model_path: str, adapter_path: str | None = None, **kwargs: Any) -> None:
         """`kwargs` are settings of Weft, and `LoadWishes`. With load_mode async_load it returns at once:
-        `get_model_info` tells the stage, `health_check` when it is done."""
+        `get_model_info` tells the stage, `health_check` when it is done. With check_only what is loaded stays."""
         wishes, config = self._configure({**kwargs, "model": model_path}, adapter_path)
         with self._loading:
-            self._unload()
             if wishes.load_mode == "check_only":
                 with ThreadPoolExecutor(1) as pool:
                     pool.submit(asyncio.run, check_engine(config)).result()
                 return
+            self._unload()
             load: Load[Engine] = _as_it_is if wishes.skip_vram_check else partial(load_safely, report=self._note)
             in_background = wishes.load_mode == "async_load"
             self._looped = LoopedEngine(lambda: start_engine(config, load), in_background=in_background)
