@@ -107,6 +107,19 @@ def test_the_engine_is_the_one_that_was_asked_for(shape: Path) -> None:
         planned.planned(Config(model=model, backend=BackendOptions(engine="remote")), 80)
 
 
+@pytest.mark.parametrize(
+    ("engine", "device"),
+    [("cuda-vllm-async", "a GPU of 80 GiB"), ("ascend-vllm", "an NPU of 80 GiB"), ("cpu-vllm", "CPU, 4 cores")],
+)
+def test_the_engine_says_what_the_device_is_that_has_the_memory(
+    shape: Path, monkeypatch: pytest.MonkeyPatch, engine: str, device: str
+) -> None:
+    monkeypatch.setattr(planned, "inspect_machine", lambda: BARE)
+    shown = weft_plan(str(shape), "--engine", engine, "--memory-gib", "80")
+    assert shown.exit_code == 0, shown.exception
+    assert f"by {engine} on {device}" in shown.output
+
+
 def test_memory_of_another_size_without_a_gpu(shape: Path) -> None:
     model = ModelOptions(model=str(shape), load_format="dummy", image_model="none", device="cpu")
     made = planned.planned(Config(model=model), 16)
