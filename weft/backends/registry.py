@@ -218,13 +218,14 @@ def obstacle(spec: EngineSpec, config: Config | None = None) -> str:
     return ""
 
 
-def why_unavailable(name: str) -> str:
-    """Why an engine cannot be used on this machine; empty: it can. Imports what it stands on, in another process."""
+def why_unavailable(name: str, config: Config | None = None) -> str:
+    """Why an engine cannot be used on this machine, or not with this configuration; empty: it can. Imports what it
+    stands on, in another process."""
     try:
         spec = engine_named(name)
     except ConfigError as error:
         return str(error)
-    return obstacle(spec) or _import_failure(*_modules(spec))
+    return obstacle(spec, config) or _import_failure(*_modules(spec))
 
 
 def check_engine_available(name: str) -> bool:
