@@ -364,14 +364,20 @@ def plan(
         raise typer.Exit(1)
 
 
-@app.command()
-def doctor() -> None:
-    """Show what Weft finds on this machine."""
+@app.command(epilog=EPILOG)
+@configured("model", "backend", "cache", "scheduler", positional_model=True)
+def doctor(config: Config) -> None:
+    """Show what Weft finds on this machine, and what a model that is here would take of its memory.
+
+    Nothing is fetched or loaded. Without MODEL it is the one that a server would have.
+    """
     from rich.table import Table
 
     from weft.backends.doctor import Finding, findings
+    from weft.backends.planned import planned
     from weft.hub.files import home
     from weft.hub.installed import list_models
+    from weft.hub.plan_table import plan_table
 
     names = ", ".join(model.name for model in list_models())
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -383,6 +389,11 @@ def doctor() -> None:
     ):
         table.add_row(finding.name, finding.value, style="" if finding.good else "yellow")
     _console().print(table)
+    _console().print()
+    try:
+        _console().print(plan_table(planned(config)), soft_wrap=True)
+    except WeftError as error:
+        _console().print(f"There is no plan for a model: {error}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
