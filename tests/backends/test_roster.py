@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.frontend.scripted_engine import ScriptedEngine
 from weft.backends.roster import FileRoster
-from weft.config import load
-from weft.errors import ConfigError, ModelError
+from weft.config import Config, load
+from weft.errors import ConfigError, ModelError, OutOfMemory
 from weft.hub.hardware import inspect_machine
 
 GIB = 1 << 30
@@ -80,6 +82,43 @@ def test_what_a_model_needs_is_planned_and_what_is_elsewhere_needs_nothing(tmp_p
     assert asyncio.run(read.need(read.entries["far"], stages.append)).num_bytes == 0
     with pytest.raises(ModelError, match="no-such-model"):
         asyncio.run(read.need(read.entries["none"], stages.append))
+
+
+@pytest.mark.parametrize("idle_models", [0, 1, 2])
+def test_room_is_made_before_the_next_engine_of_a_list_is_tried(
+    tmp_path: Path, add_engine: Callable[..., None], idle_models: int
+) -> None:
+    idle = ["a model"] * idle_models
+    tried: list[str] = []
+
+    async def roomy(config: Config) -> ScriptedEngine:
+        tried.append("roomy")
+        if len(tried) <= 2:
+            raise OutOfMemory(f"{3 - len(tried)} GiB are missing.")
+        return ScriptedEngine()
+
+    async def frugal(config: Config) -> ScriptedEngine:
+        tried.append("frugal")
+        raise OutOfMemory("0.5 GiB are missing.")
+
+    async def make_room(why: str) -> bool:
+        assert "missing" in why
+        return bool(idle and idle.pop())
+
+    add_engine("roomy", roomy)
+    add_engine("frugal", frugal)
+    read = roster(tmp_path, {"a": {"path": "org/a"}}, engine="roomy,frugal", allow_auto_tuning=False)
+
+    async def scenario() -> None:
+        engine = await read.start(read.entries["a"], lambda stage: None, make_room)
+        await engine.close()
+
+    if idle_models == 2:
+        asyncio.run(scenario())
+    else:
+        with pytest.raises(OutOfMemory, match=r"roomy.*missing.*frugal"):
+            asyncio.run(scenario())
+    assert tried == ["roomy"] * (idle_models + 1) + ["frugal"] * (idle_models < 2)
 
 
 def test_a_fault_of_files_that_are_here_is_found_without_loading(tmp_path: Path, tiny_model: Path) -> None:

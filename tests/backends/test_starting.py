@@ -116,6 +116,17 @@ def test_when_none_starts_the_error_lists_them_all(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.usefixtures("engines")
+def test_when_all_that_were_tried_are_short_of_memory_so_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can make room knows then that it helps."""
+    with pytest.raises(OutOfMemory, match=r"too-large: OutOfMemory: It needs 80 GiB.*missing: .*too-large: "):
+        start("too-large,missing,too-large", allow_auto_tuning=False)
+    with pytest.raises(Unavailable, match="too-large"):
+        start("too-large,damaged", allow_auto_tuning=False)
+    with pytest.raises(Unavailable, match="missing"):
+        start("missing,missing")
+
+
+@pytest.mark.usefixtures("engines")
 def test_an_engine_that_was_named_alone_is_that_one_or_none(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ModelError, match="Shard 3"):
         start("damaged")

@@ -16,7 +16,8 @@ from weft.backends.base import BaseEngine
 from weft.backends.loading import Start
 from weft.backends.registry import EngineSpec, obstacle
 from weft.config import Config
-from weft.errors import ConfigError, Unavailable
+from weft.errors import ConfigError, OutOfMemory, Unavailable
+from weft.hub.memory import as_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -73,11 +74,13 @@ async def _start(spec: EngineSpec, config: Config, load: Load[T]) -> T:
 async def start_first(specs: Sequence[EngineSpec], config: Config, load: Load[T]) -> tuple[T, Sequence[EngineSpec]]:
     """The first of these engines that starts, and those that were not tried. One warning tells of all before it.
 
-    Raises Unavailable, with every reason, when none starts; of one engine alone what kept it.
+    Raises, with every reason, when none starts: OutOfMemory where all that were tried were short of memory, or else
+    Unavailable. Of one engine alone it raises what kept it.
     """
     if len(specs) == 1:
         return await start_one(specs[0], config, load), ()
     failed: list[str] = []
+    shortages: list[bool] = []
     for number, spec in enumerate(specs, 1):
         if why := obstacle(spec, config):
             failed.append(f"{spec.name}: {why}")
@@ -86,12 +89,14 @@ async def start_first(specs: Sequence[EngineSpec], config: Config, load: Load[T]
             engine = await _start(spec, config, load)
         except Exception as error:  # noqa: BLE001 - told with the others, whatever it is
             failed.append(f"{spec.name}: {_told(error)}")
+            shortages.append(as_out_of_memory(error) is not None)
             log.info("The engine %s did not start: %s", spec.name, _told(error))
             continue
         if failed:
             log.warning("The engine %s is used; before it were tried: %s.", spec.name, "; ".join(failed))
         return engine, specs[number:]
-    raise Unavailable(f"No engine could be started: {'; '.join(failed)}.")
+    kind = OutOfMemory if shortages and all(shortages) else Unavailable
+    raise kind(f"No engine could be started: {'; '.join(failed)}.")
 
 
 def _told(error: Exception) -> str:
