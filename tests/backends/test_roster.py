@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.backends.remote.peer import ScriptedPeer
 from tests.frontend.scripted_engine import ScriptedEngine
+from tests.tiny_adapters import save_adapter
+from weft.backends import registry
 from weft.backends.roster import FileRoster
 from weft.config import Config, load
 from weft.errors import ConfigError, ModelError, OutOfMemory
@@ -82,6 +85,41 @@ def test_what_a_model_needs_is_planned_and_what_is_elsewhere_needs_nothing(tmp_p
     assert asyncio.run(read.need(read.entries["far"], stages.append)).num_bytes == 0
     with pytest.raises(ModelError, match="no-such-model"):
         asyncio.run(read.need(read.entries["none"], stages.append))
+
+
+def test_a_check_finds_what_would_keep_a_model_from_being_loaded(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "find_spec", lambda package: package)
+    (tmp_path / "empty").mkdir()
+    save_adapter("smollm2", tmp_path / "lora")
+    here = {"path": str(tiny_model), "engine": "native"}
+    models = {
+        "good": here | {"adapters": {"x": "./lora"}},
+        "quantised": here | {"quantization": "awq"},
+        "parallel": here | {"tensor_parallel_size": 4},
+        "tuned": here | {"adapters": {"x": "./empty"}},
+        "threads": here | {"engine": "cpu-vllm", "threads": 3},
+        "far": {"engine": "remote", "engine_url": "http://127.0.0.1:9/v1"},
+    }
+    checked = asyncio.run(roster(tmp_path, models, image_model="none").check())
+    for model, fault in zip(
+        checked,
+        ("", "--quantization cannot be awq", "--tensor-parallel-size cannot be 4", "empty", "--threads", "No server"),
+        strict=True,
+    ):
+        assert fault in model.fault and bool(fault) == bool(model.fault), model
+
+
+def test_a_check_asks_a_server_whether_it_has_the_model(tmp_path: Path) -> None:
+    async def scenario() -> list[str]:
+        async with ScriptedPeer() as peer:
+            far = {"engine": "remote", "engine_url": peer.url}
+            read = roster(tmp_path, {"any": far, "other": far | {"engine_model": "elsewhere"}})
+            return [model.fault for model in await read.check()]
+
+    any_model, other = asyncio.run(scenario())
+    assert not any_model and "has no model 'elsewhere'" in other
 
 
 @pytest.mark.parametrize("idle_models", [0, 1, 2])

@@ -16,8 +16,9 @@ from msgspec import Struct
 from weft import config as configuration
 from weft.backends.asking import Asked
 from weft.backends.base import BaseEngine, InferMetrics
+from weft.backends.checking import check_engine
 from weft.backends.contract import Engine, Terms, not_taken, text_prompt, unknown_adapter
-from weft.backends.hybrid import check_engine, start_engine
+from weft.backends.hybrid import start_engine
 from weft.backends.keywords import LoadWishes, Wishes, load_wishes_of, wishes_of
 from weft.backends.loading import LoadStage, Start, load_safely
 from weft.backends.looped import LoopedEngine

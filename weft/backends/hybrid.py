@@ -29,7 +29,7 @@ from weft.backends.contract import (
     Prompt,
     Terms,
 )
-from weft.backends.loading import check_load, load_safely
+from weft.backends.loading import load_safely
 from weft.backends.registry import EngineSpec, engines_in_order
 from weft.backends.starting import Load, start_first
 from weft.config import Config
@@ -54,15 +54,6 @@ async def start_engine(config: Config, load: Load[Engine] = load_safely) -> Engi
         return engine
     restart = partial(start_first, config=config, load=load)
     return HybridEngine(engine, others, restart, patience_s=config.engine.heartbeat_timeout_s)
-
-
-async def check_engine(config: Config) -> None:
-    """Find, fetch and check the model, for the engine that would be started; load nothing."""
-
-    async def check(start: object, own: Config) -> None:
-        await check_load(own)
-
-    await start_first(engines_in_order(config.backend.engine, config.model.device), config, check)
 
 
 class HybridEngine:

@@ -60,7 +60,7 @@ async def start_native(
     config: Config, files: ModelFiles | None = None, *, launch: Callable[[], LaunchedEngine] = EngineProcess
 ) -> NativeEngine:
     """Load a model and be ready to generate. The engine process and the text room start side by side."""
-    _refuse(config)
+    refuse(config, files)
     if files is None:
         files = await asyncio.to_thread(find_model, config)
     client = EngineClient(config, files, launch)
@@ -75,7 +75,7 @@ async def start_native(
         raise
 
 
-def _refuse(config: Config) -> None:
+def refuse(config: Config, files: ModelFiles | None) -> None:
     """Raise ConfigError for settings of other engines that this one cannot honour."""
     if config.backend.quantization:
         raise ConfigError(

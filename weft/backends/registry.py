@@ -21,6 +21,7 @@ from msgspec import Struct
 from weft.config import Config, nearest
 from weft.errors import ConfigError
 from weft.hub.devices import Accelerator, accelerator
+from weft.hub.files import ModelFiles
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,13 @@ ENTRY_POINTS = "weft.engines"
 IMPORT_TIMEOUT_S = 300.0
 
 Platform = Literal["any", "cuda", "ascend", "cpu"]
+
+
+Refuse = Callable[[Config, ModelFiles], None]
+
+
+def refuse_nothing(config: Config, files: ModelFiles) -> None:
+    pass
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):
@@ -46,6 +54,9 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     """The engine is a server of its own, which --engine-url names: the hardware is there and not here."""
     takes_adapters: bool = False
     """It honours --adapter."""
+    refuse: str | Refuse = refuse_nothing
+    """Raises for settings and files that an engine which holds a model on this machine cannot honour; named as `start`
+    is. Loads nothing."""
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
@@ -66,6 +77,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         EngineSpec(
             name="native",
             start="weft.backends.native:start_native",
+            refuse="weft.backends.native:refuse",
             platform="any",
             about="Weft's own engine, on CPU and CUDA; also called cpu.",
             takes_adapters=True,
@@ -75,6 +87,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         EngineSpec(
             name="cuda-vllm-async",
             start="weft.backends.vllm.start:start_async",
+            refuse="weft.backends.vllm.start:refuse_load",
             platform="cuda",
             about="vLLM's asynchronous engine.",
             requires=("vllm",),
@@ -84,6 +97,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         EngineSpec(
             name="cuda-vllm",
             start="weft.backends.vllm.start:start_sync",
+            refuse="weft.backends.vllm.start:refuse_load",
             platform="cuda",
             about="vLLM's synchronous engine, stepped by a thread of its own.",
             requires=("vllm",),
@@ -93,6 +107,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         EngineSpec(
             name="cpu-vllm",
             start="weft.backends.vllm.start:start_async",
+            refuse="weft.backends.vllm.start:refuse_load",
             platform="cpu",
             about="vLLM's asynchronous engine, built for CPUs.",
             requires=("vllm",),
@@ -102,6 +117,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         EngineSpec(
             name="ascend-vllm",
             start="weft.backends.vllm.start:start_async",
+            refuse="weft.backends.vllm.start:refuse_load",
             platform="ascend",
             about="vLLM with its plugin for Ascend.",
             requires=("vllm", "vllm_ascend"),

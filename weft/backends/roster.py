@@ -8,8 +8,9 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
+from weft.backends.checking import check_engine
 from weft.backends.contract import Engine, MakeRoom, Need, StageReport
-from weft.backends.hybrid import check_engine, start_engine
+from weft.backends.hybrid import start_engine
 from weft.backends.loading import LoadStage, Start, load_safely, plan_safely
 from weft.backends.registry import ALIASES, ORDERED_LIST, engines, engines_in_order, obstacle
 from weft.config import Config, ModelEntry, ModelOptions, nearest

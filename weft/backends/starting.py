@@ -7,14 +7,14 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from msgspec.structs import replace
 
 from weft.backends.adapted import start_adapted
 from weft.backends.base import BaseEngine
 from weft.backends.loading import Start
-from weft.backends.registry import EngineSpec, obstacle
+from weft.backends.registry import EngineSpec, Refuse, obstacle
 from weft.config import Config
 from weft.errors import ConfigError, OutOfMemory, Unavailable
 from weft.hub.memory import as_out_of_memory
@@ -28,20 +28,24 @@ Load = Callable[[Start, Config], Awaitable[T]]
 
 def class_of(spec: EngineSpec) -> type[BaseEngine] | None:
     """Of an engine that keeps the contract for callers that wait, and nothing else. Raises ConfigError."""
-    target = _target_of(spec)
+    target = _imported(spec, spec.start)
     return target if isinstance(target, type) and issubclass(target, BaseEngine) else None
 
 
-def _target_of(spec: EngineSpec) -> object:
-    """What a line of the table names, imported."""
-    target: object = spec.start
+def refusal_of(spec: EngineSpec) -> Refuse:
+    """What raises for settings and files that an engine cannot honour."""
+    return cast(Refuse, _imported(spec, spec.refuse))
+
+
+def _imported(spec: EngineSpec, target: object) -> object:
+    """What a line of the table names."""
     if isinstance(target, str):
         module, _, name = target.partition(":")
         try:
             target = getattr(importlib.import_module(module), name)
         except Exception as error:
             raise ConfigError(
-                f"The engine {spec.name} cannot be imported from {spec.start}: {_told(error)}.",
+                f"The engine {spec.name} cannot be imported from {target}: {_told(error)}.",
                 hint=spec.install and f"Try: {spec.install}",
             ) from error
     return target
@@ -51,7 +55,7 @@ def _start_of(spec: EngineSpec) -> Start:
     engine_class = class_of(spec)
     if engine_class is not None:
         return partial(start_adapted, engine_class)
-    target = _target_of(spec)
+    target = _imported(spec, spec.start)
     if not inspect.iscoroutinefunction(target):
         raise ConfigError(
             f"The engine {spec.name} is named as {spec.start!r}, which is neither a coroutine function from Config to "

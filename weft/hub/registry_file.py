@@ -182,9 +182,7 @@ class _Entry:
                 self._take(str(key), value)
         self._settle_quantization()
         self._check_engine()
-        adapters = {DEFAULT_ADAPTER: self._own["adapter"]} if "adapter" in self._own else {}
-        adapters |= self._own.get("adapters", {})
-        adapters = {name: self._beside_file(folder) for name, folder in adapters.items()}
+        adapters = self._adapters()
         return ModelEntry(
             name=self._path[-1],
             config=self._config(adapters),
@@ -266,6 +264,21 @@ class _Entry:
             for section, values in self._settings.items()
         }
         return replace(self._base, **sections)
+
+    def _adapters(self) -> dict[str, str]:
+        """Directories by name."""
+        adapters: dict[str, str] = {}
+        if "adapter" in self._own:
+            adapters[DEFAULT_ADAPTER] = self._folder(self._own["adapter"], "adapter")
+        for name, path in self._own.get("adapters", {}).items():
+            adapters[name] = self._folder(path, "adapters", name)
+        return adapters
+
+    def _folder(self, path: str, key: str, *keys: str) -> str:
+        found = self._beside_file(path)
+        if not self._is_remote() and not Path(found).expanduser().is_dir():
+            self._notes.wrong((*self._path, self._given[key], *keys), f"{found}: there is no such directory.")
+        return found
 
     def _model(self) -> str:
         """As --model has it."""

@@ -18,6 +18,7 @@ from weft.engine.client import EngineClient
 from weft.errors import ConfigError
 from weft.hub.adapter_files import adapter_paths
 from weft.hub.devices import Accelerator, accelerator
+from weft.hub.files import ModelFiles
 from weft.hub.manager import find_model
 from weft.hub.memory import safe_share
 
@@ -27,14 +28,27 @@ log = logging.getLogger(__name__)
 async def start_async(config: Config) -> VllmEngine:
     """vLLM's asynchronous engine: cuda-vllm-async, ascend-vllm or cpu-vllm, as the configuration or the machine
     says."""
-    kinds = (CUDA_ASYNC, ASCEND, CPU)
-    named = {kind.name: kind for kind in kinds}.get(config.backend.engine)
-    return await _start(config, named or {kind.place: kind for kind in kinds}[_place(config)])
+    return await _start(config, _async_kind(config))
 
 
 async def start_sync(config: Config) -> VllmEngine:
     """vLLM's synchronous engine: cuda-vllm."""
-    return await _start(config, CPU_SYNC if _place(config) == "cpu" else CUDA_SYNC)
+    return await _start(config, _sync_kind(config))
+
+
+def refuse_load(config: Config, files: ModelFiles) -> None:
+    """Raise what starting the engine that the configuration names would refuse."""
+    refuse(config, files, _sync_kind(config) if config.backend.engine == CUDA_SYNC.name else _async_kind(config))
+
+
+def _async_kind(config: Config) -> Kind:
+    kinds = (CUDA_ASYNC, ASCEND, CPU)
+    named = {kind.name: kind for kind in kinds}.get(config.backend.engine)
+    return named or {kind.place: kind for kind in kinds}[_place(config)]
+
+
+def _sync_kind(config: Config) -> Kind:
+    return CPU_SYNC if _place(config) == "cpu" else CUDA_SYNC
 
 
 def _place(config: Config) -> Accelerator:
