@@ -14,6 +14,7 @@ from tests.frontend.scripted_engine import ScriptedEngine
 from weft.backends import create_engine, registry, start_engine
 from weft.backends.contract import Engine
 from weft.backends.hybrid import HybridEngine
+from weft.backends.registry import BUILT_IN
 from weft.config import Config, load
 from weft.errors import ConfigError, ModelError, OutOfMemory, Unavailable
 
@@ -144,6 +145,22 @@ def test_the_native_engine_refuses_what_only_others_can(tiny_model: Path) -> Non
         start("native", model=str(tiny_model), quantization="awq", image_model="none")
     with pytest.raises(ConfigError, match="--tensor-parallel-size cannot be 2"):
         start("native", model=str(tiny_model), tensor_parallel_size=2, image_model="none")
+
+
+def test_only_vllm_runs_code_that_comes_with_a_model(
+    add_engine: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of several, those that do not are passed over."""
+    for name in ("native", "remote"):
+        with pytest.raises(ConfigError, match=f"{name} cannot be used: only vLLM runs code that comes with a model"):
+            start(name, trust_remote_code=True, engine_url="http://localhost:1/v1")
+    add_engine("bold", works, runs_model_code=True)
+    assert start("native,bold", trust_remote_code=True) == ("bold", False)
+    [said] = warnings(caplog)
+    assert "native: only vLLM runs code" in said
+    assert [name for name, spec in BUILT_IN.items() if spec.runs_model_code] == [
+        name for name in BUILT_IN if "vllm" in name
+    ]
 
 
 @pytest.mark.usefixtures("engines")

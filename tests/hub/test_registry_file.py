@@ -226,6 +226,15 @@ def test_lines_are_right_where_values_have_many(tmp_path: Path) -> None:
         read(file)
 
 
+def test_code_of_a_model_is_for_vllm_also_where_the_server_names_the_engine(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text('[models.a]\npath = "a/b"\ntrust_remote_code = true\n')
+    for engine in ("auto", "hybrid", "cuda-vllm", "native,cuda-vllm"):
+        assert read(file, Config(backend=BackendOptions(engine=engine)))["a"].config.backend.trust_remote_code
+    with pytest.raises(ConfigError, match=rf"^{file}:3: only vLLM"):
+        read(file, Config(backend=BackendOptions(engine="native,remote")))
+
+
 def test_without_pyyaml_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models.yaml").write_text("models: {a: {path: x}}")
     monkeypatch.setitem(sys.modules, "yaml", None)

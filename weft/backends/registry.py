@@ -54,6 +54,8 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     """The engine is a server of its own, which --engine-url names: the hardware is there and not here."""
     takes_adapters: bool = False
     """It honours --adapter."""
+    runs_model_code: bool = False
+    """It honours --trust-remote-code."""
     refuse: str | Refuse = refuse_nothing
     """Raises for settings and files that an engine which holds a model on this machine cannot honour; named as `start`
     is. Loads nothing."""
@@ -88,6 +90,7 @@ BUILT_IN: dict[str, EngineSpec] = {
             name="cuda-vllm-async",
             start="weft.backends.vllm.start:start_async",
             refuse="weft.backends.vllm.start:refuse_load",
+            runs_model_code=True,
             platform="cuda",
             about="vLLM's asynchronous engine.",
             requires=("vllm",),
@@ -98,6 +101,7 @@ BUILT_IN: dict[str, EngineSpec] = {
             name="cuda-vllm",
             start="weft.backends.vllm.start:start_sync",
             refuse="weft.backends.vllm.start:refuse_load",
+            runs_model_code=True,
             platform="cuda",
             about="vLLM's synchronous engine, stepped by a thread of its own.",
             requires=("vllm",),
@@ -108,6 +112,7 @@ BUILT_IN: dict[str, EngineSpec] = {
             name="cpu-vllm",
             start="weft.backends.vllm.start:start_async",
             refuse="weft.backends.vllm.start:refuse_load",
+            runs_model_code=True,
             platform="cpu",
             about="vLLM's asynchronous engine, built for CPUs.",
             requires=("vllm",),
@@ -118,6 +123,7 @@ BUILT_IN: dict[str, EngineSpec] = {
             name="ascend-vllm",
             start="weft.backends.vllm.start:start_async",
             refuse="weft.backends.vllm.start:refuse_load",
+            runs_model_code=True,
             platform="ascend",
             about="vLLM with its plugin for Ascend.",
             requires=("vllm", "vllm_ascend"),
@@ -226,6 +232,8 @@ def obstacle(spec: EngineSpec, config: Config | None = None) -> str:
         return "it needs --engine-url"
     if config is not None and config.model.wants_adapters and not spec.takes_adapters:
         return "it takes no LoRA adapters"
+    if config is not None and config.backend.trust_remote_code and not spec.runs_model_code:
+        return "only vLLM runs code that comes with a model (--trust-remote-code)"
     if spec.platform in ("cuda", "ascend") and not spec.needs_url and accelerator() != spec.platform:
         return f"this machine has no {DEVICES[spec.platform]}"
     missing = [package for package in spec.requires if find_spec(package) is None]

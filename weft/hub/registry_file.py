@@ -241,11 +241,12 @@ class _Entry:
 
     def _check_engine(self) -> None:
         backend = self._settings["backend"]
-        names = [name.strip() for name in backend.get("engine", "auto").split(",")]
-        for name in names:
-            if self._engines and name != "auto" and name not in self._engines:
+        names = [name.strip() for name in backend.get("engine", self._base.backend.engine).split(",")]
+        for name in names if self._engines and "engine" in backend else ():
+            if name != "auto" and name not in self._engines:
                 self._wrong("engine", f"there is no engine {name!r}.", nearest(name, self._engines))
-        if backend.get("trust_remote_code") and not any(name == "auto" or "vllm" in name for name in names):
+        may_be_vllm = any(name in ("auto", "hybrid") or "vllm" in name for name in names)
+        if backend.get("trust_remote_code") and not may_be_vllm:
             self._wrong("trust_remote_code", "only vLLM ever runs code that comes with a model.")
 
     def _config(self, adapters: dict[str, str]) -> Config:
