@@ -122,6 +122,20 @@ def test_a_check_asks_a_server_whether_it_has_the_model(tmp_path: Path) -> None:
     assert not any_model and "has no model 'elsewhere'" in other
 
 
+def test_what_the_server_sets_for_models_that_are_here_is_not_said_to_one_that_is_elsewhere(tmp_path: Path) -> None:
+    async def scenario() -> list[str]:
+        async with ScriptedPeer() as peer:
+            far = {"engine": "remote", "engine_url": peer.url}
+            models = {"far": far, "wrong": far | {"max_num_seqs": 3}, "listed": far | {"engine": "remote,native"}}
+            read = roster(tmp_path, models, num_blocks=64, dtype="bfloat16", max_num_seqs=5, max_model_len=100)
+            assert [entry.config.cache.num_blocks for entry in read.entries.values()] == [0, 0, 64]
+            assert read.entries["far"].config.model.max_model_len == 100
+            return [model.fault for model in await read.check()]
+
+    far, wrong, listed = asyncio.run(scenario())
+    assert not far and not listed and "remote does not know --max-num-seqs (3)" in wrong
+
+
 @pytest.mark.parametrize("idle_models", [0, 1, 2])
 def test_room_is_made_before_the_next_engine_of_a_list_is_tried(
     tmp_path: Path, add_engine: Callable[..., None], idle_models: int

@@ -164,6 +164,35 @@ def test_only_vllm_runs_code_that_comes_with_a_model(
 
 
 @pytest.mark.usefixtures("engines")
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"quantization": "awq"}, {"tensor_parallel_size": 2}, {"max_num_seqs": 4}, {"gpu_memory_utilization": 0.5},
+        {"dtype": "bfloat16"}, {"device": "cpu"}, {"threads": 1}, {"enable_prefix_caching": False},
+        {"image_model": "auto/other"}, {"load_format": "dummy"}, {"num_blocks": 9}, {"revision": "abc"},
+    ],
+)  # fmt: skip
+def test_a_server_elsewhere_cannot_honour_what_is_for_a_model_here(setting: dict[str, Any]) -> None:
+    """In a list it is for the engine that can."""
+    far = {"engine_url": "http://localhost:1/v1"}
+    [name] = setting
+    flag = f"--{name.replace('_', '-')}"
+    for names in ("elsewhere", "elsewhere,remote"):
+        with pytest.raises(ConfigError, match=rf"elsewhere does not know {flag} \(.*where the server at --engine-url"):
+            start(names, **far, **setting)
+    assert start("elsewhere,works", **far, **setting) == ("elsewhere", True)
+    assert start("damaged,elsewhere", **far, **setting) == ("elsewhere", False)
+    own = {
+        "image_model": "none",
+        "max_model_len": 9,
+        "tool_style": "none",
+        "start_timeout_s": 5,
+        "stream_chunk_size": 2,
+    }
+    assert start("elsewhere", **far, **own) == ("elsewhere", False)
+
+
+@pytest.mark.usefixtures("engines")
 def test_auto_is_the_order_of_the_machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     order = ("on-cuda", "damaged", "works")
     monkeypatch.setattr(registry, "PREFERENCE", {"cuda": order, "ascend": order, "cpu": ("works-too",)})

@@ -5,8 +5,9 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from weft.backends.adapters import Adapters
+from weft.backends.elsewhere import chosen_engines
 from weft.backends.loading import Start, check_load
-from weft.backends.registry import engine_named, engines_in_order
+from weft.backends.registry import engine_named
 from weft.backends.starting import refusal_of, start_first
 from weft.backends.threads import in_daemon_thread
 from weft.config import Config
@@ -21,7 +22,7 @@ PEER_PATIENCE_S = 10.0
 async def check_engine(config: Config) -> None:
     """Find, fetch and check the model and its adapters, for the engine that would be started, and plan its load; load
     nothing. Raises what would keep it from being loaded."""
-    await start_first(engines_in_order(config.backend.engine, config.model.device), config, _check)
+    await start_first(chosen_engines(config), config, _check)
 
 
 async def _check(start: Start, config: Config) -> None:

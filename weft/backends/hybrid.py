@@ -29,8 +29,9 @@ from weft.backends.contract import (
     Prompt,
     Terms,
 )
+from weft.backends.elsewhere import chosen_engines
 from weft.backends.loading import load_safely
-from weft.backends.registry import EngineSpec, engines_in_order
+from weft.backends.registry import EngineSpec
 from weft.backends.starting import Load, start_first
 from weft.config import Config
 from weft.engine.client import COUNTERS
@@ -48,8 +49,7 @@ TICK_SECONDS = 0.5
 
 async def start_engine(config: Config, load: Load[Engine] = load_safely) -> Engine:
     """The engine that a configuration names: of several in order the first that starts, while the others stand by."""
-    specs = engines_in_order(config.backend.engine, config.model.device)
-    engine, others = await start_first(specs, config, load)
+    engine, others = await start_first(chosen_engines(config), config, load)
     if not others:
         return engine
     restart = partial(start_first, config=config, load=load)

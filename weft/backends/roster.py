@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from weft.backends.checking import check_engine
 from weft.backends.contract import Engine, MakeRoom, Need, StageReport
+from weft.backends.elsewhere import are_elsewhere, without_servers_own
 from weft.backends.hybrid import start_engine
 from weft.backends.loading import LoadStage, Start, load_safely, plan_safely
 from weft.backends.registry import ALIASES, ORDERED_LIST, engines, engines_in_order, obstacle
@@ -58,9 +59,13 @@ class FileRoster:
     def entries(self) -> Mapping[str, ModelEntry]:
         preload = {*self._config.fleet.preload, *self._asked}
         return {
-            name: replace(entry, preload=entry.preload or name in preload)
+            name: replace(entry, config=self._settings_of(entry), preload=entry.preload or name in preload)
             for name, entry in self._registry.entries.items()
         }
+
+    def _settings_of(self, entry: ModelEntry) -> Config:
+        specs = engines_in_order(entry.config.backend.engine, entry.config.model.device)
+        return without_servers_own(entry.config, self._config) if are_elsewhere(specs) else entry.config
 
     @property
     def default(self) -> str:
