@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -58,6 +60,34 @@ def test_mistakes_are_raised(llm: LLM) -> None:
         llm.generate("a", [GREEDY, GREEDY])
     with pytest.raises(ConfigError, match="max_num_seqs"):
         LLM("smollm2", max_num_seq=4)
+
+
+def test_whole_numbers_of_any_kind_are_token_ids(llm: LLM) -> None:
+    [plain] = llm.generate([5, 6, 7], GREEDY)
+    for same in (np.array([5, 6, 7]), np.array([[5, 6, 7]], np.int32), [np.int64(5), 6, np.uint8(7)], [(5, 6, 7)]):
+        [found] = llm.generate(same, GREEDY)
+        assert found.token_ids == plain.token_ids and found.usage.prompt_tokens == 3
+    assert [token for delta in llm.stream(np.array([5, 6, 7]), GREEDY) for token in delta.token_ids] == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "odd"),
+    [
+        ([1, "two", 3.0, 4], "'two' is no token id"),
+        ([1, 3.0], "3.0 is no token id"),
+        ([True, 1], "True is no token id"),
+        ([1, None], "None is no token id"),
+        ([1, {"role": "user", "content": "hi"}], "'role'.* is no token id"),
+        (np.array([[1.5, 2.0]]), "1.5.* is no token id"),
+        ([[{"role": "user", "content": "hi"}, 1]], "1 is no message"),
+        (["hi", 1], "1 is no prompt"),
+        ([None], "None is no prompt"),
+        ([[]], "empty"),
+    ],
+)
+def test_what_is_no_part_of_a_prompt_is_named_and_not_dropped(llm: LLM, prompt: Any, odd: str) -> None:
+    with pytest.raises(InvalidRequest, match=odd):
+        llm.generate(prompt, GREEDY)
 
 
 def test_the_offline_benchmark_counts_real_tokens(tiny_model: Path) -> None:

@@ -10,10 +10,13 @@ with LLM("smollm2") as llm:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
 from weft import config as configuration
 from weft.backends.contract import Prompt as EnginePrompt
@@ -28,8 +31,10 @@ from weft.hub.adapter_files import adapter_settings
 from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.types import Delta, FinishReason, FlowSampler, ModelInfo, SamplingParams, TokenLogprob, Usage
 
-Prompt = str | list[int]
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
+"""Text or token ids."""
 Message = Mapping[str, Any]
+PROMPTS = "a prompt is text, token ids (whole numbers) or messages."
 
 
 class Answer(Struct, frozen=True, kw_only=True):
@@ -44,9 +49,10 @@ class LLM:
     """A model that is loaded and ready. Any setting of `weft serve` is accepted by its name."""
 
     def __init__(self, model: str = "smollm2", *, adapters: Mapping[str, str] | None = None, **settings: Any) -> None:
-        """`adapters`: LoRA directories by the names that `adapter` may say."""
-        named = {"adapter": adapter_settings(adapters)} if adapters else {}
-        config = configuration.load({"model": model, **named, **settings})
+        """`adapters`: LoRA directories by the names that requests give, besides those of the setting `adapter`."""
+        if adapters:
+            settings["adapter"] = [*settings.get("adapter", ()), *adapter_settings(adapters)]
+        config = configuration.load({"model": model, **settings})
         self._looped = LoopedEngine(lambda: start_engine(config))
         self._engine = self._looped.engine
         self._limits = config.limits
@@ -112,7 +118,7 @@ class LLM:
             seed=seed,
             sampler=sampler,
         )
-        job = job_of(wish, self._engine.model, self._engine.tokenizer)
+        job = job_of(wish, self._engine)
         return self._wait(draw(self._engine, job, lambda _: None))
 
     def close(self) -> None:
@@ -127,8 +133,14 @@ class LLM:
     def _prompt_of(self, prompt: Prompt | Sequence[Message]) -> EnginePrompt:
         if isinstance(prompt, str):
             return text_prompt(self._engine, prompt)
-        messages = [part for part in prompt if isinstance(part, Mapping)]
-        return chat_prompt(self._engine, messages) if messages else [t for t in prompt if isinstance(t, int)]
+        if not isinstance(prompt, Iterable):
+            raise InvalidRequest(f"{prompt!r:.200} is no prompt: {PROMPTS}")
+        parts: list[Any] = list(prompt)
+        is_chat = bool(parts) and isinstance(parts[0], Mapping)
+        for part in parts:
+            if not (isinstance(part, Mapping) if is_chat else _is_token_id(part)):
+                raise InvalidRequest(f"{part!r:.200} is no {'message' if is_chat else 'token id'}: {PROMPTS}")
+        return chat_prompt(self._engine, parts) if is_chat else [int(token) for token in parts]
 
     def _answer_all(
         self,
@@ -158,7 +170,11 @@ def _answer(deltas: list[Delta], params: SamplingParams) -> Answer:
     )
 
 
+def _is_token_id(part: object) -> bool:
+    return isinstance(part, Integral) and not isinstance(part, bool)
+
+
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    return list(prompts)

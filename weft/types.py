@@ -7,6 +7,7 @@ from collections.abc import Collection
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from weft.errors import InvalidRequest
 from weft.payloads import GivenTexts
@@ -361,6 +362,26 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     """From an image's admission until its prompts were encoded, of all images together."""
     denoise_seconds: float = 0.0
     """From there to its last step."""
+
+    def with_counters_of(self, past: EngineStats) -> EngineStats:
+        """Counters go on from where they were; gauges are as of now."""
+        return replace(self, **{name: getattr(self, name) + getattr(past, name) for name in COUNTERS})
+
+
+COUNTERS = (
+    "prompt_tokens",
+    "computed_tokens",
+    "generation_tokens",
+    "prefix_queries",
+    "prefix_hits",
+    "preemptions",
+    "steps",
+    "images",
+    "denoise_steps",
+    "encode_seconds",
+    "denoise_seconds",
+)
+"""Fields of EngineStats that only rise. All others are gauges."""
 
 
 class MemoryLedger(Struct, frozen=True, kw_only=True):

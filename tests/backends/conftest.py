@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,17 +12,19 @@ from weft.backends.registry import EngineSpec
 
 
 @pytest.fixture
-def add_engine() -> Iterator[Callable[..., None]]:
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is registered in a test is forgotten after it."""
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+@pytest.fixture
+def add_engine(table: None) -> Callable[..., None]:
     """`add_engine(name, start, **fields)`."""
-    added: list[str] = []
 
     def add(name: str, start: Any, **fields: Any) -> None:
         registry.register(EngineSpec(name=name, start=start, **({"platform": "any", "about": "a test's"} | fields)))
-        added.append(name)
 
-    yield add
-    for name in added:
-        registry.unregister(name)
+    return add
 
 
 @pytest.fixture

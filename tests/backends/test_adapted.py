@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -98,6 +98,50 @@ def test_the_doors_can_serve_it(add_engine: Callable[..., None]) -> None:
             await answer.aclose()
             assert engine.open_requests() == 0 and engine.inner.left.is_set()  # type: ignore[attr-defined]
         assert not engine.health().ready
+
+    asyncio.run(scenario())
+
+
+def test_a_reader_that_is_cancelled_hears_so_and_the_generator_is_closed(add_engine: Callable[..., None]) -> None:
+    """While a thread is in the midst of a chunk."""
+
+    class Slow(Parrot):
+        def __init__(self) -> None:
+            self.begun, self.may_go_on, self.left = threading.Event(), threading.Event(), threading.Event()
+
+        def load_model(self, model_path: str, adapter_path: str | None = None, **kwargs: Any) -> None:
+            self.loaded = model_path
+
+        def infer(self, prompt: str, **kwargs: Any) -> Generator[str, None, None]:
+            try:
+                self.begun.set()
+                assert self.may_go_on.wait(20)
+                yield prompt
+                raise AssertionError("a chunk too many")
+            finally:
+                self.left.set()
+
+    async def cancelled(slow: Slow, reading: Awaitable[object]) -> None:
+        reader = asyncio.ensure_future(reading)
+        await asyncio.to_thread(slow.begun.wait)
+        reader.cancel()
+        await asyncio.sleep(0)
+        slow.may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert slow.left.is_set()
+
+    async def scenario() -> None:
+        slow = Slow()
+        await cancelled(slow, anext(slow.async_infer("a")))
+        add_engine("slow", Slow)
+        engine = await start_engine(load({"engine": "slow", "model": "some/bird"}, env={}))
+        assert isinstance(engine, AdaptedEngine) and isinstance(engine.inner, Slow)
+        answer = await engine.submit("a", SamplingParams())
+        await cancelled(engine.inner, anext(answer))
+        assert engine.open_requests() == 0
+        await answer.aclose()
+        await engine.close()
 
     asyncio.run(scenario())
 

@@ -40,6 +40,17 @@ def test_numbers_are_counted_from_one_and_never_used_again(adapters: Adapters, f
     assert [adapter.name for adapter in adapters] == ["b", "a"]
 
 
+def test_one_that_is_discarded_takes_no_other_of_its_name_along(adapters: Adapters, folder: Path) -> None:
+    first = adapters.add("a", folder)
+    adapters.remove("a")
+    adapters.discard(first)
+    second = adapters.add("a", folder)
+    adapters.discard(first)
+    assert [*adapters] == [second]
+    adapters.discard(second)
+    assert not [*adapters]
+
+
 def test_a_request_has_the_adapter_that_it_names_or_the_default_or_none(adapters: Adapters, folder: Path) -> None:
     named = adapters.add("a", folder)
     assert (adapters.chosen("a"), adapters.chosen(""), adapters.chosen(None)) == (named, None, None)
@@ -130,11 +141,11 @@ def test_the_python_api_names_them(add_engine: Callable[..., None]) -> None:
     engine = ScriptedEngine()
 
     async def start(config: Config) -> Any:
-        assert adapter_paths(config) == {"a": "/a"}
+        assert adapter_paths(config) == {"a": "/a", "b": "/b"}
         return engine
 
     add_engine("with", start, takes_adapters=True)
-    with LLM("m", engine="with", adapters={"a": "/a"}) as llm:
+    with LLM("m", engine="with", adapters={"a": "/a"}, adapter=["b=/b"]) as llm:
         llm.generate("hi", adapter="a")
         llm.chat([{"role": "user", "content": "hi"}], adapter="")
         list(llm.stream("hi", adapter="a"))

@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from msgspec.structs import replace
@@ -20,7 +21,7 @@ from weft.backends.hybrid import HybridEngine, start_engine
 from weft.backends.registry import EngineSpec
 from weft.config import load
 from weft.errors import EngineFault, ModelError, Unavailable
-from weft.types import Adapter, Delta, FinishReason, SamplingParams
+from weft.types import Adapter, Delta, FinishReason, ImageParams, Pooling, SamplingParams
 
 PROMPT = list(QUESTION.encode())
 PLAIN = SamplingParams(max_tokens=200)
@@ -260,6 +261,31 @@ def test_an_error_of_a_living_engine_is_its_own() -> None:
     run(scenario)
 
 
+def test_whatever_is_asked_of_an_engine_that_turns_out_to_be_lost_is_asked_of_the_next() -> None:
+    class Dying(RecitingEngine):
+        async def _die(self, *_: object, **__: object) -> NoReturn:
+            self.state = Health(False, "failed")
+            raise EngineFault("this was too much")
+
+        submit = embed = draw = _die
+
+    image = ImageParams(width=4, height=4, steps=1, guidance_scale=1.0, seed=0)
+    asks: list[Callable[[HybridEngine], Awaitable[object]]] = [
+        lambda engine: engine.submit(PROMPT, PLAIN),
+        lambda engine: engine.embed(PROMPT, Pooling.MEAN, Terms(request_id="mine")),
+        lambda engine: engine.draw(PROMPT, image),
+    ]
+
+    async def scenario() -> None:
+        for ask in asks:
+            third = RecitingEngine("third")
+            async with served(Dying("first"), Dying("second"), third) as engine:
+                await ask(engine)
+                assert len(third.asked) + len(third.embedded) + len(third.drawn) == 1
+
+    run(scenario)
+
+
 def test_closing_ends_what_is_open_and_starts_nothing() -> None:
     async def scenario() -> None:
         second = RecitingEngine("second")
@@ -271,6 +297,71 @@ def test_closing_ends_what_is_open_and_starts_nothing() -> None:
         assert not second.asked and not second.closed
 
     run(scenario)
+
+
+class Clinging(RecitingEngine):
+    """Takes its time with what it is told to `linger` at, and counts how often it is closed."""
+
+    def __init__(self, name: str, linger: str = "", **options: int) -> None:
+        super().__init__(name, **options)
+        self.linger = linger
+        self.at_work = asyncio.Event()
+        self.times_closed = 0
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        await self._work("load")
+        await super().load_adapter(name, path)
+
+    async def close(self) -> None:
+        self.times_closed += 1
+        await self._work("close")
+        await super().close()
+
+    async def _work(self, what: str) -> None:
+        if what == self.linger:
+            self.at_work.set()
+            await asyncio.sleep(0.2)
+
+
+@pytest.mark.parametrize("linger", ["load", "close"])
+def test_closing_during_a_takeover_leaves_no_engine_and_nobody_waiting(linger: str) -> None:
+    async def scenario() -> None:
+        first, second = Clinging("first", linger), Clinging("second", linger)
+        first.adapters = [Adapter(name="own", number=1, path="/own")]
+        async with served(first, second) as engine:
+            first.state = Health(False, "failed")
+            waiting = asyncio.create_task(engine.submit(PROMPT, PLAIN))
+            await (second if linger == "load" else first).at_work.wait()
+        assert first.closed and first.times_closed == 1
+        assert second.times_closed == (1 if linger == "load" else 0), "it was never started"
+        with pytest.raises(Unavailable, match="shutting down"):
+            await waiting
+        await engine.close()
+        assert first.times_closed + second.times_closed == (2 if linger == "load" else 1), "closed is closed"
+
+    run(scenario)
+
+
+def test_an_adapter_that_fails_as_nobody_foresaw_does_not_end_the_takeover(caplog: pytest.LogCaptureFixture) -> None:
+    class Stubborn(RecitingEngine):
+        async def load_adapter(self, name: str, path: str) -> None:
+            raise OSError("the disk is gone")
+
+        async def unload_adapter(self, name: str) -> None:
+            raise RuntimeError("it is stuck")
+
+    async def scenario() -> None:
+        first, second, third = RecitingEngine(dies_after=6), Stubborn("second"), RecitingEngine("third")
+        first.adapters = [Adapter(name="wanted", number=1, path="/wanted")]
+        second.adapters = [Adapter(name="unwanted", number=1, path="/unwanted")]
+        async with served(first, second, third) as engine:
+            assert text_of(await read(engine)) == TEXT
+            second.state = Health(False, "failed")
+            assert text_of(await read(engine)) == TEXT, "the watch goes on"
+            assert engine.name == "third"
+
+    run(scenario)
+    assert "it is stuck" in caplog.text and "the disk is gone" in caplog.text
 
 
 def test_the_native_engine_is_killed_for_good_in_mid_stream(tiny_model: Path) -> None:

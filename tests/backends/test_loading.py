@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -358,6 +359,24 @@ def test_a_check_starts_nothing(llama_8b: Config) -> None:
     with pytest.raises(OutOfMemory):
         asyncio.run(check_load(llama_8b, machine=gpu(10)))
     assert asyncio.run(check_load(ELSEWHERE)) is None
+
+
+def test_a_machine_that_takes_long_to_look_at_holds_up_nobody(llama_8b: Config) -> None:
+    async def check() -> None:
+        looked, goes_on = threading.Event(), threading.Event()
+
+        def machine() -> Machine:
+            looked.set()
+            assert goes_on.wait(5), "the loop stood still"
+            return gpu()()
+
+        checking = asyncio.create_task(check_load(llama_8b, machine=machine))
+        while not looked.is_set():
+            await asyncio.sleep(0.01)
+        goes_on.set()
+        assert await checking is not None
+
+    asyncio.run(check())
 
 
 # A real engine.

@@ -102,3 +102,27 @@ def test_a_load_that_is_given_up_leaves_no_adapter(tiny_model: Path, tmp_path: P
             await engine.close()
 
     asyncio.run(scenario())
+
+
+def test_a_reader_that_fails_harms_nobody_else(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_adapter("smollm2", tmp_path / "adapter")
+
+    def fails(*_: object) -> None:
+        raise MemoryError("not enough of it")
+
+    async def scenario() -> None:
+        engine = await start(tiny_model, {})
+        try:
+            with monkeypatch.context() as broken:
+                broken.setattr("weft.worker.adapters.read_adapter", fails)
+                with pytest.raises(ModelError, match="MemoryError: not enough of it"):
+                    await engine.load_adapter("a", str(folder))
+            assert len(await told(engine)) == 16 and engine.restarts() == 0
+            await engine.load_adapter("a", str(folder))
+            assert len(await told(engine, "a")) == 16
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())

@@ -133,20 +133,18 @@ def test_the_environment_and_the_flag_choose_the_engine() -> None:
     assert load({}, env={"CY_LLM_ENGINE": ""}).backend.engine == "auto"
 
 
+@pytest.mark.usefixtures("table")
 def test_an_engine_can_be_registered_once() -> None:
-    EngineFactory.register("parrot", Parrot, about="Says it again.")
-    try:
-        with pytest.raises(ConfigError, match="already"):
-            EngineFactory.register("parrot", Parrot)
-        EngineFactory.register("parrot", "tests.backends.test_adapted:Parrot", overwrite=True)
-        assert type(create_engine("parrot")).__name__ == "Parrot"
-        for taken in ("native", "cpu", "auto"):
-            with pytest.raises(ConfigError, match="already"):
-                EngineFactory.register(taken, Parrot)
-    finally:
-        registry.unregister("parrot")
     with pytest.raises(ConfigError, match="parrot"):
         create_engine("parrot")
+    EngineFactory.register("parrot", Parrot, about="Says it again.")
+    with pytest.raises(ConfigError, match="already"):
+        EngineFactory.register("parrot", Parrot)
+    EngineFactory.register("parrot", "tests.backends.test_adapted:Parrot", overwrite=True)
+    assert type(create_engine("parrot")).__name__ == "Parrot"
+    for taken in ("native", "cpu", "auto"):
+        with pytest.raises(ConfigError, match="already"):
+            EngineFactory.register(taken, Parrot)
 
 
 @pytest.fixture

@@ -10,7 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.wire import Beat, BrokenFrame, FromEngine, Inbox, Output, Started, frame, output
+from weft.engine.wire import (
+    Abort,
+    Beat,
+    BrokenFrame,
+    FromEngine,
+    Inbox,
+    Output,
+    Shutdown,
+    Started,
+    StartProfile,
+    ToEngine,
+    frame,
+    output,
+    receive_from,
+)
 from weft.types import EngineStats, Event, FinishReason, TokenLogprob
 
 MESSAGES: list[FromEngine] = [
@@ -19,6 +33,7 @@ MESSAGES: list[FromEngine] = [
     Output({"a": 1, "b": 70000}, [Event(request_id="c", token_ids=[5], cached_tokens=0)], EngineStats(running=3)),
     Output({}, [], EngineStats()),
 ]
+NO_MESSAGES = [struct.pack("<I", 2**31), struct.pack("<I", 3) + b"\xc1\xc1\xc1"]
 
 
 async def read_all(inbox: Inbox) -> list[FromEngine]:
@@ -57,7 +72,7 @@ def test_half_a_frame_at_the_end_is_the_end() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("data", [struct.pack("<I", 2**31), struct.pack("<I", 3) + b"\xc1\xc1\xc1"])
+@pytest.mark.parametrize("data", NO_MESSAGES)
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     async def scenario() -> None:
         inbox = Inbox()
@@ -66,6 +81,28 @@ def test_what_is_no_message_is_refused(data: bytes) -> None:
             await inbox.read()
 
     asyncio.run(scenario())
+
+
+def read_to_the_end(data: bytes) -> list[ToEngine]:
+    """As an engine on an event loop does."""
+
+    async def scenario() -> list[ToEngine]:
+        reader, messages = asyncio.StreamReader(), []
+        reader.feed_data(data)
+        reader.feed_eof()
+        while (message := await receive_from(reader)) is not None:
+            messages.append(message)
+        return messages
+
+    return asyncio.run(scenario())
+
+
+def test_an_engine_on_an_event_loop_reads_the_same_frames() -> None:
+    sent = [Abort(["a"]), StartProfile(3, "/folder"), Shutdown()]
+    assert read_to_the_end(b"".join(map(frame, sent)) + frame(Shutdown())[:-1]) == sent
+    for data in NO_MESSAGES:
+        with pytest.raises(BrokenFrame):
+            read_to_the_end(data)
 
 
 def test_only_events_that_tell_of_a_token_alone_are_sent_as_a_token() -> None:

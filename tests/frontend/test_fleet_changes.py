@@ -11,10 +11,11 @@ import pytest
 from msgspec.structs import replace
 from starlette.types import Message
 
-from tests.frontend.fleets import House, entry, house, run
+from tests.frontend.fleets import House, ScriptedRoster, entry, house, run
 from tests.frontend.http import error_of
 from tests.frontend.rpc.calls import Client, answer_to, ask, eventually, text_of
 from tests.frontend.scripted_engine import answer
+from weft.backends.abilities import cannot
 from weft.errors import ModelError
 from weft.frontend import fleet
 from weft.frontend.app import gated_app
@@ -56,6 +57,73 @@ def test_new_names_appear_and_removed_ones_drain_and_go() -> None:
             assert await inside == "xy"
             await eventually(lambda: opened.roster.engines["a"].closed)
             assert 'model_name="a"' not in (await opened.client.get("/metrics")).text
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_server_that_ends_ends_the_models_that_are_going_too(has_begun: bool) -> None:
+    async def scenario() -> None:
+        async with house("a", "b") as opened:
+            opened.roster.scripts["a"] = [Delta(text="x", token_ids=[1]), 60.0]
+            inside = asyncio.create_task(opened.ask("a"))
+            await eventually(lambda: "a" in opened.roster.engines and opened.slot("a").num_inside == 1)
+            going = opened.slot("a")
+            opened.roster.next = {"b": opened.roster.entries["b"]}
+            opened.gate.fleet.reload()
+            if has_begun:
+                await eventually(lambda: going.state == "unloading")
+            await opened.gate.close()
+            assert opened.roster.engines["a"].closed and going.state == "unloaded"
+            inside.cancel()
+            await asyncio.wait({inside})
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("gone", ["a", "b"])
+def test_a_model_that_goes_while_the_server_starts_keeps_nobody_out(gone: str) -> None:
+    def prepare(roster: ScriptedRoster) -> None:
+        for name in ("a", "b"):
+            roster.entries[name] = replace(roster.entries[name], preload=True)
+        roster.gates["a"] = asyncio.Event()
+
+    async def scenario() -> None:
+        async with house("a", "b", "c", prepare=prepare) as opened:
+            assert opened.roster.started == ["a"]
+            opened.roster.next = {name: found for name, found in opened.roster.entries.items() if name != gone}
+            await eventually(lambda: gone not in opened.states())
+            opened.roster.gates["a"].set()
+            await eventually(lambda: opened.gate.fleet.health().ready)
+            assert opened.roster.started == (["a"] if gone == "b" else ["a", "b"])
+            assert await opened.said("c") == "I am c"
+            await eventually(lambda: gone == "b" or opened.roster.engines["a"].closed)
+
+    run(scenario)
+
+
+def test_a_model_that_goes_while_it_is_loaded_anew_is_not_loaded() -> None:
+    async def scenario() -> None:
+        async with house("a", "b") as opened:
+            await opened.said("a")
+            ended = asyncio.Event()
+            engine = opened.roster.engines["a"]
+            close = engine.close
+
+            async def slowly() -> None:
+                await ended.wait()
+                await close()
+
+            engine.close = slowly  # type: ignore[method-assign]
+            going = opened.slot("a")
+            opened.roster.next = {**opened.roster.entries, "a": with_length(opened, "a", 77)}
+            await eventually(lambda: going.state == "unloading")
+            opened.roster.next = {"b": opened.roster.entries["b"]}
+            await eventually(lambda: going.is_gone)
+            ended.set()
+            await eventually(lambda: going.state != "unloading")
+            await asyncio.sleep(0.05)
+            assert opened.roster.started == ["a"] and going.state == "unloaded"
 
     run(scenario)
 
@@ -168,6 +236,27 @@ def test_caches_and_traces_are_of_the_model_that_is_named() -> None:
             assert opened.roster.engines["b"].profiling and not opened.roster.engines["a"].profiling
             await opened.slot("b").unload()
             assert (await post("/admin/profile/stop?model=b", headers=ADMIN)).status_code == 503
+
+    run(scenario)
+
+
+def test_one_model_that_cannot_forget_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with house("a", "b", "c", admin_key=["root"]) as opened:
+            for name in ("a", "b", "c"):
+                await opened.said(name)
+
+            async def reset_cache() -> int:
+                raise cannot("remote", "reset its peer's cache")
+
+            monkeypatch.setattr(opened.roster.engines["b"], "reset_cache", reset_cache)
+            told = await opened.client.post("/admin/cache/reset", headers=ADMIN)
+            reason = "The engine remote cannot reset its peer's cache. `weft engines` lists those that there are."
+            assert told.status_code == 200
+            assert told.json() == {"forgotten_blocks": 14, "refused": {"b": reason}}
+            assert [opened.roster.engines[name].cache_resets for name in ("a", "c")] == [1, 1]
+            named = await opened.client.post("/admin/cache/reset?model=b", headers=ADMIN)
+            assert named.status_code == 501 and "cannot reset" in error_of(named)["message"]
 
     run(scenario)
 

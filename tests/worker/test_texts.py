@@ -187,7 +187,7 @@ def test_there_is_room_for_the_tensors_of_an_image_where_they_are_allowed(
         return worker.limits.image
 
     largest = 2 * 24 * WIDTH * 4
-    assert limits(allowed=False).max_num_images == 50
+    assert limits(allowed=False).max_num_images == 18
     of_images = limits(allowed=True)
-    assert of_images.max_num_images == 49 and of_images.max_given_bytes >= largest
-    assert of_images.max_num_texts == 98 and of_images.text_width == WIDTH
+    assert of_images.max_num_images == 17 and of_images.max_given_bytes >= largest
+    assert of_images.max_num_texts == 34 and of_images.text_width == WIDTH

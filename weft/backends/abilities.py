@@ -33,7 +33,7 @@ class Able(Protocol):
     def abilities(self) -> Abilities: ...
 
 
-class Asked(Struct, frozen=True):
+class FieldRule(Struct, frozen=True):
     """A field of requests: the ability that it needs, and whether these parameters make use of it."""
 
     field: str
@@ -41,22 +41,22 @@ class Asked(Struct, frozen=True):
     by: Callable[[SamplingParams], bool]
 
 
-ASKED = (
-    Asked("seed", "seed", lambda params: params.seed is not None),
-    Asked("presence_penalty", "penalties", lambda params: params.presence_penalty != 0),
-    Asked("frequency_penalty", "penalties", lambda params: params.frequency_penalty != 0),
-    Asked("repetition_penalty", "repetition_penalty", lambda params: params.repetition_penalty != 1),
-    Asked("top_k", "top_k", lambda params: params.top_k != 0),
-    Asked("min_p", "min_p", lambda params: params.min_p != 0),
-    Asked("logit_bias", "logit_bias", lambda params: bool(params.logit_bias)),
-    Asked("logprobs", "logprobs", lambda params: params.logprobs is not None),
-    Asked("prompt_logprobs", "prompt_logprobs", lambda params: params.prompt_logprobs is not None),
-    Asked("stop_token_ids", "stop_tokens", lambda params: bool(params.stop_token_ids)),
-    Asked("min_tokens", "min_tokens", lambda params: params.min_tokens > 0),
-    Asked("ignore_eos", "ignore_eos", lambda params: params.ignore_eos),
-    Asked("include_stop_str_in_output", "stop_in_output", lambda params: params.include_stop_str_in_output),
-    Asked("skip_special_tokens", "special_tokens", lambda params: not params.skip_special_tokens),
-    Asked("structured_outputs", "grammar", lambda params: bool(params.grammar)),
+FIELD_RULES = (
+    FieldRule("seed", "seed", lambda params: params.seed is not None),
+    FieldRule("presence_penalty", "penalties", lambda params: params.presence_penalty != 0),
+    FieldRule("frequency_penalty", "penalties", lambda params: params.frequency_penalty != 0),
+    FieldRule("repetition_penalty", "repetition_penalty", lambda params: params.repetition_penalty != 1),
+    FieldRule("top_k", "top_k", lambda params: params.top_k != 0),
+    FieldRule("min_p", "min_p", lambda params: params.min_p != 0),
+    FieldRule("logit_bias", "logit_bias", lambda params: bool(params.logit_bias)),
+    FieldRule("logprobs", "logprobs", lambda params: params.logprobs is not None),
+    FieldRule("prompt_logprobs", "prompt_logprobs", lambda params: params.prompt_logprobs is not None),
+    FieldRule("stop_token_ids", "stop_tokens", lambda params: bool(params.stop_token_ids)),
+    FieldRule("min_tokens", "min_tokens", lambda params: params.min_tokens > 0),
+    FieldRule("ignore_eos", "ignore_eos", lambda params: params.ignore_eos),
+    FieldRule("include_stop_str_in_output", "stop_in_output", lambda params: params.include_stop_str_in_output),
+    FieldRule("skip_special_tokens", "special_tokens", lambda params: not params.skip_special_tokens),
+    FieldRule("structured_outputs", "grammar", lambda params: bool(params.grammar)),
 )
 
 NEED_TOKENS = frozenset({"logprobs", "prompt_logprobs"})
@@ -64,11 +64,11 @@ NEED_TOKENS = frozenset({"logprobs", "prompt_logprobs"})
 
 def check_abilities(engine: Able, params: SamplingParams, terms: Terms = PLAIN_TERMS) -> None:
     """Raise InvalidRequest for the first thing that this engine does not take."""
-    for asked in ASKED:
-        if asked.by(params) and not getattr(engine.abilities, asked.ability):
-            if asked.field in NEED_TOKENS and not engine.abilities.tokens:
-                raise tokens_unknown(engine.name, asked.field, asked.field)
-            raise not_taken(engine.name, asked.field)
+    for rule in FIELD_RULES:
+        if rule.by(params) and not getattr(engine.abilities, rule.ability):
+            if rule.field in NEED_TOKENS and not engine.abilities.tokens:
+                raise tokens_unknown(engine.name, rule.field, rule.field)
+            raise not_taken(engine.name, rule.field)
     for field, ability in (("priority", "priority"), ("cache_salt", "cache_salt"), ("adapter", "lora")):
         if getattr(terms, field) and not getattr(engine.abilities, ability):
             raise not_taken(engine.name, field)

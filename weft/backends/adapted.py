@@ -66,6 +66,9 @@ class AdaptedDeltas(Deltas):
         except StopAsyncIteration:
             self._end()
             return Delta(finish=FinishReason.STOP)
+        except asyncio.CancelledError:
+            self._end()
+            raise
         except Exception as error:
             self._end()
             log.exception("the engine %s failed", self._engine.name)

@@ -56,6 +56,11 @@ class Adapters:
         """Requests that have begun with it go on."""
         del self._by_name[self._named(name).name]
 
+    def discard(self, adapter: Adapter) -> None:
+        """Remove it, unless it was already, and perhaps another has its name."""
+        if self._by_name.get(adapter.name) is adapter:
+            del self._by_name[adapter.name]
+
     def chosen(self, name: str | None) -> Adapter | None:
         """By the name in a request's terms. Raises InvalidRequest."""
         if name is None:

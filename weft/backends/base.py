@@ -7,6 +7,7 @@ below, only four methods have to be written.
 from __future__ import annotations
 
 import asyncio
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any
@@ -81,12 +82,22 @@ class BaseEngine(ABC):
 
     async def async_infer(self, prompt: str, **kwargs: Any) -> AsyncGenerator[str, None]:
         """`infer` for a caller on an event loop, which goes on meanwhile."""
-        chunks = self.infer(prompt, **kwargs)
+        chunks, in_use = self.infer(prompt, **kwargs), threading.Lock()
+
+        def step() -> str | None:
+            with in_use:
+                return next(chunks, None)
+
+        def end() -> None:
+            with in_use:
+                chunks.close()
+
         try:
-            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            while (chunk := await asyncio.to_thread(step)) is not None:
                 yield chunk
         finally:
-            chunks.close()
+            # A reader that is cancelled leaves a step behind, which ends before the generator can be closed.
+            await asyncio.shield(asyncio.to_thread(end))
 
     def infer_batch(self, prompts: Sequence[str], **kwargs: Any) -> list[str]:
         """Whole answers, in the order of the prompts."""

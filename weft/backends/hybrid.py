@@ -11,9 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
-
-from msgspec.structs import replace
+from typing import Any, TypeVar
 
 from weft.backends.asking import Asked
 from weft.backends.continued import ContinuedDeltas
@@ -34,7 +32,6 @@ from weft.backends.loading import load_safely
 from weft.backends.registry import EngineSpec
 from weft.backends.starting import Load, start_first
 from weft.config import Config
-from weft.engine.client import COUNTERS
 from weft.errors import EngineFault, Unavailable, WeftError
 from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.text.tokenizer import Tokenizer
@@ -42,6 +39,7 @@ from weft.types import Adapter, EngineStats, ImageParams, ModelInfo, Pooling, Sa
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 StartFirst = Callable[[Sequence[EngineSpec]], Awaitable[tuple[Engine, Sequence[EngineSpec]]]]
 
 TICK_SECONDS = 0.5
@@ -71,12 +69,15 @@ class HybridEngine:
         """Why there is no engine any more."""
         self._taking_over = False
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
+        """The end of the engine in use: it comes once, whoever waits for it and whoever gives up waiting."""
         self._patience_s = patience_s
         self._last_well = time.monotonic()
         """When the engine was ready, or on its way to be."""
         self._waiting = 0
         """Requests that wait for the next engine."""
-        self._past = dict.fromkeys(COUNTERS, 0.0)
+        self._past = EngineStats()
+        """What the engines before this one counted."""
         self._past_restarts = 0
         self._look = asyncio.Event()
         self._turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -134,8 +135,7 @@ class HybridEngine:
         return self._engine.health()
 
     def stats(self) -> EngineStats:
-        now = self._engine.stats()
-        return replace(now, **{name: getattr(now, name) + past for name, past in self._past.items()})
+        return self._engine.stats().with_counters_of(self._past)
 
     def restarts(self) -> int:
         return self._engine.restarts() + self._past_restarts
@@ -155,25 +155,12 @@ class HybridEngine:
         markers: Collection[str] = (),
     ) -> ContinuedDeltas:
         asked = Asked(prompt=prompt, params=params, terms=terms, sibling_of=sibling_of, markers=markers)
-        engine = await self._living()
-        try:
-            answer = await asked.submit(engine)
-        except (Unavailable, EngineFault):
-            if not self.lost(engine):
-                raise
-            engine = await self.successor_of(engine)
-            answer = await asked.submit(engine)
+        engine, answer = await self._ask(asked.submit)
         return ContinuedDeltas(self, asked, engine, answer)
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
-        engine = await self._living()
-        try:
-            return await engine.embed(prompt, pooling, terms)
-        except (Unavailable, EngineFault):
-            if not self.lost(engine):
-                raise
-            engine = await self.successor_of(engine)
-            return await engine.embed(prompt, pooling, terms)
+        _, embedding = await self._ask(lambda engine: engine.embed(prompt, pooling, terms))
+        return embedding
 
     async def draw(
         self,
@@ -185,14 +172,16 @@ class HybridEngine:
         additional_information: AdditionalInformation | None = None,
     ) -> ImageUpdates:
         """An image that is under way when its engine is lost ends with an error."""
-        engine = await self._living()
-        return await engine.draw(
-            prompt_token_ids,
-            image,
-            terms,
-            prompt_embeds=prompt_embeds,
-            additional_information=additional_information,
+        _, updates = await self._ask(
+            lambda engine: engine.draw(
+                prompt_token_ids,
+                image,
+                terms,
+                prompt_embeds=prompt_embeds,
+                additional_information=additional_information,
+            )
         )
+        return updates
 
     async def load_adapter(self, name: str, path: str) -> None:
         await self._engine.load_adapter(name, path)
@@ -213,9 +202,10 @@ class HybridEngine:
         self._closed = True
         self._watch.cancel()
         await asyncio.wait([self._watch])
-        if not self._taking_over and not self._failure:
-            await self._engine.close()
         self._end_turn()
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._engine.close())
+        await asyncio.shield(self._closing)
 
     # Succession.
 
@@ -242,9 +232,17 @@ class HybridEngine:
             raise Unavailable(self._failure or "The server is shutting down.")
         return self._engine
 
-    async def _living(self) -> Engine:
+    async def _ask(self, ask: Callable[[Engine], Awaitable[T]]) -> tuple[Engine, T]:
+        """Of the engine in use, or of its successor where it is lost; with the one that answered."""
         engine = self._engine
-        return await self.successor_of(engine) if self.lost(engine) else engine
+        while True:
+            if self.lost(engine):
+                engine = await self.successor_of(engine)
+            try:
+                return engine, await ask(engine)
+            except (Unavailable, EngineFault):
+                if not self.lost(engine):
+                    raise
 
     async def _keep_watch(self) -> None:
         while not self._failure:
@@ -262,24 +260,28 @@ class HybridEngine:
         old = self._engine
         log.error("The engine %s is lost: %s. Another takes over.", old.name, old.health().reason)
         self._taking_over = True
-        counted, restarts = old.stats(), old.restarts()
         try:
-            await old.close()
-        except Exception:
-            log.exception("the lost engine did not close")
+            await self._replace(old)
+        finally:
+            self._taking_over = False
+            self._last_well = time.monotonic()
+            self._end_turn()
+
+    async def _replace(self, old: Engine) -> None:
+        counted, restarts = old.stats(), old.restarts()
+        self._closing = asyncio.create_task(_close_lost(old))
+        await asyncio.shield(self._closing)
         try:
             self._engine, self._others = await self._start_next(old)
         except Exception as error:  # noqa: BLE001 - told to everybody who asks from now on
             log.critical("No engine is left: %s: %s", type(error).__name__, error)
             self._failure = f"There is no engine any more: {error}"
-        else:
-            log.warning("The engine %s has taken over from %s.", self._engine.name, old.name)
-            self._past = {name: past + getattr(counted, name) for name, past in self._past.items()}
-            self._past_restarts += restarts + 1
-            await self._bring_adapters(old.adapters)
-        self._taking_over = False
-        self._last_well = time.monotonic()
-        self._end_turn()
+            return
+        self._closing = None
+        log.warning("The engine %s has taken over from %s.", self._engine.name, old.name)
+        self._past = counted.with_counters_of(self._past)
+        self._past_restarts += restarts + 1
+        await self._bring_adapters(old.adapters)
 
     async def _start_next(self, lost: Engine) -> tuple[Engine, Sequence[EngineSpec]]:
         if not self._others:
@@ -288,17 +290,31 @@ class HybridEngine:
 
     async def _bring_adapters(self, wanted: Collection[Adapter]) -> None:
         """The engine has those that it was configured with; the operator may have changed them since."""
-        for own in {adapter.name for adapter in self._engine.adapters} - {adapter.name for adapter in wanted}:
-            await self._engine.unload_adapter(own)
-        known = {adapter.name for adapter in self._engine.adapters}
+        there, before = {own.name for own in self._engine.adapters}, {adapter.name for adapter in wanted}
+        for name in there - before:
+            await _try_adapter(name, self._engine.unload_adapter(name))
         for adapter in wanted:
-            if adapter.name not in known:
-                try:
-                    await self._engine.load_adapter(adapter.name, adapter.path)
-                except WeftError as error:
-                    log.error("The adapter %s is not there any more: %s", adapter.name, error)
+            if adapter.name not in there:
+                await _try_adapter(adapter.name, self._engine.load_adapter(adapter.name, adapter.path))
 
     def _end_turn(self) -> None:
         """Let those go on who wait for another engine."""
         self._turn.set_result(None)
         self._turn = asyncio.get_running_loop().create_future()
+
+
+async def _close_lost(engine: Engine) -> None:
+    try:
+        await engine.close()
+    except Exception:
+        log.exception("the lost engine did not close")
+
+
+async def _try_adapter(name: str, change: Awaitable[None]) -> None:
+    """An engine with an adapter too many or too few is better than none."""
+    try:
+        await change
+    except WeftError as error:
+        log.error("The adapter %s is not as it was before: %s", name, error)
+    except Exception:
+        log.exception("The adapter %s is not as it was before.", name)

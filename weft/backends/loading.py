@@ -139,7 +139,7 @@ async def _planner(config: Config, watch: _Watch) -> Planner | None:
 
 async def _planned(config: Config, watch: _Watch, machine: Callable[[], Machine]) -> Plan | None:
     planner = await _planner(config, watch)
-    return None if planner is None else planner.plan(config, machine())
+    return None if planner is None else planner.plan(config, await in_daemon_thread(machine))
 
 
 class _Load:

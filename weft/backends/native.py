@@ -7,6 +7,7 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -55,23 +56,37 @@ from weft.types import (
     check_token_ids,
 )
 
+E = TypeVar("E", bound="NativeEngine")
+
 
 async def start_native(
     config: Config, files: ModelFiles | None = None, *, launch: Callable[[], LaunchedEngine] = EngineProcess
 ) -> NativeEngine:
-    """Load a model and be ready to generate. The engine process and the text room start side by side."""
+    """Load a model and be ready to generate."""
     refuse(config, files)
     if files is None:
         files = await asyncio.to_thread(find_model, config)
-    client = EngineClient(config, files, launch)
+    return await open_engine(EngineClient(config, files, launch), NativeEngine)
+
+
+async def open_engine(client: EngineClient, make: Callable[[EngineClient, TextRoom, Adapters], E]) -> E:
+    """Start an engine process and open the text room side by side, and make an engine of both, with the adapters that
+    it is configured with. The first error is raised, at once, and nothing is left behind."""
+    config, files = client.config, client.files
+    starting = asyncio.create_task(client.start())
     opening = asyncio.create_task(asyncio.to_thread(open_text_room, files, config.model))
     try:
-        await client.start()
-        engine = NativeEngine(client, await opening, Adapters(client.model.name, files))
+        # A thread cannot be cancelled: whoever is waits for the room below, to close it.
+        await asyncio.gather(starting, asyncio.shield(opening))
+        engine = make(client, opening.result(), Adapters(client.model.name, files))
         await engine.load_adapters(adapter_paths(config))
         return engine
     except BaseException:
+        starting.cancel()
+        await asyncio.wait([starting, opening])
         await client.close()
+        if opening.exception() is None:
+            opening.result().close()
         raise
 
 
@@ -237,30 +252,14 @@ class NativeEngine:
         sibling_of: str = "",
         markers: Collection[str] = (),
     ) -> NativeDeltas:
-        check_abilities(self, params, terms)
-        request = self._room.request_of(
-            self.model,
-            tokens_of(prompt),
-            params,
-            terms,
-            sibling_of=sibling_of,
-            adapter=self._adapters.chosen(terms.adapter),
-        )
-        if params.grammar and self.client.vocabulary is None:
-            words = await asyncio.to_thread(words_of, self.tokenizer)
-            self.client.vocabulary = Vocabulary(words.tokens, words.special_ids, words.eos_token_ids)
+        request = self._request(prompt, params, terms, sibling_of)
+        if params.grammar:
+            await self._teach_words()
         return NativeDeltas(self.client, request, OutputText(self.tokenizer, request, markers))
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
-        prompt_token_ids = tokens_of(prompt)
         params = SamplingParams(temperature=0, seed=0, max_tokens=1, ignore_eos=True)
-        check_abilities(self, params, terms)
-        request = replace(
-            self._room.request_of(
-                self.model, prompt_token_ids, params, terms, adapter=self._adapters.chosen(terms.adapter)
-            ),
-            pooling=pooling,
-        )
+        request = replace(self._request(prompt, params, terms), pooling=pooling)
         deltas = NativeDeltas(self.client, request, OutputText(self.tokenizer, request))
         try:
             async for delta in deltas:
@@ -310,7 +309,7 @@ class NativeEngine:
 
     async def load_adapter(self, name: str, path: str) -> None:
         """It is tried with one token: an adapter that the engine cannot read is found out here, and by no client."""
-        self._adapters.add(name, await asyncio.to_thread(self._adapters.checked, path))
+        adapter = self._adapters.add(name, await asyncio.to_thread(self._adapters.checked, path))
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
         was_used = False
         try:
@@ -322,7 +321,7 @@ class NativeEngine:
             raise ModelError(f"The engine cannot use the adapter {name}: {error}") from error
         finally:
             if not was_used:
-                self._adapters.remove(name)
+                self._adapters.discard(adapter)
 
     async def unload_adapter(self, name: str) -> None:
         self._adapters.remove(name)
@@ -353,6 +352,20 @@ class NativeEngine:
     async def close(self) -> None:
         await self.client.close()
         self._room.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams, terms: Terms, sibling_of: str = "") -> Request:
+        """As the engine sees it; raises InvalidRequest for what it cannot answer."""
+        check_abilities(self, params, terms)
+        adapter = self._adapters.chosen(terms.adapter)
+        return self._room.request_of(
+            self.model, tokens_of(prompt), params, terms, sibling_of=sibling_of, adapter=adapter
+        )
+
+    async def _teach_words(self) -> None:
+        """Grammars are about text, and the engine has only tokens."""
+        if self.client.vocabulary is None:
+            words = await asyncio.to_thread(words_of, self.tokenizer)
+            self.client.vocabulary = Vocabulary(words.tokens, words.special_ids, words.eos_token_ids)
 
     def _painter_of(self, prompt_token_ids: list[int], image: ImageParams) -> ImageModelInfo:
         """The model that can draw this; raises InvalidRequest when none can."""

@@ -88,7 +88,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="cuda-vllm-async",
-            start="weft.backends.vllm.start:start_async",
+            start="weft.backends.vllm.start:start",
             refuse="weft.backends.vllm.start:refuse_load",
             runs_model_code=True,
             platform="cuda",
@@ -99,7 +99,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="cuda-vllm",
-            start="weft.backends.vllm.start:start_sync",
+            start="weft.backends.vllm.start:start",
             refuse="weft.backends.vllm.start:refuse_load",
             runs_model_code=True,
             platform="cuda",
@@ -110,7 +110,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="cpu-vllm",
-            start="weft.backends.vllm.start:start_async",
+            start="weft.backends.vllm.start:start",
             refuse="weft.backends.vllm.start:refuse_load",
             runs_model_code=True,
             platform="cpu",
@@ -121,7 +121,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="ascend-vllm",
-            start="weft.backends.vllm.start:start_async",
+            start="weft.backends.vllm.start:start",
             refuse="weft.backends.vllm.start:refuse_load",
             runs_model_code=True,
             platform="ascend",
@@ -192,12 +192,6 @@ def register(spec: EngineSpec, *, overwrite: bool = False) -> None:
     if not overwrite and (spec.name in engines() or spec.name in (*ALIASES, *ORDERED_LIST)):
         raise ConfigError(f"There is an engine {spec.name!r} already.", hint="Give overwrite=True to replace it.")
     _registered[spec.name] = spec
-
-
-def unregister(name: str) -> None:
-    """Take back what `register` added."""
-    if _registered.pop(name, None) is None:
-        raise ConfigError(f"No engine {name!r} was registered.", hint=nearest(name, _registered))
 
 
 def engines() -> dict[str, EngineSpec]:

@@ -282,7 +282,7 @@ class _Bench:
         return Served(began=began, chats=all_chats, images=all_images)
 
     def _jobs(self) -> list[ImageJob]:
-        painter, work = drawing_model(self._engine.model), self._work
+        painter, work = drawing_model(self._engine), self._work
         params = ImageParams(
             width=painter.width,
             height=painter.height,

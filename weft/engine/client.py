@@ -106,12 +106,14 @@ class EngineClient:
 
     async def close(self) -> None:
         """Say goodbye first, then wait, then end it. Open requests end as aborted."""
-        self.state = "closed"
+        was_restarting, self.state = self.state == "restarting", "closed"
         self._journal.end_all(FinishReason.ABORT, "The server is shutting down.")
         if self._connection is not None:
             self._connection.send(Shutdown())
         if self._supervision is not None:
-            await self._supervision
+            if was_restarting:
+                self._supervision.cancel()
+            await asyncio.wait({self._supervision})
         elif self._connection is not None:
             await self._bury(self._connection)
 
@@ -207,27 +209,42 @@ class EngineClient:
     # Supervision.
 
     async def _connect(self) -> ModelInfo:
-        """Launch an engine and wait until it is ready."""
-        engine = self._launch()
+        """Launch an engine and wait until it is ready. One that is not waited for to the end is killed."""
+        try:
+            engine = self._launch()
+        except OSError as error:
+            raise EngineFault(f"No process could be started for the engine: {error}.") from error
         transport, inbox = await asyncio.get_running_loop().create_unix_connection(Inbox, sock=engine.socket)
         connection = _Connection(engine, transport, inbox)
         connection.send(Start(self.config, self.files))
         try:
-            async with asyncio.timeout(self.config.engine.start_timeout_s):
-                while not isinstance(message := await inbox.read(), Ready):
-                    if message is None or isinstance(message, Failed):
-                        raise await self._start_error(connection, message)
-        except TimeoutError:
+            said = await self._first_word(inbox)
+        except BaseException:
+            engine.kill()
             await self._bury(connection)
-            raise Unavailable(
-                f"The engine was not ready after {self.config.engine.start_timeout_s:.0f} s.",
-                hint="Give it longer with --start-timeout-s.",
-            ) from None
-        self._connection = connection
-        return message.model
+            raise
+        if isinstance(said, Ready):
+            self._connection = connection
+            return said.model
+        raise self._start_error(said, await self._bury(connection))
 
-    async def _start_error(self, connection: _Connection, said: Failed | None) -> WeftError:
-        end = await self._bury(connection)
+    async def _first_word(self, inbox: Inbox) -> Ready | Failed | None:
+        """Of an engine that starts; None: it ended without one."""
+        limit_s = self.config.engine.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while (said := await inbox.read()) is not None:
+                    if isinstance(said, Ready | Failed):
+                        return said
+                return None
+        except TimeoutError:
+            raise Unavailable(
+                f"The engine was not ready after {limit_s:.0f} s.", hint="Give it longer with --start-timeout-s."
+            ) from None
+        except BrokenFrame as error:
+            raise EngineFault(f"The engine sent what is no message while it started: {error}.") from error
+
+    def _start_error(self, said: Failed | None, end: str) -> WeftError:
         if said is None:
             return EngineFault(f"The engine process ended while it started ({end}).")
         kind = getattr(weft.errors, said.kind, None)
@@ -236,11 +253,25 @@ class EngineClient:
         return EngineFault(f"The engine could not start: {said.kind}: {said.message}")
 
     async def _supervise(self) -> None:
+        try:
+            await self._keep_one_alive()
+        except Exception as error:
+            # Whatever this was, no request may wait for good.
+            log.exception("The engine cannot be looked after any more.")
+            self._give_up(f"its supervision failed: {error}")
+            if self._connection is not None:
+                connection, self._connection = self._connection, None
+                connection.engine.kill()
+                await self._bury(connection)
+
+    async def _keep_one_alive(self) -> None:
         while self._connection is not None:
             connection = self._connection
             watch = asyncio.create_task(self._watch(connection))
-            await self._read_forever(connection)
-            watch.cancel()
+            try:
+                await self._read_forever(connection)
+            finally:
+                watch.cancel()
             self._connection = None
             self._forsake_errands()
             self._past = {name: past + getattr(connection.stats, name) for name, past in self._past.items()}
@@ -266,7 +297,7 @@ class EngineClient:
                         connection.failure = f"a step took more than {self.config.engine.step_timeout_s:.0f} s"
                         return
                     case Done(number=number) if number in self._errands:
-                        self._errands.pop(number).set_result(message)
+                        _answer(self._errands.pop(number), message)
                     case Failed(kind=kind, message=text):
                         connection.failure = f"{kind}: {text}"
         except BrokenFrame as error:
@@ -274,7 +305,7 @@ class EngineClient:
 
     def _forsake_errands(self) -> None:
         for answer in self._errands.values():
-            answer.set_exception(Unavailable("The engine ended before it was done."))
+            _answer(answer, Unavailable("The engine ended before it was done."))
         self._errands.clear()
 
     def _deliver(self, output: Output) -> None:
@@ -339,8 +370,22 @@ class EngineClient:
     async def _bury(self, connection: _Connection) -> str:
         """Make sure that an engine is gone, and say how it ended."""
         connection.transport.close()
-        end = await asyncio.to_thread(connection.engine.wait, SHUTDOWN_SECONDS)
+        try:
+            end = await asyncio.to_thread(connection.engine.wait, SHUTDOWN_SECONDS)
+        except asyncio.CancelledError:
+            connection.engine.kill()
+            raise
         if end is None:
             connection.engine.kill()
             end = await asyncio.to_thread(connection.engine.wait, SHUTDOWN_SECONDS)
         return end or "it could not be ended"
+
+
+def _answer(waiting: asyncio.Future[Done], told: Done | Unavailable) -> None:
+    """Unless whoever waited has gone."""
+    if waiting.done():
+        return
+    if isinstance(told, Done):
+        waiting.set_result(told)
+    else:
+        waiting.set_exception(told)

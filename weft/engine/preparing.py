@@ -3,13 +3,16 @@ that is being read. Others go on meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple
 
 from weft.errors import InvalidRequest, ModelError
 from weft.types import Request
 from weft.worker.runner import Runner
+
+log = logging.getLogger(__name__)
 
 
 class Waiting(NamedTuple):
@@ -55,15 +58,25 @@ class Preparing:
             request = waiting.request
             if not all(need.done() for need in waiting.needs) or (is_full and request.adapter is not None):
                 continue
-            error = ""
-            try:
-                for need in waiting.needs:
-                    need.result()
-                if request.adapter is not None and waiting.adapter is not None:
-                    weights = waiting.adapter.result()
+            error = _failure(waiting.needs)
+            if not error and request.adapter is not None and waiting.adapter is not None:
+                weights = waiting.adapter.result()
+                try:
                     is_full = not self._runner.adapters.place(request.adapter, weights, adapters_in_use())
-            except (InvalidRequest, ModelError) as refused:
-                error = refused.message
+                except ModelError as refused:
+                    error = refused.message
             if error or not is_full or request.adapter is None:
                 del self._waiting[request.request_id]
                 yield request, error
+
+
+def _failure(needs: Sequence[Future[Any]]) -> str:
+    """Why one of these cannot be had; empty: all can. Threads made them, so the engine is well whatever happened."""
+    for need in needs:
+        error = need.exception()
+        if isinstance(error, InvalidRequest | ModelError):
+            return error.message
+        if error is not None:
+            log.error("What a request needs could not be made.", exc_info=error)
+            return f"What it needs could not be made: {type(error).__name__}: {error}"
+    return ""

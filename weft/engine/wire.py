@@ -172,6 +172,16 @@ def receive(sock: socket.socket) -> ToEngine | None:
     return _decoded(_to_engine, body)
 
 
+async def receive_from(reader: asyncio.StreamReader) -> ToEngine | None:
+    """The same, for an engine on an event loop."""
+    try:
+        head = await reader.readexactly(_LENGTH.size)
+        body = await reader.readexactly(_length(head))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+    return _decoded(_to_engine, body)
+
+
 class Inbox(asyncio.Protocol):
     """The api process's side: what the engine sends. It has one reader."""
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 from fastapi import FastAPI, Request, Response
 from msgspec import Struct
 
-from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, Unavailable
+from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, Unavailable, WeftError
 from weft.frontend.body import parse, read_body
 from weft.frontend.errors import Conflict, NoRequest
 from weft.frontend.gate import DRAINING, Gate, Seat
@@ -52,6 +52,12 @@ class OpenRequest(Struct, frozen=True, kw_only=True):
     age_s: float
     tokens: int
     """Generated so far."""
+
+
+class CacheReset(Struct, frozen=True, omit_defaults=True):
+    forgotten_blocks: int
+    refused: dict[str, str] = {}
+    """Why models did not, by their names."""
 
 
 def add_admin(app: FastAPI, gate: Gate) -> None:
@@ -97,9 +103,17 @@ def _add_requests(app: FastAPI, gate: Gate) -> None:
 def _add_engine(app: FastAPI, gate: Gate) -> None:
     @app.post("/admin/cache/reset", include_in_schema=False)
     async def reset_cache(model: str = "") -> Response:
-        """Of all loaded models, unless one is named."""
-        services = [_service(gate, model)] if model else gate.fleet.services()
-        return JsonResponse({"forgotten_blocks": sum([await service.engine.reset_cache() for service in services])})
+        """Of the model that is named, or of all loaded ones that can."""
+        if model:
+            return JsonResponse(CacheReset(await _service(gate, model).engine.reset_cache()))
+        num_blocks = 0
+        refused: dict[str, str] = {}
+        for service in gate.fleet.services():
+            try:
+                num_blocks += await service.engine.reset_cache()
+            except WeftError as error:
+                refused[service.model_name] = str(error)
+        return JsonResponse(CacheReset(num_blocks, refused))
 
     @app.post("/admin/profile/start", include_in_schema=False)
     async def start_profile(model: str = "") -> Response:

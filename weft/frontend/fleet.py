@@ -143,11 +143,13 @@ class Fleet:
         self._has_started = True
 
     async def close(self) -> None:
+        # Taken now: the tasks that end here forget what they were letting go.
+        slots = self._all_slots()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        await asyncio.gather(*(slot.close() for slot in self._all_slots()))
+        await asyncio.gather(*(slot.close() for slot in slots))
 
     async def load(self, slot: Slot) -> None:
         """Raises what keeps it from being loaded, or that it takes too long."""
@@ -179,7 +181,7 @@ class Fleet:
     def _take_in(self, entries: Mapping[str, ModelEntry]) -> None:
         """Names that are gone drain and go; new ones appear; what has changed is loaded anew when it is idle."""
         for name in self._slots.keys() - entries.keys():
-            self._background(self._let_go(self._slots.pop(name)))
+            self._let_go(self._slots.pop(name))
         for name, entry in entries.items():
             slot = self._slots.get(name)
             if slot is None:
@@ -189,9 +191,12 @@ class Fleet:
                 slot.forgive()
         self._slots = {name: self._slots[name] for name in entries}
 
-    async def _let_go(self, slot: Slot) -> None:
+    def _let_go(self, slot: Slot) -> None:
         slot.is_gone = True
         self._going.add(slot)
+        self._background(self._unloaded(slot))
+
+    async def _unloaded(self, slot: Slot) -> None:
         try:
             await slot.unload()
         finally:
@@ -206,7 +211,7 @@ class Fleet:
         slot.begin()
         try:
             await self.load(slot)
-        except Unavailable as error:
+        except (ModelNotFound, Unavailable) as error:
             log.warning("the server starts without the model %s: %s", slot.name, error)
 
     async def _load(self, slot: Slot) -> Service:

@@ -193,8 +193,8 @@ class Slot:
         self.draws = painter.name if painter is not None else ""
 
     def begin(self) -> None:
-        """Load it, unless that is being done, it is there, or it failed a short while ago."""
-        if not self.is_open and self._task is None and not self._is_backing_off:
+        """Load it, unless that is being done, it is there, it is gone, or it failed a short while ago."""
+        if not self.is_gone and not self.is_open and self._task is None and not self._is_backing_off:
             self._begun()
 
     def forgive(self) -> None:

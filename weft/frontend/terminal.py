@@ -69,7 +69,7 @@ def check_image_file(path: Path) -> None:
 
 async def draw_image(engine: Engine, wish: Wish, path: Path, console: Console) -> None:
     """Draw it with a bar that tells how far it is, write it, and say where it is."""
-    job = job_of(wish, engine.model, engine.tokenizer)
+    job = job_of(wish, engine)
     params = job.images[0]
     began = time.perf_counter()
     columns = (TextColumn("drawing"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())

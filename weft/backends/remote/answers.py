@@ -106,7 +106,7 @@ class TokenAnswer:
         if choice.token_ids is None and choice.text:
             raise Lost("it does not tell the ids of its tokens: a newer version may, or leave --tokenizer away")
         ids = choice.token_ids or []
-        finish, error = finish_of(choice.finish_reason)
+        finish, error = finish_named(choice.finish_reason)
         self._peer_ended = finish is not None
         stop_at = next((i for i, token in enumerate(ids) if token in self._stops), None)
         if stop_at is not None:
@@ -178,7 +178,7 @@ class TextAnswer:
     def _shown(
         self, delta: Delta, is_something: bool, reason: str | None, stop_reason: str | int | None
     ) -> Delta | None:
-        finish, error = finish_of(reason)
+        finish, error = finish_named(reason)
         if finish is not None and self._last is None:
             self._last = replace(delta, finish=finish, error=error, stop_reason=stop_reason)
             return None
@@ -240,7 +240,7 @@ class Calls:
         return pieces
 
 
-def finish_of(reason: str | None) -> tuple[FinishReason | None, str]:
+def finish_named(reason: str | None) -> tuple[FinishReason | None, str]:
     """How an answer ended, and what is wrong with that."""
     if reason is None:
         return None, ""

@@ -31,7 +31,7 @@ MAX_REFUSAL_BYTES = 1 << 20
 IDLE_CONNECTIONS = 100
 
 
-class Answer(Struct, frozen=True):
+class Reply(Struct, frozen=True):
     """In one piece."""
 
     status: int
@@ -78,7 +78,7 @@ class Line:
             raise
         return EventStream(response)
 
-    async def ask(self, path: str, body: Body | None = None, *, timeout_s: float = ASK_S) -> Answer:
+    async def ask(self, path: str, body: Body | None = None, *, timeout_s: float = ASK_S) -> Reply:
         """The answer in one piece, whatever its status. `path` begins with a slash for what stands outside of the
         interface. Raises Lost and RequestTimeout."""
         try:
@@ -92,7 +92,7 @@ class Line:
             raise RequestTimeout(f"The remote engine did not answer in {timeout_s:g} s.") from error
         except httpx.HTTPError as error:
             raise _lost(error) from error
-        return Answer(response.status_code, content, response.headers)
+        return Reply(response.status_code, content, response.headers)
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -11,7 +11,7 @@ from weft.backends.remote.chunks import PeerModel, PeerModels, read
 from weft.backends.remote.engine import Peer, RemoteEngine
 from weft.backends.remote.faults import KEY_REFUSED, Lost, error_of
 from weft.backends.remote.kinds import BY_ENGINE, Kind, kind_of
-from weft.backends.remote.line import Answer, Line
+from weft.backends.remote.line import Line, Reply
 from weft.backends.text_room import TextRoom, open_text_room
 from weft.config import Config
 from weft.errors import ConfigError, RequestTimeout, Unavailable
@@ -55,7 +55,7 @@ async def start(config: Config) -> Engine:
     return RemoteEngine(name, line, peer, model, room)
 
 
-async def _models(line: Line, patience_s: float) -> Answer:
+async def _models(line: Line, patience_s: float) -> Reply:
     """The list of the peer's models. One that is starting is waited for."""
     deadline = time.monotonic() + patience_s
     while True:
@@ -70,7 +70,7 @@ async def _models(line: Line, patience_s: float) -> Answer:
         await asyncio.sleep(POLL_S)
 
 
-def _chosen(listed: Answer, wanted: str, line: Line) -> PeerModel:
+def _chosen(listed: Reply, wanted: str, line: Line) -> PeerModel:
     if listed.status in KEY_REFUSED:
         raise ConfigError(f"The server at {line.shown} refuses the key.", hint="Set --engine-api-key.")
     if listed.status == 404 and wanted:

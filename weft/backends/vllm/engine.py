@@ -4,20 +4,18 @@ native engine: the client that supervises, the journal that resumes, the text ma
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from msgspec.structs import replace
 
-from weft.backends.abilities import cannot, check_abilities
+from weft.backends.abilities import cannot
 from weft.backends.adapters import Adapters
-from weft.backends.contract import PLAIN_TERMS, Abilities, Embedding, Prompt, Terms, tokens_of
-from weft.backends.native import NativeDeltas, NativeEngine
+from weft.backends.contract import PLAIN_TERMS, Abilities, Embedding, Prompt, Terms
+from weft.backends.native import NativeEngine, NativeImageUpdates
 from weft.backends.text_room import TextRoom
 from weft.backends.vllm.kinds import Kind
 from weft.engine.client import EngineClient
 from weft.errors import InvalidRequest
-from weft.text.output import OutputText
-from weft.types import Pooling, SamplingParams
+from weft.payloads import AdditionalInformation, PromptEmbeds
+from weft.types import ImageParams, Pooling, Request, SamplingParams
 
 ABILITIES = Abilities(embeddings=False, images=False)
 """Forms where the tokenizer is known, and LoRA where vLLM was started with room for adapters."""
@@ -39,30 +37,27 @@ class VllmEngine(NativeEngine):
         self.name = kind.name
         self.abilities = replace(ABILITIES, grammar=has_grammars, lora=takes_adapters)
 
-    async def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        sibling_of: str = "",
-        markers: Collection[str] = (),
-    ) -> NativeDeltas:
-        check_abilities(self, params, terms)
-        request = self._room.request_of(
-            self.model,
-            tokens_of(prompt),
-            params,
-            terms,
-            sibling_of=sibling_of,
-            adapter=self._adapters.chosen(terms.adapter),
-        )
-        # A seed that nobody asked for is left to vLLM: it samples requests with seeds one by one.
-        request = replace(request, params=replace(request.params, seed=params.seed))
-        return NativeDeltas(self.client, request, OutputText(self.tokenizer, request, markers))
+    def _request(self, prompt: Prompt, params: SamplingParams, terms: Terms, sibling_of: str = "") -> Request:
+        """A seed that nobody asked for is left to vLLM: it samples requests with seeds one by one."""
+        request = super()._request(prompt, params, terms, sibling_of)
+        return replace(request, params=replace(request.params, seed=params.seed))
+
+    async def _teach_words(self) -> None:
+        """vLLM reads the tokenizer itself."""
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         raise cannot(self.name, "embed")
+
+    async def draw(
+        self,
+        prompt_token_ids: list[int],
+        image: ImageParams,
+        terms: Terms = PLAIN_TERMS,
+        *,
+        prompt_embeds: PromptEmbeds | None = None,
+        additional_information: AdditionalInformation | None = None,
+    ) -> NativeImageUpdates:
+        raise cannot(self.name, "draw images")
 
     async def load_adapter(self, name: str, path: str) -> None:
         if not self.abilities.lora:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec.structs import replace
-
 from weft.hub.planning import Plan
 from weft.types import EngineStats, MemoryLedger, ModelInfo
 
@@ -33,18 +31,7 @@ class Figures:
 
     def __init__(self) -> None:
         self._num_blocks = 0
-        self._counts = dict.fromkeys(
-            (
-                "prompt_tokens",
-                "computed_tokens",
-                "generation_tokens",
-                "prefix_queries",
-                "prefix_hits",
-                "preemptions",
-                "steps",
-            ),
-            0,
-        )
+        self._counted = EngineStats()
         self._running = 0
         self._usage = 0.0
 
@@ -56,18 +43,24 @@ class Figures:
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        counts = self._counts
         if scheduler_stats is not None:
             self._running, self._usage = scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage
-            counts["prefix_queries"] += scheduler_stats.prefix_cache_stats.queries
-            counts["prefix_hits"] += scheduler_stats.prefix_cache_stats.hits
+            prefixes = scheduler_stats.prefix_cache_stats
+            self._count(EngineStats(prefix_queries=prefixes.queries, prefix_hits=prefixes.hits))
         if iteration_stats is not None:
             prompts, generated = iteration_stats.prompt_token_stats, iteration_stats.num_generation_tokens
-            counts["prompt_tokens"] += prompts.total
-            counts["computed_tokens"] += prompts.computed + generated
-            counts["generation_tokens"] += generated
-            counts["preemptions"] += iteration_stats.num_preempted_reqs
-            counts["steps"] += 1
+            self._count(
+                EngineStats(
+                    prompt_tokens=prompts.total,
+                    computed_tokens=prompts.computed + generated,
+                    generation_tokens=generated,
+                    preemptions=iteration_stats.num_preempted_reqs,
+                    steps=1,
+                )
+            )
+
+    def _count(self, more: EngineStats) -> None:
+        self._counted = more.with_counters_of(self._counted)
 
     def log(self) -> None:
         """Weft's own doors tell what was recorded."""
@@ -83,4 +76,4 @@ class Figures:
             blocks_total=self._num_blocks,
             blocks_used=round(usage * self._num_blocks),
         )
-        return replace(now, **self._counts)
+        return now.with_counters_of(self._counted)

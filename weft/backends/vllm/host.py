@@ -33,7 +33,6 @@ from weft.backends.vllm.desk import Desk
 from weft.backends.vllm.figures import Figures, model_info
 from weft.backends.vllm.group import end_group
 from weft.backends.vllm.kinds import Kind, Orders
-from weft.backends.vllm.messages import read
 from weft.config import Config
 from weft.engine.wire import (
     Abort,
@@ -50,6 +49,7 @@ from weft.engine.wire import (
     Submit,
     frame,
     receive,
+    receive_from,
 )
 from weft.errors import ConfigError, EngineFault, OutOfMemory, WeftError
 from weft.hub.hardware import inspect_machine, oom_kills
@@ -183,7 +183,7 @@ def _load(vllm_config: Any, figures: Figures, desk: Desk, kind: Kind, causes: Pa
 
 
 async def _listen(reader: asyncio.StreamReader, driver: Driver, desk: Desk) -> None:
-    while (message := await read(reader)) is not None:
+    while (message := await receive_from(reader)) is not None:
         match message:
             case Submit(requests=requests):
                 desk.accept(requests)
@@ -195,6 +195,8 @@ async def _listen(reader: asyncio.StreamReader, driver: Driver, desk: Desk) -> N
                 return
             case ResetCache() | StartProfile() | StopProfile():
                 desk.send(await _errand(message, driver))
+            case _:
+                raise EngineFault(f"vLLM was sent a message that is not for it: {type(message).__name__}.")
 
 
 async def _errand(errand: Errand, driver: Driver) -> Done:

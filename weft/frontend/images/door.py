@@ -64,7 +64,7 @@ class ImagesExchange(Response):
 async def _order(body: bytes, seat: Seat) -> Order:
     request = await parse(ImagesRequest, body, seat.config.limits)
     service = await seat.choose_painter(request.model)
-    check_image_model(request.model, service.model_name, service.engine.model)
+    check_image_model(request.model, service.model_name, service.engine)
     check_priority(request.priority)
     embeds, information = await tensors_of(request, service.limits)
     width, height = sides(request.size)

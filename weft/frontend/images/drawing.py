@@ -152,7 +152,7 @@ class Drawing:
         if self._service.traces is not None:
             self._service.traces.record(
                 Outcome(
-                    model=drawing_model(self._service.engine.model).name,
+                    model=drawing_model(self._service.engine).name,
                     request_id=self._seat.request_id,
                     tenant=self._seat.tenant,
                     choices=len(self._stopwatches),

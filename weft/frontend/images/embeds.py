@@ -16,11 +16,10 @@ from weft.payloads import AdditionalInformation, InfoEntry, PromptEmbeds, Tensor
 
 async def job_from(wish: Wish, service: Service, *, cache_salt: str = "", priority: int = 0) -> ImageJob:
     """As `job_of`."""
-    model, tokenizer = service.engine.model, service.engine.tokenizer
     if wish.prompt_embeds is None and wish.additional_information is None:
-        return job_of(wish, model, tokenizer, cache_salt=cache_salt, priority=priority)
+        return job_of(wish, service.engine, cache_salt=cache_salt, priority=priority)
     # To look at every value takes a while: the streams of others go on meanwhile.
-    return await asyncio.to_thread(job_of, wish, model, tokenizer, cache_salt=cache_salt, priority=priority)
+    return await asyncio.to_thread(job_of, wish, service.engine, cache_salt=cache_salt, priority=priority)
 
 
 async def tensors_of(

@@ -9,6 +9,7 @@ from typing import get_args
 from msgspec import Struct
 from msgspec.structs import replace
 
+from weft.backends.contract import Engine
 from weft.config import LimitOptions
 from weft.errors import InvalidRequest, ModelNotFound
 from weft.frontend.job import nth_seed
@@ -21,7 +22,7 @@ from weft.payloads import (
     given_texts,
 )
 from weft.text.tokenizer import Tokenizer
-from weft.types import MAX_IMAGE_TEXT, FlowSampler, ImageModelInfo, ImageParams, ModelInfo
+from weft.types import MAX_IMAGE_TEXT, FlowSampler, ImageModelInfo, ImageParams
 
 MAX_PROMPT_CHARS = MAX_IMAGE_TEXT
 MAX_IMAGES = 10
@@ -87,20 +88,22 @@ def sampler_named(name: str) -> FlowSampler:
     raise InvalidRequest(f"sampler is {name!r:.40}; it must be one of {', '.join(known)}.", param="sampler")
 
 
-def drawing_model(model: ModelInfo) -> ImageModelInfo:
-    if model.images is None:
-        raise InvalidRequest(
-            f"{model.name} writes text, and no model that draws images is loaded beside it.",
-            hint="The operator's setting is --image-model; Weft's own goes with the language model smollm2.",
-            param="model",
-        )
-    return model.images
+def drawing_model(engine: Engine) -> ImageModelInfo:
+    if (painter := engine.model.images) is not None:
+        return painter
+    raise InvalidRequest(
+        f"{engine.model.name} writes text, and no model that draws images is loaded beside it.",
+        hint="The operator's setting is --image-model; Weft's own goes with the language model smollm2."
+        if engine.abilities.images
+        else f"The engine {engine.name} draws none. The operator's setting is --engine: native does.",
+        param="model",
+    )
 
 
-def check_image_model(name: str | None, served_name: str, model: ModelInfo) -> None:
+def check_image_model(name: str | None, served_name: str, engine: Engine) -> None:
     """Raise unless this is the model that draws, and not the one beside it, which is served under its own name; None
     always is."""
-    painter = drawing_model(model)
+    painter = drawing_model(engine)
     if name in (None, painter.name):
         return
     hint = f"This server draws with {painter.name!r}."
@@ -120,9 +123,9 @@ def check_allowed(limits: LimitOptions, *, prompt_embeds: object, additional_inf
             )
 
 
-def job_of(wish: Wish, model: ModelInfo, tokenizer: Tokenizer, *, cache_salt: str = "", priority: int = 0) -> ImageJob:
+def job_of(wish: Wish, engine: Engine, *, cache_salt: str = "", priority: int = 0) -> ImageJob:
     """Every default resolved; raises InvalidRequest for what this model does not draw. Tensors take it a while."""
-    painter = drawing_model(model)
+    painter, tokenizer = drawing_model(engine), engine.tokenizer
     guidance = painter.guidance_scale if wish.guidance_scale is None else wish.guidance_scale
     _check_negative(wish.negative_prompt, "negative_prompt", guidance)
     given = given_texts(wish.prompt_embeds, wish.additional_information, known=painter.information)

@@ -74,7 +74,7 @@ class ImageCall:
 async def image_job(request: GenerateImageRequest, service: Service) -> ImageJob:
     """The request as the engine understands it; raises what is wrong with it."""
     name = None if request.model_id in SERVED_MODEL else request.model_id
-    check_image_model(name, service.model_name, service.engine.model)
+    check_image_model(name, service.model_name, service.engine)
     embeds = PromptEmbeds(**_parts(request.prompt_embeds)) if request.HasField("prompt_embeds") else None
     information = _information(request.additional_information) if request.additional_information else None
     check_allowed(service.limits, prompt_embeds=embeds, additional_information=information)

@@ -1,0 +1,137 @@
+"""A client whose engines cannot be started, are slow to start, or say what nobody understands: it ends every request,
+and leaves no engine behind."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+
+from tests.engine.stand_in import StandIn, StandIns
+from tests.engine.test_client import FILES, client_of, request, until
+from weft.config import load
+from weft.engine.client import EngineClient
+from weft.engine.launch import EngineProcess
+from weft.engine.wire import Done, Output, ResetCache, frame
+from weft.errors import EngineFault
+from weft.types import EngineStats, FinishReason
+
+SILENT = "import socket, sys, time; socket.socket(fileno=int(sys.argv[1])); time.sleep(60)"
+"""It holds its end open, and never looks at it."""
+
+
+class SilentEngine(EngineProcess):
+    def __init__(self) -> None:
+        super().__init__((sys.executable, "-c", SILENT))
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+
+def test_where_no_process_can_be_started_requests_end() -> None:
+    launch = StandIns()
+
+    def once() -> StandIn:
+        if launch.launched:
+            raise BlockingIOError("Resource temporarily unavailable")
+        return launch()
+
+    async def scenario() -> None:
+        client = EngineClient(load(env={}), FILES, once)
+        await client.start()
+        entry = client.submit(request("a"))
+        launch.launched[0].kill()
+        await until(lambda: client.state == "failed")
+        [event] = entry.take()
+        assert not isinstance(event, int) and event.finish is FinishReason.ERROR
+        assert client.num_open == 0
+        await asyncio.wait_for(client.close(), 10)
+
+    asyncio.run(scenario())
+
+
+def test_an_unforeseen_error_ends_requests_and_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: EngineClient, output: object) -> None:
+        raise RuntimeError("unforeseen")
+
+    async def scenario() -> None:
+        launch = StandIns()
+        async with client_of(launch) as client:
+            client.submit(request("a"))
+            monkeypatch.setattr(EngineClient, "_deliver", fails)
+            launch.launched[0].send(Output({}, [], EngineStats()))
+            await until(lambda: client.state == "failed" and client.num_open == 0)
+            await asyncio.to_thread(launch.launched[0]._thread.join, 10)
+            assert not launch.launched[0]._thread.is_alive()
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_for_somebody_who_has_gone_harms_nothing() -> None:
+    async def scenario() -> None:
+        launch = StandIns()
+        async with client_of(launch) as client:
+            asked = asyncio.create_task(client.send_on(ResetCache))
+            await asyncio.sleep(0)
+            # The answer arrives in the turn of the loop in which the caller is cancelled.
+            assert client._connection is not None
+            client._connection.inbox.data_received(frame(Done(1, "0")))
+            asked.cancel()
+            await asyncio.wait({asked})
+            again = asyncio.create_task(client.send_on(ResetCache))
+            await asyncio.sleep(0)
+            launch.launched[0].send(Done(2, "7"))
+            assert await asyncio.wait_for(again, 10) == "7"
+
+    asyncio.run(scenario())
+
+
+def test_a_start_that_is_called_off_leaves_no_process() -> None:
+    launched: list[SilentEngine] = []
+
+    def launch() -> SilentEngine:
+        launched.append(SilentEngine())
+        return launched[-1]
+
+    async def scenario() -> None:
+        client = EngineClient(load(env={}), FILES, launch)
+        starting = asyncio.create_task(client.start())
+        await until(lambda: bool(launched))
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(starting, 10)
+        assert launched[0].has_ended
+
+    asyncio.run(scenario())
+
+
+def test_a_close_waits_for_no_engine_that_is_still_starting() -> None:
+    launched: list[StandIn | SilentEngine] = []
+
+    def launch() -> StandIn | SilentEngine:
+        launched.append(SilentEngine() if launched else StandIn())
+        return launched[-1]
+
+    async def scenario() -> None:
+        client = EngineClient(load(env={}), FILES, launch)
+        await client.start()
+        launched[0].kill()
+        await until(lambda: len(launched) == 2)
+        await asyncio.wait_for(client.close(), 10)
+        [_, second] = launched
+        assert isinstance(second, SilentEngine) and second.has_ended
+        assert client.state == "closed"
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_speaks_another_language_is_refused() -> None:
+    class Babbler(StandIn):
+        def _read_forever(self) -> None:
+            self._theirs.sendall(b"\x03\x00\x00\x00???")
+            super()._read_forever()
+
+    with pytest.raises(EngineFault, match="no message"):
+        asyncio.run(EngineClient(load(env={}), FILES, Babbler).start())
