@@ -12,7 +12,7 @@ import typer
 
 from weft import __version__
 from weft.config import Config, Setting, load, settings
-from weft.errors import ConfigError, WeftError
+from weft.errors import ConfigError, Unavailable, WeftError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -315,20 +315,20 @@ def engines() -> None:
     """List the engines, which of them can be used on this machine, and which is taken when none is named."""
     from rich.table import Table
 
-    from weft.backends import list_engines
-    from weft.backends.factory import default_order
+    from weft.backends import EngineFactory, list_engines
 
     table = Table("name", "platform", "available", box=None, pad_edge=False)
     table.add_column("what it is", overflow="fold")
-    listed = list_engines()
-    for engine in listed:
+    for engine in list_engines():
         yes = "with --engine-url" if engine.needs_url else "yes"
         available = yes if engine.available else f"no: {engine.why_not}"
         table.add_row(engine.name, engine.platform, available, engine.about, style="" if engine.available else "dim")
     _console().print(table)
-    usable = {engine.name for engine in listed if engine.available}
-    taken = next((name for name in default_order() if name in usable), "none of these can be used here")
-    _console().print(f"\nWithout --engine: {taken}")
+    try:
+        taken = EngineFactory.auto_detect()
+    except Unavailable as error:
+        taken = f"none. {error}"
+    _console().print(f"\nWithout --engine: {taken}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -364,14 +364,20 @@ def plan(
         raise typer.Exit(1)
 
 
-@app.command()
-def doctor() -> None:
-    """Show what Weft finds on this machine."""
+@app.command(epilog=EPILOG)
+@configured("model", "backend", "cache", "scheduler", positional_model=True)
+def doctor(config: Config) -> None:
+    """Show what Weft finds on this machine, and what a model that is here would take of its memory.
+
+    Nothing is fetched or loaded. Without MODEL it is the one that a server would have.
+    """
     from rich.table import Table
 
     from weft.backends.doctor import Finding, findings
+    from weft.backends.planned import planned
     from weft.hub.files import home
     from weft.hub.installed import list_models
+    from weft.hub.plan_table import plan_table
 
     names = ", ".join(model.name for model in list_models())
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -383,6 +389,11 @@ def doctor() -> None:
     ):
         table.add_row(finding.name, finding.value, style="" if finding.good else "yellow")
     _console().print(table)
+    _console().print()
+    try:
+        _console().print(plan_table(planned(config)), soft_wrap=True)
+    except WeftError as error:
+        _console().print(f"There is no plan for a model: {error}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -70,7 +70,7 @@ def test_every_engine_is_told_with_why_it_cannot_be_used(monkeypatch: pytest.Mon
     assert found["engine native"] == "can be used" and found["engine odd"] == "odd is not installed"
 
 
-# weft plan.
+# weft plan, and the plan that weft doctor shows.
 
 
 @pytest.fixture
@@ -85,6 +85,33 @@ def shape(tmp_path: Path) -> Path:
 
 def weft_plan(*arguments: str) -> Any:
     return CliRunner().invoke(cli.app, ["plan", "--load-format", "dummy", "--image-model", "none", *arguments])
+
+
+def test_the_doctor_shows_the_plan_of_a_model_that_is_here(shape: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned, "inspect_machine", lambda: BARE)
+    named = CliRunner().invoke(cli.app, ["doctor", str(shape), "--load-format", "dummy", "--image-model", "none"])
+    assert named.exit_code == 0, named.exception
+    for words in (
+        "python",
+        "engine native",
+        "by native on CPU, 4 cores",
+        "largest context of one request: 8192 tokens",
+    ):
+        assert words in named.output
+    monkeypatch.setenv("WEFT_MODEL", str(shape))
+    monkeypatch.setenv("WEFT_LOAD_FORMAT", "dummy")
+    assert "tokens side by side" in CliRunner().invoke(cli.app, ["doctor"]).output
+
+
+@pytest.mark.parametrize("arguments", [[], ["org/absent"], ["--engine", "remote"]])
+def test_a_model_that_is_not_here_is_no_failure_of_the_doctors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    """And nothing is fetched for it."""
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path))
+    shown = CliRunner().invoke(cli.app, ["doctor", *arguments])
+    assert shown.exit_code == 0, shown.exception
+    assert "There is no plan for a model: " in shown.output and not [*tmp_path.iterdir()]
 
 
 def test_a_plan_is_shown_for_a_machine_that_is_elsewhere(shape: Path) -> None:
@@ -105,6 +132,19 @@ def test_the_engine_is_the_one_that_was_asked_for(shape: Path) -> None:
     assert made.engine == "cuda-vllm"
     with pytest.raises(ConfigError, match="nothing to plan"):
         planned.planned(Config(model=model, backend=BackendOptions(engine="remote")), 80)
+
+
+@pytest.mark.parametrize(
+    ("engine", "device"),
+    [("cuda-vllm-async", "a GPU of 80 GiB"), ("ascend-vllm", "an NPU of 80 GiB"), ("cpu-vllm", "CPU, 4 cores")],
+)
+def test_the_engine_says_what_the_device_is_that_has_the_memory(
+    shape: Path, monkeypatch: pytest.MonkeyPatch, engine: str, device: str
+) -> None:
+    monkeypatch.setattr(planned, "inspect_machine", lambda: BARE)
+    shown = weft_plan(str(shape), "--engine", engine, "--memory-gib", "80")
+    assert shown.exit_code == 0, shown.exception
+    assert f"by {engine} on {device}" in shown.output
 
 
 def test_memory_of_another_size_without_a_gpu(shape: Path) -> None:

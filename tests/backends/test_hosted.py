@@ -445,6 +445,12 @@ def test_a_load_in_the_background(stage: Stage) -> None:
     assert engine.get_model_info()["is_loaded"] is False
 
 
+def test_a_check_leaves_the_model_in_use_alone(stage: Stage, engine: BaseEngine) -> None:
+    engine.load_model("other/model", load_mode="check_only")
+    assert engine.health_check() and "".join(engine.infer("hi")) == "Hello, world"
+    assert len(stage.configs) == 1
+
+
 def test_the_environment_chooses_where_the_caller_does_not(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CY_LLM_ENGINE", "scripted")
     engine = create_engine()

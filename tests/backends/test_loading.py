@@ -133,16 +133,16 @@ def test_it_is_tried_with_less_until_it_fits(llama_8b: Config, caplog: pytest.Lo
     ]
     assert tried == [
         (0.75, 0, 0),
-        (0.9, 0, 0),
-        (0.9, 65536, 0),
-        (0.9, 32768, 0),
-        (0.9, 16384, 0),
-        (0.9, 16384, 128),
+        (0.65, 0, 0),
+        (0.65, 65536, 0),
+        (0.65, 32768, 0),
+        (0.65, 16384, 0),
+        (0.65, 16384, 128),
     ]
     assert engine.config is starter.tried[-1]
     told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("It is tried")]
     assert told[-1] == (
-        "It is tried with less: --max-model-len 16384 --gpu-memory-utilization 0.9 --max-num-seqs 128 "
+        "It is tried with less: --max-model-len 16384 --gpu-memory-utilization 0.65 --max-num-seqs 128 "
         "--max-num-batched-tokens 4096"
     )
     assert caplog.text.count("It does not fit (") == 5 and "(as asked): Too much." in caplog.text
@@ -209,7 +209,7 @@ def test_without_auto_tuning_an_engine_that_is_short_is_not_asked_again(llama_8b
     starter = Starter(lambda config: False)
     with pytest.raises(OutOfMemory, match="Too much") as caught:
         load(starter, untuned(llama_8b), machine=gpu())
-    assert len(starter.tried) == 1 and "--gpu-memory-utilization 0.9" in caught.value.hint
+    assert len(starter.tried) == 1 and caught.value.hint == "By the plan these fit: --gpu-memory-utilization 0.65."
 
 
 # By type, not by words.

@@ -219,6 +219,21 @@ def test_the_command_lists_them() -> None:
         assert "--engine-url" in CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "300"}).output
 
 
+def test_an_engine_that_would_not_be_taken_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is here, but a server without a URL would not start it."""
+    monkeypatch.setenv("WEFT_ENGINE", "remote")
+    with pytest.raises(Unavailable, match="remote: it needs --engine-url"):
+        EngineFactory.auto_detect()
+    assert (
+        "Without --engine: none. No engine can be used here: remote:" in CliRunner().invoke(cli.app, "engines").output
+    )
+    monkeypatch.setenv("WEFT_ENGINE", "remote,native")
+    assert EngineFactory.auto_detect() == "native"
+    assert "Without --engine: native" in CliRunner().invoke(cli.app, "engines").output
+    monkeypatch.setenv("WEFT_ENGINE_URL", "http://localhost:1/v1")
+    assert EngineFactory.auto_detect() == "remote"
+
+
 def test_a_name_that_is_not_there_is_two_lines_and_exit_code_2() -> None:
     done = weft_command("generate", "hi", "--engine", "nvidia")
     assert done.returncode == 2

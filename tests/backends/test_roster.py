@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.backends.remote.peer import ScriptedPeer
+from tests.frontend.scripted_engine import ScriptedEngine
+from tests.tiny_adapters import save_adapter
+from weft.backends import registry
 from weft.backends.roster import FileRoster
-from weft.config import load
-from weft.errors import ConfigError, ModelError
+from weft.config import Config, load
+from weft.errors import ConfigError, ModelError, OutOfMemory
 from weft.hub.hardware import inspect_machine
 
 GIB = 1 << 30
@@ -80,6 +85,92 @@ def test_what_a_model_needs_is_planned_and_what_is_elsewhere_needs_nothing(tmp_p
     assert asyncio.run(read.need(read.entries["far"], stages.append)).num_bytes == 0
     with pytest.raises(ModelError, match="no-such-model"):
         asyncio.run(read.need(read.entries["none"], stages.append))
+
+
+def test_a_check_finds_what_would_keep_a_model_from_being_loaded(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "find_spec", lambda package: package)
+    (tmp_path / "empty").mkdir()
+    save_adapter("smollm2", tmp_path / "lora")
+    here = {"path": str(tiny_model), "engine": "native"}
+    models = {
+        "good": here | {"adapters": {"x": "./lora"}},
+        "quantised": here | {"quantization": "awq"},
+        "parallel": here | {"tensor_parallel_size": 4},
+        "tuned": here | {"adapters": {"x": "./empty"}},
+        "threads": here | {"engine": "cpu-vllm", "threads": 3},
+        "far": {"engine": "remote", "engine_url": "http://127.0.0.1:9/v1"},
+    }
+    checked = asyncio.run(roster(tmp_path, models, image_model="none").check())
+    for model, fault in zip(
+        checked,
+        ("", "--quantization cannot be awq", "--tensor-parallel-size cannot be 4", "empty", "--threads", "No server"),
+        strict=True,
+    ):
+        assert fault in model.fault and bool(fault) == bool(model.fault), model
+
+
+def test_a_check_asks_a_server_whether_it_has_the_model(tmp_path: Path) -> None:
+    async def scenario() -> list[str]:
+        async with ScriptedPeer() as peer:
+            far = {"engine": "remote", "engine_url": peer.url}
+            read = roster(tmp_path, {"any": far, "other": far | {"engine_model": "elsewhere"}})
+            return [model.fault for model in await read.check()]
+
+    any_model, other = asyncio.run(scenario())
+    assert not any_model and "has no model 'elsewhere'" in other
+
+
+def test_what_the_server_sets_for_models_that_are_here_is_not_said_to_one_that_is_elsewhere(tmp_path: Path) -> None:
+    async def scenario() -> list[str]:
+        async with ScriptedPeer() as peer:
+            far = {"engine": "remote", "engine_url": peer.url}
+            models = {"far": far, "wrong": far | {"max_num_seqs": 3}, "listed": far | {"engine": "remote,native"}}
+            read = roster(tmp_path, models, num_blocks=64, dtype="bfloat16", max_num_seqs=5, max_model_len=100)
+            assert [entry.config.cache.num_blocks for entry in read.entries.values()] == [0, 0, 64]
+            assert read.entries["far"].config.model.max_model_len == 100
+            return [model.fault for model in await read.check()]
+
+    far, wrong, listed = asyncio.run(scenario())
+    assert not far and not listed and "remote does not know --max-num-seqs (3)" in wrong
+
+
+@pytest.mark.parametrize("idle_models", [0, 1, 2])
+def test_room_is_made_before_the_next_engine_of_a_list_is_tried(
+    tmp_path: Path, add_engine: Callable[..., None], idle_models: int
+) -> None:
+    idle = ["a model"] * idle_models
+    tried: list[str] = []
+
+    async def roomy(config: Config) -> ScriptedEngine:
+        tried.append("roomy")
+        if len(tried) <= 2:
+            raise OutOfMemory(f"{3 - len(tried)} GiB are missing.")
+        return ScriptedEngine()
+
+    async def frugal(config: Config) -> ScriptedEngine:
+        tried.append("frugal")
+        raise OutOfMemory("0.5 GiB are missing.")
+
+    async def make_room(why: str) -> bool:
+        assert "missing" in why
+        return bool(idle and idle.pop())
+
+    add_engine("roomy", roomy)
+    add_engine("frugal", frugal)
+    read = roster(tmp_path, {"a": {"path": "org/a"}}, engine="roomy,frugal", allow_auto_tuning=False)
+
+    async def scenario() -> None:
+        engine = await read.start(read.entries["a"], lambda stage: None, make_room)
+        await engine.close()
+
+    if idle_models == 2:
+        asyncio.run(scenario())
+    else:
+        with pytest.raises(OutOfMemory, match=r"roomy.*missing.*frugal"):
+            asyncio.run(scenario())
+    assert tried == ["roomy"] * (idle_models + 1) + ["frugal"] * (idle_models < 2)
 
 
 def test_a_fault_of_files_that_are_here_is_found_without_loading(tmp_path: Path, tiny_model: Path) -> None:

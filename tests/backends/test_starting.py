@@ -14,6 +14,7 @@ from tests.frontend.scripted_engine import ScriptedEngine
 from weft.backends import create_engine, registry, start_engine
 from weft.backends.contract import Engine
 from weft.backends.hybrid import HybridEngine
+from weft.backends.registry import BUILT_IN
 from weft.config import Config, load
 from weft.errors import ConfigError, ModelError, OutOfMemory, Unavailable
 
@@ -116,6 +117,17 @@ def test_when_none_starts_the_error_lists_them_all(caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.usefixtures("engines")
+def test_when_all_that_were_tried_are_short_of_memory_so_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can make room knows then that it helps."""
+    with pytest.raises(OutOfMemory, match=r"too-large: OutOfMemory: It needs 80 GiB.*missing: .*too-large: "):
+        start("too-large,missing,too-large", allow_auto_tuning=False)
+    with pytest.raises(Unavailable, match="too-large"):
+        start("too-large,damaged", allow_auto_tuning=False)
+    with pytest.raises(Unavailable, match="missing"):
+        start("missing,missing")
+
+
+@pytest.mark.usefixtures("engines")
 def test_an_engine_that_was_named_alone_is_that_one_or_none(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ModelError, match="Shard 3"):
         start("damaged")
@@ -133,6 +145,51 @@ def test_the_native_engine_refuses_what_only_others_can(tiny_model: Path) -> Non
         start("native", model=str(tiny_model), quantization="awq", image_model="none")
     with pytest.raises(ConfigError, match="--tensor-parallel-size cannot be 2"):
         start("native", model=str(tiny_model), tensor_parallel_size=2, image_model="none")
+
+
+def test_only_vllm_runs_code_that_comes_with_a_model(
+    add_engine: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of several, those that do not are passed over."""
+    for name in ("native", "remote"):
+        with pytest.raises(ConfigError, match=f"{name} cannot be used: only vLLM runs code that comes with a model"):
+            start(name, trust_remote_code=True, engine_url="http://localhost:1/v1")
+    add_engine("bold", works, runs_model_code=True)
+    assert start("native,bold", trust_remote_code=True) == ("bold", False)
+    [said] = warnings(caplog)
+    assert "native: only vLLM runs code" in said
+    assert [name for name, spec in BUILT_IN.items() if spec.runs_model_code] == [
+        name for name in BUILT_IN if "vllm" in name
+    ]
+
+
+@pytest.mark.usefixtures("engines")
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"quantization": "awq"}, {"tensor_parallel_size": 2}, {"max_num_seqs": 4}, {"gpu_memory_utilization": 0.5},
+        {"dtype": "bfloat16"}, {"device": "cpu"}, {"threads": 1}, {"enable_prefix_caching": False},
+        {"image_model": "auto/other"}, {"load_format": "dummy"}, {"num_blocks": 9}, {"revision": "abc"},
+    ],
+)  # fmt: skip
+def test_a_server_elsewhere_cannot_honour_what_is_for_a_model_here(setting: dict[str, Any]) -> None:
+    """In a list it is for the engine that can."""
+    far = {"engine_url": "http://localhost:1/v1"}
+    [name] = setting
+    flag = f"--{name.replace('_', '-')}"
+    for names in ("elsewhere", "elsewhere,remote"):
+        with pytest.raises(ConfigError, match=rf"elsewhere does not know {flag} \(.*where the server at --engine-url"):
+            start(names, **far, **setting)
+    assert start("elsewhere,works", **far, **setting) == ("elsewhere", True)
+    assert start("damaged,elsewhere", **far, **setting) == ("elsewhere", False)
+    own = {
+        "image_model": "none",
+        "max_model_len": 9,
+        "tool_style": "none",
+        "start_timeout_s": 5,
+        "stream_chunk_size": 2,
+    }
+    assert start("elsewhere", **far, **own) == ("elsewhere", False)
 
 
 @pytest.mark.usefixtures("engines")

@@ -84,8 +84,9 @@ def peer(tiny_model: Path) -> Iterator[TinyServer]:
 
 def generate(model: Path, engine: str, *flags: str, path: Path) -> subprocess.CompletedProcess[str]:
     words = ("generate", "hi", "--raw", "--max-tokens", "4", "--temperature", "0", "--model", str(model))
+    small = () if engine == "remote" else ("--num-blocks", "64")
     return subprocess.run(
-        [sys.executable, "-m", "weft", *words, "--num-blocks", "64", "--engine", engine, *flags],
+        [sys.executable, "-m", "weft", *words, *small, "--engine", engine, *flags],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(path), *sys.path]), "COLUMNS": "200"},
         capture_output=True,
         encoding="utf-8",

@@ -11,9 +11,9 @@ import httpx
 from msgspec.structs import replace
 
 from tests.frontend.scripted_engine import ScriptedEngine, answer
-from weft.backends.contract import Engine, Need, StageReport
+from weft.backends.contract import Engine, MakeRoom, Need, StageReport
 from weft.config import Config, ModelEntry, load
-from weft.errors import ConfigError
+from weft.errors import ConfigError, OutOfMemory
 from weft.frontend.app import gated_app
 from weft.frontend.gate import Gate
 from weft.frontend.slot import Slot
@@ -38,6 +38,7 @@ class ScriptedRoster:
         self.scripts: dict[str, Any] = {}
         self.started: list[str] = []
         self.engines: dict[str, ScriptedEngine] = {}
+        self.make_room: dict[str, MakeRoom] = {}
         self.next: dict[str, ModelEntry] | None = None
         """What the file says when it is read again."""
         self.is_broken = False
@@ -61,14 +62,17 @@ class ScriptedRoster:
     async def need(self, entry: ModelEntry, report: StageReport) -> Need:
         return self.needs.get(entry.name, Need())
 
-    async def start(self, entry: ModelEntry, report: StageReport) -> Engine:
+    async def start(self, entry: ModelEntry, report: StageReport, make_room: MakeRoom) -> Engine:
         name = entry.name
         self.started.append(name)
+        self.make_room[name] = make_room
         report("load")
         if name in self.gates:
             await self.gates[name].wait()
-        if name in self.faults:
-            raise self.faults[name]
+        if fault := self.faults.get(name):
+            if isinstance(fault, OutOfMemory) and await make_room(fault.message):
+                return await self.start(entry, report, make_room)
+            raise fault
         engine = ScriptedEngine(self.scripts.get(name, answer(f"I am {name}")))
         engine.model = replace(engine.model, name=name)
         self.engines[name] = engine

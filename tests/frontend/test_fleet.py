@@ -285,6 +285,18 @@ def test_a_load_that_runs_out_of_memory_unloads_idle_models_and_goes_on() -> Non
     run(scenario)
 
 
+def test_a_model_whose_next_engine_takes_over_does_not_make_room_by_going_itself() -> None:
+    async def scenario() -> None:
+        async with house("a", "b") as opened:
+            await opened.said("a")
+            assert not await opened.roster.make_room["a"]("1 GiB is missing")
+            await opened.said("b")
+            assert await opened.roster.make_room["a"]("1 GiB is missing")
+            assert opened.states() == {"a": "loaded", "b": "unloaded"}
+
+    run(scenario)
+
+
 def test_the_house_is_ready_when_what_it_preloads_is() -> None:
     def prepare(roster: ScriptedRoster) -> None:
         roster.entries["a"] = replace(roster.entries["a"], preload=True)

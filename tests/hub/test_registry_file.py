@@ -69,17 +69,19 @@ def test_an_entry_is_the_servers_configuration_with_its_settings_over_it(tmp_pat
 
 
 def test_adapters_paths_and_the_way_of_loading(tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
-    file = tmp_path / "models.toml"
+    loras, home = tmp_path / "loras", tmp_path / "home"
+    for folder in (home / "base", loras / "legal"):
+        folder.mkdir(parents=True)
+    file = home / "models.toml"
     file.write_text(
-        '[models.a]\npath = "./base"\nadapter = "../lora"\nload_mode = "async_load"\n'
-        '[models.a.adapters]\nlegal = "/loras/legal"\n'
+        '[models.a]\npath = "./base"\nadapter = "../loras"\nload_mode = "async_load"\n'
+        f'[models.a.adapters]\nlegal = "{loras}/legal"\n'
         '[models.b]\npath = "org/name"\ntrust_remote_code = true\nengine = "cuda-vllm,native"\n'
         '[models.c]\nengine = "remote"\nengine_url = "http://peer/v1"\n'
     )
     entries = read(file)
-    assert entries["a"].config.model.model == str(tmp_path / "base")
-    assert entries["a"].adapters == {"default": str(tmp_path.parent / "lora"), "legal": "/loras/legal"}
+    assert entries["a"].config.model.model == str(home / "base")
+    assert entries["a"].adapters == {"default": str(loras), "legal": f"{loras}/legal"}
     assert [entry.load_mode for entry in entries.values()] == ["async_load", "check_and_load", "check_and_load"]
     assert [entry.config.backend.trust_remote_code for entry in entries.values()] == [False, True, False]
 
@@ -91,7 +93,7 @@ def test_the_source_systems_keys_are_understood(tmp_path: Path, caplog: pytest.L
     file = tmp_path / "models.json"
     old = {
         "model_path": "deepseek-ai/deepseek-llm-7b-chat",
-        "adapter_path": "/adapters/npc",
+        "adapter_path": str(tmp_path),
         "engine": "cuda-vllm",
         "quantization": None,
         "use_4bit": True,
@@ -117,7 +119,7 @@ def test_the_source_systems_keys_are_understood(tmp_path: Path, caplog: pytest.L
     assert (config.model.max_model_len, config.backend.tensor_parallel_size) == (4096, 2)
     assert (config.backend.quantization, config.backend.allow_auto_tuning) == ("bitsandbytes", False)
     assert (config.cache.gpu_memory_utilization, config.cache.enable_prefix_caching) == (0.8, False)
-    assert (entry.adapters, entry.load_mode) == ({"default": "/adapters/npc"}, "check_only")
+    assert (entry.adapters, entry.load_mode) == ({"default": str(tmp_path)}, "check_only")
     passed_over, outdated = (record.getMessage() for record in caplog.records)
     for key in ("enable_prompt_cache", "prompt_cache_ttl", "interactive_quantization", "skip_validation"):
         assert f"{file}:{list(old).index(key) + 3} {key}" in passed_over
@@ -131,6 +133,7 @@ MISTAKEN: dict[str, dict[str, Any]] = {
     "chat": {"path": "org/name", "max_modl_len": 4096},
     "other": {"dtype": "float17", "engine": "cuda-vlm", "port": 80, "kv_cache_dtype": "fp8"},
     "local": {"path": "/no/such/model", "gpu_memory_utilization": 1.5, "load_mode": "async", "adapters": "x"},
+    "tuned": {"path": "a/b", "adapter": "/no/such/lora"},
     "code": {"path": "a/b", "trust_remote_code": True, "engine": "native", "model_source": "modelscop"},
 }
 TOLD = [
@@ -144,6 +147,7 @@ TOLD = [
     ("load_mode", "load_mode: 'async' is refused: Invalid enum value 'async'. Did you mean 'async_load'?"),
     ("adapters", "adapters: 'x' is refused: Expected `object`, got `str`."),
     ("/no/such/model", "/no/such/model: there is no such file or directory."),
+    ("/no/such/lora", "/no/such/lora: there is no such directory."),
     ("modelscop", "model_source: 'modelscop' is refused: Invalid enum value 'modelscop'. Did you mean 'modelscope'?"),
     ("trust_remote_code", "only vLLM ever runs code that comes with a model."),
 ]
@@ -201,18 +205,34 @@ def test_a_file_that_is_wrong(
         read(Path(name))
 
 
+def test_an_adapter_that_is_not_there_is_told_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text('[models.a]\npath = "a/b"\n[models.a.adapters]\nhere = "./"\nlegal = "./none"\n')
+    with pytest.raises(ConfigError, match=rf"^{file}:5: {tmp_path}/none: there is no such directory\."):
+        read(file)
+
+
 def test_lines_are_right_where_values_have_many(tmp_path: Path) -> None:
     file = tmp_path / "models.toml"
     file.write_text(
         '# a comment with [brackets]\n\n[models.a]\npath = """\\\n  x\\\n"""\n'
-        'adapters = { one = "/1" }\n\n[models."b.c"]\nwrong = [\n  "{",\n]\npath = "y"\n'
+        'adapters = { one = "/" }\n\n[models."b.c"]\nwrong = [\n  "{",\n]\npath = "y"\n'
     )
     with pytest.raises(ConfigError, match=rf"^{file}:10: there is no key 'wrong'"):
         read(file)
     file = tmp_path / "models.json"
-    file.write_text('{"models":\n{"a": {"path": "{\\"\\n:", "adapters": {"x":\n"y"},\n"wrong": [{"a": 1}, {"a": 1}]}}}')
+    file.write_text('{"models":\n{"a": {"path": "{\\"\\n:", "adapters": {"x":\n"/"},\n"wrong": [{"a": 1}, {"a": 1}]}}}')
     with pytest.raises(ConfigError, match=rf"^{file}:4: there is no key 'wrong'"):
         read(file)
+
+
+def test_code_of_a_model_is_for_vllm_also_where_the_server_names_the_engine(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text('[models.a]\npath = "a/b"\ntrust_remote_code = true\n')
+    for engine in ("auto", "hybrid", "cuda-vllm", "native,cuda-vllm"):
+        assert read(file, Config(backend=BackendOptions(engine=engine)))["a"].config.backend.trust_remote_code
+    with pytest.raises(ConfigError, match=rf"^{file}:3: only vLLM"):
+        read(file, Config(backend=BackendOptions(engine="native,remote")))
 
 
 def test_without_pyyaml_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

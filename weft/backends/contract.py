@@ -337,6 +337,8 @@ class Need(Struct, frozen=True, kw_only=True):
 
 StageReport = Callable[[str], None]
 """Hears how far a load is."""
+MakeRoom = Callable[[str], Awaitable[bool]]
+"""Gives up something that holds memory, for the reason it is told; false: there is nothing."""
 
 
 class Roster(Protocol):
@@ -365,8 +367,9 @@ class Roster(Protocol):
     async def need(self, entry: ModelEntry, report: StageReport) -> Need:
         """Find, fetch and check the model, and plan its load. Raises what is wrong with it."""
 
-    async def start(self, entry: ModelEntry, report: StageReport) -> Engine:
-        """Load it. Raises what keeps it from being loaded."""
+    async def start(self, entry: ModelEntry, report: StageReport, make_room: MakeRoom) -> Engine:
+        """Load it: while the memory is short and room can be made, again, and only then with the next engine of a
+        list. Raises what keeps it from being loaded."""
 
 
 def text_prompt(engine: Engine, text: str) -> Prompt:

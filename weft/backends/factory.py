@@ -14,12 +14,6 @@ from weft.backends.starting import class_of
 from weft.errors import Unavailable
 
 
-def default_order() -> list[str]:
-    """The engines that are tried when a caller names none, whether they can be used here or not."""
-    config = configuration.load()
-    return [spec.name for spec in engines_in_order(config.backend.engine, config.model.device)]
-
-
 class EngineFactory:
     @staticmethod
     def create(engine_type: str = "auto", **settings: Any) -> BaseEngine:
@@ -48,13 +42,14 @@ class EngineFactory:
 
     @staticmethod
     def auto_detect() -> str:
-        """The engine that auto would try first of those that can be used here. Loads no model."""
-        reasons = []
-        for name in default_order():
-            why_not = why_unavailable(name)
+        """The engine that auto would try first of those that can be used here, with the settings of the environment.
+        Loads no model."""
+        config, reasons = configuration.load(), []
+        for spec in engines_in_order(config.backend.engine, config.model.device):
+            why_not = why_unavailable(spec.name, config)
             if not why_not:
-                return name
-            reasons.append(f"{name}: {why_not}")
+                return spec.name
+            reasons.append(f"{spec.name}: {why_not}")
         raise Unavailable(f"No engine can be used here: {'; '.join(reasons)}.")
 
 

@@ -17,9 +17,10 @@ from msgspec import Struct
 from weft import config as configuration
 from weft.backends.asking import Asked
 from weft.backends.base import BaseEngine, InferMetrics
+from weft.backends.checking import check_engine
 from weft.backends.contract import Engine, Terms, not_taken, text_prompt, unknown_adapter
 from weft.backends.cutting import cut_text
-from weft.backends.hybrid import check_engine, start_engine
+from weft.backends.hybrid import start_engine
 from weft.backends.keywords import LoadWishes, Wishes, load_wishes_of, wishes_of
 from weft.backends.loading import LoadStage, Start, load_safely
 from weft.backends.looped import LoopedEngine
@@ -50,14 +51,14 @@ class HostedEngine(BaseEngine):
 
     def load_model(self, model_path: str, adapter_path: str | None = None, **kwargs: Any) -> None:
         """`kwargs` are settings of Weft, and `LoadWishes`. With load_mode async_load it returns at once:
-        `get_model_info` tells the stage, `health_check` when it is done."""
+        `get_model_info` tells the stage, `health_check` when it is done. With check_only what is loaded stays."""
         wishes, config = self._configure({**kwargs, "model": model_path}, adapter_path)
         with self._loading:
-            self._unload()
             if wishes.load_mode == "check_only":
                 with ThreadPoolExecutor(1) as pool:
                     pool.submit(asyncio.run, check_engine(config)).result()
                 return
+            self._unload()
             load: Load[Engine] = _as_it_is if wishes.skip_vram_check else partial(load_safely, report=self._note)
             in_background = wishes.load_mode == "async_load"
             self._looped = LoopedEngine(lambda: start_engine(config, load), in_background=in_background)

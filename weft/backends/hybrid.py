@@ -27,8 +27,9 @@ from weft.backends.contract import (
     Prompt,
     Terms,
 )
-from weft.backends.loading import check_load, load_safely
-from weft.backends.registry import EngineSpec, engines_in_order
+from weft.backends.elsewhere import chosen_engines
+from weft.backends.loading import load_safely
+from weft.backends.registry import EngineSpec
 from weft.backends.starting import Load, start_first
 from weft.config import Config
 from weft.errors import EngineFault, Unavailable, WeftError
@@ -46,21 +47,11 @@ TICK_SECONDS = 0.5
 
 async def start_engine(config: Config, load: Load[Engine] = load_safely) -> Engine:
     """The engine that a configuration names: of several in order the first that starts, while the others stand by."""
-    specs = engines_in_order(config.backend.engine, config.model.device)
-    engine, others = await start_first(specs, config, load)
+    engine, others = await start_first(chosen_engines(config), config, load)
     if not others:
         return engine
     restart = partial(start_first, config=config, load=load)
     return HybridEngine(engine, others, restart, patience_s=config.engine.heartbeat_timeout_s)
-
-
-async def check_engine(config: Config) -> None:
-    """Find, fetch and check the model, for the engine that would be started; load nothing."""
-
-    async def check(start: object, own: Config) -> None:
-        await check_load(own)
-
-    await start_first(engines_in_order(config.backend.engine, config.model.device), config, check)
 
 
 class HybridEngine:

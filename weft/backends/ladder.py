@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
 from weft.config import CacheOptions, Config, settings
-from weft.hub.memory import MIB
+from weft.hub.memory import MIB, safe_share
 from weft.hub.planning import CPU_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Plan
 
+SHARE_STEP = 0.10
+"""Of a GPU: what an engine that ran out of memory is given less."""
 LEAST_CONTEXT = 2048
 """No shorter context is tried, unless the plan says that no longer one fits."""
 HALVINGS = 3
@@ -23,7 +26,7 @@ PlanOf = Callable[[Config], Plan | None]
 def rungs(config: Config, plan_of: PlanOf) -> Iterator[Config]:
     """What is tried after this, one after the other. Each keeps what those before it changed, and is made when it is
     asked for: by what is free then."""
-    for lower in (_own_cache, _free_share, _contexts, _batches):
+    for lower in (_own_cache, _free_share, _smaller_share, _contexts, _batches):
         for config in lower(config, plan_of(config)):  # noqa: B020 - the next step goes on from the last
             config = _within_free(config, plan_of(config))
             yield config
@@ -40,17 +43,39 @@ def flags_between(old: Config, new: Config) -> str:
 
 
 def _own_cache(config: Config, plan: Plan | None) -> Iterator[Config]:
-    """A cache that was asked for by its size is given up for the one that the engine takes by itself."""
-    if config.cache.kv_cache_memory_mb or config.cache.num_blocks:
+    """A cache that was asked for by its size is given up for the one that the engine takes by itself: where the plan
+    has no room for it, or that one is smaller."""
+    has_room = plan is not None and plan.problem is None
+    is_smaller = plan is not None and plan.place == "cpu" and plan.kv > CPU_CACHE_BYTES
+    if _has_sized_cache(config) and (is_smaller or not has_room):
         yield replace(config, cache=replace(config.cache, kv_cache_memory_mb=0, num_blocks=0))
 
 
 def _free_share(config: Config, plan: Plan | None) -> Iterator[Config]:
-    """All that is free now, and no more."""
-    if plan is None or plan.place == "cpu" or not plan.free_share:
+    """Where the plan itself finds the share too small, or more than there is: all that is free now."""
+    if plan is None or plan.problem is None or plan.place == "cpu" or not plan.free_share:
         return
     if plan.free_share != config.cache.gpu_memory_utilization:
         yield replace(config, cache=replace(config.cache, gpu_memory_utilization=plan.free_share))
+
+
+def _smaller_share(config: Config, plan: Plan | None) -> Iterator[Config]:
+    """Where it was the engine that ran out of memory: less than it was given, but what still holds the weights and the
+    least context."""
+    if plan is None or plan.problem is not None or plan.place == "cpu" or not plan.free_share:
+        return
+    total, given = plan.room.total, safe_share(config.cache)
+    if _has_sized_cache(config):
+        given = min(given, plan.needed_bytes / total)
+    least = (plan.needed_bytes - plan.kv + LEAST_CONTEXT * plan.kv_per_token) / total
+    share = max(math.ceil(least * 100) / 100, min(plan.free_share, round(given - SHARE_STEP, 2)))
+    if share < given:
+        cache = replace(config.cache, gpu_memory_utilization=share, kv_cache_memory_mb=0, num_blocks=0)
+        yield replace(config, cache=cache)
+
+
+def _has_sized_cache(config: Config) -> bool:
+    return bool(config.cache.kv_cache_memory_mb or config.cache.num_blocks)
 
 
 def _within_free(config: Config, plan: Plan | None) -> Config:

@@ -63,7 +63,7 @@ async def start_native(
     config: Config, files: ModelFiles | None = None, *, launch: Callable[[], LaunchedEngine] = EngineProcess
 ) -> NativeEngine:
     """Load a model and be ready to generate."""
-    _refuse(config)
+    refuse(config, files)
     if files is None:
         files = await asyncio.to_thread(find_model, config)
     return await open_engine(EngineClient(config, files, launch), NativeEngine)
@@ -90,7 +90,7 @@ async def open_engine(client: EngineClient, make: Callable[[EngineClient, TextRo
         raise
 
 
-def _refuse(config: Config) -> None:
+def refuse(config: Config, files: ModelFiles | None) -> None:
     """Raise ConfigError for settings of other engines that this one cannot honour."""
     if config.backend.quantization:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -25,10 +26,10 @@ def planned(config: Config, memory_gib: float = 0) -> Plan:
         files = dummy_files(Path(model.model))
     else:
         files = resolve(model.model, model.revision, allow_pull=False, progress=False)
-    machine = inspect_machine()
+    engine, machine = _engine(config), inspect_machine()
     if memory_gib:
-        machine = _pretended(machine, config, int(memory_gib * GIB))
-    return plan_load(config, files, machine, engine=_engine(config))
+        machine = _pretended(machine, config, engine, int(memory_gib * GIB))
+    return plan_load(config, files, machine, engine=engine)
 
 
 def _engine(config: Config) -> str:
@@ -38,12 +39,14 @@ def _engine(config: Config) -> str:
             f"--engine {config.backend.engine} holds no model on this machine, so there is nothing to plan.",
             hint=f"There are plans for: {', '.join(HABITS)}.",
         )
-    return next((spec.name for spec in specs if not obstacle(spec)), specs[0].name)
+    return next((spec.name for spec in specs if not obstacle(spec, config)), specs[0].name)
 
 
-def _pretended(machine: Machine, config: Config, size: int) -> Machine:
-    on_cpu = config.model.device == "cpu" or (config.model.device == "auto" and not machine.devices_of("cuda"))
-    if on_cpu:
+def _pretended(machine: Machine, config: Config, engine: str, size: int) -> Machine:
+    place = HABITS[engine].place or config.model.device
+    if place == "cpu" or (place == "auto" and not machine.devices_of("cuda")):
         return replace(machine, memory=Memory(total=size, free=size), devices=())
-    gpu = Device(kind="cuda", index=0, name=f"a GPU of {size / GIB:g} GiB", total=size, free=size)
-    return replace(machine, devices=(gpu,) * config.backend.tensor_parallel_size)
+    kind: Literal["cuda", "ascend"] = "ascend" if place == "ascend" else "cuda"
+    name = f"{'an NPU' if kind == 'ascend' else 'a GPU'} of {size / GIB:g} GiB"
+    device = Device(kind=kind, index=0, name=name, total=size, free=size)
+    return replace(machine, devices=(device,) * config.backend.tensor_parallel_size)

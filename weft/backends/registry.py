@@ -21,6 +21,7 @@ from msgspec import Struct
 from weft.config import Config, nearest
 from weft.errors import ConfigError
 from weft.hub.devices import Accelerator, accelerator
+from weft.hub.files import ModelFiles
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,13 @@ ENTRY_POINTS = "weft.engines"
 IMPORT_TIMEOUT_S = 300.0
 
 Platform = Literal["any", "cuda", "ascend", "cpu"]
+
+
+Refuse = Callable[[Config, ModelFiles], None]
+
+
+def refuse_nothing(config: Config, files: ModelFiles) -> None:
+    pass
 
 
 class EngineSpec(Struct, frozen=True, kw_only=True):
@@ -46,6 +54,11 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     """The engine is a server of its own, which --engine-url names: the hardware is there and not here."""
     takes_adapters: bool = False
     """It honours --adapter."""
+    runs_model_code: bool = False
+    """It honours --trust-remote-code."""
+    refuse: str | Refuse = refuse_nothing
+    """Raises for settings and files that an engine which holds a model on this machine cannot honour; named as `start`
+    is. Loads nothing."""
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
@@ -66,6 +79,7 @@ BUILT_IN: dict[str, EngineSpec] = {
         EngineSpec(
             name="native",
             start="weft.backends.native:start_native",
+            refuse="weft.backends.native:refuse",
             platform="any",
             about="Weft's own engine, on CPU and CUDA; also called cpu.",
             takes_adapters=True,
@@ -75,6 +89,8 @@ BUILT_IN: dict[str, EngineSpec] = {
         EngineSpec(
             name="cuda-vllm-async",
             start="weft.backends.vllm.start:start",
+            refuse="weft.backends.vllm.start:refuse_load",
+            runs_model_code=True,
             platform="cuda",
             about="vLLM's asynchronous engine.",
             requires=("vllm",),
@@ -84,6 +100,8 @@ BUILT_IN: dict[str, EngineSpec] = {
         EngineSpec(
             name="cuda-vllm",
             start="weft.backends.vllm.start:start",
+            refuse="weft.backends.vllm.start:refuse_load",
+            runs_model_code=True,
             platform="cuda",
             about="vLLM's synchronous engine, stepped by a thread of its own.",
             requires=("vllm",),
@@ -93,6 +111,8 @@ BUILT_IN: dict[str, EngineSpec] = {
         EngineSpec(
             name="cpu-vllm",
             start="weft.backends.vllm.start:start",
+            refuse="weft.backends.vllm.start:refuse_load",
+            runs_model_code=True,
             platform="cpu",
             about="vLLM's asynchronous engine, built for CPUs.",
             requires=("vllm",),
@@ -102,6 +122,8 @@ BUILT_IN: dict[str, EngineSpec] = {
         EngineSpec(
             name="ascend-vllm",
             start="weft.backends.vllm.start:start",
+            refuse="weft.backends.vllm.start:refuse_load",
+            runs_model_code=True,
             platform="ascend",
             about="vLLM with its plugin for Ascend.",
             requires=("vllm", "vllm_ascend"),
@@ -204,6 +226,8 @@ def obstacle(spec: EngineSpec, config: Config | None = None) -> str:
         return "it needs --engine-url"
     if config is not None and config.model.wants_adapters and not spec.takes_adapters:
         return "it takes no LoRA adapters"
+    if config is not None and config.backend.trust_remote_code and not spec.runs_model_code:
+        return "only vLLM runs code that comes with a model (--trust-remote-code)"
     if spec.platform in ("cuda", "ascend") and not spec.needs_url and accelerator() != spec.platform:
         return f"this machine has no {DEVICES[spec.platform]}"
     missing = [package for package in spec.requires if find_spec(package) is None]
@@ -212,13 +236,14 @@ def obstacle(spec: EngineSpec, config: Config | None = None) -> str:
     return ""
 
 
-def why_unavailable(name: str) -> str:
-    """Why an engine cannot be used on this machine; empty: it can. Imports what it stands on, in another process."""
+def why_unavailable(name: str, config: Config | None = None) -> str:
+    """Why an engine cannot be used on this machine, or not with this configuration; empty: it can. Imports what it
+    stands on, in another process."""
     try:
         spec = engine_named(name)
     except ConfigError as error:
         return str(error)
-    return obstacle(spec) or _import_failure(*_modules(spec))
+    return obstacle(spec, config) or _import_failure(*_modules(spec))
 
 
 def check_engine_available(name: str) -> bool:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weft.backends.contract import Engine, Need, StageReport
-from weft.backends.hybrid import check_engine, start_engine
-from weft.backends.loading import LoadStage, load_safely, plan_safely
+from weft.backends.checking import check_engine
+from weft.backends.contract import Engine, MakeRoom, Need, StageReport
+from weft.backends.elsewhere import are_elsewhere, without_servers_own
+from weft.backends.hybrid import start_engine
+from weft.backends.loading import LoadStage, Start, load_safely, plan_safely
 from weft.backends.registry import ALIASES, ORDERED_LIST, engines, engines_in_order, obstacle
 from weft.config import Config, ModelEntry, ModelOptions, nearest
-from weft.errors import ConfigError, WeftError
+from weft.errors import ConfigError, OutOfMemory, WeftError
 from weft.hub.hardware import inspect_machine
 from weft.hub.memory import GIB
 from weft.hub.planning import HABITS
@@ -58,9 +59,13 @@ class FileRoster:
     def entries(self) -> Mapping[str, ModelEntry]:
         preload = {*self._config.fleet.preload, *self._asked}
         return {
-            name: replace(entry, preload=entry.preload or name in preload)
+            name: replace(entry, config=self._settings_of(entry), preload=entry.preload or name in preload)
             for name, entry in self._registry.entries.items()
         }
+
+    def _settings_of(self, entry: ModelEntry) -> Config:
+        specs = engines_in_order(entry.config.backend.engine, entry.config.model.device)
+        return without_servers_own(entry.config, self._config) if are_elsewhere(specs) else entry.config
 
     @property
     def default(self) -> str:
@@ -97,8 +102,16 @@ class FileRoster:
         problem = "" if plan.problem is None else str(plan.problem)
         return Need(num_bytes=plan.needed_bytes, libraries=plan.room.libraries, problem=problem)
 
-    async def start(self, entry: ModelEntry, report: StageReport) -> Engine:
-        return await start_engine(entry.config, partial(load_safely, report=_heard(report)))
+    async def start(self, entry: ModelEntry, report: StageReport, make_room: MakeRoom) -> Engine:
+        async def load(start: Start, config: Config) -> Engine:
+            while True:
+                try:
+                    return await load_safely(start, config, report=_heard(report))
+                except OutOfMemory as error:
+                    if not await make_room(error.message):
+                        raise
+
+        return await start_engine(entry.config, load)
 
     async def check(self) -> list[Checked]:
         """Find, fetch and check every model, and plan its load; one after the other."""

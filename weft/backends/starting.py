@@ -7,16 +7,17 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from msgspec.structs import replace
 
 from weft.backends.adapted import start_adapted
 from weft.backends.base import BaseEngine
 from weft.backends.loading import Start
-from weft.backends.registry import EngineSpec, obstacle
+from weft.backends.registry import EngineSpec, Refuse, obstacle
 from weft.config import Config
-from weft.errors import ConfigError, Unavailable
+from weft.errors import ConfigError, OutOfMemory, Unavailable
+from weft.hub.memory import as_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -27,20 +28,24 @@ Load = Callable[[Start, Config], Awaitable[T]]
 
 def class_of(spec: EngineSpec) -> type[BaseEngine] | None:
     """Of an engine that keeps the contract for callers that wait, and nothing else. Raises ConfigError."""
-    target = _target_of(spec)
+    target = _imported(spec, spec.start)
     return target if isinstance(target, type) and issubclass(target, BaseEngine) else None
 
 
-def _target_of(spec: EngineSpec) -> object:
-    """What a line of the table names, imported."""
-    target: object = spec.start
+def refusal_of(spec: EngineSpec) -> Refuse:
+    """What raises for settings and files that an engine cannot honour."""
+    return cast(Refuse, _imported(spec, spec.refuse))
+
+
+def _imported(spec: EngineSpec, target: object) -> object:
+    """What a line of the table names."""
     if isinstance(target, str):
         module, _, name = target.partition(":")
         try:
             target = getattr(importlib.import_module(module), name)
         except Exception as error:
             raise ConfigError(
-                f"The engine {spec.name} cannot be imported from {spec.start}: {_told(error)}.",
+                f"The engine {spec.name} cannot be imported from {target}: {_told(error)}.",
                 hint=spec.install and f"Try: {spec.install}",
             ) from error
     return target
@@ -50,7 +55,7 @@ def _start_of(spec: EngineSpec) -> Start:
     engine_class = class_of(spec)
     if engine_class is not None:
         return partial(start_adapted, engine_class)
-    target = _target_of(spec)
+    target = _imported(spec, spec.start)
     if not inspect.iscoroutinefunction(target):
         raise ConfigError(
             f"The engine {spec.name} is named as {spec.start!r}, which is neither a coroutine function from Config to "
@@ -73,11 +78,13 @@ async def _start(spec: EngineSpec, config: Config, load: Load[T]) -> T:
 async def start_first(specs: Sequence[EngineSpec], config: Config, load: Load[T]) -> tuple[T, Sequence[EngineSpec]]:
     """The first of these engines that starts, and those that were not tried. One warning tells of all before it.
 
-    Raises Unavailable, with every reason, when none starts; of one engine alone what kept it.
+    Raises, with every reason, when none starts: OutOfMemory where all that were tried were short of memory, or else
+    Unavailable. Of one engine alone it raises what kept it.
     """
     if len(specs) == 1:
         return await start_one(specs[0], config, load), ()
     failed: list[str] = []
+    shortages: list[bool] = []
     for number, spec in enumerate(specs, 1):
         if why := obstacle(spec, config):
             failed.append(f"{spec.name}: {why}")
@@ -86,12 +93,14 @@ async def start_first(specs: Sequence[EngineSpec], config: Config, load: Load[T]
             engine = await _start(spec, config, load)
         except Exception as error:  # noqa: BLE001 - told with the others, whatever it is
             failed.append(f"{spec.name}: {_told(error)}")
+            shortages.append(as_out_of_memory(error) is not None)
             log.info("The engine %s did not start: %s", spec.name, _told(error))
             continue
         if failed:
             log.warning("The engine %s is used; before it were tried: %s.", spec.name, "; ".join(failed))
         return engine, specs[number:]
-    raise Unavailable(f"No engine could be started: {'; '.join(failed)}.")
+    kind = OutOfMemory if shortages and all(shortages) else Unavailable
+    raise kind(f"No engine could be started: {'; '.join(failed)}.")
 
 
 def _told(error: Exception) -> str:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from weft.backends.contract import Engine, Health, Need, Roster
 from weft.config import Config, ModelEntry
-from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, OutOfMemory, Unavailable
+from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, Unavailable
 from weft.frontend.room import Room
 from weft.frontend.service import Service
 from weft.frontend.slot import Slot
@@ -224,13 +224,9 @@ class Fleet:
             slot.stage = stage
 
         await self._room.make(slot, partial(roster.need, entry, report))
-        while True:
-            try:
-                engine = await roster.start(entry, report)
-                break
-            except OutOfMemory as error:
-                if not await self._room.unload_one(f"for {slot.name}: {error.message}"):
-                    raise
+        engine = await roster.start(
+            entry, report, lambda why: self._room.unload_one(f"for {slot.name}: {why}", keep=slot)
+        )
         slot.need = _measured(slot.need, engine)
         return self._open_service(entry.config, engine)
 

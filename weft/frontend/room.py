@@ -47,12 +47,12 @@ class Room:
                     slot.need, slot.holds_memory, slot.waits_for_room = need, True, False
                     return
                 slot.stage = f"waiting for room: {shortage}"
-                if not await self.unload_one(f"for {slot.name}: {shortage}"):
+                if not await self.unload_one(f"for {slot.name}: {shortage}", keep=slot):
                     await self._change.wait()
 
-    async def unload_one(self, why: str) -> bool:
-        """The idle model that was not used for longest; false when there is none."""
-        idle = [slot for slot in self._slots() if slot.is_idle]
+    async def unload_one(self, why: str, *, keep: Slot) -> bool:
+        """The idle model that was not used for longest; false when there is none but the one to keep."""
+        idle = [slot for slot in self._slots() if slot.is_idle and slot is not keep]
         if not idle:
             return False
         victim = min(idle, key=lambda slot: slot.last_used)

@@ -182,9 +182,7 @@ class _Entry:
                 self._take(str(key), value)
         self._settle_quantization()
         self._check_engine()
-        adapters = {DEFAULT_ADAPTER: self._own["adapter"]} if "adapter" in self._own else {}
-        adapters |= self._own.get("adapters", {})
-        adapters = {name: self._beside_file(folder) for name, folder in adapters.items()}
+        adapters = self._adapters()
         return ModelEntry(
             name=self._path[-1],
             config=self._config(adapters),
@@ -243,11 +241,12 @@ class _Entry:
 
     def _check_engine(self) -> None:
         backend = self._settings["backend"]
-        names = [name.strip() for name in backend.get("engine", "auto").split(",")]
-        for name in names:
-            if self._engines and name != "auto" and name not in self._engines:
+        names = [name.strip() for name in backend.get("engine", self._base.backend.engine).split(",")]
+        for name in names if self._engines and "engine" in backend else ():
+            if name != "auto" and name not in self._engines:
                 self._wrong("engine", f"there is no engine {name!r}.", nearest(name, self._engines))
-        if backend.get("trust_remote_code") and not any(name == "auto" or "vllm" in name for name in names):
+        may_be_vllm = any(name in ("auto", "hybrid") or "vllm" in name for name in names)
+        if backend.get("trust_remote_code") and not may_be_vllm:
             self._wrong("trust_remote_code", "only vLLM ever runs code that comes with a model.")
 
     def _config(self, adapters: dict[str, str]) -> Config:
@@ -266,6 +265,21 @@ class _Entry:
             for section, values in self._settings.items()
         }
         return replace(self._base, **sections)
+
+    def _adapters(self) -> dict[str, str]:
+        """Directories by name."""
+        adapters: dict[str, str] = {}
+        if "adapter" in self._own:
+            adapters[DEFAULT_ADAPTER] = self._folder(self._own["adapter"], "adapter")
+        for name, path in self._own.get("adapters", {}).items():
+            adapters[name] = self._folder(path, "adapters", name)
+        return adapters
+
+    def _folder(self, path: str, key: str, *keys: str) -> str:
+        found = self._beside_file(path)
+        if not self._is_remote() and not Path(found).expanduser().is_dir():
+            self._notes.wrong((*self._path, self._given[key], *keys), f"{found}: there is no such directory.")
+        return found
 
     def _model(self) -> str:
         """As --model has it."""

@@ -13,6 +13,7 @@ from weft.backends.vllm.kinds import KINDS, Kind
 from weft.backends.vllm.launch import VllmProcess
 from weft.config import Config
 from weft.engine.client import EngineClient
+from weft.hub.files import ModelFiles
 from weft.hub.manager import find_model
 from weft.hub.memory import safe_share
 
@@ -22,6 +23,11 @@ log = logging.getLogger(__name__)
 async def start(config: Config) -> VllmEngine:
     """The one of vLLM's engines that the configuration names."""
     return await start_kind(config, KINDS[config.backend.engine])
+
+
+def refuse_load(config: Config, files: ModelFiles) -> None:
+    """Raise what starting it would refuse."""
+    refuse(config, files, KINDS[config.backend.engine])
 
 
 async def start_kind(config: Config, kind: Kind) -> VllmEngine:
