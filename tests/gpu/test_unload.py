@@ -50,8 +50,7 @@ def test_memory_is_given_back(name: str, model: Path) -> None:
     engine = create_engine(name, load_format="dummy", max_model_len=512, gpu_memory_utilization=0.2)
     for _ in range(2):
         engine.load_model(str(model))
-        assert "".join(engine.infer("a b c", max_new_tokens=4, temperature=0, ignore_eos=True))
-        assert engine.get_memory_usage()["allocated_gb"] > 1
+        assert engine.health_check() and engine.get_memory_usage()["allocated_gb"] > 1
         assert used_bytes() > before + GIB
         engine.unload_model()
         assert used_bytes() < before + 16 * MIB
