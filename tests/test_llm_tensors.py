@@ -10,7 +10,7 @@ import pytest
 from tests.frontend.scripted_engine import PAINTER, ScriptedEngine
 from weft import LLM, llm
 from weft.errors import InvalidRequest
-from weft.payloads import AdditionalInformation, InfoEntry, PromptEmbeds
+from weft.payloads import AdditionalInformation, GivenTexts, InfoEntry, PromptEmbeds
 
 TENSOR = PromptEmbeds(data=memoryview(struct.pack("<4f", 1, 2, 3, 4)), shape=(2, 2), dtype="float32")
 NEGATIVE = AdditionalInformation(entries={"negative_prompt_embeds": InfoEntry(tensor=TENSOR)})
@@ -35,7 +35,7 @@ def test_an_image_is_drawn_from_tensors(engine: ScriptedEngine) -> None:
         with pytest.raises(InvalidRequest, match="1 to 4000"):
             model.draw()
     [drawn] = engine.drawn
-    assert (drawn.prompt, drawn.prompt_embeds, drawn.additional_information) == ([], TENSOR, NEGATIVE)
+    assert (drawn.prompt, drawn.given) == ([], GivenTexts(prompt=TENSOR, negative=TENSOR))
 
 
 def test_it_must_be_allowed(engine: ScriptedEngine) -> None:

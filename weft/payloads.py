@@ -140,6 +140,9 @@ class GivenTexts(Struct, frozen=True, kw_only=True, omit_defaults=True):
             self.negative.check(max_rows=max_rows, width=width, field=field)
 
 
+NO_TEXTS = GivenTexts()
+
+
 def given_texts(
     embeds: PromptEmbeds | None, information: AdditionalInformation | None, *, known: Collection[str]
 ) -> GivenTexts:

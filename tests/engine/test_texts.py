@@ -28,8 +28,7 @@ from weft.engine.launch import EngineProcess, EngineThread
 from weft.engine.room import check_tensor_room
 from weft.errors import InvalidRequest, Overloaded
 from weft.hub.resolve import resolve
-from weft.payloads import AdditionalInformation, GivenTexts, InfoEntry, PromptEmbeds
-from weft.payloads import Tensor as ClientTensor
+from weft.payloads import GivenTexts, PromptEmbeds
 from weft.plan import Held
 from weft.types import FinishReason, Request
 from weft.worker.texts import TextTable
@@ -125,18 +124,12 @@ def tensor(states: np.ndarray) -> PromptEmbeds:
     return PromptEmbeds(data=memoryview(states.tobytes()), shape=states.shape, dtype=str(states.dtype))
 
 
-def negative(states: np.ndarray) -> AdditionalInformation:
-    given = tensor(states)
-    parts = ClientTensor(data=given.data, shape=given.shape, dtype=given.dtype)
-    return AdditionalInformation(entries={NEGATIVE: InfoEntry(tensor=parts)})
-
-
 STATES = np.random.default_rng(5).standard_normal((7, WIDTH), dtype=np.float32)
 
 
-async def picture(engine: NativeEngine, prompt: list[int], **changes: object) -> bytes:
-    details = {name: changes.pop(name) for name in ("prompt_embeds", "additional_information") if name in changes}
-    updates = [update async for update in await engine.draw(prompt, image(**changes), **details)]
+async def picture(engine: NativeEngine, token_ids: list[int], **changes: object) -> bytes:
+    given = GivenTexts(**{name: changes.pop(name) for name in GivenTexts.__struct_fields__ if name in changes})
+    updates = [update async for update in await engine.draw(token_ids, image(**changes), given=given)]
     if failure := failure_of(updates[-1]):
         raise failure
     assert updates[-1].image is not None
@@ -159,10 +152,9 @@ def test_states_and_prompts_are_one_to_an_image(
         engine = await started(tiny_model, image_model)
         expected = await picture(engine, [5, 6, 7], negative_token_ids=[9, 8])
         prompt, away = map(tensor, held)
-        assert await picture(engine, [], prompt_embeds=prompt, negative_token_ids=[9, 8]) == expected
-        both = {"prompt_embeds": prompt, "additional_information": negative(away.array())}
-        assert await picture(engine, [], **both) == expected
-        assert await picture(engine, [5, 6, 7], additional_information=negative(away.array())) == expected
+        assert await picture(engine, [], prompt=prompt, negative_token_ids=[9, 8]) == expected
+        assert await picture(engine, [], prompt=prompt, negative=away) == expected
+        assert await picture(engine, [5, 6, 7], negative=away) == expected
         assert len(held) == 2, "known texts are not encoded again"
         now = engine.stats()
         assert now.embedding_bytes == 0 and now.prompt_tokens == 5 + 2 + 3
@@ -177,15 +169,10 @@ def test_what_cannot_be_drawn_from_is_refused_on_both_sides(tiny_model: Path, im
     async def scenario() -> None:
         engine = await started(tiny_model, image_model)
         for prompt, changes, param in (
-            ([], {"prompt_embeds": narrow}, "prompt_embeds.shape"),
-            ([1], {"prompt_embeds": tensor(STATES)}, "prompt_embeds"),
-            ([1], {"additional_information": negative(STATES), "negative_token_ids": [1]}, "negative_prompt"),
-            (
-                [1],
-                {"additional_information": AdditionalInformation(entries={"x": InfoEntry(values=[1])})},
-                "additional_information.entries['x']",
-            ),
-            ([], {"prompt_embeds": PromptEmbeds(data=memoryview(b""), shape=(1, WIDTH), dtype="float32")}, None),
+            ([], {"prompt": narrow}, "prompt_embeds.shape"),
+            ([1], {"prompt": tensor(STATES)}, "prompt_embeds"),
+            ([1], {"negative": tensor(STATES), "negative_token_ids": [1]}, "negative_prompt"),
+            ([], {"prompt": PromptEmbeds(data=memoryview(b""), shape=(1, WIDTH), dtype="float32")}, None),
         ):
             with pytest.raises(InvalidRequest) as caught:
                 await picture(engine, prompt, **changes)
@@ -206,7 +193,7 @@ def test_what_cannot_be_drawn_from_is_refused_on_both_sides(tiny_model: Path, im
 def test_leaving_gives_the_bytes_back(tiny_model: Path, image_model: Path) -> None:
     async def scenario() -> None:
         engine = await started(tiny_model, image_model)
-        stream = await engine.draw([], image(steps=1000), prompt_embeds=tensor(STATES))
+        stream = await engine.draw([], image(steps=1000), given=GivenTexts(prompt=tensor(STATES)))
         assert (await anext(stream)).step == 1
         assert engine.stats().embedding_bytes >= STATES.nbytes
         await stream.aclose()
@@ -219,7 +206,7 @@ def test_leaving_gives_the_bytes_back(tiny_model: Path, image_model: Path) -> No
 def test_killed_in_mid_image_it_is_drawn_again_from_the_same_tensors(tiny_model: Path, image_model: Path) -> None:
     async def scenario() -> None:
         engine = await started(tiny_model, image_model, EngineProcess)
-        given = {"prompt_embeds": tensor(STATES), "additional_information": negative(-STATES)}
+        given = {"prompt": tensor(STATES), "negative": tensor(-STATES)}
         expected = await picture(engine, [], steps=80, **given)
         before = engine.stats().denoise_steps
         drawings = [asyncio.create_task(picture(engine, [], steps=80, **given)) for _ in range(2)]

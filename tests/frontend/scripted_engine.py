@@ -23,7 +23,7 @@ from weft.backends.contract import (
     unknown_adapter,
 )
 from weft.errors import InvalidRequest, ModelError, WeftError
-from weft.payloads import AdditionalInformation, PromptEmbeds
+from weft.payloads import NO_TEXTS, GivenTexts
 from weft.types import (
     Adapter,
     Delta,
@@ -101,8 +101,7 @@ class Drawn(Struct, frozen=True):
     cache_salt: str
     priority: int
     tenant: str
-    prompt_embeds: PromptEmbeds | None
-    additional_information: AdditionalInformation | None
+    given: GivenTexts
 
 
 def picture(image: ImageParams, step: int) -> bytes:
@@ -244,29 +243,13 @@ class ScriptedEngine:
         return Embedding(values.tobytes(), Usage(prompt_tokens=len(prompt_token_ids)))
 
     async def draw(
-        self,
-        prompt_token_ids: list[int],
-        image: ImageParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        prompt_embeds: PromptEmbeds | None = None,
-        additional_information: AdditionalInformation | None = None,
+        self, prompt_token_ids: list[int], image: ImageParams, terms: Terms = PLAIN_TERMS, given: GivenTexts = NO_TEXTS
     ) -> Any:
         if self.refuse is not None and len(self.drawn) >= self.refuse_from:
             raise self.refuse
         request_id = terms.request_id or f"own-image-{len(self.drawn)}"
         assert request_id not in self.open
-        self.drawn.append(
-            Drawn(
-                prompt_token_ids,
-                image,
-                terms.cache_salt,
-                terms.priority,
-                terms.tenant,
-                prompt_embeds,
-                additional_information,
-            )
-        )
+        self.drawn.append(Drawn(prompt_token_ids, image, terms.cache_salt, terms.priority, terms.tenant, given))
         self.open.add(request_id)
         steps = all_steps(image, len(prompt_token_ids)) if self.image_script is None else iter(self.image_script)
         return _PlayedImage(self, request_id, steps)

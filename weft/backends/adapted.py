@@ -37,7 +37,7 @@ from weft.backends.words import words_of
 from weft.config import Config, settings
 from weft.errors import InvalidRequest
 from weft.hub.adapter_files import DEFAULT_ADAPTER, adapter_paths
-from weft.payloads import AdditionalInformation, PromptEmbeds
+from weft.payloads import NO_TEXTS, GivenTexts
 from weft.text.tokenizer import Tokenizer
 from weft.types import Adapter, Delta, EngineStats, FinishReason, ImageParams, ModelInfo, Pooling, SamplingParams, Usage
 
@@ -212,13 +212,7 @@ class AdaptedEngine:
         raise cannot(self.name, "embed")
 
     async def draw(
-        self,
-        prompt_token_ids: list[int],
-        image: ImageParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        prompt_embeds: PromptEmbeds | None = None,
-        additional_information: AdditionalInformation | None = None,
+        self, prompt_token_ids: list[int], image: ImageParams, terms: Terms = PLAIN_TERMS, given: GivenTexts = NO_TEXTS
     ) -> ImageUpdates:
         raise cannot(self.name, "draw images")
 

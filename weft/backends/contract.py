@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from weft.config import ModelEntry
 from weft.errors import EngineFault, InvalidRequest, RequestTimeout, Unavailable, WeftError
-from weft.payloads import AdditionalInformation, PromptEmbeds
+from weft.payloads import NO_TEXTS, GivenTexts
 from weft.text.parsers.pieces import Piece
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle
@@ -285,19 +285,12 @@ class Engine(Protocol):
         """The prompt as one vector of length 1. Raises as `submit` does. Cancelling it ends the request."""
 
     async def draw(
-        self,
-        prompt_token_ids: list[int],
-        image: ImageParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        prompt_embeds: PromptEmbeds | None = None,
-        additional_information: AdditionalInformation | None = None,
+        self, prompt_token_ids: list[int], image: ImageParams, terms: Terms = PLAIN_TERMS, given: GivenTexts = NO_TEXTS
     ) -> ImageUpdates:
         """Check and queue one image. Raises as `submit` does, and InvalidRequest when `model.images` is None or cannot
         draw this size or a prompt of this length.
 
-        `prompt_embeds` are hidden states that it is drawn from instead of a prompt, which is empty then.
-        `additional_information` has entries of the names that `model.images.information` lists.
+        `given` are hidden states that it is drawn from instead of a prompt, which is empty then.
         """
 
     def health(self) -> Health: ...

@@ -33,7 +33,7 @@ from weft.backends.registry import EngineSpec
 from weft.backends.starting import Load, start_first
 from weft.config import Config
 from weft.errors import EngineFault, Unavailable, WeftError
-from weft.payloads import AdditionalInformation, PromptEmbeds
+from weft.payloads import NO_TEXTS, GivenTexts
 from weft.text.tokenizer import Tokenizer
 from weft.types import Adapter, EngineStats, ImageParams, ModelInfo, Pooling, SamplingParams
 
@@ -163,24 +163,10 @@ class HybridEngine:
         return embedding
 
     async def draw(
-        self,
-        prompt_token_ids: list[int],
-        image: ImageParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        prompt_embeds: PromptEmbeds | None = None,
-        additional_information: AdditionalInformation | None = None,
+        self, prompt_token_ids: list[int], image: ImageParams, terms: Terms = PLAIN_TERMS, given: GivenTexts = NO_TEXTS
     ) -> ImageUpdates:
         """An image that is under way when its engine is lost ends with an error."""
-        _, updates = await self._ask(
-            lambda engine: engine.draw(
-                prompt_token_ids,
-                image,
-                terms,
-                prompt_embeds=prompt_embeds,
-                additional_information=additional_information,
-            )
-        )
+        _, updates = await self._ask(lambda engine: engine.draw(prompt_token_ids, image, terms, given))
         return updates
 
     async def load_adapter(self, name: str, path: str) -> None:

@@ -36,7 +36,7 @@ from weft.errors import ConfigError, ContextTooLong, EngineFault, InvalidRequest
 from weft.hub.adapter_files import adapter_paths
 from weft.hub.files import ModelFiles
 from weft.hub.manager import find_model
-from weft.payloads import AdditionalInformation, GivenTexts, PromptEmbeds, given_texts
+from weft.payloads import NO_TEXTS, GivenTexts
 from weft.text.grammars.words import words_of
 from weft.text.output import OutputText
 from weft.types import (
@@ -272,13 +272,7 @@ class NativeEngine:
         raise EngineFault("The engine ended a request without its vector.")
 
     async def draw(
-        self,
-        prompt_token_ids: list[int],
-        image: ImageParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        prompt_embeds: PromptEmbeds | None = None,
-        additional_information: AdditionalInformation | None = None,
+        self, prompt_token_ids: list[int], image: ImageParams, terms: Terms = PLAIN_TERMS, given: GivenTexts = NO_TEXTS
     ) -> NativeImageUpdates:
         drawn_by = self._painter_of(prompt_token_ids, image)
         check_priority(terms.priority)
@@ -292,9 +286,9 @@ class NativeEngine:
             priority=terms.priority,
             tenant=terms.tenant,
             image=image,
-            given=given_texts(prompt_embeds, additional_information, known=drawn_by.information),
+            given=given,
         )
-        if request.given != GivenTexts():
+        if given != NO_TEXTS:
             # To look at every value takes a while: the streams of others go on meanwhile.
             await asyncio.to_thread(request.check_given, max_rows=drawn_by.max_prompt_tokens, width=drawn_by.text_width)
         return NativeImageUpdates(self.client, request, drawn_by.num_tokens * image.passes_per_step)

@@ -54,10 +54,9 @@ def test_every_image_is_drawn_from_them() -> None:
     response = ask(engine, prompt_embeds=sound, additional_information=NEGATIVE, n=2)
     assert response.status_code == 200, response.text
     for drawn in engine.drawn:
-        assert drawn.prompt == [] and drawn.prompt_embeds is not None and drawn.additional_information is not None
-        assert drawn.prompt_embeds.array().tolist() == [[1, 2], [3, 4]]
-        negative = drawn.additional_information.entries["negative_prompt_embeds"].tensor
-        assert negative is not None and negative.array().tolist() == [[1, 2], [3, 4]]
+        assert drawn.prompt == []
+        for given in (drawn.given.prompt, drawn.given.negative):
+            assert given is not None and given.array().tolist() == [[1, 2], [3, 4]]
     assert len(engine.drawn) == 2 and response.json()["usage"]["input_tokens"] == 0, "no token is computed"
 
 
@@ -65,7 +64,7 @@ def test_a_prompt_can_go_with_tensors_of_what_to_steer_away_from() -> None:
     engine = ScriptedEngine(images=PAINTER)
     assert ask(engine, prompt="ab", additional_information=NEGATIVE).status_code == 200
     [drawn] = engine.drawn
-    assert drawn.prompt == list(b"ab") and drawn.prompt_embeds is None
+    assert drawn.prompt == list(b"ab") and drawn.given.prompt is None and drawn.given.negative is not None
 
 
 def test_too_many_tensors_at_a_time_are_429() -> None:

@@ -161,9 +161,9 @@ def test_an_image_is_drawn_from_tensors() -> None:
             asked = call(opened, prompt="", prompt_embeds=GOOD, additional_information=information)
             assert [update.step async for update in asked][-1] == 6
         [drawn] = engine.drawn
-        assert drawn.prompt == [] and drawn.prompt_embeds is not None and drawn.additional_information is not None
-        assert drawn.prompt_embeds.array().tolist() == [[1, 2], [3, 4]]
-        assert drawn.additional_information.entries.keys() == {NEGATIVE}
+        assert drawn.prompt == []
+        for given in (drawn.given.prompt, drawn.given.negative):
+            assert given is not None and given.array().tolist() == [[1, 2], [3, 4]]
 
     asyncio.run(scenario())
 

@@ -37,7 +37,7 @@ from weft.backends.remote.questions import Asker, Question
 from weft.backends.remote.watch import Watch
 from weft.backends.text_room import TextRoom
 from weft.errors import EngineFault, Unavailable
-from weft.payloads import AdditionalInformation, PromptEmbeds
+from weft.payloads import NO_TEXTS, GivenTexts
 from weft.text.output import OutputText
 from weft.text.tokenizer import Tokenizer
 from weft.types import (
@@ -174,13 +174,7 @@ class RemoteEngine:
         return Embedding(array("f", vectors.data[0].embedding).tobytes(), usage)
 
     async def draw(
-        self,
-        prompt_token_ids: list[int],
-        image: ImageParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        prompt_embeds: PromptEmbeds | None = None,
-        additional_information: AdditionalInformation | None = None,
+        self, prompt_token_ids: list[int], image: ImageParams, terms: Terms = PLAIN_TERMS, given: GivenTexts = NO_TEXTS
     ) -> ImageUpdates:
         raise cannot(self.name, "draw images")
 

@@ -14,7 +14,7 @@ from weft.backends.text_room import TextRoom
 from weft.backends.vllm.kinds import Kind
 from weft.engine.client import EngineClient
 from weft.errors import InvalidRequest
-from weft.payloads import AdditionalInformation, PromptEmbeds
+from weft.payloads import NO_TEXTS, GivenTexts
 from weft.types import ImageParams, Pooling, Request, SamplingParams
 
 ABILITIES = Abilities(embeddings=False, images=False)
@@ -49,13 +49,7 @@ class VllmEngine(NativeEngine):
         raise cannot(self.name, "embed")
 
     async def draw(
-        self,
-        prompt_token_ids: list[int],
-        image: ImageParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        prompt_embeds: PromptEmbeds | None = None,
-        additional_information: AdditionalInformation | None = None,
+        self, prompt_token_ids: list[int], image: ImageParams, terms: Terms = PLAIN_TERMS, given: GivenTexts = NO_TEXTS
     ) -> NativeImageUpdates:
         raise cannot(self.name, "draw images")
 

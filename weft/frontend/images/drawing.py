@@ -102,8 +102,7 @@ class Drawing:
                     priority=self._job.priority,
                     tenant=self._seat.tenant,
                 ),
-                prompt_embeds=self._job.prompt_embeds,
-                additional_information=self._job.additional_information,
+                self._job.given,
             )
         except Overloaded:
             self._service.metrics.rejected()

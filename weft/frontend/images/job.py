@@ -15,6 +15,7 @@ from weft.errors import InvalidRequest, ModelNotFound
 from weft.frontend.job import nth_seed
 from weft.payloads import (
     NEGATIVE_PROMPT_EMBEDS,
+    NO_TEXTS,
     AdditionalInformation,
     GivenTexts,
     PromptEmbeds,
@@ -57,9 +58,8 @@ class ImageJob(Struct, frozen=True, kw_only=True):
 
     prompt: list[int]
     images: list[ImageParams]
-    prompt_embeds: PromptEmbeds | None = None
-    """Instead of a prompt."""
-    additional_information: AdditionalInformation | None = None
+    given: GivenTexts = NO_TEXTS
+    """Instead of prompts."""
     cache_salt: str = ""
     priority: int = 0
 
@@ -153,8 +153,7 @@ def job_of(wish: Wish, engine: Engine, *, cache_salt: str = "", priority: int = 
     return ImageJob(
         prompt=_tokens("prompt", wish.prompt, painter, tokenizer) if given.prompt is None else [],
         images=images,
-        prompt_embeds=wish.prompt_embeds,
-        additional_information=wish.additional_information,
+        given=given,
         cache_salt=cache_salt,
         priority=priority,
     )

@@ -31,13 +31,8 @@ async def follow(updates: ImageUpdates, take: Take) -> bytes:
 async def draw(engine: Engine, job: ImageJob, take: Take) -> Image:
     """The job's first image. Cancelling it ends the request."""
     params = job.images[0]
-    updates = await engine.draw(
-        job.prompt,
-        params,
-        Terms(cache_salt=job.cache_salt, priority=job.priority),
-        prompt_embeds=job.prompt_embeds,
-        additional_information=job.additional_information,
-    )
+    terms = Terms(cache_salt=job.cache_salt, priority=job.priority)
+    updates = await engine.draw(job.prompt, params, terms, job.given)
     try:
         return Image(width=params.width, height=params.height, rgb=await follow(updates, take))
     finally:
