@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import RESERVED_ENV, Config, load, settings
+from weft.config import RESERVED_ENV, Config, load, nearest, settings
 from weft.errors import ConfigError
 
 
@@ -101,3 +101,7 @@ def test_every_setting_has_a_line_and_a_name_of_its_own() -> None:
 
 def test_sections_can_be_chosen() -> None:
     assert {setting.section for setting in settings("model", "cache")} == {"model", "cache"}
+
+
+def test_a_name_is_proposed_once() -> None:
+    assert nearest("x", ["model", "adapter", "model"]) == "Possible: adapter, model."

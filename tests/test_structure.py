@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": {"model", "kernels", "hub"},
     "engine": {"scheduler", "worker", "hub"},
     "backends": {"engine", "text", "hub"},
-    "observe": {"backends"},
+    "observe": set(),
     "frontend": {"backends", "text", "observe"},
     "llm": {"backends", "frontend", "hub"},
     "bench": {"backends", "frontend"},

@@ -481,4 +481,4 @@ def _convert(raw: dict[str, dict[str, Any]], places: dict[str, str]) -> Config:
 def nearest(word: str, known: Any) -> str:
     """A hint for who gave a name that is not among the known ones."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"Did you mean {close[0]!r}?" if close else f"Possible: {', '.join(sorted(known))}."
+    return f"Did you mean {close[0]!r}?" if close else f"Possible: {', '.join(sorted({*known}))}."

@@ -65,9 +65,11 @@ def test_a_gpu_that_torch_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_engine_is_told_with_why_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = EngineInfo(name="odd", platform="any", about="", available=False, why_not="odd is not installed")
-    monkeypatch.setattr(doctor, "list_engines", lambda: [*list_engines()[:1], broken])
+    known = [engine for engine in list_engines() if engine.name in ("native", "remote")]
+    monkeypatch.setattr(doctor, "list_engines", lambda: [*known, broken])
     found = {finding.name: finding.value for finding in findings()}
     assert found["engine native"] == "can be used" and found["engine odd"] == "odd is not installed"
+    assert found["engine remote"] == "can be used with --engine-url"
 
 
 # weft plan, and the plan that weft doctor shows.

@@ -25,8 +25,8 @@ def findings() -> Iterator[Finding]:
     yield from machine_findings(machine)
     yield from _torch(machine)
     for engine in list_engines():
-        state = "can be used" if engine.available else engine.why_not
-        yield Finding(f"engine {engine.name}", state, good=engine.available)
+        state = "can be used with --engine-url" if engine.needs_url else "can be used"
+        yield Finding(f"engine {engine.name}", state if engine.available else engine.why_not, good=engine.available)
 
 
 def machine_findings(machine: Machine) -> Iterator[Finding]:
