@@ -286,3 +286,16 @@ def test_its_errors_end_one_request_and_its_load_is_refused(add_engine: Callable
             await start_engine(load({"engine": "parrot", "model": "a cage"}, env={}))
 
     asyncio.run(scenario())
+
+
+def test_one_that_cannot_tell_how_it_is_is_not_well(add_engine: Callable[..., None]) -> None:
+    class Dazed(Parrot):
+        def health_check(self) -> bool:
+            raise RuntimeError("where am I?")
+
+    async def scenario() -> None:
+        async with serving(add_engine, Dazed, "dazed") as engine:
+            health = engine.health()
+            assert not health.ready and health.reason == "failed"
+
+    asyncio.run(scenario())

@@ -228,7 +228,12 @@ class AdaptedEngine:
             log.warning("The engine %s leaves no last_metrics: words are counted for its tokens.", self.name)
 
     def health(self) -> Health:
-        return Health(True) if self.inner.health_check() else Health(False, "failed")
+        try:
+            is_well = self.inner.health_check()
+        except Exception:
+            log.exception("the engine %s cannot tell how it is", self.name)
+            is_well = False
+        return Health(True) if is_well else Health(False, "failed")
 
     def stats(self) -> EngineStats:
         return EngineStats(running=len(self.open))
