@@ -15,7 +15,7 @@ from weft.backends import BaseEngine, InferMetrics, start_engine
 from weft.backends.abilities import NotSupported
 from weft.backends.adapted import AdaptedEngine
 from weft.backends.contract import Conversation, Terms
-from weft.backends.words import words_of
+from weft.backends.words import split_words
 from weft.config import load
 from weft.errors import InvalidRequest, OutOfMemory
 from weft.types import FinishReason, ImageParams, Pooling, SamplingParams, Usage
@@ -236,7 +236,7 @@ def test_its_own_figures_are_told_and_words_where_it_has_none(
     [("", 0), ("one", 1), (" one  two\n", 3), ("天气很好, yes", 6), ("今日はgoodです", 6), ("\n\n", 1)],
 )
 def test_words_are_counted_and_joined_they_are_the_text(text: str, num_words: int) -> None:
-    words = words_of(text)
+    words = split_words(text)
     assert "".join(words) == text and len(words) == num_words
 
 

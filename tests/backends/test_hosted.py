@@ -19,7 +19,7 @@ from weft.backends import BaseEngine, InferMetrics, create_engine
 from weft.backends.contract import Abilities
 from weft.backends.hosted import HostedEngine
 from weft.backends.keywords import SAMPLING_DEFAULTS
-from weft.backends.words import words_of
+from weft.backends.words import split_words
 from weft.config import Config
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, OutOfMemory, Unavailable
 from weft.hub.adapter_files import adapter_paths
@@ -206,7 +206,7 @@ def test_joined_the_pieces_are_the_text_whatever_the_tokens(
         stage.engine.script = in_one_piece(text, num_tokens)
         chunks = list(engine.infer("hi"))
         assert "".join(chunks) == text and "" not in chunks
-        assert len(chunks) <= -(-(num_tokens or len(words_of(text))) // size)
+        assert len(chunks) <= -(-(num_tokens or len(split_words(text))) // size)
 
 
 def test_figures_of_every_request(stage: Stage, engine: BaseEngine) -> None:

@@ -33,7 +33,7 @@ from weft.backends.contract import (
     unknown_adapter,
 )
 from weft.backends.cutting import CutDeltas
-from weft.backends.words import words_of
+from weft.backends.words import split_words
 from weft.config import Config, settings
 from weft.errors import InvalidRequest
 from weft.hub.adapter_files import DEFAULT_ADAPTER, adapter_paths
@@ -86,12 +86,12 @@ class AnswerFigures:
 
     def piece(self, text: str) -> Delta:
         """A piece is a token at least: engines that stream give one at a time."""
-        self._num_words += max(1, len(words_of(text)))
+        self._num_words += max(1, len(split_words(text)))
         return Delta(text=text, usage=Usage(completion_tokens=self._num_words))
 
     def last(self) -> Delta:
         if (told := self._told()) is None:
-            usage = Usage(prompt_tokens=len(words_of(self._prompt)), completion_tokens=self._num_words)
+            usage = Usage(prompt_tokens=len(split_words(self._prompt)), completion_tokens=self._num_words)
             return Delta(finish=FinishReason.STOP, usage=usage)
         usage = Usage(prompt_tokens=told.prompt_tokens, completion_tokens=told.completion_tokens)
         return Delta(finish=told.finish, usage=usage, queue_seconds=told.queue_seconds)

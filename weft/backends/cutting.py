@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from msgspec.structs import replace
 
 from weft.backends.contract import Deltas, ReadDelta
-from weft.backends.words import words_of
+from weft.backends.words import split_words
 from weft.text.parsers.pieces import Content, Piece, Reasoning
 from weft.types import Delta
 
@@ -21,7 +21,7 @@ def cut_text(text: str, num_tokens: int, size: Callable[[], int]) -> Iterator[st
 
     Where the cuts come is a guess. If there are as many words as tokens, or nobody has counted (0), a word is a token;
     else tokens are taken to be of equal length."""
-    words = words_of(text)
+    words = split_words(text)
     units = words if num_tokens in (0, len(words)) else _equal_parts(text, num_tokens)
     start = 0
     while start < len(units):
