@@ -13,8 +13,9 @@ from weft.hub.memory import NumberType
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 64
-HELD_AT_MOST = 2
-"""Times the numbers in its file."""
+HELD_PER_NUMBER = 2
+"""Numbers, for each in its file: a weight of several parts is held with zeros where those do not meet. Of adapters that
+have a query, or more parts than a key or a value alone, it is the most."""
 DEFAULT_ADAPTER = "default"
 """What an adapter is called that was given without a name: that of requests that name none."""
 
@@ -36,8 +37,7 @@ def adapter_settings(paths: Mapping[str, str]) -> list[str]:
 
 
 def adapters_bytes(config: Config, dtype: NumberType) -> int:
-    """Of the largest that may be held at once, as this type: at most, for a weight of several parts is held with zeros
-    where those do not meet. One whose file is not there is not counted."""
+    """Of the largest that may be held at once, as this type. One whose file is not there is not counted."""
     files = [Path(path).expanduser() / WEIGHTS_FILE for path in adapter_paths(config).values()]
     sizes = [safetensors_weights([file]).held_bytes(dtype, unpacked=True) for file in files if file.is_file()]
-    return HELD_AT_MOST * sum(sorted(sizes, reverse=True)[: config.scheduler.max_loras])
+    return HELD_PER_NUMBER * sum(sorted(sizes, reverse=True)[: config.scheduler.max_loras])

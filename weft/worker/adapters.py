@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from weft.config import SchedulerOptions
 from weft.errors import ModelError
 from weft.kernels.adapters import AdaptedRun, AdapterWeights
 from weft.model.adapted import AdaptedTokens
@@ -27,7 +28,7 @@ from weft.worker.rows import runs
 
 log = logging.getLogger(__name__)
 
-MAX_ADAPTERS = 8
+MAX_ADAPTERS = SchedulerOptions().max_loras
 
 
 class Adapters:
