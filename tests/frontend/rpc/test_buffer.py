@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.frontend.rpc import virtual_time
+from tests import virtual_time
 from weft.frontend.rpc.buffer import ChunkBuffer
 
 INTERVAL = 0.05
