@@ -12,7 +12,7 @@ from weft.errors import InvalidRequest
 from weft.frontend.schemas import ChatRequest, CompletionRequest
 from weft.frontend.shapes import chat_shape, structured_shape
 from weft.frontend.toolbox import toolbox
-from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, Tool, ToolCalls
+from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, ToolCalls, ToolSpec
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
@@ -63,7 +63,9 @@ def test_calls_are_forced_only_when_they_must_be() -> None:
     assert (len(required.tools), required.at_least_one, required.parallel) == (2, True, False)
     named = shape_of(tools=[WEATHER, TIME], tool_choice={"type": "function", "function": {"name": "time"}})
     assert isinstance(named, ToolCalls)
-    assert named.tools == [Tool(name="time", parameters={"type": "object", "properties": {}})] and not named.parallel
+    assert (
+        named.tools == [ToolSpec(name="time", parameters={"type": "object", "properties": {}})] and not named.parallel
+    )
     with pytest.raises(InvalidRequest, match="no room"):
         shape_of(tools=[WEATHER], tool_choice="required", response_format={"type": "json_object"})
 

@@ -17,7 +17,17 @@ from weft.config import ServerOptions
 from weft.errors import InvalidRequest, Overloaded
 from weft.text.grammars import compiler as compiler_module
 from weft.text.grammars.compiler import GrammarCompiler
-from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, Thinking, Tool, ToolCalls
+from weft.text.grammars.specs import (
+    Choice,
+    GrammarSpec,
+    JsonObject,
+    JsonSchema,
+    Lark,
+    Regex,
+    Thinking,
+    ToolCalls,
+    ToolSpec,
+)
 from weft.text.grammars.words import words_of
 from weft.text.parsers.pieces import collect
 from weft.text.parsers.styles import TOOL_STYLES, ToolStyle, parser_for
@@ -26,7 +36,7 @@ from weft.types import MAX_GRAMMAR_CHARS, TextAssets
 from weft.worker.constraints import Grammars
 
 MARKERS = sorted({marker for style in TOOL_STYLES for marker in style.markers})
-WEATHER = Tool(
+WEATHER = ToolSpec(
     name="get_weather",
     parameters={
         "type": "object",
@@ -35,7 +45,7 @@ WEATHER = Tool(
         "additionalProperties": False,
     },
 )
-TOOLS = [Tool(name="get"), WEATHER]
+TOOLS = [ToolSpec(name="get"), WEATHER]
 WEATHER_CALL = ("get_weather", '{"city": "Paris", "days": 3}')
 STYLES = pytest.mark.parametrize("style", TOOL_STYLES, ids=lambda style: style.name)
 
@@ -262,7 +272,7 @@ REFUSED: dict[str, tuple[GrammarSpec, str]] = {
     "a stop": (Lark(text='start: x\nx[capture, stop="b"]: /a+/'), "stop"),
     "no tools": (ToolCalls(shape=TOOL_STYLES[0].shape, tools=[]), "no tools"),
     "arguments that are a list": (
-        ToolCalls(shape=TOOL_STYLES[0].shape, tools=[Tool(name="f", parameters={"type": "array"})]),
+        ToolCalls(shape=TOOL_STYLES[0].shape, tools=[ToolSpec(name="f", parameters={"type": "array"})]),
         "'f' are no object",
     ),
 }

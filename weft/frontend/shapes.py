@@ -9,7 +9,7 @@ import msgspec
 from weft.errors import InvalidRequest
 from weft.frontend.schemas import ChatRequest, GenerationRequest
 from weft.frontend.toolbox import Toolbox
-from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, Tool, ToolCalls
+from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, ToolCalls, ToolSpec
 
 
 def structured_shape(request: GenerationRequest) -> GrammarSpec | None:
@@ -59,7 +59,7 @@ def _calls(request: ChatRequest, tools: Toolbox, *, at_least_one: bool) -> ToolC
     callable_tools = [tools.named] if tools.named is not None else tools.offered
     return ToolCalls(
         shape=tools.style.shape,
-        tools=[Tool(name=tool.function.name, parameters=tool.function.parameters) for tool in callable_tools],
+        tools=[ToolSpec(name=tool.function.name, parameters=tool.function.parameters) for tool in callable_tools],
         at_least_one=at_least_one,
         parallel=request.parallel_tool_calls and tools.named is None,
     )

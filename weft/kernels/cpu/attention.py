@@ -185,7 +185,7 @@ def attend(
 
 
 @inner
-def join(parts: Floats, stride: int, num_parts: int, head_dim: int, out: Floats) -> None:
+def join_parts(parts: Floats, stride: int, num_parts: int, head_dim: int, out: Floats) -> None:
     """One head's attention from parts [highest, total, unfinished sums...] over runs of its keys."""
     highest = parts[0]
     for i in range(1, num_parts):

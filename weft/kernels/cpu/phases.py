@@ -185,7 +185,7 @@ def join(here: Here, piece: int) -> None:
     for head in range(num_heads):
         part = at(floats(job.parts), item.part * stride + head * (dim + 2))
         target = at(floats(job.attended), (item.token * num_heads + head) * dim)
-        attention.join(part, stride, num_parts, dim, target)
+        attention.join_parts(part, stride, num_parts, dim, target)
 
 
 @spread

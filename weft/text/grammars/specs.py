@@ -44,7 +44,7 @@ class Lark(Struct, frozen=True, kw_only=True, tag=True):
     param: str = "grammar"
 
 
-class Tool(Struct, frozen=True, kw_only=True):
+class ToolSpec(Struct, frozen=True, kw_only=True):
     name: str
     parameters: Mapping[str, Any] | None = None
     """A schema of an object; None: the tool takes no arguments."""
@@ -54,7 +54,7 @@ class ToolCalls(Struct, frozen=True, kw_only=True):
     """Calls of these tools, written as a model writes them."""
 
     shape: CallShape
-    tools: Sequence[Tool]
+    tools: Sequence[ToolSpec]
     at_least_one: bool = True
     """False: text, and calls behind it or none."""
     parallel: bool = True

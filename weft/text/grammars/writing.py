@@ -9,7 +9,17 @@ from typing import Any
 
 from weft.errors import InvalidRequest
 from weft.text.grammars.schema import check_schema
-from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, Thinking, Tool, ToolCalls
+from weft.text.grammars.specs import (
+    Choice,
+    GrammarSpec,
+    JsonObject,
+    JsonSchema,
+    Lark,
+    Regex,
+    Thinking,
+    ToolCalls,
+    ToolSpec,
+)
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """The model decides how a text is cut into tokens. Behind the grammar, so that errors count its own lines."""
@@ -124,7 +134,7 @@ class GrammarWriter:
         return f"<[{self._specials[special]}]>"
 
 
-def _parameters(tool: Tool, param: str) -> Mapping[str, Any]:
+def _parameters(tool: ToolSpec, param: str) -> Mapping[str, Any]:
     if tool.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     if tool.parameters.get("type", "object") != "object":
