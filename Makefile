@@ -38,7 +38,7 @@ bench: .venv/installed
 	@$(BIN)/weft bench offline $(ARGS)
 
 proto: .venv/installed-dev
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. weft/frontend/rpc/ai_service.proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. weft/api/grpc/ai_service.proto
 
 show-vllm-bench: .venv/installed-dev $(VLLM_ENV)/installed
 	@$(BIN)/weft pull smollm2

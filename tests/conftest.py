@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from weft import logs
+from weft.checkpoint.model_files import ModelFiles
+from weft.checkpoint.tokenizer_assets import text_assets
 from weft.errors import ModelError
-from weft.hub.assets import text_assets
-from weft.hub.files import ModelFiles
 from weft.hub.resolve import resolve
 from weft.types import TextAssets
 

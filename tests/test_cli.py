@@ -15,13 +15,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.frontend.scripted_engine import ScriptedEngine, answer
-from weft import __version__, cli
-from weft.backends.looped import LoopedEngine
+from tests.api.scripted_engine import ScriptedEngine, answer
+from weft import __version__, cli, terminal
+from weft.api import server
+from weft.backends.blocking import LoopedEngine
 from weft.config import Config, settings
 from weft.errors import InvalidRequest, ModelError
-from weft.frontend import server, terminal
-from weft.frontend.local import LocalEngine
+from weft.terminal import LocalEngine
 from weft.types import Delta, SamplingParams
 
 WIDE = {"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}

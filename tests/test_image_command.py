@@ -17,15 +17,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.frontend.http import wait_until
-from tests.frontend.images.pixels import pixels_of
-from tests.frontend.scripted_engine import PAINTER, ImageStep, ScriptedEngine, picture
-from weft import LLM, cli, llm
+from tests.api.http import wait_until
+from tests.api.openai.pixels import pixels_of
+from tests.api.scripted_engine import PAINTER, ImageStep, ScriptedEngine, picture
+from weft import LLM, cli, llm, terminal
 from weft.backends.contract import ImageUpdate
+from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ConfigError, EngineFault, InvalidRequest
-from weft.frontend import terminal
-from weft.frontend.images.job import Wish
-from weft.hub.files import ModelFiles
+from weft.serving.image_request import Wish
 from weft.types import FinishReason, ImageParams
 
 WIDE = {"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}

@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from weft import LLM, SamplingParams
-from weft.bench.cli import app as bench
+from weft.bench.commands import app as bench
 from weft.bench.offline import OfflineWork, run_offline
+from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.errors import ConfigError, InvalidRequest
-from weft.hub.files import ModelFiles
 from weft.types import FinishReason
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.scripted_engine import PAINTER, ScriptedEngine
+from tests.api.scripted_engine import PAINTER, ScriptedEngine
 from weft import LLM, llm
 from weft.errors import InvalidRequest
 from weft.payloads import AdditionalInformation, GivenTexts, InfoEntry, PromptEmbeds

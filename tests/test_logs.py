@@ -8,8 +8,8 @@ import logging
 
 import pytest
 
-from tests.frontend.http import COMPLETIONS, PROMPT, request
-from tests.frontend.scripted_engine import ScriptedEngine, Step, answer
+from tests.api.http import COMPLETIONS, PROMPT, request
+from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from weft import logs
 from weft.config import load
 from weft.types import Delta

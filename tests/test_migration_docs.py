@@ -9,7 +9,7 @@ import pytest
 
 from weft.backends.registry import BUILT_IN, OLD_NAMES
 from weft.config import ENV_ALIASES, RESERVED_ENV, settings
-from weft.hub.registry_file import MEANINGLESS, OLD_KEYS
+from weft.models_file import MEANINGLESS, OLD_KEYS
 
 PAGE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
 VARIABLES = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from weft.model.dit import Dit, DitConfig, save
+from weft.model.diffusion.dit import Dit, DitConfig, save
 
 SIZE = 8
 

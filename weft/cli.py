@@ -17,8 +17,8 @@ from weft.errors import ConfigError, Unavailable, WeftError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from weft.backends.configured_models import FileRoster
     from weft.backends.contract import Engine
-    from weft.backends.roster import FileRoster
     from weft.types import SamplingParams
 
 EPILOG = "Every setting is also an environment variable (WEFT_MAX_NUM_SEQS) and a line of the --config file."
@@ -147,12 +147,12 @@ def _sampling(
 @configured(positional_model=True)
 def serve(config: Config) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it; or, with --models-file, several by their names."""
-    from weft.frontend.server import serve, serve_models
+    from weft.api.server import serve, serve_models
 
     if not config.fleet.models_file:
         serve(lambda: _start(config), config)
         return
-    from weft.backends.roster import FileRoster
+    from weft.backends.configured_models import FileRoster
 
     roster = FileRoster(config)
     if config.fleet.check_models:
@@ -179,9 +179,8 @@ def generate(
     stop: Stop = None,
 ) -> None:
     """Answer one prompt on standard output."""
-    from weft import logs
-    from weft.backends.looped import LoopedEngine
-    from weft.frontend import terminal
+    from weft import logs, terminal
+    from weft.backends.blocking import LoopedEngine
 
     params = _sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -205,9 +204,8 @@ def chat(
     stop: Stop = None,
 ) -> None:
     """Talk with a model."""
-    from weft import logs
-    from weft.backends.looped import LoopedEngine
-    from weft.frontend import terminal
+    from weft import logs, terminal
+    from weft.backends.blocking import LoopedEngine
 
     params = _sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
     logs.set_up("warning")
@@ -246,9 +244,8 @@ def image(
 
     from msgspec.structs import replace
 
-    from weft import logs
-    from weft.frontend import terminal
-    from weft.frontend.images.job import Wish, sampler_named, sides
+    from weft import logs, terminal
+    from weft.serving.image_request import Wish, sampler_named, sides
 
     terminal.check_image_file(output)
     width, height = sides(size)
@@ -295,7 +292,7 @@ def models() -> None:
     """List the models on this machine."""
     from rich.table import Table
 
-    from weft.hub.installed import list_models
+    from weft.hub.snapshots import list_models
 
     found = list_models()
     if not found:
@@ -334,7 +331,7 @@ def engines() -> None:
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
     """Measure this machine."""
-    from weft.bench.cli import app as bench_app
+    from weft.bench.commands import app as bench_app
 
     bench_app(args=context.args, prog_name="weft bench")
 
@@ -355,8 +352,8 @@ def plan(
 
     It ends with 1 where the model does not fit as asked.
     """
-    from weft.backends.planned import planned
-    from weft.hub.plan_table import plan_table
+    from weft.backends.preflight import planned
+    from weft.machine.planner import plan_table
 
     made = planned(config, memory_gib)
     _console().print(plan_table(made), soft_wrap=True)
@@ -373,11 +370,10 @@ def doctor(config: Config) -> None:
     """
     from rich.table import Table
 
-    from weft.backends.doctor import Finding, findings
-    from weft.backends.planned import planned
-    from weft.hub.files import home
-    from weft.hub.installed import list_models
-    from weft.hub.plan_table import plan_table
+    from weft.backends.preflight import Finding, findings, planned
+    from weft.checkpoint.model_files import home
+    from weft.hub.snapshots import list_models
+    from weft.machine.planner import plan_table
 
     names = ", ".join(model.name for model in list_models())
     table = Table(box=None, show_header=False, pad_edge=False)

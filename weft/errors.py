@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class WeftError(Exception):
     """An error meant for a user: `message` says what is wrong, `hint` what to do about it."""
@@ -93,3 +95,18 @@ class OutOfMemory(WeftError):
     """What was asked does not fit; the message holds the numbers, the hint the flag that would fit."""
 
     kind = "out_of_memory"
+
+
+_PRIVATE = re.compile(r"\n|Traceback|0x[0-9a-fA-F]{4,}|(?:/[\w.-]+){2,}|\w:\\|\d+\.\d+\.\d+\.\d+")
+"""Tracebacks, addresses, paths."""
+
+
+def is_private(text: str) -> bool:
+    """Return whether a text tells of this machine what a client must not learn."""
+    return _PRIVATE.search(text) is not None
+
+
+def public_reason(error: Exception) -> str:
+    """Why something failed, as far as a client may learn it."""
+    text = str(error) if isinstance(error, WeftError) else ""
+    return "the server's log says why." if not text or is_private(text) else text

@@ -19,16 +19,15 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from weft import config as configuration
+from weft.backends.blocking import LoopedEngine, submitting
 from weft.backends.contract import Prompt as EnginePrompt
 from weft.backends.contract import Terms, chat_prompt, text_prompt
-from weft.backends.hybrid import start_engine
-from weft.backends.looped import LoopedEngine, submitting
+from weft.backends.failover import start_engine
+from weft.checkpoint.adapter_files import adapter_settings
 from weft.errors import InvalidRequest
-from weft.frontend.images.job import Wish, check_allowed, job_of, sides
-from weft.frontend.images.picture import Image
-from weft.frontend.images.updates import draw
-from weft.hub.adapter_files import adapter_settings
 from weft.payloads import AdditionalInformation, PromptEmbeds
+from weft.serving.image_generation import draw
+from weft.serving.image_request import Image, Wish, check_allowed, job_of, sides
 from weft.types import Delta, FinishReason, FlowSampler, ModelInfo, SamplingParams, TokenLogprob, Usage
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]

@@ -42,7 +42,7 @@ def event(logger: logging.Logger, level: int, message: str, fields: Mapping[str,
 
 
 class LineFormatter(logging.Formatter):
-    """2026-01-31T08:15:00.123Z INFO weft.frontend request_id=… tenant=… message name=value. A traceback is a quoted
+    """2026-01-31T08:15:00.123Z INFO weft.api request_id=… tenant=… message name=value. A traceback is a quoted
     value in the line."""
 
     def format(self, record: logging.LogRecord) -> str:

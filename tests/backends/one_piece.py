@@ -8,7 +8,7 @@ import pytest
 
 from weft.backends import BaseEngine
 from weft.backends.contract import Deltas, Engine
-from weft.backends.hosted import HostedEngine
+from weft.compat.hosted import HostedEngine
 from weft.types import Delta
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tests.frontend.scripted_engine import ScriptedEngine, ScriptedTokenizer
+from tests.api.scripted_engine import ScriptedEngine, ScriptedTokenizer
 from weft.backends.contract import PLAIN_TERMS, Deltas, Health, Terms
 from weft.errors import Unavailable
-from weft.text.output import OutputText
+from weft.text.detokenizer import OutputText
 from weft.types import Delta, EngineStats, Event, FinishReason, Request, SamplingParams, TokenLogprob
 
 QUESTION = "Q: "

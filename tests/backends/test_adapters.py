@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.api.scripted_engine import ScriptedEngine
 from tests.backends.vllm.real import save_adapter
-from tests.frontend.scripted_engine import ScriptedEngine
 from weft.backends.adapters import Adapters
-from weft.backends.hybrid import start_engine
+from weft.backends.failover import start_engine
+from weft.checkpoint.adapter_files import adapter_paths, adapter_settings
 from weft.config import Config, load
 from weft.errors import ConfigError, InvalidRequest, ModelError
-from weft.hub.adapter_files import adapter_paths, adapter_settings
 from weft.hub.resolve import resolve
 from weft.llm import LLM
 

@@ -11,20 +11,19 @@ import pytest
 
 from weft.backends import BaseEngine, create_engine
 from weft.backends.contract import Abilities, Deltas
-from weft.backends.hosted import HostedEngine
 from weft.backends.native import NativeDeltas, NativeEngine, start_native
+from weft.backends.openai_server.peer_stream import RemoteDeltas
+from weft.backends.openai_server.remote_engine import RemoteEngine
+from weft.backends.openai_server.servers import MINDIE, TENSORRT, WEFT, abilities_of
 from weft.backends.registry import BUILT_IN
-from weft.backends.remote.deltas import RemoteDeltas
-from weft.backends.remote.engine import RemoteEngine
-from weft.backends.remote.kinds import MINDIE, TENSORRT, WEFT, abilities_of
-from weft.backends.vllm.arguments import arguments_of
-from weft.backends.vllm.engine import ABILITIES as VLLM
-from weft.backends.vllm.engine import VllmEngine
-from weft.backends.vllm.kinds import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, Kind
+from weft.backends.vllm.arguments import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, Kind, arguments_of
+from weft.backends.vllm.vllm_engine import ABILITIES as VLLM
+from weft.backends.vllm.vllm_engine import VllmEngine
+from weft.checkpoint.model_files import ModelFiles
+from weft.compat.hosted import HostedEngine
 from weft.config import CacheOptions, load
 from weft.errors import ConfigError
-from weft.hub.files import ModelFiles
-from weft.hub.planning import AUTO_DTYPE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from weft.machine.planner import AUTO_DTYPE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/backends.md").read_text()
@@ -72,8 +71,8 @@ def engine_class(name: str) -> type:
     module = str(BUILT_IN[name].start).partition(":")[0]
     return {
         "weft.backends.native": NativeEngine,
-        "weft.backends.vllm.start": VllmEngine,
-        "weft.backends.remote.start": RemoteEngine,
+        "weft.backends.vllm.vllm_engine": VllmEngine,
+        "weft.backends.openai_server.start": RemoteEngine,
     }[module]
 
 

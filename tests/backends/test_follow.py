@@ -10,7 +10,7 @@ import pytest
 
 from weft.backends.native import NativeDeltas
 from weft.engine.journal import Entry, Journal
-from weft.text.output import OutputText
+from weft.text.detokenizer import OutputText
 from weft.types import Delta, Event, FinishReason, Request, SamplingParams
 
 

@@ -11,10 +11,10 @@ import pytest
 from tests.tiny_adapters import lora_tensors, save_adapter, save_merged
 from weft.backends.contract import Terms
 from weft.backends.native import NativeEngine, start_native
+from weft.checkpoint.adapter_files import adapter_settings
 from weft.config import load
-from weft.engine.launch import EngineThread
+from weft.engine.process import EngineThread
 from weft.errors import InvalidRequest, ModelError
-from weft.hub.adapter_files import adapter_settings
 from weft.hub.resolve import resolve
 from weft.types import Pooling, SamplingParams
 
@@ -116,7 +116,7 @@ def test_a_reader_that_fails_harms_nobody_else(
         engine = await start(tiny_model, {})
         try:
             with monkeypatch.context() as broken:
-                broken.setattr("weft.worker.adapters.read_adapter", fails)
+                broken.setattr("weft.worker.lora_rows.read_adapter", fails)
                 with pytest.raises(ModelError, match="MemoryError: not enough of it"):
                     await engine.load_adapter("a", str(folder))
             assert len(await told(engine)) == 16 and engine.restarts() == 0

@@ -21,9 +21,9 @@ import pytest
 
 from tests.backends.one_piece import behind, give_in_one_piece
 from weft.backends import BaseEngine, InferMetrics, create_engine
-from weft.backends.hosted import HostedEngine
+from weft.checkpoint.model_files import ModelFiles
+from weft.compat.hosted import HostedEngine
 from weft.errors import ContextTooLong, InvalidRequest, Unavailable
-from weft.hub.files import ModelFiles
 from weft.types import FinishReason
 
 SETTINGS = {"kv_cache_memory_mb": 128, "max_model_len": 1024, "image_model": "none"}

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from weft.backends import native
+from weft.backends.model_text import TextRoom, open_text_room
 from weft.backends.native import start_native
-from weft.backends.text_room import TextRoom, open_text_room
 from weft.config import Config, load
-from weft.engine.launch import LaunchedEngine
+from weft.engine.process import LaunchedEngine
 from weft.errors import EngineFault, ModelError
 
 

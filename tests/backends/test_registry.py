@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import weft.backends
-from tests.backends.test_adapted import Parrot
+from tests.compat.test_adapted import Parrot
 from weft import cli
 from weft.backends import (
     DEFAULT_ENGINE_PRIORITY,
@@ -140,7 +140,7 @@ def test_an_engine_can_be_registered_once() -> None:
     EngineFactory.register("parrot", Parrot, about="Says it again.")
     with pytest.raises(ConfigError, match="already"):
         EngineFactory.register("parrot", Parrot)
-    EngineFactory.register("parrot", "tests.backends.test_adapted:Parrot", overwrite=True)
+    EngineFactory.register("parrot", "tests.compat.test_adapted:Parrot", overwrite=True)
     assert type(create_engine("parrot")).__name__ == "Parrot"
     for taken in ("native", "cpu", "auto"):
         with pytest.raises(ConfigError, match="already"):
@@ -162,7 +162,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_other_packages_bring_engines(installed: Callable[..., None]) -> None:
-    installed(parrot="tests.backends.test_adapted:Parrot")
+    installed(parrot="tests.compat.test_adapted:Parrot")
     engine = create_engine("parrot")
     engine.load_model("any")
     assert "".join(engine.infer("hi")) == "hi hi"

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from weft.backends.loading import load_safely
 from weft.backends.native import start_native
+from weft.backends.safe_loading import load_safely
 from weft.config import BackendOptions, CacheOptions, Config, ModelOptions
-from weft.engine.launch import EngineProcess
+from weft.engine.process import EngineProcess
 from weft.errors import OutOfMemory
-from weft.hub.hardware import Cpu, Machine, Memory
-from weft.hub.memory import GIB
+from weft.machine.hardware import Cpu, Machine, Memory
+from weft.machine.memory import GIB
 
 ROOMY = Machine(cpu=Cpu(cores=2, usable_cores=2, features=()), memory=Memory(total=64 * GIB, free=64 * GIB))
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.scripted_engine import ScriptedEngine
+from tests.api.scripted_engine import ScriptedEngine
 from weft.backends import create_engine, registry, start_engine
 from weft.backends.contract import Engine
-from weft.backends.hybrid import HybridEngine
+from weft.backends.failover import HybridEngine
 from weft.backends.registry import BUILT_IN
 from weft.config import Config, load
 from weft.errors import ConfigError, ModelError, OutOfMemory, Unavailable

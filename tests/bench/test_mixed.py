@@ -13,10 +13,10 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from tests.frontend.scripted_engine import PAINTER, ScriptedEngine, Step, answer
+from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step, answer
 from tests.tiny_images import save_image_model
 from weft.bench import mixed
-from weft.bench.cli import app as bench
+from weft.bench.commands import app as bench
 from weft.bench.mixed import (
     Chat,
     Figures,

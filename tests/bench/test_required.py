@@ -9,8 +9,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from weft.bench.cli import app as bench
-from weft.bench.required import Required
+from weft.bench.commands import app as bench
+from weft.bench.report import Required
 
 SMALL = {"WEFT_MAX_MODEL_LEN": "512", "WEFT_KV_CACHE_MEMORY_MB": "16", "WEFT_THREADS": "1", "WEFT_IMAGE_MODEL": "none"}
 EASY, HARD = ("60000", "0.01"), ("0.0001", "1e9")

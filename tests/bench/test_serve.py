@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.frontend.http import real_server
-from tests.frontend.scripted_engine import ScriptedEngine, answer
-from weft.bench.cli import app as bench
+from tests.api.http import real_server
+from tests.api.scripted_engine import ScriptedEngine, answer
+from weft.api.app import build_app
+from weft.bench.commands import app as bench
 from weft.bench.serve import Load, Run, ServeReport, ServeWork, StreamTimes, own_server, run_serve
 from weft.config import load
 from weft.errors import ConfigError, EngineFault, Overloaded, Unavailable
-from weft.frontend.app import build_app
 from weft.types import Delta, FinishReason
 
 FIVE = ["He", "l", "lo"]

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.server import Server
-from weft.hub.files import ModelFiles
+from weft.checkpoint.model_files import ModelFiles
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from tests.tiny_models import SPECIAL_TOKENS
-from weft.frontend.rpc.ai_service_pb2 import ControlMessage, StreamPredictRequest
+from weft.api.grpc.ai_service_pb2 import ControlMessage, StreamPredictRequest
 
 STRINGS = (
     "",

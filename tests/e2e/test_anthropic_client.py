@@ -8,7 +8,7 @@ import anthropic
 import pytest
 
 from tests.e2e.server import Server
-from weft.hub.files import ModelFiles
+from weft.checkpoint.model_files import ModelFiles
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 WEATHER = {

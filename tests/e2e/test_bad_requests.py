@@ -15,9 +15,9 @@ import grpc
 import httpx
 import pytest
 
+from tests.api.http import wait_until
 from tests.e2e.server import Server
-from tests.frontend.http import wait_until
-from weft.frontend.rpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
+from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 
 CONTEXT = 64
 HUGE = 2**63

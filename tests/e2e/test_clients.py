@@ -27,7 +27,7 @@ from pydantic import BaseModel
 
 from tests.e2e.tiny_server import NAME, TinyServer
 
-PROTO = Path(__file__).parents[2] / "weft/frontend/rpc/ai_service.proto"
+PROTO = Path(__file__).parents[2] / "weft/api/grpc/ai_service.proto"
 SING = [{"role": "user", "content": "Sing."}]
 SHED = {
     "type": "object",

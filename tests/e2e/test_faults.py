@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server
-from weft.hub.files import ModelFiles
+from weft.checkpoint.model_files import ModelFiles
 
 TOPICS = [
     "the sea", "a red fox", "bread", "the moon", "an old clock", "rivers", "a violin", "winter", "bees", "chess",

@@ -14,12 +14,12 @@ import grpc
 import grpc.aio
 import pytest
 
+from tests.api.grpc.calls import CONTROL, STREAM_PREDICT, check_whole
 from tests.e2e import hostile, hostile_rpc
 from tests.e2e.hostile import Asked
 from tests.e2e.tiny_server import NAME, TinyServer
-from tests.frontend.rpc.calls import CONTROL, STREAM_PREDICT, check_whole
+from weft.api.grpc.ai_service_pb2 import ControlMessage, StreamPredictResponse
 from weft.bench.http import Address, Connection
-from weft.frontend.rpc.ai_service_pb2 import ControlMessage, StreamPredictResponse
 
 AT_ONCE = 16
 PATIENCE_S = 60

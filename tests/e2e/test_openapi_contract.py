@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.e2e.hostile import BASES
 from tests.e2e.tiny_server import NAME, TinyServer
-from weft.frontend.openapi import ANSWERS, REQUESTS
+from weft.api.app import ANSWERS, REQUESTS
 
 NUM_CASES = 100
 NUM_LARGE_CASES = 50

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.api.http import wait_until
+from tests.api.openai.pixels import pixels_of
 from tests.e2e.tiny_server import NAME, TinyServer
-from tests.frontend.http import wait_until
-from tests.frontend.images.pixels import pixels_of
 from tests.tiny_pipelines import SIZE, save_pipeline
 
 pytest.importorskip("diffusers")

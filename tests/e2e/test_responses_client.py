@@ -10,7 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.e2e.server import Server
-from weft.hub.files import ModelFiles
+from weft.checkpoint.model_files import ModelFiles
 
 QUESTION = "What is the capital of France?"
 WEATHER = {

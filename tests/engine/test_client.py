@@ -11,10 +11,10 @@ from pathlib import Path
 import uvloop
 
 from tests.engine.stand_in import StandIn, StandIns
+from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.wire import Output, Started, Submit
-from weft.hub.files import ModelFiles
 from weft.types import EngineStats, Event, FinishReason, Request, SamplingParams
 
 FILES = ModelFiles(name="none", kind="gguf", path=Path("none.gguf"), weight_files=[])

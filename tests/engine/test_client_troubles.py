@@ -12,7 +12,7 @@ from tests.engine.stand_in import StandIn, StandIns
 from tests.engine.test_client import FILES, client_of, request, until
 from weft.config import load
 from weft.engine.client import EngineClient
-from weft.engine.launch import EngineProcess
+from weft.engine.process import EngineProcess
 from weft.engine.wire import Done, Output, ResetCache, frame
 from weft.errors import EngineFault
 from weft.types import EngineStats, FinishReason

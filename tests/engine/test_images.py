@@ -22,7 +22,7 @@ from weft.backends.native import NativeEngine, start_native
 from weft.config import load
 from weft.engine.core import EngineCore
 from weft.engine.journal import Journal, Place
-from weft.engine.launch import EngineThread
+from weft.engine.process import EngineThread
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest
 from weft.hub.resolve import resolve
 from weft.plan import Limits, StepPlan
@@ -283,7 +283,7 @@ def test_an_image_model_that_is_not_there_is_refused(tiny_model: Path, tmp_path:
 def test_the_packaged_model_draws_for_its_own_language_model(
     tiny_model: Path, image_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from weft.model import images
+    from weft.worker.diffusion import load as images
 
     monkeypatch.setattr(images, "PACKAGED", save_image_model(tmp_path / "shapes", 96, text_model="smollm2"))
     assert images.find_image_model("auto", "smollm2", 96) == tmp_path / "shapes"

@@ -19,8 +19,8 @@ from tests.scheduler.simulation import SimulatedWorker, expected_output, limits,
 from weft.engine.core import EngineCore
 from weft.plan import Limits, StepPlan, StepResult
 from weft.scheduler.integrity import check_integrity
+from weft.scheduler.policy import LEAST_TOKENS
 from weft.scheduler.scheduler import NO_MEMORY, Scheduler
-from weft.scheduler.throttle import LEAST_TOKENS
 from weft.types import Event, FinishReason, Request
 
 Fails = Callable[[int, StepPlan], bool]

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from weft.checkpoint.model_files import ModelFiles
 from weft.config import Config
 from weft.engine import loop
-from weft.engine.launch import EngineProcess
-from weft.engine.process import run_engine
+from weft.engine.process import EngineProcess, run_engine
 from weft.engine.wire import Failed, Inbox, Start, frame
-from weft.hub.files import ModelFiles
 
 NO_MODEL = Start(Config(), ModelFiles(name="none", kind="gguf", path=Path("none.gguf"), weight_files=[]))
 HANGS_AT_ITS_END = """

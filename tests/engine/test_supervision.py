@@ -19,10 +19,10 @@ import pytest
 from tests.engine.faulty import POISON
 from tests.tiny_images import SIZE, save_image_model
 from weft.backends.native import NativeEngine, start_native
+from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
-from weft.engine.launch import EngineProcess, EngineThread
+from weft.engine.process import EngineProcess, EngineThread
 from weft.errors import EngineFault, ModelError, OutOfMemory, Overloaded
-from weft.hub.files import ModelFiles
 from weft.types import Delta, FinishReason, ImageParams, SamplingParams
 
 MAX_TOKENS = 30

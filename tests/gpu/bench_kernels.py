@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels import HeadNorms, HeadShape
-from weft.kernels.triton import activation, launch, linears, norm, sampling
+from weft.kernels.triton import elementwise, launch, linears, sampling_kernels
 from weft.kernels.triton.decode_attention import decode_attention
 from weft.kernels.triton.prefill_attention import prefill_attention
 from weft.kernels.triton.rope_store import rotate_and_store
@@ -109,11 +109,11 @@ def bench_small(model: str, heads: HeadShape, hidden: int, width: int, vocabular
 
     def normed(rows: int) -> Callable[[], object]:
         x, weight = randn(rows, hidden), randn(hidden)
-        return lambda: norm.rms_norm(x, weight, 1e-6)
+        return lambda: elementwise.rms_norm(x, weight, 1e-6)
 
     def silu(rows: int) -> Callable[[], object]:
         x = randn(rows, 2 * width)
-        return lambda: activation.silu_mul(x)
+        return lambda: elementwise.silu_mul(x)
 
     def rope(rows: int) -> Callable[[], object]:
         qkv, scale = randn(rows, size), randn(heads.head_dim)
@@ -124,12 +124,12 @@ def bench_small(model: str, heads: HeadShape, hidden: int, width: int, vocabular
 
     def greedy(rows: int) -> Callable[[], object]:
         logits = randn(rows, vocabulary)
-        return lambda: sampling.argmax(logits)
+        return lambda: sampling_kernels.argmax(logits)
 
     def gumbel(rows: int) -> Callable[[], object]:
         logits, ones = randn(rows, vocabulary), torch.ones(rows, device="cuda")
         seeds = torch.arange(rows, device="cuda")
-        return lambda: sampling.gumbel_sample(logits, ones, ones, seeds, seeds)
+        return lambda: sampling_kernels.gumbel_sample(logits, ones, ones, seeds, seeds)
 
     for rows in (1, 256, 2048):
         report(f"{model} rms_norm {rows}", lambda rows=rows: normed(rows), 4.0 * rows * hidden)

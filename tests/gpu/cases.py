@@ -20,16 +20,15 @@ from tests.gpu.steps import DEVICE, INTERPRETED, TOLERANCE, assert_near, padded,
 from weft.kernels import AttentionBatch, HeadNorms, HeadShape, reference
 from weft.kernels import sampling as draws
 from weft.kernels.triton import (
-    activation,
-    attention,
     decode_attention,
+    elementwise,
     gemv,
     linears,
-    norm,
     prefill_attention,
-    sampling,
+    sampling_kernels,
     skinny,
 )
+from weft.kernels.triton import prefill_attention as attention
 from weft.kernels.triton.launch import overlapping_launches
 from weft.kernels.triton.rope_store import rotate_and_store
 from weft.kernels.triton.thresholds import keep_thresholds
@@ -42,22 +41,24 @@ TINY, TINY_GROUPS = HeadShape(2, 2, 32), HeadShape(2, 1, 32)
 def check_norm(rows: int, hidden: int, dtype: torch.dtype) -> None:
     x, weight = randn(rows, hidden, dtype=dtype), randn(hidden, dtype=dtype)
     with poisoned():
-        assert_near(norm.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), TOLERANCE[dtype] / 2)
+        assert_near(elementwise.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), TOLERANCE[dtype] / 2)
 
 
 def check_strided_norm() -> None:
     row = randn(5, 12 * 64)
     x, weight = row[:, 64 : 9 * 64].view(5, 8, 64), randn(64)
     with poisoned():
-        assert_near(norm.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), TOLERANCE[BF16])
+        assert_near(elementwise.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), TOLERANCE[BF16])
         narrow, weight = row[:, :128], randn(128)
-        assert_near(norm.rms_norm(narrow, weight, 1e-6), reference.rms_norm(narrow, weight, 1e-6), TOLERANCE[BF16])
+        assert_near(
+            elementwise.rms_norm(narrow, weight, 1e-6), reference.rms_norm(narrow, weight, 1e-6), TOLERANCE[BF16]
+        )
 
 
 def check_silu_mul(rows: int, width: int, dtype: torch.dtype) -> None:
     gate_up = randn(rows, 2 * width, dtype=dtype) * 10
     with poisoned():
-        assert_near(activation.silu_mul(gate_up), reference.silu_mul(gate_up), TOLERANCE[dtype])
+        assert_near(elementwise.silu_mul(gate_up), reference.silu_mul(gate_up), TOLERANCE[dtype])
 
 
 def check_rope_store(heads: HeadShape, dtype: torch.dtype, with_norm: bool) -> None:
@@ -325,7 +326,7 @@ def check_argmax(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
         logits[3] = -logits[3].abs()
         logits[3, 5:7] = torch.tensor([-0.0, 0.0])
     with poisoned():
-        tokens, peaks = sampling.argmax(logits)
+        tokens, peaks = sampling_kernels.argmax(logits)
     wanted_peaks, wanted = logits.float().max(dim=-1)
     assert torch.equal(tokens, logits.float().argmax(-1)), (tokens, wanted)
     assert peaks.dtype == FP32 and torch.equal(peaks.nan_to_num(nan=1e9), wanted_peaks.nan_to_num(nan=1e9))
@@ -340,7 +341,7 @@ def check_gumbel(rows: int, vocabulary: int, dtype: torch.dtype, cut: bool) -> N
     ids = torch.arange(vocabulary, device=DEVICE)
     peaks = logits.float().max(dim=-1)[0]
     with poisoned():
-        tokens = sampling.gumbel_sample(logits, peaks, temperatures, seeds, positions, least)
+        tokens = sampling_kernels.gumbel_sample(logits, peaks, temperatures, seeds, positions, least)
     for i in range(rows):
         score, temperature = logits[i].float(), float(temperatures[i])
         if temperature:

@@ -127,9 +127,9 @@ def test_a_middle_sized_model_in_bfloat16(tmp_path: Path) -> None:
     from weft.kernels.weights import DecoderWeights, LayerWeights
     from weft.model.dense import DenseConfig, DenseModel
     from weft.plan import Admission, Row, StepPlan
+    from weft.worker.forward_step import Stepper
     from weft.worker.rows import RowTable
     from weft.worker.runner import Runner
-    from weft.worker.step import Stepper
 
     torch.manual_seed(0)
     config = DenseConfig(

@@ -16,11 +16,11 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests import tiny_models
+from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.journal import Entry
-from weft.engine.launch import EngineProcess, LaunchedEngine
-from weft.hub.files import ModelFiles
+from weft.engine.process import EngineProcess, LaunchedEngine
 from weft.hub.resolve import resolve
 from weft.types import Event, FinishReason, Request, SamplingParams
 

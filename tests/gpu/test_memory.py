@@ -18,14 +18,14 @@ if not torch.cuda.is_available():
 from safetensors.torch import save_file
 
 from tests.worker.driving import Driven, request, run
+from weft.checkpoint.model_files import ModelFiles, dummy_files
 from weft.config import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.errors import OutOfMemory
-from weft.hub.files import ModelFiles, dummy_files
-from weft.hub.memory import MIB
 from weft.kernels.weights import DecoderWeights
+from weft.machine.memory import MIB
 from weft.model.loader import load_weights, open_model
 from weft.types import FinishReason
-from weft.worker.profiling import compute, largest_step
+from weft.worker.memory_profile import compute, largest_step
 from weft.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu

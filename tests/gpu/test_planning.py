@@ -14,12 +14,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from tests.gpu.test_memory import config_json
+from weft.checkpoint.model_files import dummy_files
 from weft.config import CacheOptions, Config, ModelOptions
-from weft.hub.devices import accelerator, cuda_devices
-from weft.hub.files import dummy_files
-from weft.hub.hardware import inspect_machine
-from weft.hub.memory import GIB
-from weft.hub.planning import plan_load
+from weft.machine.devices import accelerator, cuda_devices
+from weft.machine.hardware import inspect_machine
+from weft.machine.memory import GIB
+from weft.machine.planner import plan_load
 from weft.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from weft.backends import create_engine
-from weft.hub.memory import GIB, MIB
+from weft.machine.memory import GIB, MIB
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

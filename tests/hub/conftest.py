@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.hub import fake_model
-from weft.hub import catalog, pip
+from weft.hub import catalog
+from weft.hub import catalog as pip
 
 
 @pytest.fixture(autouse=True)

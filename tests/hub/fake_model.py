@@ -10,8 +10,10 @@ import sys
 import zipfile
 from pathlib import Path
 
-from tests.hub.gguf_bytes import small_model
-from weft.hub import catalog, pip, pull
+from tests.checkpoint.gguf_bytes import small_model
+from weft.hub import catalog
+from weft.hub import catalog as pip
+from weft.hub import catalog as pull
 
 ROOT = Path(__file__).parents[2]
 NAME = "tiny"

@@ -16,10 +16,11 @@ import pytest
 from tests.hub.fake_directory import make_directory, put
 from tests.hub.fake_hub import FakeHub, serving
 from weft.errors import ModelError
-from weft.hub import disk, download
-from weft.hub.installed import list_models
+from weft.hub import download
+from weft.hub import download as disk
 from weft.hub.progress import Progress
 from weft.hub.resolve import resolve
+from weft.hub.snapshots import list_models
 
 FIRST, SECOND = "1" * 40, "2" * 40
 SHARD = "model-00002-of-00002.safetensors"

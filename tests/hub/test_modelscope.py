@@ -11,8 +11,8 @@ from tests.hub.fake_directory import make_directory, put
 from tests.hub.fake_hub import FakeHub, serving
 from weft.errors import ModelError
 from weft.hub import download
-from weft.hub.installed import list_models
 from weft.hub.resolve import resolve
+from weft.hub.snapshots import list_models
 
 MODEL = "modelscope:org/name"
 SHARD = "model-00002-of-00002.safetensors"

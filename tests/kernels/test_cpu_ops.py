@@ -75,7 +75,7 @@ def test_argmax_rows() -> None:
 
 def test_exp() -> None:
     numba = pytest.importorskip("numba")
-    from weft.kernels.cpu.rows import exp
+    from weft.kernels.cpu.row_ops import exp
 
     x = torch.cat([torch.linspace(-87, 88, 20001), torch.linspace(-1, 1, 2001)])
     native = numba.vectorize(["float32(float32)"])(exp.py_func)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import gguf
 import torch
 from torch import Tensor
 
-from weft.hub.gguf import map_tensors, read_gguf
+from weft.checkpoint.gguf import map_tensors, read_gguf
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from weft.errors import ModelError
-from weft.model.dit import CONFIG_FILE, WEIGHTS_FILE, Dit, DitConfig, load, read_config, save
+from weft.model.diffusion.dit import CONFIG_FILE, WEIGHTS_FILE, Dit, DitConfig, load, read_config, save
 
 SMALL = DitConfig(image_size=16, width=64, depth=2, num_heads=2, text_width=24, max_text_tokens=8)
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -106,6 +106,6 @@ def test_a_configuration_that_makes_no_model_is_an_error(tmp_path: Path, text: s
 def test_loading_does_not_wake_the_compiler(tmp_path: Path) -> None:
     """Its import takes longer than everything else that happens until a server is ready."""
     save(scrambled(SMALL), tmp_path, torch.float32)
-    program = "import sys; from pathlib import Path; from weft.model.dit import load; load(Path(sys.argv[1]))"
+    program = "import sys; from pathlib import Path; from weft.model.diffusion.dit import load; load(Path(sys.argv[1]))"
     then = "; sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program + then, str(tmp_path)], check=False).returncode == 0

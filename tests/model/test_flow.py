@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.model import flow
+from weft.model.diffusion import flow
 from weft.types import VELOCITIES, FlowSampler
 
 SHAPE = (3, 8, 8)

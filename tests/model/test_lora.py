@@ -14,7 +14,7 @@ from tests.tiny_adapters import EVERY_PART, PREFIX, adapter_config, lora_tensors
 from tests.tiny_models import SPECS
 from weft.errors import ModelError
 from weft.hub.resolve import resolve
-from weft.kernels.adapters import AdapterWeights
+from weft.kernels.weights import AdapterWeights
 from weft.model.dense import DenseConfig
 from weft.model.loader import open_model, pairs_from_halves
 from weft.model.lora import read_adapter

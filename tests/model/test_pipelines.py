@@ -12,10 +12,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.errors import ConfigError, ModelError
-from weft.model import flow
-from weft.model.painter import KEPT_STATES
-from weft.model.pipelines.load import load_pipeline
-from weft.model.pipelines.painter import PipelineDrawing, PipelinePainter, held_bytes
+from weft.model.diffusion import flow
+from weft.model.diffusion.diffusers_load import load_pipeline
+from weft.model.diffusion.diffusers_pipeline import PipelineDrawing, PipelinePainter, held_bytes
+from weft.model.diffusion.pipeline import KEPT_STATES
 from weft.plan import DenoiseAdmission, PlacedText
 from weft.types import ImageParams
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.frontend.http import COMPLETIONS, PROMPT, request_app
-from tests.frontend.scripted_engine import ScriptedEngine, answer
+from tests.api.http import COMPLETIONS, PROMPT, request_app
+from tests.api.scripted_engine import ScriptedEngine, answer
+from weft.api.app import build_app
 from weft.config import load
-from weft.frontend.app import build_app
 
 DASHBOARD = json.loads((Path(__file__).parents[2] / "docs" / "grafana" / "weft.json").read_text())
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.frontend.http import COMPLETIONS, PROMPT, chat, request, request_app
-from tests.frontend.scripted_engine import ScriptedEngine, answer
+from tests.api.http import COMPLETIONS, PROMPT, chat, request, request_app
+from tests.api.scripted_engine import ScriptedEngine, answer
+from weft.api.app import build_app
 from weft.config import load
 from weft.errors import Overloaded
-from weft.frontend.app import build_app
-from weft.observe.histogram import Histogram
-from weft.observe.metrics import Metrics, exposition
+from weft.observe.metrics import Histogram, Metrics, exposition
 from weft.types import Delta, FinishReason
 
 CONTRACT = {

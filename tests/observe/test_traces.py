@@ -13,14 +13,14 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.frontend.http import COMPLETIONS, PROMPT, request_app
-from tests.frontend.rpc.calls import ask, door
-from tests.frontend.scripted_engine import ScriptedEngine, Step, answer
+from tests.api.grpc.calls import ask, door
+from tests.api.http import COMPLETIONS, PROMPT, request_app
+from tests.api.scripted_engine import ScriptedEngine, Step, answer
+from weft.api.app import build_app
 from weft.config import load
 from weft.errors import ConfigError, EngineFault
-from weft.frontend import gate as gates
-from weft.frontend.app import build_app
 from weft.observe.traces import Traces, open_traces
+from weft.serving import admission as gates
 from weft.types import Delta
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -121,5 +121,5 @@ def test_missing_packages_are_explained(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_packages_are_loaded_only_when_they_are_wanted() -> None:
-    code = "import sys, weft.frontend.app; print([m for m in sys.modules if m.startswith('opentelemetry.sdk')])"
+    code = "import sys, weft.api.app; print([m for m in sys.modules if m.startswith('opentelemetry.sdk')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

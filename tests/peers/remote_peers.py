@@ -27,12 +27,11 @@ from msgspec import Struct
 from tests import tiny_models
 from weft.backends.contract import Engine, Prompt, chat_prompt, text_prompt
 from weft.backends.native import start_native
-from weft.backends.remote.start import start
+from weft.backends.openai_server.start import start
 from weft.config import load
 from weft.errors import InvalidRequest, WeftError
 from weft.text.grammars.compiler import GrammarCompiler
-from weft.text.grammars.passed import written_down
-from weft.text.grammars.specs import JsonSchema
+from weft.text.grammars.specs import JsonSchema, written_down
 from weft.types import Delta, FinishReason, SamplingParams
 
 MODEL = "qwen3"

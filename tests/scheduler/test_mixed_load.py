@@ -1,5 +1,5 @@
 """Ten thousand requests of both kinds, and random workloads: neither kind starves the other, and every bound that
-`weft.scheduler.images` states is kept."""
+`weft.scheduler.denoise` states is kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.scheduler.simulation import (
     request,
 )
 from weft.plan import Drawn, Gained, ImageLimits, Limits, Sampled, StepPlan, StepResult
-from weft.scheduler.images import PATIENCE
+from weft.scheduler.denoise import PATIENCE
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
 from weft.types import FinishReason, Request

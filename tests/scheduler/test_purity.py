@@ -27,7 +27,9 @@ def loaded() -> set[str]:
 
 
 def test_the_whole_room_was_imported(loaded: set[str]) -> None:
-    assert {"weft.scheduler.scheduler", "weft.scheduler.blocks", "weft.scheduler.integrity"} <= set(MODULES) <= loaded
+    assert (
+        {"weft.scheduler.scheduler", "weft.scheduler.block_pool", "weft.scheduler.integrity"} <= set(MODULES) <= loaded
+    )
 
 
 def test_no_other_room_is_imported(loaded: set[str]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from weft.text.chat_template import ChatTemplate
 from weft.text.detokenizer import Detokenizer
-from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
 from weft.types import TextAssets
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.text.output import OutputText
+from weft.text.detokenizer import OutputText
 from weft.text.tokenizer import Tokenizer
 from weft.types import Arrival, Delta, Event, FinishReason, Request, SamplingParams, TokenLogprob, Usage
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.errors import InvalidRequest
-from weft.text.stops import StopMatch, StopStrings
+from weft.text.detokenizer import StopMatch, StopStrings
 
 
 def oracle(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:

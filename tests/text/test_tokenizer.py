@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from weft.errors import InvalidRequest, ModelError
-from weft.text.presplit import PRE_SPLITS
+from weft.text.gguf_vocab import PRE_SPLITS
 from weft.text.tokenizer import Tokenizer
 from weft.types import TextAssets
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.text.chat_template import without_tools
 from weft.text.parsers.pieces import collect
 from weft.text.parsers.styles import parser_for, tool_style
-from weft.text.tool_prompt import without_tools
 
 HERMES = tool_style("hermes", None)
 assert HERMES is not None

@@ -18,7 +18,7 @@ from training.shapes.draw import draw
 from training.shapes.evaluate import Settings, draw_held_out, generate, judge
 from training.shapes.sheet import sheet
 from training.shapes.train import Examples, TrainOptions, train
-from weft.model.dit import Dit, DitConfig, load, save
+from weft.model.diffusion.dit import Dit, DitConfig, load, save
 
 CONFIG = DitConfig(width=64, depth=2, num_heads=2, text_width=WIDTH, max_text_tokens=16)
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
+from weft.checkpoint.model_files import ModelFiles
 from weft.config import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.engine.core import EngineCore
-from weft.hub.files import ModelFiles
 from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE
 from weft.model.dense import DenseModel
@@ -23,9 +23,9 @@ from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
 from weft.types import EngineStats, FinishReason, Request, SamplingParams, TokenLogprob
 from weft.worker import runner as runner_module
+from weft.worker.forward_step import Stepper
 from weft.worker.rows import RowTable
 from weft.worker.runner import Runner
-from weft.worker.step import Stepper
 from weft.worker.worker import Worker
 
 MOST_STEPS = 5000

@@ -8,7 +8,7 @@ import pytest
 
 from tests.worker.driving import load, run
 from tests.worker.subjects import Subject, alone, cached_chunks, late_strangers, tiny_pool
-from weft.hub.files import ModelFiles
+from weft.checkpoint.model_files import ModelFiles
 from weft.text.tokenizer import Tokenizer
 from weft.types import TextAssets
 

@@ -16,7 +16,7 @@ from tests.worker.driving import load
 def test_the_limits_say_how_images_are_drawn(
     off: list[str], tiny_directory: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.worker.images.is_on", lambda name: name not in off)
+    monkeypatch.setattr("weft.worker.diffusion.load.is_on", lambda name: name not in off)
     of_images = load(tiny_directory("smollm2"), image_model=save_image_model(tmp_path / "dit", 96)).limits.image
     assert of_images.whole_images == ("denoise-steps" in off)
     assert of_images.single_images == ("denoise-batches" in off)

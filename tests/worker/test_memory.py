@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from weft.config import CacheOptions
 from weft.errors import OutOfMemory
-from weft.hub.memory import (
+from weft.machine.memory import (
     GIB,
     GRAPH_SLACK_BYTES,
     MIB,
@@ -26,7 +26,7 @@ from weft.hub.memory import (
 from weft.model.dense import DenseConfig
 from weft.types import MemoryLedger
 from weft.worker.graphs import graph_shapes
-from weft.worker.memory import available_cpu_bytes, cache_shape, gpu_share, ledger_table
+from weft.worker.memory_profile import available_cpu_bytes, cache_shape, gpu_share, ledger_table
 
 # 16 KiB of keys and values for a token in float32: 4 layers * 2 * 8 heads * 64 dimensions * 4 bytes.
 GEOMETRY = DenseConfig(

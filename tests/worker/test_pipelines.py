@@ -15,12 +15,12 @@ from tests.tiny_pipelines import MAKERS, SIZE, save_pipeline
 from tests.worker.driving import Driven, Outcome, load, request, run
 from tests.worker.subjects import alone
 from weft.errors import InvalidRequest
-from weft.model import flow
-from weft.model.painter import KEPT_STATES
-from weft.model.pipelines.painter import PipelinePainter
+from weft.model.diffusion import flow
+from weft.model.diffusion.diffusers_pipeline import PipelinePainter
+from weft.model.diffusion.pipeline import KEPT_STATES
 from weft.scheduler.scheduler import Scheduler
 from weft.types import FinishReason, ImageParams, Request
-from weft.worker.profiling import draw, largest_drawing
+from weft.worker.memory_profile import draw, largest_drawing
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -26,8 +26,8 @@ from torch import Tensor
 from training.shapes.checker import Checker, Reading
 from training.shapes.data import Image, Prompt
 from training.shapes.prepare import Prepared, read
-from weft.model import flow
-from weft.model.dit import Dit, load
+from weft.model.diffusion import flow
+from weft.model.diffusion.dit import Dit, load
 from weft.types import FlowSampler
 
 log = logging.getLogger(__name__)

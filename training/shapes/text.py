@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from training.shapes.data import EncodedPrompts
-from weft.hub.assets import text_assets
+from weft.checkpoint.tokenizer_assets import text_assets
 from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE, AttentionBatch
 from weft.model.dense import DenseModel

@@ -26,7 +26,7 @@ from torch.nn.functional import mse_loss
 
 from training.shapes.data import COLOUR_NAMES, PALETTE, PICTURES
 from training.shapes.prepare import Prepared, read
-from weft.model.dit import Dit, DitConfig, save
+from weft.model.diffusion.dit import Dit, DitConfig, save
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.backends.base import BaseEngine, InferMetrics
-    from weft.backends.factory import EngineFactory, create_engine
-    from weft.backends.hybrid import start_engine
+    from weft.backends.failover import start_engine
     from weft.backends.registry import DEFAULT_ENGINE_PRIORITY, check_engine_available, list_engines
+    from weft.compat.base_engine import BaseEngine, InferMetrics
+    from weft.compat.factory import EngineFactory, create_engine
 
 __all__ = [
     "DEFAULT_ENGINE_PRIORITY",
@@ -23,19 +23,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BaseEngine": "base",
-    "InferMetrics": "base",
-    "EngineFactory": "factory",
-    "create_engine": "factory",
-    "start_engine": "hybrid",
-    "DEFAULT_ENGINE_PRIORITY": "registry",
-    "check_engine_available": "registry",
-    "list_engines": "registry",
+    "BaseEngine": "compat.base_engine",
+    "InferMetrics": "compat.base_engine",
+    "EngineFactory": "compat.factory",
+    "create_engine": "compat.factory",
+    "start_engine": "backends.failover",
+    "DEFAULT_ENGINE_PRIORITY": "backends.registry",
+    "check_engine_available": "backends.registry",
+    "list_engines": "backends.registry",
 }
 
 
 def __getattr__(name: str) -> object:
     """Public names are imported when they are asked for."""
     if name in _HOMES:
-        return getattr(importlib.import_module(f"weft.backends.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(f"weft.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'weft.backends' has no attribute {name!r}")

@@ -11,11 +11,11 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from weft.backends.contract import unknown_adapter
+from weft.checkpoint.adapter_files import CONFIG_FILE, DEFAULT_ADAPTER, MAX_RANK, WEIGHTS_FILE
+from weft.checkpoint.json_file import read_object
+from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ModelError
-from weft.hub.adapter_files import CONFIG_FILE, DEFAULT_ADAPTER, MAX_RANK, WEIGHTS_FILE
-from weft.hub.files import ModelFiles
-from weft.hub.geometry import Geometry, size_of
-from weft.hub.jsonfile import read_object
+from weft.machine.model_size import Geometry, size_of
 from weft.types import Adapter
 
 _NAME = re.compile(r"[\w./:-]{1,128}")

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from weft.backends.abilities import check_abilities
 from weft.backends.adapters import Adapters
 from weft.backends.contract import (
     PLAIN_TERMS,
@@ -24,21 +23,22 @@ from weft.backends.contract import (
     Prompt,
     Take,
     Terms,
+    check_abilities,
     failure_of,
     tokens_of,
 )
-from weft.backends.text_room import TextRoom, open_text_room
+from weft.backends.model_text import TextRoom, open_text_room
+from weft.checkpoint.adapter_files import adapter_paths
+from weft.checkpoint.model_files import ModelFiles
 from weft.config import Config
 from weft.engine.client import EngineClient
-from weft.engine.launch import EngineProcess, LaunchedEngine
+from weft.engine.process import EngineProcess, LaunchedEngine
 from weft.engine.wire import ResetCache, StartProfile, StopProfile, Vocabulary
 from weft.errors import ConfigError, ContextTooLong, EngineFault, InvalidRequest, ModelError, WeftError
-from weft.hub.adapter_files import adapter_paths
-from weft.hub.files import ModelFiles
-from weft.hub.manager import find_model
+from weft.hub.resolve import find_model
 from weft.payloads import NO_TEXTS, GivenTexts
-from weft.text.grammars.words import words_of
-from weft.text.output import OutputText
+from weft.text.detokenizer import OutputText
+from weft.text.grammars.specs import words_of
 from weft.types import (
     Adapter,
     Arrival,

@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from weft.checkpoint.model_files import ModelFiles
 from weft.config import Config, nearest
 from weft.errors import ConfigError
-from weft.hub.devices import Accelerator, accelerator
-from weft.hub.files import ModelFiles
+from weft.machine.devices import Accelerator, accelerator
 
 log = logging.getLogger(__name__)
 
@@ -88,8 +88,8 @@ BUILT_IN: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="cuda-vllm-async",
-            start="weft.backends.vllm.start:start",
-            refuse="weft.backends.vllm.start:refuse_load",
+            start="weft.backends.vllm.vllm_engine:start",
+            refuse="weft.backends.vllm.vllm_engine:refuse_load",
             runs_model_code=True,
             platform="cuda",
             about="vLLM's asynchronous engine.",
@@ -99,8 +99,8 @@ BUILT_IN: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="cuda-vllm",
-            start="weft.backends.vllm.start:start",
-            refuse="weft.backends.vllm.start:refuse_load",
+            start="weft.backends.vllm.vllm_engine:start",
+            refuse="weft.backends.vllm.vllm_engine:refuse_load",
             runs_model_code=True,
             platform="cuda",
             about="vLLM's synchronous engine, stepped by a thread of its own.",
@@ -110,8 +110,8 @@ BUILT_IN: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="cpu-vllm",
-            start="weft.backends.vllm.start:start",
-            refuse="weft.backends.vllm.start:refuse_load",
+            start="weft.backends.vllm.vllm_engine:start",
+            refuse="weft.backends.vllm.vllm_engine:refuse_load",
             runs_model_code=True,
             platform="cpu",
             about="vLLM's asynchronous engine, built for CPUs.",
@@ -121,8 +121,8 @@ BUILT_IN: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="ascend-vllm",
-            start="weft.backends.vllm.start:start",
-            refuse="weft.backends.vllm.start:refuse_load",
+            start="weft.backends.vllm.vllm_engine:start",
+            refuse="weft.backends.vllm.vllm_engine:refuse_load",
             runs_model_code=True,
             platform="ascend",
             about="vLLM with its plugin for Ascend.",
@@ -132,28 +132,28 @@ BUILT_IN: dict[str, EngineSpec] = {
         ),
         EngineSpec(
             name="cuda-trt",
-            start="weft.backends.remote.start:start",
+            start="weft.backends.openai_server.start:start",
             platform="cuda",
             about="TensorRT-LLM, through its own server at --engine-url.",
             needs_url=True,
         ),
         EngineSpec(
             name="ascend-mindie",
-            start="weft.backends.remote.start:start",
+            start="weft.backends.openai_server.start:start",
             platform="ascend",
             about="MindIE, through its own server at --engine-url.",
             needs_url=True,
         ),
         EngineSpec(
             name="remote",
-            start="weft.backends.remote.start:start",
+            start="weft.backends.openai_server.start:start",
             platform="any",
             about="Any server at --engine-url that speaks OpenAI's interface.",
             needs_url=True,
         ),
         EngineSpec(
             name="hybrid",
-            start="weft.backends.hybrid:start_engine",
+            start="weft.backends.failover:start_engine",
             platform="any",
             about="Several in order, as in a,b: the next takes over where one does not start, or dies.",
         ),

@@ -5,19 +5,18 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from msgspec.structs import replace
 
-from weft.backends.adapted import start_adapted
-from weft.backends.base import BaseEngine
-from weft.backends.loading import Start
-from weft.backends.registry import EngineSpec, Refuse, obstacle
-from weft.config import Config
+from weft.backends.contract import Engine
+from weft.backends.registry import EngineSpec, Refuse, engines_in_order, obstacle
+from weft.backends.safe_loading import Start
+from weft.config import Config, Setting, settings
 from weft.errors import ConfigError, OutOfMemory, Unavailable
-from weft.hub.memory import as_out_of_memory
+from weft.machine.memory import as_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +25,18 @@ Load = Callable[[Start, Config], Awaitable[T]]
 """What is done with an engine's start, once it is known which."""
 
 
-def class_of(spec: EngineSpec) -> type[BaseEngine] | None:
-    """Of an engine that keeps the contract for callers that wait, and nothing else. Raises ConfigError."""
+_STARTS_OF_CLASSES: list[tuple[type, Callable[[Any, Config], Awaitable[Engine]]]] = []
+
+
+def register_class(base: type, start: Callable[[Any, Config], Awaitable[Engine]]) -> None:
+    """Let the engine table name classes of `base`, which `start` makes engines of."""
+    _STARTS_OF_CLASSES.append((base, start))
+
+
+def class_named(spec: EngineSpec) -> type | None:
+    """Return the class that a line of the table names; None: it names something else. Raises ConfigError."""
     target = _imported(spec, spec.start)
-    return target if isinstance(target, type) and issubclass(target, BaseEngine) else None
+    return target if isinstance(target, type) else None
 
 
 def refusal_of(spec: EngineSpec) -> Refuse:
@@ -52,10 +59,11 @@ def _imported(spec: EngineSpec, target: object) -> object:
 
 
 def _start_of(spec: EngineSpec) -> Start:
-    engine_class = class_of(spec)
-    if engine_class is not None:
-        return partial(start_adapted, engine_class)
     target = _imported(spec, spec.start)
+    if isinstance(target, type):
+        for base, start in _STARTS_OF_CLASSES:
+            if issubclass(target, base):
+                return partial(start, target)
     if not inspect.iscoroutinefunction(target):
         raise ConfigError(
             f"The engine {spec.name} is named as {spec.start!r}, which is neither a coroutine function from Config to "
@@ -105,3 +113,45 @@ async def start_first(specs: Sequence[EngineSpec], config: Config, load: Load[T]
 
 def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(".")
+
+
+HELD_HERE = {
+    "revision", "load_format", "image_model", "device", "dtype", "threads", "quantization", "tensor_parallel_size",
+    *(setting.name for setting in settings("cache", "scheduler")),
+}  # fmt: skip
+
+
+def chosen_engines(config: Config) -> tuple[EngineSpec, ...]:
+    """Those that a configuration names, in order. Raises ConfigError for a setting that none of them can honour: where
+    one of several holds the model here, it is for that one."""
+    specs = engines_in_order(config.backend.engine, config.model.device)
+    if are_elsewhere(specs):
+        for setting, value in _held_here(config):
+            # No image model is what there is.
+            if (setting.name, value) != ("image_model", "none"):
+                raise ConfigError(
+                    f"{specs[0].name} does not know {setting.flag} ({value}).",
+                    hint="Set it where the server at --engine-url is started, or leave it away.",
+                )
+    return specs
+
+
+def are_elsewhere(specs: Sequence[EngineSpec]) -> bool:
+    return all(spec.needs_url for spec in specs)
+
+
+def without_servers_own(config: Config, server: Config) -> Config:
+    """What a server sets for models on its machine does not concern one that is elsewhere: only its own settings do."""
+    for setting, value in _held_here(config):
+        section = getattr(config, setting.section)
+        if value == getattr(getattr(server, setting.section), setting.name):
+            config = replace(config, **{setting.section: replace(section, **{setting.name: setting.default})})
+    return config
+
+
+def _held_here(config: Config) -> Iterator[tuple[Setting, object]]:
+    """Of these settings, those that say something."""
+    for setting in settings("model", "backend", "cache", "scheduler"):
+        value = getattr(getattr(config, setting.section), setting.name)
+        if setting.name in HELD_HERE and value != setting.default:
+            yield setting, value

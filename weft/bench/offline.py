@@ -19,8 +19,7 @@ from msgspec import Struct
 
 from weft.backends import start_engine
 from weft.backends.contract import Engine
-from weft.bench.environment import environment
-from weft.bench.required import Judged, Required
+from weft.bench.report import Judged, Required, environment
 from weft.config import Config
 from weft.types import Delta, SamplingParams
 

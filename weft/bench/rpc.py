@@ -13,18 +13,18 @@ import grpc.aio
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weft.backends.contract import Engine
-from weft.backends.native import start_native
-from weft.config import Config, LimitOptions
-from weft.frontend.gate import Gate
-from weft.frontend.rpc.ai_service_pb2 import (
+from weft.api.grpc.ai_service_pb2 import (
     GenerationParameters,
     StreamMetadata,
     StreamPredictRequest,
     StreamPredictResponse,
 )
-from weft.frontend.rpc.inference import SERVICE_NAME
-from weft.frontend.rpc.server import serve_rpc
+from weft.api.grpc.grpc_server import serve_rpc
+from weft.api.grpc.inference import SERVICE_NAME
+from weft.backends.contract import Engine
+from weft.backends.native import start_native
+from weft.config import Config, LimitOptions
+from weft.serving.admission import Gate
 
 PROMPTS = ("The history of the sea is", "One, two, three, four,", "A recipe for bread begins with", "In the beginning")
 

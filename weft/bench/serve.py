@@ -23,9 +23,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from weft.bench.environment import environment
 from weft.bench.http import Address, Connection
-from weft.bench.required import Judged, Required
+from weft.bench.report import Judged, Required, environment
 from weft.errors import ConfigError, EngineFault, Unavailable
 
 FIRST_TOKEN_ID = 10

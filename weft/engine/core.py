@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from msgspec.structs import replace
 
-from weft.engine.preparing import Preparing
+from weft.engine.pending_resources import Preparing
 from weft.engine.wire import Vocabulary
 from weft.errors import InvalidRequest
 from weft.plan import StepPlan

@@ -6,16 +6,20 @@ A frame is a length (4 bytes, little endian) and a msgpack message: no pickle, n
 from __future__ import annotations
 
 import asyncio
+import logging
+import queue
 import socket
 import struct
+import threading
+import time
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
+from weft.checkpoint.model_files import ModelFiles
 from weft.config import Config
-from weft.hub.files import ModelFiles
 from weft.types import EngineStats, Event, ModelInfo, Request
 
 MAX_FRAME_BYTES = 256 * 2**20
@@ -248,3 +252,49 @@ def _receive_exactly(sock: socket.socket, count: int) -> bytes | None:
             return None
         parts += part
     return bytes(parts)
+
+
+log = logging.getLogger(__name__)
+
+BEAT_SECONDS = 1.0
+
+
+class Line:
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._lock = threading.Lock()
+        self.inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        """What came; None when nothing will come any more."""
+        self.closed = threading.Event()
+        self.step_began = 0.0
+        """When the step under way began (monotonic); 0 between steps."""
+        for work in (self._read_forever, self._beat_forever):
+            threading.Thread(target=work, name="weft-engine-line", daemon=True).start()
+
+    def send(self, message: FromEngine) -> None:
+        try:
+            with self._lock:
+                self._sock.sendall(frame(message))
+        except OSError:
+            self.closed.set()
+
+    def close(self) -> None:
+        self.closed.set()
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            log.debug("The socket was closed already: %s", error)
+
+    def _read_forever(self) -> None:
+        try:
+            while (message := receive(self._sock)) is not None:
+                self.inbox.put(message)
+        except BrokenFrame as error:
+            log.error("The api process sent what is no message: %s", error)
+        self.closed.set()
+        self.inbox.put(None)
+
+    def _beat_forever(self) -> None:
+        while not self.closed.wait(BEAT_SECONDS):
+            began = self.step_began
+            self.send(Beat(time.monotonic() - began if began else 0.0))

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import os
 import queue
+import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weft.checkpoint.model_files import locks_folder
 from weft.errors import ModelError
+from weft.hub.hub_api import RemoteFile, RemoteModel
 from weft.hub.progress import POLL_SECONDS, STALL_SECONDS, Progress, Report
-from weft.hub.remote import RemoteFile, RemoteModel
 
 if TYPE_CHECKING:
     import httpx
+
 
 PARALLEL_FILES = 4
 SILENCE_SECONDS = 30.0
@@ -160,3 +167,79 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return -1
+
+
+READ_BYTES = 8 << 20
+
+
+def damaged_files(folder: Path, digests: Mapping[str, str], report: Report, note: str) -> list[str]:
+    """Of the files named, those whose content has another digest, and those that are not there."""
+    there = {name: digest for name, digest in digests.items() if (folder / name).is_file()}
+    total = sum((folder / name).stat().st_size for name in there)
+    done = 0
+
+    def read(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        report(Progress("verify", done, total, note))
+
+    report(Progress("verify", 0, total, note))
+    wrong = [name for name, digest in there.items() if digest_of(folder / name, digest, read) != digest]
+    return sorted([*wrong, *(digests.keys() - there.keys())])
+
+
+def digest_of(path: Path, like: str, read: Callable[[int], None]) -> str:
+    """The digest of the same kind as `like`. `read` hears of every piece."""
+    try:
+        with path.open("rb") as file:
+            if len(like) == 64:
+                digest = hashlib.sha256()
+            else:
+                digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+            while piece := file.read(READ_BYTES):
+                digest.update(piece)
+                read(len(piece))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}.") from error
+    return digest.hexdigest()
+
+
+def check_space(folder: Path, needed_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise ModelError(
+            f"{folder}: {needed_bytes / 1e6:.0f} MB are needed and {free / 1e6:.0f} MB are free.",
+            hint="Free some, or set WEFT_HOME to a folder on a larger disk.",
+        )
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the rename itself survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def pull_lock(name: str, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock of `name`; `on_wait` is called once when another process has it.
+
+    The kernel drops the lock when its process ends, however it ends, so the file itself may stay for ever.
+    """
+    folder = locks_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / f"{name}.lock").open("ab")
+    except OSError as error:
+        raise ModelError(
+            f"{folder}: cannot be written: {error.strerror}.", hint="Set WEFT_HOME to a folder that can."
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -9,7 +9,7 @@ from urllib.parse import quote
 from msgspec import Struct
 
 from weft.errors import ModelError
-from weft.hub.remote import COMMIT, Found, RemoteFile, RemoteModel, ask, body_of, unreachable, wanted
+from weft.hub.hub_api import COMMIT, Found, RemoteFile, RemoteModel, ask, body_of, unreachable, wanted
 
 ENDPOINT = "https://huggingface.co"
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN."

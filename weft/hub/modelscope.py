@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode
 from msgspec import Struct
 
 from weft.errors import ModelError
-from weft.hub.remote import Found, RemoteFile, RemoteModel, ask, body_of, wanted
+from weft.hub.hub_api import Found, RemoteFile, RemoteModel, ask, body_of, wanted
 
 ENDPOINT = "https://www.modelscope.cn"
 DEFAULT_REVISION = "master"

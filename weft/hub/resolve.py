@@ -7,15 +7,13 @@ import logging
 from contextlib import nullcontext
 from pathlib import Path
 
+from weft.checkpoint.model_files import SOURCES, ModelFiles, dummy_files, model_at, models_folder
+from weft.config import Config
 from weft.errors import ModelError
-from weft.hub.catalog import CATALOGUE
-from weft.hub.directory import model_at
-from weft.hub.files import SOURCES, ModelFiles, models_folder
-from weft.hub.installed import list_models
+from weft.hub.catalog import CATALOGUE, installed, is_installed, pull
+from weft.hub.hub_api import HUB_ID
 from weft.hub.progress import Progress, Report, unheard, with_bars
-from weft.hub.pull import installed, is_installed, pull
-from weft.hub.remote import HUB_ID
-from weft.hub.snapshots import HubModel, check_snapshot, find_cached, find_snapshot, pull_snapshot
+from weft.hub.snapshots import HubModel, check_snapshot, find_cached, find_snapshot, list_models, pull_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -131,3 +129,15 @@ def _nearest(model: str) -> str:
     known = sorted({*CATALOGUE, *(found.name for found in list_models())})
     close = difflib.get_close_matches(model, known, n=1, cutoff=0.5)
     return f"Did you mean {close[0]!r}? {POSSIBLE}" if close else f"Known names: {', '.join(known)}. {POSSIBLE}"
+
+
+def find_model(config: Config, report: Report = unheard) -> ModelFiles:
+    """The files of the model that a configuration names, pulled if need be, whole and checked.
+
+    `report` hears of every stage, in the thread that calls this. A download of which nothing comes for STALL_SECONDS
+    ends with a ModelError. Python files come along where the operator trusts them.
+    """
+    report(Progress("resolve", note=config.model.model))
+    if config.model.load_format == "dummy":
+        return dummy_files(Path(config.model.model))
+    return resolve(config.model.model, config.model.revision, report=report, with_code=config.backend.trust_remote_code)

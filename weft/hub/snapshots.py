@@ -5,23 +5,29 @@ A snapshot at its final path is whole and was checked: it only ever gets there b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from weft.checkpoint.json_file import read_object_if_there
+from weft.checkpoint.model_files import (
+    SOURCES,
+    InstalledModel,
+    ModelFiles,
+    Source,
+    model_at,
+    models_folder,
+    partial_folder,
+    snapshots_folder,
+)
 from weft.errors import ModelError
 from weft.hub import huggingface, modelscope
-from weft.hub.checksums import damaged_files
-from weft.hub.directory import model_at
-from weft.hub.disk import check_space, sync_folder
-from weft.hub.download import download, missing_files
-from weft.hub.files import SOURCES, ModelFiles, Source, partial_folder, snapshots_folder
-from weft.hub.jsonfile import read_object_if_there
-from weft.hub.lock import pull_lock
+from weft.hub.download import check_space, damaged_files, download, missing_files, pull_lock, sync_folder
+from weft.hub.hub_api import COMMIT, Found, Hub, RemoteModel
 from weft.hub.progress import Progress, Report
-from weft.hub.remote import COMMIT, Found, Hub, RemoteModel
 
 HUBS: dict[Source, Hub] = {"huggingface": huggingface, "modelscope": modelscope}
 PINS = "pins.json"
@@ -176,3 +182,28 @@ def _write_pins(model: HubModel, pins: dict[str, str]) -> None:
     fresh = model.folder / f"{PINS}.partial"
     fresh.write_bytes(msgspec.json.encode(pins))
     fresh.replace(model.folder / PINS)
+
+
+def list_models() -> list[InstalledModel]:
+    """Every model that is whole, by name. A damaged one is left out here and explained when it is resolved."""
+    return sorted((_describe(files) for files in _found()), key=lambda model: model.name)
+
+
+def _found() -> Iterator[ModelFiles]:
+    for folder in sorted(models_folder().glob("*/")):
+        try:
+            yield model_at(folder, name=folder.name)
+        except ModelError:
+            continue
+    for model in list_snapshots():
+        try:
+            files = find_snapshot(model)
+        except ModelError:
+            continue
+        if files is not None:
+            yield files
+
+
+def _describe(files: ModelFiles) -> InstalledModel:
+    size = sum(path.stat().st_size for path in files.weight_files)
+    return InstalledModel(name=files.name, kind=files.kind, path=files.path, size_bytes=size, revision=files.revision)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from weft.kernels.batch import HeadNorms
@@ -44,3 +46,59 @@ class DecoderWeights(NamedTuple):
         tensors = [self.embedding, self.norm, self.head]
         tensors += [tensor for layer in self.layers for tensor in layer if tensor is not None]
         return sum(t.untyped_storage().nbytes() for t in {t.data_ptr(): t for t in tensors}.values())
+
+
+class LowRank(NamedTuple):
+    """What an adapter adds to a linear layer: `expand` times `shrink`, its scale included."""
+
+    shrink: Tensor
+    """[rank, in]."""
+    expand: Tensor
+    """[out, rank]."""
+
+    def to(self, device: torch.device) -> LowRank:
+        return LowRank(self.shrink.to(device), self.expand.to(device))
+
+
+class AdaptedLayer(NamedTuple):
+    """One decoder layer's; None for a weight that stays as it is. The ranks of a fused weight's parts stand one behind
+    the other, and an output has zeros for those of parts that it does not belong to."""
+
+    qkv: LowRank | None
+    output: LowRank | None
+    gate_up: LowRank | None
+    down: LowRank | None
+
+
+class AdapterWeights:
+    """A whole adapter, for one model."""
+
+    def __init__(self, layers: list[AdaptedLayer]) -> None:
+        self.layers = layers
+        self.places = np.array([[_place(added) for added in layer] for layer in layers], np.int64)
+        """[layers, 4, 3]: rank and addresses, for native code."""
+
+    @property
+    def max_rank(self) -> int:
+        return int(self.places[:, :, 0].max())
+
+    @property
+    def num_bytes(self) -> int:
+        added = [one for layer in self.layers for one in layer if one is not None]
+        return sum(tensor.nbytes for one in added for tensor in one)
+
+    def to(self, device: torch.device) -> AdapterWeights:
+        layers = [AdaptedLayer(*(one and one.to(device) for one in layer)) for layer in self.layers]
+        return AdapterWeights(layers)
+
+
+class AdaptedRun(NamedTuple):
+    """Tokens of a step, one after the other, that an adapter is for."""
+
+    weights: AdapterWeights
+    first: int
+    num_tokens: int
+
+
+def _place(added: LowRank | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if added is None else (len(added.shrink), added.shrink.data_ptr(), added.expand.data_ptr())

@@ -15,13 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from weft.checkpoint import gguf, tokenizer_assets
+from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ModelError
-from weft.hub import assets, gguf
-from weft.hub.files import ModelFiles
 from weft.kernels.weights import DecoderWeights, LayerWeights
+from weft.model.architectures import config_from_gguf, config_from_huggingface, family_of
 from weft.model.dense import DenseConfig
 from weft.model.dequant import dequantise
-from weft.model.registry import config_from_gguf, config_from_huggingface, family_of
 
 HUGGINGFACE_NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -154,7 +154,7 @@ def open_model(files: ModelFiles) -> Iterator[tuple[DenseConfig, Source]]:
             )
         else:
             source_of = NoSource if files.kind == "dummy" else SafetensorsSource
-            yield config_from_huggingface(assets.model_facts(files)), source_of(files, stack)
+            yield config_from_huggingface(tokenizer_assets.model_facts(files)), source_of(files, stack)
 
 
 def load_weights(

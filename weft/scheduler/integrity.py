@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from weft.scheduler.cursors import DenoiseCursor, RowCursor, TextCursor
+from weft.scheduler.prompt_embeds import TextKey
 from weft.scheduler.scheduler import Scheduler
-from weft.scheduler.texts import TextKey
 
 
 class IntegrityError(AssertionError):

@@ -25,17 +25,16 @@ from weft.plan import (
     StepResult,
 )
 from weft.scheduler import policy
-from weft.scheduler.blocks import Block, BlockPool
-from weft.scheduler.checks import check_request
+from weft.scheduler.block_pool import Block, BlockPool
 from weft.scheduler.cursors import Cursor, DenoiseCursor, Need, RowCursor, TextCursor
-from weft.scheduler.events import denoise_event, failure_event, token_event, vector_event
-from weft.scheduler.images import Images
-from weft.scheduler.prefix import PrefixCache
-from weft.scheduler.queue import WaitingQueue
-from weft.scheduler.siblings import Siblings, shared_prompt, waits_for
+from weft.scheduler.denoise import Images
+from weft.scheduler.parallel_sampling import Siblings, shared_prompt, waits_for
+from weft.scheduler.policy import LEAST_TOKENS, Throttle
+from weft.scheduler.prefix_cache import PrefixCache
 from weft.scheduler.stages import first_cursor, next_cursor
-from weft.scheduler.step import Promised, Step
-from weft.scheduler.throttle import LEAST_TOKENS, Throttle
+from weft.scheduler.step import Promised, Step, denoise_event, failure_event, token_event, vector_event
+from weft.scheduler.validate import check_request
+from weft.scheduler.waiting_queue import WaitingQueue
 from weft.types import EngineStats, Event, Request
 
 NO_MEMORY = f"There is no memory for this request, even alone and in steps of {LEAST_TOKENS} tokens."

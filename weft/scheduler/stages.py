@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from weft.plan import Limits
 from weft.scheduler.cursors import Cursor, DenoiseCursor, PoolCursor, TextCursor, TokenCursor
-from weft.scheduler.texts import TextKey, Texts, sources_of
+from weft.scheduler.prompt_embeds import TextKey, Texts, sources_of
 from weft.types import ImageParams, Pooling, Request
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import codecs
 from collections.abc import Collection, Sequence
 
+from msgspec import Struct
+
+from weft.errors import InvalidRequest
 from weft.text.tokenizer import Tokenizer
+from weft.types import Arrival, Delta, Event, FinishReason, Request, TokenLogprob, Usage
 
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -81,3 +85,174 @@ class Detokenizer:
             if len(end) >= _LONGEST_CHARACTER_BYTES:
                 break
         return end[-_LONGEST_CHARACTER_BYTES:]
+
+
+class StopMatch(Struct, frozen=True):
+    """Text that may be shown now, and the stop string that ended it, once one has."""
+
+    text: str
+    matched: str | None = None
+
+
+class _Pattern:
+    """One stop string, and how much of it the text so far ends with (Knuth, Morris and Pratt)."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.progress = 0
+        self._fallback = [0] * len(stop)
+        """For each length of match, less one: the next shorter beginning of the stop string that also fits."""
+        length = 0
+        for at in range(1, len(stop)):
+            while length and stop[at] != stop[length]:
+                length = self._fallback[length - 1]
+            length += stop[at] == stop[length]
+            self._fallback[at] = length
+
+    def feed(self, char: str) -> bool:
+        """Take one more character; True when it completes the stop string, after which nothing may be fed."""
+        while self.progress and char != self.stop[self.progress]:
+            self.progress = self._fallback[self.progress - 1]
+        self.progress += char == self.stop[self.progress]
+        return self.progress == len(self.stop)
+
+
+class StopStrings:
+    """Watches one output for its stop strings.
+
+    The earliest match is the first to be complete, so that generation can end there; of several that are complete
+    at the same character, the longest. After a match the output is over, and text pushed later is dropped.
+    """
+
+    def __init__(self, stops: tuple[str, ...], include: bool) -> None:
+        if "" in stops:
+            raise InvalidRequest("A stop string is empty.", param="stop")
+        self._patterns = [_Pattern(stop) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._include = include
+        self._held = ""
+        self._matched: str | None = None
+
+    def push(self, text: str) -> StopMatch:
+        """The text that is safe to show, less what could still become a stop string."""
+        if not self._patterns:
+            return StopMatch(text)
+        if self._matched is not None:
+            return StopMatch("", self._matched)
+        for at, char in enumerate(text):
+            complete = [pattern.stop for pattern in self._patterns if pattern.feed(char)]
+            if complete:
+                return self._end(self._held + text[: at + 1], complete[0])
+        shown = self._held + text
+        safe = len(shown) - max(pattern.progress for pattern in self._patterns)
+        self._held = shown[safe:]
+        return StopMatch(shown[:safe])
+
+    def flush(self) -> str:
+        """What was held back, once no more text will come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _end(self, text: str, stop: str) -> StopMatch:
+        self._matched, self._held = stop, ""
+        return StopMatch(text if self._include else text[: -len(stop)], stop)
+
+
+_NOTHING = Event(request_id="")
+
+
+class OutputText:
+    """Follows one request from its first arrival to its end. After the delta with `finish`, `ended` is true."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, markers: Collection[str] = ()) -> None:
+        params = request.params
+        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens, markers)
+        self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._matched: str | None = None
+        """The stop string that was found."""
+        self._own_stop_ids = params.stop_token_ids
+        """Those that the request asked for: the model's own end is not worth telling."""
+        self._num_prompt = len(request.prompt_token_ids)
+        self._num_output = 0
+        self._num_cached = 0
+        self.ended = False
+
+    def push(self, arrived: Sequence[Arrival]) -> Delta | None:
+        """One delta for all that arrived; None for nothing."""
+        if len(arrived) == 1 and self._stops is None and isinstance(token := arrived[0], int):
+            self._num_output += 1
+            return Delta(text=self._detokenizer.push_one(token), token_ids=[token], usage=self._usage())
+        text, tokens = "", list[int]()
+        logprobs: list[TokenLogprob] = []
+        first = _NOTHING
+        for arrival in arrived:
+            if isinstance(arrival, int):
+                tokens.append(arrival)
+                text += self._text_of(arrival)
+                if self._matched is not None:
+                    break
+                continue
+            if arrival.cached_tokens is not None and self._num_output == 0:
+                self._num_cached = arrival.cached_tokens
+                first = arrival
+            for i, token in enumerate(arrival.token_ids):
+                tokens.append(token)
+                logprobs += arrival.logprobs[i : i + 1] if arrival.logprobs else []
+                text += self._text_of(token)
+                if self._matched is not None:
+                    break
+            if self._matched is not None:
+                break
+            if arrival.finish is not None:
+                self.ended = True
+                if not arrival.error:
+                    text += self._flush()
+                asked = arrival.stop_token_id if arrival.stop_token_id in self._own_stop_ids else None
+                return self._delta(text, tokens, logprobs, first, arrival.finish, asked, arrival.error)
+        if self._matched is not None:
+            self.ended = True
+            return self._delta(text, tokens, logprobs, first, FinishReason.STOP, self._matched)
+        return self._delta(text, tokens, logprobs, first) if text or tokens else None
+
+    def _text_of(self, token: int) -> str:
+        """What may be shown once this token is known."""
+        self._num_output += 1
+        text = self._detokenizer.push_one(token)
+        if self._stops is None:
+            return text
+        found = self._stops.push(text)
+        self._matched = found.matched
+        return found.text
+
+    def _flush(self) -> str:
+        """What was held back, now that no more tokens will come."""
+        text = self._detokenizer.flush()
+        if self._stops is None:
+            return text
+        rest = self._stops.push(text)
+        return rest.text + ("" if rest.matched else self._stops.flush())
+
+    def _delta(
+        self,
+        text: str,
+        tokens: list[int],
+        logprobs: list[TokenLogprob],
+        first: Event,
+        finish: FinishReason | None = None,
+        stop_reason: str | int | None = None,
+        error: str = "",
+    ) -> Delta:
+        return Delta(
+            text=text,
+            token_ids=tokens,
+            logprobs=logprobs or None,
+            finish=finish,
+            stop_reason=stop_reason,
+            error=error,
+            usage=self._usage(),
+            prompt_logprobs=first.prompt_logprobs,
+            queue_seconds=first.queue_seconds,
+            embedding=first.embedding,
+        )
+
+    def _usage(self) -> Usage:
+        return Usage(prompt_tokens=self._num_prompt, completion_tokens=self._num_output, cached_tokens=self._num_cached)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from weft.switches import is_on
+from weft.worker.forward_step import Outcome, Stepper
 from weft.worker.inputs import StepShape, section_sizes, views
-from weft.worker.step import Outcome, Stepper
 
 log = logging.getLogger(__name__)
 

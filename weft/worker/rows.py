@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.plan import StepPlan
-from weft.worker.constraints import Constraints
-from weft.worker.settings import SamplingSettings
+from weft.worker.grammar_masks import Constraints
+from weft.worker.sampling_rows import SamplingSettings
 
 Ints = NDArray[np.int64]
 

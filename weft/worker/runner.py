@@ -10,15 +10,40 @@ from typing import NamedTuple
 import torch
 
 from weft.plan import Row, StepPlan, StepResult
-from weft.worker.adapters import MAX_ADAPTERS, Adapters
-from weft.worker.constraints import Constraint, Constraints, Masks, followed, masks_of
-from weft.worker.denoise import Denoiser, DrawnBatch
-from weft.worker.extras import Extras, GainedBatch
+from weft.worker.diffusion.denoiser import Denoiser, DrawnBatch
+from weft.worker.forward_step import Outcome, Stepper
+from weft.worker.grammar_masks import Constraint, Constraints, Masks, followed, masks_of
 from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import exact_shape, lay_out, to_device, views
-from weft.worker.sampler import SampledBatch, sample
-from weft.worker.step import Outcome, Stepper
-from weft.worker.warmup import WarmUp
+from weft.worker.lora_rows import MAX_ADAPTERS, Adapters
+from weft.worker.prompt_outputs import Extras, GainedBatch
+from weft.worker.sampler import SampledBatch, rehearse, sample
+
+SHAPES: tuple[tuple[int, ...], ...] = (
+    (128,), (1,), (16,), (100,), (1, 1, 1, 1, 1, 100), (1,) * 16 + (128, 128), (512,), (1, 1, 2000), (2048,), (1024,),
+)  # fmt: skip
+"""Each a step: the new tokens of its sequences. The likeliest first request comes first."""
+
+
+class WarmUp:
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        self._left = list(reversed(SHAPES))
+
+    def next(self) -> bool:
+        """Compute one more of the shapes; False when all were."""
+        if not self._left:
+            return False
+        table = self._stepper.table
+        longest = table.tokens.shape[1]
+        rows = [Row(table.padding_row, 0, min(count, longest - 1), [], True) for count in self._left.pop()]
+        shape = exact_shape(rows)
+        layout = lay_out(rows, shape, table.padding_row)
+        (packed,) = to_device([layout.packed], table.device)
+        outcome = self._stepper.step(shape, views(packed, shape), layout.longest)
+        rehearse(outcome.logits, self._stepper.model.ops)
+        torch.cuda.synchronize()
+        return True
 
 
 class Besides(NamedTuple):

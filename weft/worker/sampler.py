@@ -28,14 +28,64 @@ from torch import Tensor
 
 from weft.kernels import Ops
 from weft.plan import Admission, Sampled
-from weft.types import SamplingParams
-from weft.worker.constraints import Masks, rule_out
-from weft.worker.inputs import to_device
-from weft.worker.logprobs import log_probabilities, token_logprobs
-from weft.worker.penalties import add, penalise_counts, penalise_repetition
+from weft.types import MAX_LOGPROBS, SamplingParams, TokenLogprob
+from weft.worker.grammar_masks import Masks, rule_out
+from weft.worker.inputs import arrival_of, to_device, to_host
 from weft.worker.rows import RowTable
-from weft.worker.settings import NUM_FLOAT_COLUMNS, StepSettings
-from weft.worker.transfer import arrival_of, to_host
+from weft.worker.sampling_rows import NUM_FLOAT_COLUMNS, StepSettings
+
+
+def log_probabilities(logits: Tensor, chosen: Tensor, with_likeliest: bool) -> Tensor:
+    """For each row of logits, side by side: the chosen token's log probability, those of the likeliest tokens, and
+    the likeliest tokens' ids."""
+    # Which of equal logits come first depends on how many are taken: always the same number, or none.
+    values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]) if with_likeliest else 0)
+    values = torch.cat([logits.gather(1, chosen[:, None]), values], 1) - logits.logsumexp(1, keepdim=True)
+    # Ids below 2 ** 24 are exact.
+    return torch.cat([values, ids.float()], 1)
+
+
+def token_logprobs(read: Tensor, wanted: list[int]) -> list[TokenLogprob]:
+    """What `log_probabilities` gave, once it is on the host; of each row so many of the likeliest."""
+    num_top = (read.shape[1] - 1) // 2
+    return [
+        TokenLogprob(chosen, [(int(token), value) for value, token in zip(top[:count], top[num_top:], strict=False)])
+        for count, (chosen, *top) in zip(wanted, read.tolist(), strict=True)
+    ]
+
+
+def add(logits: Tensor, places: Tensor, sums: Tensor) -> None:
+    """Add sums to logits; the places count through all rows."""
+    logits.view(-1).scatter_add_(0, places, sums)
+
+
+def penalise_repetition(logits: Tensor, at: Tensor, histories: Tensor, lengths: Tensor, penalties: Tensor) -> None:
+    """Divide the positive logits of the tokens in a history by its penalty, and multiply the others. No history is
+    empty."""
+    inside = torch.arange(histories.shape[1], device=logits.device) < lengths[:, None]
+    tokens = torch.where(inside, histories, histories[:, :1])
+    rows, by = at[:, None], penalties[:, None]
+    before = logits[rows, tokens]
+    logits[rows, tokens] = torch.where(before > 0, before / by, before * by)
+
+
+def penalise_counts(
+    logits: Tensor,
+    at: Tensor,
+    histories: Tensor,
+    num_prompt: Tensor,
+    lengths: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """Of the tokens in a history behind its prompt: take `presence` from their logits, and `frequency` as often as
+    each of them is there."""
+    place = torch.arange(histories.shape[1], device=logits.device)
+    answered = (place >= num_prompt[:, None]) & (place < lengths[:, None])
+    counts = torch.zeros(len(at), logits.shape[1], dtype=torch.int32, device=logits.device)
+    times = counts.scatter_add_(1, histories, answered.int()).gather(1, histories)
+    logits[at[:, None], histories] -= presence[:, None] * (times > 0) + frequency[:, None] * times
+
 
 BROKEN = -1
 _REHEARSED = (

@@ -11,26 +11,24 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from weft.checkpoint.model_files import ModelFiles
 from weft.config import CacheOptions, Config
 from weft.errors import ConfigError
-from weft.hub.adapter_files import adapters_bytes
-from weft.hub.files import ModelFiles
-from weft.hub.memory import MemoryPlan, Room, graphs_bytes, num_parameters, plan_memory
 from weft.kernels import ops_for
 from weft.kernels.cpu import native_step
+from weft.machine.memory import MemoryPlan, Room, graphs_bytes, num_parameters, plan_memory
+from weft.machine.model_size import adapters_bytes
 from weft.model.dense import DenseConfig, DenseModel
 from weft.model.loader import load_weights, open_model
 from weft.plan import Limits
 from weft.switches import is_on
 from weft.types import ModelInfo
+from weft.worker.diffusion.load import load_image_side
+from weft.worker.forward_step import FastStep, Stepper
 from weft.worker.graphs import StepGraphs, graph_shapes
-from weft.worker.images import load_image_side
-from weft.worker.memory import available_cpu_bytes, cache_shape, gpu_share, ledger_table
-from weft.worker.profiling import measured
+from weft.worker.memory_profile import available_cpu_bytes, cache_shape, gpu_share, ledger_table, measured
 from weft.worker.rows import RowTable
-from weft.worker.runner import Runner
-from weft.worker.step import FastStep, Stepper
-from weft.worker.warmup import WarmUp
+from weft.worker.runner import Runner, WarmUp
 
 log = logging.getLogger(__name__)
 

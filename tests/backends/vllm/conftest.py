@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.backends.looped import LoopedEngine
+from weft.backends.blocking import LoopedEngine
 from weft.backends.native import start_native
 
 

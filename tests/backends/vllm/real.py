@@ -18,10 +18,10 @@ from msgspec import Struct
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from weft.backends.blocking import LoopedEngine
 from weft.backends.contract import Engine, Terms
-from weft.backends.looped import LoopedEngine
 from weft.config import Config, load
-from weft.hub.devices import accelerator
+from weft.machine.devices import accelerator
 from weft.types import Delta, SamplingParams
 
 needs_vllm = [

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from weft.backends.vllm.arguments import arguments_of, refuse
-from weft.backends.vllm.kinds import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, Kind
+from weft.backends.vllm.arguments import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, Kind, arguments_of, refuse
+from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.errors import ConfigError, ModelError
-from weft.hub.files import ModelFiles
 
 FILES = ModelFiles(name="tiny", kind="huggingface", path=Path("/models/tiny"), weight_files=[])
 GGUF = ModelFiles(name="smollm2", kind="gguf", path=Path("/models/smollm2.gguf"), weight_files=[])

@@ -16,7 +16,7 @@ from tests.backends.one_piece import give_in_one_piece
 from tests.backends.vllm.groups import group_of
 from tests.backends.vllm.real import EAGER, Heard, eager, needs_vllm
 from weft.backends import BaseEngine, create_engine
-from weft.bench.cli import app as bench
+from weft.bench.commands import app as bench
 from weft.types import FinishReason
 
 pytestmark = needs_vllm

@@ -15,8 +15,8 @@ import pytest
 from tests.backends.vllm.groups import group_of
 from tests.backends.vllm.real import Heard, config_of, eager, needs_vllm
 from weft.backends import start_engine
-from weft.backends.hybrid import HybridEngine
-from weft.backends.looped import LoopedEngine
+from weft.backends.blocking import LoopedEngine
+from weft.backends.failover import HybridEngine
 from weft.types import FinishReason, SamplingParams
 
 pytestmark = needs_vllm

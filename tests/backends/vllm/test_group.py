@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.backends.vllm.groups import group_of
-from weft.backends.vllm.group import end_group, kill_group
+from weft.backends.vllm.vllm_process import end_group, kill_group
 
 FAMILY = """
 import subprocess, sys, time

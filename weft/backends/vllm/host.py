@@ -27,12 +27,11 @@ import uvloop
 from pydantic import ValidationError
 
 from weft import logs
-from weft.backends.vllm.arguments import arguments_of
-from weft.backends.vllm.causes import Cause, load_failure, logging_config, noted
-from weft.backends.vllm.desk import Desk
-from weft.backends.vllm.figures import Figures, model_info
-from weft.backends.vllm.group import end_group
-from weft.backends.vllm.kinds import Kind, Orders
+from weft.backends.vllm.arguments import Kind, Orders, arguments_of
+from weft.backends.vllm.failure_causes import Cause, load_failure, logging_config, noted
+from weft.backends.vllm.open_requests import Desk
+from weft.backends.vllm.stats import Figures, model_info
+from weft.backends.vllm.vllm_process import end_group
 from weft.config import Config
 from weft.engine.wire import (
     Abort,
@@ -52,8 +51,8 @@ from weft.engine.wire import (
     receive_from,
 )
 from weft.errors import ConfigError, EngineFault, OutOfMemory, WeftError
-from weft.hub.hardware import inspect_machine, oom_kills
-from weft.hub.planning import plan_load
+from weft.machine.hardware import inspect_machine, oom_kills
+from weft.machine.planner import plan_load
 from weft.types import Request
 
 log = logging.getLogger(__name__)
@@ -169,10 +168,10 @@ def _load(vllm_config: Any, figures: Figures, desk: Desk, kind: Kind, causes: Pa
     kills = oom_kills()
     try:
         if kind.synchronous:
-            from weft.backends.vllm.synchronous import SyncDriver
+            from weft.backends.vllm.sync_driver import SyncDriver
 
             return SyncDriver(vllm_config, figures, desk)
-        from weft.backends.vllm.asynchronous import AsyncDriver
+        from weft.backends.vllm.async_driver import AsyncDriver
 
         return AsyncDriver(vllm_config, figures, desk)
     except Exception as error:

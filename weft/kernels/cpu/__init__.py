@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from weft.kernels import REFERENCE, Ops
 from weft.kernels.batch import HeadShape
 from weft.kernels.cpu import ops
+from weft.kernels.table import REFERENCE, Ops
 from weft.kernels.weights import DecoderWeights
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def argmax_rows(logits: Tensor) -> Tensor:
     """[rows] int64: where each row's greatest element is. A NaN is greater than all, as torch has it."""
     if not (has_native_code() and logits.dim() == 2 and _is_plain(logits)):
         return logits.argmax(-1)
-    from weft.kernels.cpu.argmax import argmax_rows as native
+    from weft.kernels.cpu.ops import argmax_rows as native
 
     return native(logits)
 

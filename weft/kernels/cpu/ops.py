@@ -5,12 +5,15 @@ They serve what `FusedStep` does not: dtypes other than float32, and machines wi
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.batch import HeadNorms, HeadShape
+from weft.kernels.cpu.jit import entry, types
+from weft.kernels.cpu.raw_memory import at, floats, ints
 
 # With fewer rows, or more, OpenBLAS is as fast the usual way round.
 _TURNED_ROWS = range(9, 65)
@@ -54,3 +57,38 @@ def rotate_and_store(
     pairs = qkv[:, :rotated].view(qkv.shape[0], -1, heads.head_dim // 2, 2)
     torch.view_as_complex(pairs).mul_(rotations[:, None])
     kv.view(-1, heads.kv_size).index_copy_(0, slots, qkv[:, heads.q_size :])
+
+
+# Floats compared before a row's winner so far is looked at again.
+_RUN = 256
+
+
+@entry((types.int64, types.int64, types.int64, types.int64))
+def _argmax(logits: int, num_rows: int, size: int, out: int) -> None:
+    for row in range(num_rows):
+        x = at(floats(logits), row * size)
+        best, where = np.float32(-np.inf), 0
+        for start in range(0, size, _RUN):
+            run = at(x, start)
+            count = min(_RUN, size - start)
+            # Whether any is greater, or a NaN, without a branch.
+            beaten = 0
+            for i in range(count):
+                beaten += not (run[i] <= best)
+            if beaten:
+                for i in range(count):
+                    if run[i] > best or run[i] != run[i]:
+                        best, where = run[i], start + i
+                        if best != best:
+                            break
+                if best != best:
+                    break
+        ints(out)[row] = where
+
+
+def argmax_rows(logits: Tensor) -> Tensor:
+    """[rows] int64: where each row's greatest element is, the first of equals; its first NaN where it has one."""
+    logits = logits.contiguous()
+    out = torch.empty(logits.shape[0], dtype=torch.int64)
+    _argmax(logits.data_ptr(), logits.shape[0], logits.shape[1], out.data_ptr())
+    return out

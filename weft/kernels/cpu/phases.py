@@ -9,13 +9,52 @@ from typing import Any
 
 import numpy as np
 
-from weft.kernels.cpu import attention, rows
-from weft.kernels.cpu.adapting import DOWN, GATE_UP, OUTPUT, QKV, expand, shrink
-from weft.kernels.cpu.crew import spread
+from weft.kernels.cpu import attention, row_ops
 from weft.kernels.cpu.jit import inner
 from weft.kernels.cpu.job import Here
-from weft.kernels.cpu.memory import at, floats, ints
-from weft.kernels.cpu.tile import stream_dots
+from weft.kernels.cpu.raw_memory import at, floats, ints
+from weft.kernels.cpu.threads import spread
+from weft.kernels.cpu.tile import dots, stream_dots
+
+# The places of `AdaptedLayer`, in its order.
+QKV, OUTPUT, GATE_UP, DOWN = range(4)
+_PLACES, _FIELDS = 4, 3
+
+
+@inner
+def _place(here: Here, run: Any, place: int) -> Any:
+    """Rank, and the addresses of both matrices; the rank is 0 where the adapter has nothing."""
+    return at(ints(run.places), (here.layer.index * _PLACES + place) * _FIELDS)
+
+
+@inner
+def shrink(here: Here, index: int, place: int, x: int, in_size: int) -> None:
+    """An adapter's first matrix times the rows of its tokens in what lies at the address x."""
+    job, run = here.job, here.runs[index]
+    fields = _place(here, run, place)
+    rank = fields[0]
+    if rank:
+        source = at(floats(x), run.token * in_size)
+        target = at(floats(job.shrunk), run.token * job.shrunk_stride)
+        dots(floats(fields[1]), in_size, rank, source, in_size, run.num_tokens, in_size, target, job.shrunk_stride)
+
+
+@inner
+def expand(here: Here, place: int, y: int, out_size: int, first: int, count: int) -> None:
+    """Add to y[:, first : first + count] what the adapters' second matrices make of that."""
+    job = here.job
+    for index in range(job.num_runs):
+        run = here.runs[index]
+        fields = _place(here, run, place)
+        rank = fields[0]
+        if rank:
+            shrunk = at(floats(job.shrunk), run.token * job.shrunk_stride)
+            added = floats(here.scratch)
+            matrix = at(floats(fields[2]), first * rank)
+            dots(matrix, rank, count, shrunk, job.shrunk_stride, run.num_tokens, rank, added, count)
+            for t in range(run.num_tokens):
+                row_ops.add(at(added, t * count), floats(y + 4 * ((run.token + t) * out_size + first)), count)
+
 
 _ONE = np.float32(1)
 # A quarter of a megabyte: the second-level caches of server cores have one or two.
@@ -30,7 +69,7 @@ def embed(here: Here, token: int) -> None:
     job = here.job
     size = job.hidden_size
     source = floats(job.embedding + 4 * size * ints(job.tokens)[token])
-    rows.copy(source, at(floats(job.residual), token * size), size)
+    row_ops.copy(source, at(floats(job.residual), token * size), size)
 
 
 @inner
@@ -38,7 +77,7 @@ def _norm(job: Any, weight: int, source: int, out: int, target: int) -> None:
     """Norm a row of the residual, to a row of what lies at the address `out`."""
     size = job.hidden_size
     x = at(floats(job.residual), source * size)
-    rows.rms_norm(x, floats(weight), job.eps, at(floats(out), target * size), size)
+    row_ops.rms_norm(x, floats(weight), job.eps, at(floats(out), target * size), size)
 
 
 @spread
@@ -88,14 +127,14 @@ def _linear(weight: int, x: int, y: int, num_tokens: int, in_size: int, out_size
 def _add_bias(bias: int, y: int, num_tokens: int, out_size: int, first: int, count: int) -> None:
     if bias:
         for token in range(num_tokens):
-            rows.add(floats(bias + 4 * first), floats(y + 4 * (token * out_size + first)), count)
+            row_ops.add(floats(bias + 4 * first), floats(y + 4 * (token * out_size + first)), count)
 
 
 @inner
 def _add_to_residual(job: Any, first: int, count: int) -> None:
     for token in range(job.num_tokens):
         start = token * job.hidden_size + first
-        rows.add(at(floats(job.y), start), at(floats(job.residual), start), count)
+        row_ops.add(at(floats(job.y), start), at(floats(job.residual), start), count)
 
 
 @spread
@@ -127,11 +166,11 @@ def rotate_and_store(here: Here, token: int) -> None:
         x = at(row, head * dim)
         norm = layer.q_norm if head < job.num_heads else layer.k_norm
         if norm:
-            rows.rms_norm(x, floats(norm), job.eps, x, dim)
-        rows.rotate(x, rotation, dim)
+            row_ops.rms_norm(x, floats(norm), job.eps, x, dim)
+        row_ops.rotate(x, rotation, dim)
     for i in range(q_size):
         row[i] *= scale
-    rows.copy(at(row, q_size), at(floats(layer.kv_cache), ints(job.slots)[token] * kv_size), kv_size)
+    row_ops.copy(at(row, q_size), at(floats(layer.kv_cache), ints(job.slots)[token] * kv_size), kv_size)
 
 
 @spread
@@ -150,7 +189,7 @@ def attend(here: Here, piece: int) -> None:
     scores = at(totals, most)
     for t in range(item.num_tokens):
         source = at(floats(job.qkv), (item.token + t) * (q_size + kv_size) + kv_head * group * dim)
-        rows.copy(source, at(queries, t * group * dim), group * dim)
+        row_ops.copy(source, at(queries, t * group * dim), group * dim)
     keys = at(floats(here.layer.kv_cache), kv_head * dim)
     table = at(ints(job.tables), item.sequence * job.table_stride)
     attention.attend(
@@ -163,11 +202,11 @@ def attend(here: Here, piece: int) -> None:
         head = kv_head * group + q % group
         if item.part < 0:
             target = at(floats(job.attended), (item.token + q // group) * q_size + head * dim)
-            rows.scale(at(out, q * dim), _ONE / totals[q], target, dim)
+            row_ops.scale(at(out, q * dim), _ONE / totals[q], target, dim)
         else:
             target = at(floats(job.parts), (item.part * job.num_heads + head) * (dim + 2))
             target[0], target[1] = highest[q], totals[q]
-            rows.copy(at(out, q * dim), at(target, 2), dim)
+            row_ops.copy(at(out, q * dim), at(target, 2), dim)
 
 
 @spread
@@ -225,7 +264,7 @@ def gate_up(here: Here, piece: int) -> None:
     expand(here, GATE_UP, job.gate_up, 2 * size, size + first, count)
     for token in range(job.num_tokens):
         gate = at(floats(job.gate_up), token * 2 * size + first)
-        rows.silu_mul(gate, at(gate, size), at(floats(job.gated), token * size + first), count)
+        row_ops.silu_mul(gate, at(gate, size), at(floats(job.gated), token * size + first), count)
 
 
 @spread

@@ -12,7 +12,7 @@ from typing import Any
 
 from weft.kernels.cpu.emit import FLOAT, INDEX, LINE, VECTOR, join, load, loop, multiply_add, prefetch, store
 from weft.kernels.cpu.jit import inner, intrinsic, ir, types
-from weft.kernels.cpu.memory import FLOATS, Floats, at
+from weft.kernels.cpu.raw_memory import FLOATS, Floats, at
 
 
 def _pair_sums(builder: Any, a: Any, b: Any, width: int) -> Any:

@@ -6,7 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from weft.kernels import Ops
+    from weft.kernels.table import Ops
 
 __all__ = ["has_triton", "triton_ops"]
 
@@ -18,12 +18,12 @@ def has_triton() -> bool:
 
 def triton_ops() -> Ops:
     """The table for device "cuda"."""
-    from weft.kernels import Ops
-    from weft.kernels.triton.attention import attention
+    from weft.kernels.table import Ops
+    from weft.kernels.triton.elementwise import rms_norm
     from weft.kernels.triton.linears import linear, linear_add, norm_gate_up, norm_linear
-    from weft.kernels.triton.norm import rms_norm
+    from weft.kernels.triton.prefill_attention import attention
     from weft.kernels.triton.rope_store import rotate_and_store
-    from weft.kernels.triton.sampling import argmax, gumbel_sample
+    from weft.kernels.triton.sampling_kernels import argmax, gumbel_sample
     from weft.kernels.triton.thresholds import keep_thresholds
 
     return Ops(

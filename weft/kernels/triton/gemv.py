@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.triton.activation import silu_times
+from weft.kernels.triton.elementwise import silu_times
 from weft.kernels.triton.launch import launch_options, wait_for_inputs
 
 _MAX_BLOCK_K = 1024

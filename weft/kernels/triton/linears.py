@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.triton import gemv, skinny
-from weft.kernels.triton.activation import silu_mul
-from weft.kernels.triton.norm import rms_norm
+from weft.kernels.triton.elementwise import rms_norm, silu_mul
 from weft.switches import is_on
 
 

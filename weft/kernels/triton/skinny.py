@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.triton.activation import silu_times
+from weft.kernels.triton.elementwise import silu_times
 from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
 
 MAX_ROWS = 32

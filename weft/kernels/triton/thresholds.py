@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.triton.launch import launch_options, wait_for_inputs
-from weft.kernels.triton.sampling import ordered, unordered
+from weft.kernels.triton.sampling_kernels import ordered, unordered
 
 _CHUNK = 8192
 _LOOKS_BY_VALUE = tl.constexpr(24)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
-from weft.text.parsers.shape import CallShape
+from weft.errors import InvalidRequest
+from weft.text.parsers.pieces import CallShape
+from weft.text.tokenizer import Tokenizer
 
 
 class JsonObject(Struct, frozen=True, kw_only=True, tag=True):
@@ -73,3 +76,41 @@ class Thinking(Struct, frozen=True, kw_only=True):
 
 OutputSpec = JsonObject | JsonSchema | Regex | Choice | Lark
 GrammarSpec = OutputSpec | ToolCalls
+
+
+def written_down(spec: OutputSpec, max_kb: int) -> str:
+    """For `SamplingParams.grammar`; InvalidRequest when it has more than so many KiB of characters."""
+    try:
+        text = msgspec.json.encode(spec).decode()
+    except RecursionError:
+        raise InvalidRequest("The schema is nested too deep.", param=spec.param) from None
+    if len(text) > max_kb * 1024:
+        raise InvalidRequest(
+            f"{spec.param} has {len(text)} characters; at most {max_kb} KiB of them are taken.",
+            hint="The server's limit is --max-schema-kb.",
+            param=spec.param,
+        )
+    return text
+
+
+def read_back(grammar: str) -> OutputSpec:
+    """What `written_down` wrote."""
+    spec: OutputSpec = msgspec.json.decode(grammar, type=OutputSpec)
+    return spec
+
+
+class Words(Struct, frozen=True, kw_only=True):
+    tokens: list[bytes]
+    """By id; empty for an id without a token."""
+    special_ids: list[int]
+    """Tokens that no text is made of."""
+    eos_token_ids: list[int]
+
+
+def words_of(tokenizer: Tokenizer) -> Words:
+    """Takes a fraction of a second."""
+    return Words(
+        tokens=[tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)],
+        special_ids=sorted(tokenizer.special_ids | set(tokenizer.eos_token_ids)),
+        eos_token_ids=list(tokenizer.eos_token_ids),
+    )

@@ -18,8 +18,8 @@ import json
 import re
 from collections.abc import Callable, Collection
 
-from weft.text.parsers.machine import SPACES, TextMachine, Wait
 from weft.text.parsers.pieces import CallArguments, CallStarted, Content
+from weft.text.parsers.streaming import SPACES, TextMachine, Wait
 
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 _PLAIN_KEYS = ("type", "id")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Protocol
 
@@ -120,3 +120,26 @@ def merged(pieces: list[Piece]) -> list[Piece]:
 
 def _kind(piece: Piece) -> tuple[type[Piece], int]:
     return type(piece), piece.index if isinstance(piece, CallStarted | CallArguments) else 0
+
+
+class CallShape(Struct, frozen=True, kw_only=True):
+    """The literal texts around the names and arguments of an answer that calls tools:
+
+    opening, then for each call before_name NAME before_arguments ARGUMENTS after_arguments, with separator between
+    two calls, then closing. NAME is a tool's name as it is, ARGUMENTS a JSON object that fits the tool's schema.
+    """
+
+    opening: str = ""
+    before_name: str
+    before_arguments: str
+    after_arguments: str = ""
+    separator: str
+    closing: str = ""
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        """The text that makes these calls, each a name and its arguments as JSON."""
+        written = (
+            f"{self.before_name}{name}{self.before_arguments}{arguments}{self.after_arguments}"
+            for name, arguments in calls
+        )
+        return self.opening + self.separator.join(written) + self.closing

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from weft.text.parsers.machine import SPACES, TextMachine, Wait
 from weft.text.parsers.pieces import Parser, Piece, Reasoning
+from weft.text.parsers.streaming import SPACES, TextMachine, Wait
 
 _NEWLINES = "\r\n"
 

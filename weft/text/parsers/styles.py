@@ -9,11 +9,20 @@ from typing import TypeVar
 from msgspec import Struct
 
 from weft.errors import ConfigError
-from weft.text.parsers import hermes, llama3, mistral
 from weft.text.parsers.calls import CallParser
-from weft.text.parsers.pieces import Parser, PlainParser
+from weft.text.parsers.pieces import CallShape, Parser, PlainParser
 from weft.text.parsers.reasoning import ReasoningParser, ReasoningStyle
-from weft.text.parsers.shape import CallShape
+from weft.text.parsers.tool_parsers import (
+    ARGS,
+    CALL_ID,
+    CALLS,
+    PYTHON_TAG,
+    TOOL_CALL,
+    TOOL_CALL_END,
+    HermesParser,
+    Llama3Parser,
+    MistralParser,
+)
 
 
 def new_call_id() -> str:
@@ -49,46 +58,46 @@ class ToolStyle(Struct, frozen=True, kw_only=True):
 TOOL_STYLES = (
     ToolStyle(
         name="hermes",
-        parser=hermes.HermesParser,
-        markers=(hermes.BEGIN, hermes.END),
+        parser=HermesParser,
+        markers=(TOOL_CALL, TOOL_CALL_END),
         shape=CallShape(
-            before_name=hermes.BEGIN + '\n{"name": "',
+            before_name=TOOL_CALL + '\n{"name": "',
             before_arguments='", "arguments": ',
-            after_arguments="}\n" + hermes.END,
+            after_arguments="}\n" + TOOL_CALL_END,
             separator="\n",
         ),
-        in_template=(hermes.BEGIN, "arguments"),
+        in_template=(TOOL_CALL, "arguments"),
         # The same tags around something other than JSON: Qwen-Coder's and GLM's.
         not_in_template=("<function=", "<arg_key>"),
     ),
     ToolStyle(
         name="mistral",
-        parser=mistral.MistralParser,
-        markers=(mistral.CALLS,),
+        parser=MistralParser,
+        markers=(CALLS,),
         shape=CallShape(
-            opening=mistral.CALLS + "[",
+            opening=CALLS + "[",
             before_name='{"name": "',
             before_arguments='", "arguments": ',
             after_arguments="}",
             separator=", ",
             closing="]",
         ),
-        in_template=(mistral.CALLS,),
-        not_in_template=(mistral.ARGS,),
+        in_template=(CALLS,),
+        not_in_template=(ARGS,),
         new_id=_nine_characters,
     ),
     ToolStyle(
         name="mistral-args",
-        parser=mistral.MistralParser,
-        markers=(mistral.CALLS, mistral.CALL_ID, mistral.ARGS),
-        shape=CallShape(before_name=mistral.CALLS, before_arguments=mistral.ARGS, separator=""),
-        in_template=(mistral.CALLS, mistral.ARGS),
+        parser=MistralParser,
+        markers=(CALLS, CALL_ID, ARGS),
+        shape=CallShape(before_name=CALLS, before_arguments=ARGS, separator=""),
+        in_template=(CALLS, ARGS),
         new_id=_nine_characters,
     ),
     ToolStyle(
         name="llama3",
-        parser=llama3.Llama3Parser,
-        markers=(llama3.PYTHON_TAG,),
+        parser=Llama3Parser,
+        markers=(PYTHON_TAG,),
         shape=CallShape(
             before_name='{"name": "',
             before_arguments='", "parameters": ',

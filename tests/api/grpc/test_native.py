@@ -1,0 +1,133 @@
+"""The door over the real engine and the default model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.api.grpc.calls import answer_to, ask, check_whole, door, eventually, refused, text_of
+from weft.backends.native import NativeEngine, start_native
+from weft.checkpoint.model_files import ModelFiles
+from weft.config import load
+from weft.types import SamplingParams
+
+COUNTING = "One, two, three, four,"
+PROMPTS = (COUNTING, "The capital of France is", "中文：你好，世界！中文：你好，", "Once upon a time")
+GREEDY = {"temperature": 0, "max_new_tokens": 40}
+
+Scenario = Callable[[NativeEngine], Coroutine[Any, Any, None]]
+Run = Callable[[Scenario], None]
+
+
+@pytest.fixture(scope="module")
+def run(smollm2_files: ModelFiles) -> Iterator[Run]:
+    """Runs scenarios over one engine."""
+    config = load({"kv_cache_memory_mb": 128, "max_model_len": 1024}, env={})
+    with asyncio.Runner() as runner:
+        engine = runner.run(start_native(config, smollm2_files))
+        yield lambda scenario: runner.run(scenario(engine))
+        assert engine.open_requests() == 0
+        runner.run(engine.close())
+
+
+Answers = dict[str, tuple[str, int]]
+
+
+@pytest.fixture(scope="module")
+def own(run: Run) -> Answers:
+    """What the engine itself says to each prompt, and in how many tokens."""
+    params = SamplingParams(temperature=0, max_tokens=GREEDY["max_new_tokens"])
+    answers: Answers = {}
+
+    async def scenario(engine: NativeEngine) -> None:
+        for prompt in PROMPTS:
+            deltas = [delta async for delta in await engine.submit(engine.tokenizer.encode(prompt), params)]
+            answers[prompt] = "".join(delta.text for delta in deltas), deltas[-1].usage.completion_tokens
+
+    run(scenario)
+    return answers
+
+
+def test_tc_004_the_text_is_the_engines_own_and_comes_in_fewer_messages(run: Run, own: Answers) -> None:
+    async def scenario(engine: NativeEngine) -> None:
+        counts = dict.fromkeys((1, 8), 0)
+        for size in counts:
+            # Long enough for eight tokens on any machine: what is counted must not depend on its speed.
+            async with door(engine, grpc_buffer_size=size, grpc_flush_interval_ms=5000) as opened:
+                for prompt, (text, tokens) in own.items():
+                    began = time.perf_counter()
+                    responses = await answer_to(opened, ask(prompt, generation=GREEDY))
+                    elapsed = time.perf_counter() - began
+                    check_whole(responses)
+                    assert text_of(responses) == text
+                    last = responses[-1]
+                    assert 0 < last.ttft_ms < 1000 * elapsed
+                    assert tokens / elapsed <= last.tokens_per_sec < tokens / (last.ttft_ms / 1000)
+                    counts[size] += len(responses)
+        assert counts[8] < counts[1] / 4
+
+    run(scenario)
+
+
+def test_predictions_side_by_side_say_what_each_says_alone(run: Run, own: Answers) -> None:
+    async def scenario(engine: NativeEngine) -> None:
+        async with door(engine) as opened:
+            requests = [ask(prompt, f"{i}", generation=GREEDY) for i, prompt in enumerate(PROMPTS * 3)]
+            responses = [response async for response in opened.predict(requests)]
+        for i, prompt in enumerate(PROMPTS * 3):
+            answer = [response for response in responses if response.trace_id == f"{i}"]
+            check_whole(answer)
+            assert text_of(answer) == own[prompt][0]
+
+    run(scenario)
+
+
+def test_a_cancelled_prediction_leaves_nothing_in_the_engine(run: Run) -> None:
+    async def scenario(engine: NativeEngine) -> None:
+        async with door(engine) as opened:
+            call = opened.predict([ask(COUNTING, str(i), generation={"max_new_tokens": 900}) for i in range(4)])
+            assert (await call.read()).chunk
+            assert engine.open_requests() == 4
+            call.cancel()
+            await eventually(lambda: engine.open_requests() == 0)
+            check_whole(await answer_to(opened, ask(generation=GREEDY)))
+            await eventually(lambda: engine.stats().running == 0 and engine.stats().blocks_used == 0)
+
+    run(scenario)
+
+
+def test_a_prompt_beyond_the_context_is_refused(run: Run) -> None:
+    async def scenario(engine: NativeEngine) -> None:
+        async with door(engine) as opened:
+            code, details = await refused(opened.predict([ask("word " * 3000)]))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            assert "1024" in details
+
+    run(scenario)
+
+
+def test_a_stream_survives_the_death_of_the_engine(run: Run, own: Answers) -> None:
+    async def scenario(engine: NativeEngine) -> None:
+        async with door(engine) as opened:
+            call = opened.predict([ask(COUNTING, generation=GREEDY)])
+            responses = [await call.read()]
+            pid = engine.client.engine_pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            await eventually(lambda: not engine.health().ready)
+            assert not (await opened.health()).healthy
+            while not responses[-1].end_of_stream:
+                responses.append(await call.read())
+            check_whole(responses)
+            assert text_of(responses) == own[COUNTING][0]
+            health = await opened.health()
+            assert health.healthy and health.metrics["engine_restarts"] == "1"
+
+    run(scenario)

@@ -1,0 +1,276 @@
+"""Several predictions on one stream, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.api.grpc.calls import Client, answer_to, ask, check_whole, door, eventually, failed, refused, text_of
+from tests.api.scripted_engine import ScriptedEngine, Step, answer
+from weft.api.grpc.stream_predict import MAX_OPEN
+from weft.types import Delta, SamplingParams
+
+Code = grpc.StatusCode
+FIRST = Delta(text="a", token_ids=[1])
+
+
+class ByPrompt(ScriptedEngine):
+    """Plays the script that the prompt names."""
+
+    def __init__(self, **scripts: Sequence[Step]) -> None:
+        super().__init__()
+        self.scripts = scripts
+
+    async def submit(self, prompt_token_ids: list[int], params: SamplingParams, *terms: Any, **options: Any) -> Any:
+        self.script = list(self.scripts[bytes(prompt_token_ids).decode()])
+        return await super().submit(prompt_token_ids, params, *terms, **options)
+
+
+def by_trace_id(responses: list[Any]) -> dict[str, list[Any]]:
+    found = defaultdict(list)
+    for response in responses:
+        found[response.trace_id].append(response)
+    return dict(found)
+
+
+def test_predictions_of_one_stream_run_side_by_side() -> None:
+    async def scenario() -> None:
+        fast_is_whole = asyncio.Event()
+        engine = ByPrompt(slow=[FIRST, fast_is_whole.wait, *answer("slow")], fast=answer("fast"))
+        responses = []
+        async with door(engine) as opened:
+            async for response in opened.predict([ask("slow", "1"), ask("fast", "2"), ask("slow", "3")]):
+                responses.append(response)
+                if response.trace_id == "2" and response.end_of_stream:
+                    fast_is_whole.set()
+        found = by_trace_id(responses)
+        for answers in found.values():
+            check_whole(answers)
+        assert {trace: text_of(answers) for trace, answers in found.items()} == {
+            "1": "aslow",
+            "2": "fast",
+            "3": "aslow",
+        }
+
+    asyncio.run(scenario())
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.002, 0.02, "x", "世", "\n"]), max_size=12), min_size=1, max_size=8))
+def test_any_mixture_comes_out_in_order(scripts: list[list[Any]]) -> None:
+    def played(script: list[Any]) -> list[Step]:
+        steps = [Delta(text=step, token_ids=[1]) if isinstance(step, str) else step for step in script]
+        return [*steps, *answer("!")]
+
+    async def scenario() -> None:
+        engine = ByPrompt(**{f"p{i}": played(script) for i, script in enumerate(scripts)})
+        async with door(engine, grpc_buffer_size=3, grpc_flush_interval_ms=5) as opened:
+            requests = [ask(f"p{i}", f"t{i}") for i in range(len(scripts))]
+            found = by_trace_id([response async for response in opened.predict(requests)])
+        assert len(found) == len(scripts)
+        for i, script in enumerate(scripts):
+            check_whole(found[f"t{i}"])
+            assert text_of(found[f"t{i}"]) == "".join(step for step in script if isinstance(step, str)) + "!"
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_stays_open_for_the_next_request() -> None:
+    async def scenario() -> None:
+        async with door() as opened:
+            call = opened.predict()
+            for trace_id in ("1", "2", "2"):
+                await call.write(ask(trace_id=trace_id))
+                answers = []
+                while not answers or not answers[-1].end_of_stream:
+                    answers.append(await call.read())
+                check_whole(answers)
+                assert answers[0].trace_id == trace_id
+            await call.done_writing()
+            assert await call.read() == grpc.aio.EOF
+            assert await call.code() is Code.OK
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("bad", [ask("bad", "b"), ask("fine", "b", model_id="gpt-4")])
+def test_a_failure_ends_the_call_after_the_others_are_whole(bad: Any) -> None:
+    async def scenario() -> None:
+        engine = ByPrompt(fine=[FIRST, 0.3, *answer("fine")], bad=[FIRST, RuntimeError("boom")])
+        async with door(engine) as opened:
+            received, code, details = await failed(opened.predict([ask("fine", "1"), bad, ask("fine", "2")]))
+            found = by_trace_id(received)
+            check_whole(found["1"])
+            assert text_of(found["1"]) == "afine"
+            assert not any(response.end_of_stream for response in found.get("b", []))
+            assert code is (Code.NOT_FOUND if bad.model_id else Code.INTERNAL)
+            assert details.startswith("trace_id 'b': ")
+            assert not engine.open
+
+    asyncio.run(scenario())
+
+
+def test_after_a_failure_nothing_more_is_begun() -> None:
+    async def scenario() -> None:
+        engine = ByPrompt(slow=[FIRST, 0.5, *answer("slow")], late=answer("late"))
+        async with door(engine) as opened:
+            call = opened.predict()
+            await call.write(ask("slow", "1"))
+            await call.write(ask(model_id="gpt-4"))
+            await asyncio.sleep(0.1)
+            await call.write(ask("late", "3"))
+            received, code, _ = await failed(call)
+            assert code is Code.NOT_FOUND
+            check_whole(received)
+            assert text_of(received) == "aslow"
+            assert len(engine.submitted) == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_is_told_though_the_client_would_send_more() -> None:
+    async def scenario() -> None:
+        async with door() as opened:
+            call = opened.predict()
+            await call.write(ask(model_id="gpt-4"))
+            assert (await asyncio.wait_for(refused(call), 5))[0] is Code.NOT_FOUND
+
+    asyncio.run(scenario())
+
+
+def test_two_open_predictions_may_not_have_the_same_trace_id() -> None:
+    async def scenario() -> None:
+        engine = ByPrompt(slow=[FIRST, 0.2, *answer("slow")])
+        async with door(engine) as opened:
+            received, code, _ = await failed(opened.predict([ask("slow", "t"), ask("slow", "t")]))
+            assert code is Code.INVALID_ARGUMENT
+            check_whole(received)
+            assert len(engine.submitted) == 1
+
+    asyncio.run(scenario())
+
+
+def test_more_requests_than_a_stream_may_have_open_wait_unread() -> None:
+    async def scenario() -> None:
+        most = 0
+        full = asyncio.Event()
+
+        class Watched(ScriptedEngine):
+            async def submit(self, *args: Any, **options: Any) -> Any:
+                nonlocal most
+                most = max(most, len(self.open) + 1)
+                if most == MAX_OPEN:
+                    full.set()
+                return await super().submit(*args, **options)
+
+        async with door(Watched([full.wait, 0.2, *answer("x")])) as opened:
+            found = by_trace_id([r async for r in opened.predict([ask(trace_id=str(i)) for i in range(MAX_OPEN + 50)])])
+        assert len(found) == MAX_OPEN + 50
+        assert most == MAX_OPEN
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("script", [[60.0], [FIRST, 60.0]], ids=["queued", "decoding"])
+@pytest.mark.parametrize("way", ["cancel", "deadline", "hang up"])
+def test_a_client_that_leaves_aborts_all_that_it_asked(way: str, script: list[Step]) -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine(script)
+        async with door(engine) as opened, grpc.aio.insecure_channel(f"127.0.0.1:{opened.server.port}") as own:
+            await own.channel_ready()
+            call = Client(own).predict([ask(), ask()], timeout=1.0 if way == "deadline" else None)
+            await eventually(lambda: len(engine.submitted) == 2)
+            if script[0] is FIRST:
+                assert (await call.read()).chunk == "a"
+            if way == "cancel":
+                call.cancel()
+            elif way == "hang up":
+                await own.close()
+            await eventually(lambda: not engine.open)
+            await asyncio.wait_for(opened.gate.empty(), 5)
+            await eventually(lambda: call.done())
+            metrics = (await opened.health()).metrics
+            assert metrics["requests_aborted"] == "2"
+            engine.script = answer("still here")
+            check_whole(await answer_to(opened, ask()))
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_stops_reading_is_not_read_ahead_for() -> None:
+    """The engine is asked for no more than fits into the windows of the connection."""
+    taken = 0
+
+    class Endless(ScriptedEngine):
+        async def submit(self, *args: Any, **options: Any) -> Any:
+            self.script = Counted()  # type: ignore[assignment]
+            return await super().submit(*args, **options)
+
+    class Counted:
+        def __iter__(self) -> Any:
+            nonlocal taken
+            while True:
+                taken += 1
+                yield Delta(text="x" * 10_000, token_ids=[1])
+
+    async def scenario() -> None:
+        engine = Endless()
+        async with door(engine) as opened:
+            call = opened.predict([ask()])
+            await call.read()
+            before = 0
+            while before != taken:
+                before = taken
+                assert taken < 2000
+                await asyncio.sleep(0.3)
+            other = ScriptedEngine()
+            opened.gate.open(other)
+            check_whole(await answer_to(opened, ask()))
+            call.cancel()
+            await eventually(lambda: not engine.open)
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_lets_predictions_finish_and_takes_no_more() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine([FIRST, 0.3, *answer("z")])
+        async with door(engine) as opened:
+            call = opened.predict()
+            await call.write(ask(trace_id="1"))
+            assert (await call.read()).chunk == "a"
+            opened.gate.drain()
+            assert (await refused(opened.predict([ask()])))[0] is Code.UNAVAILABLE
+            await call.write(ask(trace_id="2"))
+            received, code, details = await failed(call)
+            assert code is Code.UNAVAILABLE
+            assert "shutting down" in details
+            assert text_of(received) == "z" and received[-1].end_of_stream
+            await asyncio.wait_for(opened.gate.empty(), 5)
+
+    asyncio.run(scenario())
+
+
+def test_what_outlasts_the_drain_is_ended() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine([FIRST, FIRST, 60.0])
+        async with door(engine, grpc_flush_interval_ms=60_000) as opened:
+            call = opened.predict([ask()])
+            assert (await call.read()).chunk == "a"
+            opened.gate.drain()
+            opened.gate.abort()
+            received, code, details = await failed(call)
+            assert code is Code.UNAVAILABLE
+            assert "shutting down" in details
+            assert text_of(received) == "a"
+            assert not engine.open
+
+    asyncio.run(scenario())

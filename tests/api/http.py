@@ -1,0 +1,91 @@
+"""Ways to reach an application: in process for shapes, over a real socket for what only a socket does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from tests.api.scripted_engine import ScriptedEngine
+from weft.api.app import build_app
+from weft.api.http_protocol import protocol_factory
+from weft.config import Config, load
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HELLO = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
+PROMPT = {"model": "scripted", "prompt": "hi"}
+
+
+def request(
+    engine: ScriptedEngine, method: str, path: str, config: Config | None = None, **options: Any
+) -> httpx.Response:
+    """One request to a fresh application over this engine."""
+    return request_app(build_app(engine, config or load(env={})), method, path, **options)
+
+
+def request_app(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+    async def go() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(go())
+
+
+def post(engine: ScriptedEngine, path: str, body: dict[str, Any]) -> httpx.Response:
+    return request(engine, "POST", path, json=body)
+
+
+def chat(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
+    return post(engine, CHAT, HELLO | fields)
+
+
+def complete(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
+    return post(engine, COMPLETIONS, PROMPT | fields)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The chunks of a stream, which must end with [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *lines, done, empty = response.text.split("\n\n")
+    assert (done, empty) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error, which must have OpenAI's shape."""
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+@contextlib.contextmanager
+def real_server(app: FastAPI, config: Config | None = None) -> Iterator[str]:
+    http = protocol_factory(config or load(env={}))
+    server = uvicorn.Server(uvicorn.Config(app, http=http, port=0, log_config=None, lifespan="off", ws="none"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.01)

@@ -1,0 +1,144 @@
+"""Several answers to one prompt, and all that an answer can tell besides its text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.api.http import chat, complete, events
+from tests.api.scripted_engine import ScriptedEngine, answer
+from weft.types import Delta, FinishReason, TokenLogprob, Usage
+
+CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
+
+
+def with_prompt_logprobs(num_prompt: int) -> list[Any]:
+    """Two tokens behind a prompt of so many, with figures for all of them."""
+    figures = [TokenLogprob(-1.0 - i, [(120, -0.5)]) for i in range(num_prompt - 1)]
+    usage = Usage(prompt_tokens=num_prompt, completion_tokens=2)
+    return [
+        Delta(text="a", token_ids=[97], logprobs=[TokenLogprob(-0.1)], prompt_logprobs=figures, queue_seconds=0.25),
+        Delta(text="b", token_ids=[98], logprobs=[TokenLogprob(-0.2)], finish=FinishReason.LENGTH, usage=usage),
+    ]
+
+
+def test_n_choices_are_siblings_with_seeds_of_their_own() -> None:
+    engine = ScriptedEngine()
+    body = chat(engine, n=3, seed=2**63 - 1).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    leader, *others = engine.submitted
+    assert leader.sibling_of == "" and {other.sibling_of for other in others} == {leader.request_id}
+    assert [submitted.params.seed for submitted in engine.submitted] == [2**63 - 1, -(2**63), -(2**63) + 1]
+    assert {tuple(submitted.prompt) for submitted in engine.submitted} == {tuple(leader.prompt)}
+    # The prompt is counted once.
+    assert body["usage"]["prompt_tokens"] == 3 and body["usage"]["completion_tokens"] == 36
+
+
+def test_every_prompt_of_a_completion_has_its_own_siblings() -> None:
+    engine = ScriptedEngine()
+    body = complete(engine, prompt=["x", "y"], n=2, best_of=2).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert [bytes(submitted.prompt) for submitted in engine.submitted] == [b"x", b"x", b"y", b"y"]
+    first, second, third, fourth = engine.submitted
+    assert (second.sibling_of, fourth.sibling_of) == (first.request_id, third.request_id)
+    assert body["usage"]["prompt_tokens"] == 6
+
+
+def test_choices_stream_side_by_side_each_with_its_role() -> None:
+    chunks = events(chat(ScriptedEngine(), n=2, stream=True))
+    for index in (0, 1):
+        mine = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == "Hello, world"
+        assert mine[-1]["finish_reason"] == "stop"
+
+
+def test_usage_goes_with_every_chunk_when_asked() -> None:
+    script = [
+        Delta(text="a", token_ids=[97], usage=Usage(prompt_tokens=3, completion_tokens=1)),
+        *answer("b"),
+    ]
+    for door in (chat, complete):
+        chunks = events(door(ScriptedEngine(script), stream=True, stream_options=CONTINUOUS))
+        told = [chunk["usage"]["total_tokens"] for chunk in chunks if chunk.get("usage")]
+        assert told == sorted(told) and told[0] == 4 and len(told) >= 3
+
+
+def test_token_ids_of_prompt_and_answer() -> None:
+    body = chat(ScriptedEngine(), return_token_ids=True).json()
+    assert bytes(body["prompt_token_ids"]) == b"<user>hi"
+    assert bytes(body["choices"][0]["token_ids"]) == b"Hello, world"
+    body = complete(ScriptedEngine(), return_token_ids=True).json()
+    assert bytes(body["choices"][0]["prompt_token_ids"]) == b"hi"
+    for door in (chat, complete):
+        chunks = events(door(ScriptedEngine(), return_token_ids=True, stream=True))
+        ids = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids", ())]
+        assert bytes(ids) == b"Hello, world"
+
+
+def test_timings_come_with_the_end_when_asked() -> None:
+    script = [Delta(text="a", token_ids=[97], queue_seconds=0.25), *answer("b")]
+    for door in (chat, complete):
+        [choice] = door(ScriptedEngine(script), return_timings=True).json()["choices"]
+        assert choice["timings"]["queue_ms"] == 250
+        assert choice["timings"]["ttft_ms"] > 0 and choice["timings"]["tokens_per_second"] > 0
+        last = events(door(ScriptedEngine(script), return_timings=True, stream=True))[-1]["choices"][0]
+        assert last["timings"].keys() == choice["timings"].keys()
+        assert "timings" not in door(ScriptedEngine(script)).json()["choices"][0]
+
+
+def test_the_stop_string_is_told() -> None:
+    script = [Delta(text="a", token_ids=[97], finish=FinishReason.STOP, stop_reason="\n")]
+    for door in (chat, complete):
+        assert door(ScriptedEngine(script)).json()["choices"][0]["stop_reason"] == "\n"
+        assert events(door(ScriptedEngine(script), stream=True))[-1]["choices"][0]["stop_reason"] == "\n"
+
+
+def test_an_echo_has_the_prompt_and_its_figures() -> None:
+    def script() -> list[Any]:
+        return with_prompt_logprobs(2)
+
+    engine = ScriptedEngine(script())
+    [choice] = complete(engine, echo=True, logprobs=1).json()["choices"]
+    assert engine.submitted[0].params.prompt_logprobs == 1
+    assert choice["text"] == "hiab"
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["h", "i", "a", "b"]
+    assert logprobs["token_logprobs"] == [None, -1.0, -0.1, -0.2]
+    assert logprobs["top_logprobs"][:2] == [None, {"x": -0.5, "i": -1.0}]
+    assert logprobs["text_offset"] == [0, 1, 2, 3]
+    chunks = events(complete(ScriptedEngine(script()), echo=True, logprobs=1, stream=True))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hiab"
+    tokens = [token for chunk in chunks for token in (chunk["choices"][0]["logprobs"] or {"tokens": []})["tokens"]]
+    assert tokens == ["h", "i", "a", "b"]
+
+
+def test_an_echo_of_the_prompt_alone() -> None:
+    engine = ScriptedEngine(with_prompt_logprobs(2))
+    [choice] = complete(engine, echo=True, logprobs=0, max_tokens=0).json()["choices"]
+    assert engine.submitted[0].params.max_tokens == 1
+    assert choice["text"] == "hi" and choice["logprobs"]["tokens"] == ["h", "i"]
+    assert complete(ScriptedEngine(), max_tokens=0).status_code == 400
+
+
+def test_prompt_logprobs_by_token_id() -> None:
+    expected = [None, {"105": {"logprob": -1.0, "decoded_token": "i"}, "120": {"logprob": -0.5, "decoded_token": "x"}}]
+    [choice] = complete(ScriptedEngine(with_prompt_logprobs(2)), prompt_logprobs=1).json()["choices"]
+    assert choice["prompt_logprobs"] == expected
+    body = chat(ScriptedEngine(with_prompt_logprobs(len("<user>hi"))), prompt_logprobs=1).json()
+    assert len(body["prompt_logprobs"]) == len("<user>hi") and body["prompt_logprobs"][0] is None
+
+
+def test_a_prompt_is_cut_only_when_asked_and_says_so() -> None:
+    engine = ScriptedEngine()
+    body = complete(engine, prompt="abcdef", truncate_prompt_tokens=2).json()
+    assert bytes(engine.submitted[0].prompt) == b"ef"
+    assert body["usage"]["prompt_tokens_details"]["truncated_tokens"] == 4
+    engine = ScriptedEngine()
+    complete(engine, prompt="a" * 2000, truncate_prompt_tokens=-1, max_tokens=10)
+    assert len(engine.submitted[0].prompt) == 990
+
+
+def test_priority_and_salt_reach_the_engine() -> None:
+    engine = ScriptedEngine()
+    chat(engine, priority=-5, cache_salt="s")
+    assert (engine.submitted[0].priority, engine.submitted[0].cache_salt) == (-5, "s")

@@ -1,0 +1,365 @@
+"""OpenAI's newer interface: what is asked of the model, what clients read, and what they can come back to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from tests.api.http import error_of, post, request_app
+from tests.api.says import CALLS, EVERYTHING, SCHEMA, THOUGHT, model_that_says, named_events
+from tests.api.scripted_engine import ScriptedEngine
+from weft.api.app import build_app
+from weft.config import load
+from weft.errors import EngineFault, Overloaded
+from weft.types import Delta, FinishReason, SamplingParams
+
+RESPONSES = "/v1/responses"
+HELLO = {"model": "scripted", "input": "hi"}
+TOOLS = [
+    {"type": "function", "name": "weather", "description": "Of a city.", "parameters": SCHEMA},
+    {"type": "function", "name": "time"},
+]
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+def ask(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
+    return post(engine, RESPONSES, HELLO | fields)
+
+
+def whole(engine: ScriptedEngine, **fields: Any) -> dict[str, Any]:
+    response = ask(engine, **fields)
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    Response.model_validate(body)
+    return body
+
+
+def streamed(engine: ScriptedEngine, **fields: Any) -> dict[str, Any]:
+    """The last event's response; all that the events before it said is compared with it."""
+    events = named_events(ask(engine, stream=True, **fields))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    texts: dict[int, str] = {}
+    items: list[Any] = []
+    for event in events:
+        EVENT.validate_python(event)
+        index = event.get("output_index")
+        match event["type"].removeprefix("response."):
+            case "output_item.added":
+                assert index == len(items), "one item after the other"
+                assert event["item"]["status"] == "in_progress"
+                texts[index] = ""
+            case "output_text.delta" | "reasoning_text.delta" | "function_call_arguments.delta":
+                texts[index] += event["delta"]
+            case "output_text.done" | "reasoning_text.done":
+                assert event["text"] == texts[index]
+            case "function_call_arguments.done":
+                assert event["arguments"] == texts[index]
+            case "content_part.done":
+                assert event["part"]["text"] == texts[index]
+            case "output_item.done":
+                items.append(event["item"])
+    last: dict[str, Any] = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{last['status']}"
+    assert last["output"] == items
+    assert last["id"] == events[0]["response"]["id"]
+    return last
+
+
+def without_ids(response: dict[str, Any]) -> dict[str, Any]:
+    output = [
+        {name: value for name, value in item.items() if name not in ("id", "call_id")} for item in response["output"]
+    ]
+    return response | {"output": output, "id": "", "created_at": 0, "completed_at": 0}
+
+
+def test_an_answer_has_openai_s_shape() -> None:
+    body = whole(ScriptedEngine(), metadata={"a": "b"}, instructions="Be brief.", user="u")
+    assert body["id"].startswith("resp_")
+    assert Response.model_validate(body).output_text == "Hello, world"
+    [item] = body["output"]
+    assert item.pop("id").startswith("msg_")
+    part = {"type": "output_text", "text": "Hello, world", "annotations": [], "logprobs": []}
+    assert item == {"type": "message", "role": "assistant", "status": "completed", "content": [part]}
+    assert (body["object"], body["status"], body["error"], body["incomplete_details"]) == (
+        "response", "completed", None, None,
+    )  # fmt: skip
+    assert body["usage"] == {
+        "input_tokens": 3,
+        "input_tokens_details": {"cached_tokens": 1, "cache_write_tokens": 0},
+        "output_tokens": 12,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 15,
+    }
+    assert (body["metadata"], body["instructions"], body["user"]) == ({"a": "b"}, "Be brief.", "u")
+    assert (body["tools"], body["tool_choice"], body["text"]) == ([], "auto", {"format": {"type": "text"}})
+
+
+def test_thoughts_text_and_calls_are_items_in_order() -> None:
+    body = whole(model_that_says(EVERYTHING), tools=TOOLS)
+    reasoning, message, first, second = body["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": THOUGHT}]
+    assert message["content"][0]["text"] == "Let me look."
+    assert (first["type"], first["name"], json.loads(first["arguments"])) == (
+        "function_call", "weather", {"city": "Oslo"},
+    )  # fmt: skip
+    assert (second["name"], second["arguments"]) == ("time", "{}")
+    assert len({item["id"] for item in body["output"]}) == 4
+    assert first["call_id"] != second["call_id"]
+    assert body["usage"]["output_tokens_details"]["reasoning_tokens"] == len(THOUGHT)
+    assert [tool["name"] for tool in body["tools"]] == ["weather", "time"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, len(EVERYTHING) - 1), max_size=30),
+    text=st.sampled_from([EVERYTHING, CALLS, "No call < at <tool all.", f"{CALLS}\nAnd more text.", ""]),
+    finish=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
+)
+def test_every_way_to_cut_a_stream_says_the_same(cuts: list[int], text: str, finish: FinishReason) -> None:
+    at_once = without_ids(whole(model_that_says(text, finish=finish), tools=TOOLS))
+    assert without_ids(streamed(model_that_says(text, cuts, finish=finish), tools=TOOLS)) == at_once
+
+
+def test_an_answer_that_was_cut_off_is_incomplete() -> None:
+    body = whole(model_that_says(EVERYTHING[:-20], finish=FinishReason.LENGTH), tools=TOOLS)
+    assert body["status"] == "incomplete"
+    assert body["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [item["status"] for item in body["output"]] == ["completed"] * 3 + ["incomplete"]
+
+
+def test_fields_become_sampling_parameters() -> None:
+    engine = ScriptedEngine()
+    whole(
+        engine, max_output_tokens=9, temperature=0.5, top_p=0.9, top_k=3, seed=4, priority=2, cache_salt="s",
+        stream_options={"include_obfuscation": False}, include=["reasoning.encrypted_content"], background=False,
+        reasoning={"effort": None, "summary": "auto"}, service_tier="auto", top_logprobs=0, store=False,
+    )  # fmt: skip
+    [submitted] = engine.submitted
+    assert submitted.params == SamplingParams(max_tokens=9, temperature=0.5, top_p=0.9, top_k=3, seed=4)
+    assert (submitted.priority, submitted.cache_salt) == (2, "s")
+
+
+def test_items_become_messages() -> None:
+    engine = model_that_says("text")
+    call = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Oslo"}'}
+    items = [
+        {"role": "developer", "content": "d"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}] * 2},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "Let me", "annotations": []}]},
+        call,
+        call | {"call_id": "c2"},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "sun"}]},
+        {"role": "assistant", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "why"}]},
+        {"role": "user", "content": "so?"},
+    ]
+    whole(engine, input=items, instructions="Be brief.")
+    made = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    assert engine.messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": "d"},
+        {"role": "user", "content": "a\na"},
+        {
+            "role": "assistant",
+            "content": "Let me",
+            "reasoning_content": "hm",
+            "tool_calls": [made | {"id": "c1"}, made | {"id": "c2"}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "tool", "tool_call_id": "c2", "content": "sun"},
+        {"role": "assistant", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "assistant", "content": "", "reasoning_content": "why"},
+        {"role": "user", "content": "so?"},
+    ]
+
+
+def test_the_output_can_be_sent_back_as_input() -> None:
+    engine = model_that_says(EVERYTHING)
+    output = whole(engine, tools=TOOLS)["output"]
+    results = [
+        {"type": "function_call_output", "call_id": item["call_id"], "output": "rain"}
+        for item in output
+        if item["type"] == "function_call"
+    ]
+    whole(engine, tools=TOOLS, input=[{"role": "user", "content": "hi"}, *output, *results], store=False)
+    sent_back = engine.messages
+
+    app = build_app(engine, load(env={}))
+    first = request_app(app, "POST", RESPONSES, json=HELLO | {"tools": TOOLS}).json()
+    calls = [item for item in first["output"] if item["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": call["call_id"], "output": "rain"} for call in calls]
+    again = {"model": "scripted", "tools": TOOLS, "input": results, "previous_response_id": first["id"]}
+    assert request_app(app, "POST", RESPONSES, json=again).json()["previous_response_id"] == first["id"]
+    assert normalised(engine.messages) == normalised(sent_back), "the store says what the items say"
+
+
+def normalised(messages: Any) -> Any:
+    return json.loads(json.dumps([{**message, "tool_call_id": "", "tool_calls": [
+        call["function"] for call in message.get("tool_calls", ())]} for message in messages]))  # fmt: skip
+
+
+class Client:
+    """One application, asked several times."""
+
+    def __init__(self, engine: ScriptedEngine, **flags: Any) -> None:
+        self.app: FastAPI = build_app(engine, load(flags, env={}))
+
+    def ask(self, key: str = "", **fields: Any) -> httpx.Response:
+        return self.send("POST", "", key, json=HELLO | fields)
+
+    def send(self, method: str, path: str, key: str = "", **options: Any) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return request_app(self.app, method, RESPONSES + path, headers=headers, **options)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_goes_on_from_a_kept_answer(stream: bool) -> None:
+    engine = ScriptedEngine()
+    client = Client(engine)
+    response = client.ask(instructions="Only now.", stream=stream)
+    first = named_events(response)[-1]["response"]["id"] if stream else response.json()["id"]
+    second = client.ask(input="and?", previous_response_id=first).json()["id"]
+    client.ask(input="so?", previous_response_id=second, instructions="Be brief.")
+    said = [(message["role"], message["content"]) for message in engine.messages]
+    hello = ("assistant", "Hello, world")
+    assert said == [("system", "Be brief."), ("user", "hi"), hello, ("user", "and?"), hello, ("user", "so?")]
+
+
+def test_a_kept_answer_can_be_read_and_deleted() -> None:
+    client = Client(ScriptedEngine())
+    items = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    first = client.ask(input=items).json()
+    path = f"/{first['id']}"
+    assert client.send("GET", path).json() == first
+    listed = client.send("GET", path + "/input_items").json()
+    ResponseItemList.model_validate(listed)
+    assert [item["content"][0]["text"] for item in listed["data"]] == ["c", "b", "a"]
+    assert len({item["id"] for item in listed["data"]}) == 3
+    page = client.send("GET", path + f"/input_items?order=asc&limit=1&after={listed['last_id']}").json()
+    assert [item["content"][0]["text"] for item in page["data"]] == ["b"]
+    assert page["has_more"] is True
+    assert error_of(client.send("GET", path + "/input_items?limit=0"))["param"] == "limit"
+    assert error_of(client.send("GET", path + "?stream=true"))["param"] == "stream"
+    assert client.send("DELETE", path).json() == {"id": first["id"], "object": "response", "deleted": True}
+    for method, below in (("GET", ""), ("DELETE", ""), ("GET", "/input_items")):
+        response = client.send(method, path + below)
+        assert response.status_code == 404
+        assert error_of(response)["code"] == "response_not_found"
+
+
+def test_what_is_not_to_be_kept_is_not() -> None:
+    for client, fields in (
+        (Client(ScriptedEngine()), {"store": False}),
+        (Client(ScriptedEngine(), responses_store_entries=0), {}),
+        (Client(ScriptedEngine(), responses_store_mb=0), {}),
+    ):
+        response_id = client.ask(**fields).json()["id"]
+        assert client.send("GET", f"/{response_id}").status_code == 404
+        refused = client.ask(previous_response_id=response_id)
+        assert refused.status_code == 400
+        assert error_of(refused)["code"] == "previous_response_not_found"
+
+
+def test_nobody_reads_what_another_key_asked() -> None:
+    client = Client(ScriptedEngine(), api_key=["mine", "yours"])
+    response_id = client.ask(key="mine").json()["id"]
+    assert client.send("GET", f"/{response_id}", key="mine").status_code == 200
+    assert client.send("GET", f"/{response_id}", key="yours").status_code == 404
+    assert client.send("DELETE", f"/{response_id}", key="yours").status_code == 404
+    assert client.ask(key="yours", previous_response_id=response_id).status_code == 400
+    assert client.send("GET", f"/{response_id}").status_code == 401
+    assert client.ask(key="mine", previous_response_id=response_id).status_code == 200
+
+
+def test_truncation_cuts_a_prompt_that_is_too_long() -> None:
+    engine = ScriptedEngine()
+    whole(engine, input="x" * 2000, truncation="auto", max_output_tokens=100)
+    assert len(engine.submitted[0].prompt) == engine.model.max_model_len - 100
+
+
+def test_an_effort_goes_to_the_template() -> None:
+    engine = ScriptedEngine()
+    whole(engine, reasoning={"effort": "low"})
+    assert engine.template_variables == {"reasoning_effort": "low"}
+    whole(engine)
+    assert engine.template_variables == {}
+
+
+FORMAT = {"type": "json_schema", "name": "city", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": None}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].message.content[0]",
+        ),
+        ({"inputs": "x"}, "inputs"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"max_tool_calls": 1}, "max_tool_calls"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "tools[0]"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": FORMAT}, "tools": TOOLS, "tool_choice": "required"}, "text.format.schema"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+    ],
+)
+def test_a_wrong_request_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    engine = model_that_says("text")
+    response = ask(engine, **fields)
+    assert response.status_code == 400, response.text
+    assert error_of(response)["param"] == param, response.text
+    assert not engine.submitted
+
+
+def test_a_part_that_is_no_text_is_refused_plainly() -> None:
+    image = {"type": "input_image", "image_url": "x"}
+    message = error_of(ask(ScriptedEngine(), input=[{"role": "user", "content": [image]}]))["message"]
+    assert "input_text or output_text" in message
+
+
+def test_what_the_engine_refuses_keeps_its_status() -> None:
+    for stream in (False, True):
+        response = ask(ScriptedEngine(refuse=Overloaded("full", retry_after_s=7)), stream=stream)
+        assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+        assert error_of(response)["type"] == "rate_limit_error"
+
+
+def test_a_stream_that_breaks_says_so_and_is_not_kept() -> None:
+    engine = ScriptedEngine([Delta(text="Hel", token_ids=[1]), EngineFault("NaN logits")])
+    client = Client(engine)
+    *_, error, failed = named_events(client.ask(stream=True))
+    for event in (error, failed):
+        EVENT.validate_python(event)
+    assert (error["type"], failed["type"]) == ("error", "response.failed")
+    assert "NaN logits" in error["message"]
+    assert failed["response"]["status"] == "failed"
+    assert failed["response"]["error"]["code"] == "server_error"
+    assert client.send("GET", f"/{failed['response']['id']}").status_code == 404
+    assert not engine.open

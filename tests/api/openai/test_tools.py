@@ -1,0 +1,150 @@
+"""Tools and reasoning in a chat: what the model is told, what it wrote, and what the client reads of it."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.api.http import chat, events
+from tests.api.scripted_engine import ScriptedEngine
+from weft.backends.contract import ChatStyles
+from weft.text.parsers.styles import REASONING_STYLES, TOOL_STYLES
+from weft.types import Delta, FinishReason, Usage
+
+HERMES = next(style for style in TOOL_STYLES if style.name == "hermes")
+THINK = REASONING_STYLES[0]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+TIME = {"type": "function", "function": {"name": "time"}}
+CALLS = HERMES.shape.write([("weather", '{"city": "Oslo"}'), ("time", "{}")])
+TEXT = f"<think>Which city?</think>Let me look.{CALLS}"
+
+
+def engine_that_says(text: str, *, cuts: list[int] | None = None, finish: FinishReason = FinishReason.STOP) -> Any:
+    edges = sorted({0, len(text), *(cut for cut in cuts or () if cut < len(text))})
+    parts = [text[a:b] for a, b in pairwise(edges)]
+    script = [Delta(text=part, token_ids=[65]) for part in parts]
+    usage = Usage(prompt_tokens=3, completion_tokens=len(parts))
+    engine = ScriptedEngine([*script, Delta(finish=finish, usage=usage)])
+    engine.styles = ChatStyles(HERMES, THINK)
+    return engine
+
+
+def whole(text: str, **fields: Any) -> Any:
+    response = chat(engine_that_says(text), **fields)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+def streamed(text: str, cuts: list[int], **fields: Any) -> Any:
+    """The stream put together as clients do it."""
+    message: dict[str, Any] = {}
+    calls: dict[int, Any] = {}
+    finish = None
+    for chunk in events(chat(engine_that_says(text, cuts=cuts), stream=True, **fields)):
+        [choice] = chunk["choices"]
+        for name, value in choice["delta"].items():
+            if name == "tool_calls":
+                for part in value:
+                    call = calls.setdefault(part["index"], {"function": {"arguments": ""}})
+                    call["function"]["arguments"] += part["function"].pop("arguments")
+                    call["function"] |= part.pop("function")
+                    call |= part
+            elif isinstance(value, str) and name != "role":
+                message[name] = message.get(name, "") + value
+        finish = choice["finish_reason"] or finish
+    return message | ({"tool_calls": [calls[index] for index in sorted(calls)]} if calls else {}), finish
+
+
+def test_calls_content_and_reasoning_are_told_apart() -> None:
+    choice = whole(TEXT, tools=[WEATHER, TIME])
+    assert choice["finish_reason"] == "tool_calls"
+    message = choice["message"]
+    assert message["content"].strip() == "Let me look."
+    assert message["reasoning"] == message["reasoning_content"] == "Which city?"
+    first, second = message["tool_calls"]
+    assert (first["type"], first["function"]["name"]) == ("function", "weather")
+    assert json.loads(first["function"]["arguments"]) == {"city": "Oslo"}
+    assert second["function"] == {"name": "time", "arguments": "{}"}
+    assert first["id"] != second["id"]
+
+
+def test_a_call_without_words_has_no_content() -> None:
+    assert whole(CALLS, tools=[WEATHER, TIME])["message"]["content"] is None
+
+
+def test_one_call_when_they_may_not_be_parallel() -> None:
+    calls = whole(TEXT, tools=[WEATHER, TIME], parallel_tool_calls=False)["message"]["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["weather"]
+
+
+def test_an_answer_cut_off_in_a_call_says_length() -> None:
+    engine = engine_that_says(CALLS[:30], finish=FinishReason.LENGTH)
+    assert chat(engine, tools=[WEATHER]).json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_without_tools_a_call_is_text() -> None:
+    for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+        choice = whole(CALLS, **fields)
+        assert choice["message"]["content"] == CALLS and choice["finish_reason"] == "stop"
+        assert "tool_calls" not in choice["message"]
+
+
+def test_reasoning_can_be_left_out() -> None:
+    message = whole("<think>hm</think>yes", include_reasoning=False)["message"]
+    assert message["content"] == "yes" and "reasoning" not in message
+
+
+@given(cuts=st.lists(st.integers(1, len(TEXT)), max_size=20))
+@settings(max_examples=40, deadline=None)
+def test_the_stream_put_together_is_the_whole(cuts: list[int]) -> None:
+    message, finish = streamed(TEXT, cuts, tools=[WEATHER, TIME])
+    expected = whole(TEXT, tools=[WEATHER, TIME])
+    assert finish == expected["finish_reason"]
+    assert message["content"] == expected["message"]["content"]
+    assert message["reasoning_content"] == expected["message"]["reasoning_content"]
+    assert [call["function"] for call in message["tool_calls"]] == [
+        call["function"] for call in expected["message"]["tool_calls"]
+    ]
+    assert [call["index"] for call in message["tool_calls"]] == [0, 1]
+
+
+def test_the_template_is_given_tools_and_past_calls() -> None:
+    engine = engine_that_says("It rains.")
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    messages = [
+        {"role": "user", "content": "Oslo?"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+    ]
+    assert chat(engine, messages=messages, tools=[WEATHER]).status_code == 200
+    assert engine.tools == [WEATHER]
+    _, assistant, tool = engine.messages
+    assert assistant["content"] == "" and assistant["reasoning_content"] == "hm"
+    assert assistant["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
+    assert tool["tool_call_id"] == "c1"
+    # Its markers must reach the parser, special tokens or not.
+    assert set(HERMES.markers) <= set(engine.submitted[0].markers)
+
+
+def test_tool_choice_none_does_not_tell_the_model() -> None:
+    engine = engine_that_says("x")
+    chat(engine, tools=[WEATHER], tool_choice="none")
+    assert engine.tools is None
+
+
+@pytest.mark.parametrize("choice", [{"type": "function", "function": {"name": "nobody"}}, "any"])
+def test_a_choice_that_there_is_not(choice: Any) -> None:
+    response = chat(engine_that_says("x"), tools=[WEATHER], tool_choice=choice)
+    assert response.status_code == 400 and "tool_choice" in response.json()["error"]["param"]

@@ -1,0 +1,48 @@
+"""A server process over a scripted engine: python -m tests.api.serve_scripted OPTIONS, as JSON.
+
+It starts, and answers, when there is the file that the option `start_when`, or `answer_when`, names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from tests.api.scripted_engine import ScriptedEngine, answer
+from weft.api.server import serve
+from weft.config import load
+from weft.errors import ModelError, WeftError
+from weft.types import Delta
+
+
+class Announcing(ScriptedEngine):
+    async def close(self) -> None:
+        sys.stdout.write("engine closed\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    options = json.loads(sys.argv[1])
+
+    async def wait_for(option: str) -> None:
+        while option in options and not Path(options[option]).exists():
+            await asyncio.sleep(0.01)
+
+    async def start() -> Announcing:
+        await wait_for("start_when")
+        if "start_error" in options:
+            raise ModelError(options["start_error"], hint="Try another.")
+        middle = [Delta(text=f"[{number}]" + "x" * 8000, token_ids=[1]) for number in range(options.get("chunks", 0))]
+        begun = Delta(text="begun", token_ids=[1])
+        return Announcing([begun, lambda: wait_for("answer_when"), *middle, *answer("done")])
+
+    try:
+        serve(start, load({"port": 0, "grpc_port": 0, **options.get("settings", {})}, env={}))
+    except WeftError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

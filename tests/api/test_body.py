@@ -1,0 +1,214 @@
+"""How large the parts of a request may be: every refusal names the limit and its flag."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.api import raw
+from tests.api.grpc.calls import ask, door, failed
+from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, real_server, request
+from tests.api.scripted_engine import ScriptedEngine, answer
+from weft.api import http_protocol
+from weft.api.app import build_app
+from weft.api.body import CAPS, check_caps, check_depth, parse
+from weft.api.openai.openai_schema import ChatRequest
+from weft.config import LimitOptions, load
+from weft.errors import InvalidRequest
+from weft.types import Delta
+
+USER = {"role": "user", "content": "hi"}
+
+
+def depth_of(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + max(map(depth_of, value.values()), default=0)
+    if isinstance(value, list):
+        return 1 + max(map(depth_of, value), default=0)
+    return 0
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text('ab"\\[]{}é', max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text('k"\\[{', max_size=3), inner, max_size=3),
+    max_leaves=30,
+)
+
+
+@given(JSON, st.booleans())
+def test_the_depth_is_that_of_the_value_whatever_its_strings_hold(value: Any, ascii_only: bool) -> None:
+    body = json.dumps(value, ensure_ascii=ascii_only).encode()
+    depth = depth_of(value)
+    check_depth(body, LimitOptions(max_json_depth=max(depth, 4)))
+    nested = b"[" * 10 + body + b"]" * 10
+    check_depth(nested, LimitOptions(max_json_depth=depth + 10))
+    with pytest.raises(InvalidRequest, match="--max-json-depth"):
+        check_depth(nested, LimitOptions(max_json_depth=depth + 9))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 5_000_000,
+        b'{"a":' * 1_000_000,
+        b"[" * 65 + b'"' + b"\\" * 5_000_000,
+        b'"[' * 2_000_000,
+        b'["' + b'\\"[' * 2_000_000,
+        b"[]" * 2_000_000,
+    ],
+    ids=["lists", "objects", "an endless escape", "strings", "escaped quotes", "side by side"],
+)
+def test_the_depth_takes_linear_time(body: bytes) -> None:
+    began = time.process_time()
+    try:
+        check_depth(body, LimitOptions())
+    except InvalidRequest as error:
+        assert "64" in str(error)
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("nested", [b"[" * 100_000, b'{"messages":' * 1000, b"[" * 100_000 + b"]" * 100_000])
+def test_deep_json_is_400_at_the_door(nested: bytes) -> None:
+    response = request(ScriptedEngine(), "POST", CHAT, content=nested)
+    assert response.status_code == 400
+    assert "--max-json-depth" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "most", "too_many", "flag"),
+    [
+        ("messages", [USER] * 3, [USER] * 4, "--max-messages"),
+        ("tools", [{}] * 3, [{}] * 4, "--max-tools"),
+        ("functions", [{}] * 3, [{}] * 4, "--max-tools"),
+        ("prompt", ["a"] * 3, ["a"] * 4, "--max-prompts"),
+        ("prompt", [[1]] * 3, [[1]] * 4, "--max-prompts"),
+        ("prompt", list(range(100)), ["a"] * 4, "--max-prompts"),
+        ("prompt", "abcdef", [["x"]] * 4, "--max-prompts"),
+        ("input", ["a"] * 3, ["a"] * 4, "--max-messages"),
+        ("n", 3, 4, "--max-n"),
+        ("n", -1, 10**18, "--max-n"),
+        ("best_of", 3, 4, "--max-n"),
+        ("stop", ["a"] * 3, ["a"] * 4, "--max-stop"),
+        ("stop_sequences", ["a"] * 3, ["a"] * 4, "--max-stop"),
+        ("logprobs", 3, 4, "--max-logprobs"),
+        ("top_logprobs", 3, 4, "--max-logprobs"),
+        ("prompt_logprobs", 3, 4, "--max-logprobs"),
+        ("logit_bias", dict.fromkeys("abc", 1), dict.fromkeys("abcd", 1), "--max-logit-bias"),
+    ],
+)
+def test_every_cap_holds_at_its_limit_and_not_above(field: str, most: Any, too_many: Any, flag: str) -> None:
+    limits = LimitOptions(
+        max_messages=3, max_tools=3, max_prompts=3, max_n=3, max_stop=3, max_logprobs=3, max_logit_bias=3
+    )
+    check_caps({field: most}, limits)
+    with pytest.raises(InvalidRequest) as refused:
+        check_caps({field: too_many}, limits)
+    assert refused.value.param == field
+    assert flag in str(refused.value) and "at most 3" in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [None, True, "text", 1.5, {}, {"a": 1}, []])
+def test_what_cannot_be_counted_is_left_to_the_schema(value: Any) -> None:
+    check_caps({cap.field: value for cap in CAPS}, LimitOptions())
+
+
+def test_the_operator_s_limits_are_the_ones_that_count() -> None:
+    body = json.dumps({"model": "m", "messages": [USER] * 3}).encode()
+    with pytest.raises(InvalidRequest, match="--max-messages"):
+        asyncio.run(parse(ChatRequest, body, LimitOptions(max_messages=2)))
+    assert len(asyncio.run(parse(ChatRequest, body, LimitOptions(max_messages=3))).messages) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "flag"),
+    [
+        (CHAT, HELLO | {"messages": [USER] * 2049}, "--max-messages"),
+        (CHAT, HELLO | {"n": 129}, "--max-n"),
+        (CHAT, HELLO | {"tools": [{}] * 129}, "--max-tools"),
+        (COMPLETIONS, PROMPT | {"prompt": ["a"] * 129}, "--max-prompts"),
+        (COMPLETIONS, PROMPT | {"n": 10**9}, "--max-n"),
+    ],
+)
+def test_the_doors_have_the_caps(path: str, body: dict[str, Any], flag: str) -> None:
+    engine = ScriptedEngine()
+    response = request(engine, "POST", path, json=body)
+    assert response.status_code == 400
+    assert flag in error_of(response)["message"]
+    assert not engine.submitted
+
+
+# A request's head.
+
+
+def test_too_many_headers_are_431() -> None:
+    few = {f"x-{number}": "1" for number in range(100)}
+    assert request(ScriptedEngine(), "GET", "/v1/models", headers=few).status_code == 200
+    many = {f"x-{number}": "1" for number in range(130)}
+    response = request(ScriptedEngine(), "GET", "/v1/models", headers=many)
+    assert response.status_code == 431
+    assert "--max-headers" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models?" + "q" * 33_000, "/v1/" + "p" * 33_000])
+def test_a_large_head_is_431_whatever_it_is_large_of(path: str) -> None:
+    headers = {} if len(path) > 100 else {"x-large": "v" * 33_000}
+    response = request(ScriptedEngine(), "GET", path, headers=headers)
+    assert response.status_code == 431
+    assert "--max-header-kb" in error_of(response)["message"]
+    assert response.headers["connection"] == "close"
+
+
+def test_a_head_without_an_end_is_ended() -> None:
+    engine = ScriptedEngine(answer("x"))
+    config = load({"max_header_kb": 8}, env={})
+    with real_server(build_app(engine, config), config) as url:
+        for beginning in (b"GET /", b"GET / HTTP/1.1\r\n", b"GET / HTTP/1.1\r\nx-long: ", b"GET / HTTP/1.1\r\nx"):
+            with raw.connect(url) as connection:
+                connection.sendall(beginning)
+                for _ in range(8):
+                    connection.sendall(b"a" * 1024)
+                told = raw.everything(connection)
+                assert raw.status_of(told) == 431 and b"--max-header-kb" in told, "and the connection is closed"
+        with raw.connect(url) as connection:
+            # A body is no head, however long, and the next head is counted from its own beginning.
+            for _ in range(3):
+                connection.sendall(raw.post_bytes(COMPLETIONS, PROMPT | {"prompt": "y" * 20_000}))
+                assert raw.status_of(connection.recv(1 << 16)) == 200
+
+
+def test_a_head_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.3)
+    engine = ScriptedEngine([Delta(text="a", token_ids=[1]), 1.0, *answer("b")])
+    with real_server(build_app(engine, load(env={}))) as url:
+        for beginning in (b"", b"GET /v1/models HTTP/1.1\r\nHost: local"):
+            with raw.connect(url) as connection:
+                connection.sendall(beginning)
+                assert raw.everything(connection) == b"", "closed without an answer"
+        with raw.connect(url) as connection:
+            asked = raw.post_bytes(COMPLETIONS, PROMPT | {"stream": True}, "Connection: close\r\n")
+            connection.sendall(asked)
+            # Some clients send a line end behind the body: their answers are not cut off for it.
+            connection.sendall(b"\r\n")
+            assert b"[DONE]" in raw.everything(connection)
+
+
+def test_grpc_refuses_metadata_that_http_would_refuse() -> None:
+    async def scenario() -> None:
+        engine = ScriptedEngine()
+        async with door(engine, max_header_kb=16) as opened:
+            method = opened.channel.stream_stream("/cy.llm.AiInference/StreamPredict")
+            large = [("x-large", "v" * 17_000)]
+            _, code, _ = await failed(method([ask().SerializeToString()], metadata=large))
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert not engine.submitted
+            small = [("x-large", "v" * 12_000)]
+            assert [one async for one in method([ask().SerializeToString()], metadata=small)]
+
+    asyncio.run(scenario())

@@ -1,0 +1,416 @@
+"""From what a request asks to a grammar: what each kind lets through, and what is refused, with which words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import tokenizers
+from msgspec.structs import replace
+
+from tests.text.grammars.grammar_maker import grammars
+from tests.tiny_models import END_OF_TURN, tokenizer_json
+from weft.config import ServerOptions
+from weft.errors import InvalidRequest, Overloaded
+from weft.text.grammars import compiler as compiler_module
+from weft.text.grammars.compiler import GrammarCompiler
+from weft.text.grammars.specs import (
+    Choice,
+    GrammarSpec,
+    JsonObject,
+    JsonSchema,
+    Lark,
+    Regex,
+    Thinking,
+    ToolCalls,
+    ToolSpec,
+    words_of,
+)
+from weft.text.parsers.pieces import collect
+from weft.text.parsers.styles import TOOL_STYLES, ToolStyle, parser_for
+from weft.text.tokenizer import Tokenizer
+from weft.types import MAX_GRAMMAR_CHARS, TextAssets
+from weft.worker.grammar_masks import Grammars
+
+MARKERS = sorted({marker for style in TOOL_STYLES for marker in style.markers})
+WEATHER = ToolSpec(
+    name="get_weather",
+    parameters={
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+)
+TOOLS = [ToolSpec(name="get"), WEATHER]
+WEATHER_CALL = ("get_weather", '{"city": "Paris", "days": 3}')
+STYLES = pytest.mark.parametrize("style", TOOL_STYLES, ids=lambda style: style.name)
+
+
+def tokenizer_with(special: list[str]) -> Tokenizer:
+    inner = tokenizers.Tokenizer.from_str(tokenizer_json())
+    inner.add_special_tokens(special)
+    return Tokenizer.from_assets(TextAssets(kind="json", tokenizer_json=inner.to_str(), eos_token_ids=[END_OF_TURN, 0]))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Tokenizer:
+    return tokenizer_with([])
+
+
+@pytest.fixture(scope="module")
+def marked() -> Tokenizer:
+    """Markers of tool calls are special tokens."""
+    return tokenizer_with(MARKERS)
+
+
+class Judge:
+    """What the engine would say of outputs."""
+
+    def __init__(self, tokenizer: Tokenizer, spec: GrammarSpec, thinking: Thinking | None = None) -> None:
+        words = words_of(tokenizer)
+        self._of_byte = {token[0]: i for i, token in enumerate(words.tokens) if len(token) == 1}
+        made = Grammars(words.tokens, words.special_ids, words.eos_token_ids, tokenizer.vocab_size)
+        self._built = made.build(grammars(tokenizer, [spec], thinking=thinking)[0])
+
+    def fits(self, output: str | list[int]) -> bool:
+        ids = self.spelled(output) if isinstance(output, str) else output
+        matcher = self._built.result().deep_copy()
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    def spelled(self, text: str) -> list[int]:
+        """A token for each byte."""
+        return [self._of_byte[byte] for byte in text.encode()]
+
+
+@pytest.mark.parametrize(
+    ("spec", "good", "bad"),
+    [
+        (JsonObject(), ['{"a": [1, null]}', "{}", '{\n  "a": 1\n}'], ["[1]", '"a"', "{} ", "{a: 1}"]),
+        (Regex(pattern="[0-9]{3}-[a-z]+"), ["123-abc"], ["123-", "x123-abc"]),
+        (Regex(pattern="^a/b$"), ["a/b"], ["a/bc", "^a/b$"]),
+        (Regex(pattern='"\\d+"\n?'), ['"12"', '"1"\n'], ['""']),
+        (Choice(options=["yes", "yes, but", 'q"\\\n', "世\x7f"]), ["yes", "yes, but", 'q"\\\n', "世\x7f"], ["y", "no"]),
+        (Lark(text='start: greeting NAME\ngreeting: "hello " | "hi "\nNAME: /[A-Z][a-z]*/'), ["hi Ann"], ["hi ann"]),
+    ],
+    ids=["object", "regex", "slashes", "quotes", "choice", "lark"],
+)
+def test_what_each_kind_lets_through(plain: Tokenizer, spec: GrammarSpec, good: list[str], bad: list[str]) -> None:
+    judge = Judge(plain, spec)
+    assert [text for text in good if not judge.fits(text)] == []
+    assert [text for text in bad if judge.fits(text)] == []
+
+
+def test_blanks_between_the_parts_of_json_come_to_an_end(plain: Tokenizer) -> None:
+    judge = Judge(plain, JsonObject())
+    assert not judge.fits('{"a":' + "\n" * 3 + "1}") and not judge.fits('{"a":' + "  " + "1}")
+    assert not judge.fits("{\n" + " " * 65 + "}") and judge.fits("{\n" + " " * 64 + "}")
+
+
+THOUGHTS = Thinking(begin="<think>", end="</think>", is_open=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "good"),
+    [
+        (JsonObject(), '{"a": 1}'),
+        (Choice(options=["yes", "no"]), "yes"),
+        (Regex(pattern="[a-c]+"), "abc"),
+        (Lark(text='start: "x" end\nend: "y"'), "xy"),
+        (ToolCalls(shape=TOOL_STYLES[0].shape, tools=TOOLS), TOOL_STYLES[0].shape.write([WEATHER_CALL])),
+    ],
+    ids=["object", "choice", "regex", "lark", "calls"],
+)
+def test_thoughts_may_come_before_what_is_in_form(plain: Tokenizer, spec: GrammarSpec, good: str) -> None:
+    closed = Judge(plain, spec, THOUGHTS)
+    fitting = [good, f"<think>hm, {{</think>{good}", f"<think>\nhm\n</think>\n\n{good}"]
+    others = [f"hm{good}", f"<think>{good}", f"<think></think>hm{good}", f"{good}<think></think>"]
+    assert [text for text in fitting if not closed.fits(text)] == []
+    assert [text for text in others if closed.fits(text)] == []
+    opened = Judge(plain, spec, replace(THOUGHTS, is_open=True))
+    assert opened.fits(f"hm</think>\n{good}") and not opened.fits(good)
+
+
+def test_thoughts_between_special_tokens() -> None:
+    tokenizer = tokenizer_with(["<think>", "</think>"])
+    judge = Judge(tokenizer, JsonObject(), THOUGHTS)
+    begin, end = (tokenizer.encode(marker, add_special_tokens=False) for marker in ("<think>", "</think>"))
+    assert len(begin) == len(end) == 1
+    assert judge.fits([*begin, *judge.spelled("hm"), *end, *judge.spelled("{}")])
+    assert not judge.fits([*begin, *judge.spelled("hm{}")])
+
+
+def test_a_special_token_in_lark_is_that_token(plain: Tokenizer) -> None:
+    judge = Judge(plain, Lark(text='start: <|im_start|> "a"'))
+    a = judge.spelled("a")
+    assert judge.fits([1, *a])
+    assert not judge.fits("<|im_start|>a")
+
+
+# Tool calls.
+
+
+@STYLES
+def test_calls_are_written_in_the_models_style(plain: Tokenizer, style: ToolStyle) -> None:
+    judge = Judge(plain, ToolCalls(shape=style.shape, tools=TOOLS))
+    write = style.shape.write
+    assert judge.fits(write([WEATHER_CALL]))
+    assert judge.fits(write([("get", "{}"), WEATHER_CALL, WEATHER_CALL]))
+    assert not judge.fits("It is sunny.")
+    assert not judge.fits(write([("get_wea", "{}")]))
+    assert not judge.fits(write([("get", '{"city": "Paris"}')]))
+    assert not judge.fits(write([("get_weather", '{"days": 3}')]))
+    assert not judge.fits(write([("get_weather", '{"city": "Paris", "days": "three"}')]))
+    assert not judge.fits("Well. " + write([WEATHER_CALL]))
+
+
+@STYLES
+def test_one_call_where_no_more_may_be(plain: Tokenizer, style: ToolStyle) -> None:
+    judge = Judge(plain, ToolCalls(shape=style.shape, tools=TOOLS, parallel=False))
+    assert judge.fits(style.shape.write([WEATHER_CALL]))
+    assert not judge.fits(style.shape.write([WEATHER_CALL, WEATHER_CALL]))
+
+
+@STYLES
+def test_text_with_calls_behind_it_or_none(plain: Tokenizer, style: ToolStyle) -> None:
+    judge = Judge(plain, ToolCalls(shape=style.shape, tools=TOOLS, at_least_one=False))
+    write = style.shape.write
+    assert judge.fits("It is sunny.\nAnd warm.")
+    assert judge.fits(write([WEATHER_CALL]))
+    assert judge.fits("I shall look. " + write([("get", "{}"), WEATHER_CALL]))
+    assert not judge.fits("I shall look. " + write([("get_weather", '{"days": 3}')]))
+    assert not judge.fits("I shall look. " + write([("other", "{}")]))
+
+
+@STYLES
+@pytest.mark.parametrize("at_least_one", [True, False])
+def test_markers_are_taken_as_tokens_and_as_text(marked: Tokenizer, style: ToolStyle, at_least_one: bool) -> None:
+    judge = Judge(marked, ToolCalls(shape=style.shape, tools=TOOLS, at_least_one=at_least_one))
+    text = style.shape.write([WEATHER_CALL, ("get", "{}")])
+    as_tokens = marked.encode(text, add_special_tokens=False)
+    has_markers = any(marker in text for marker in style.markers)
+    assert any(token in marked.special_ids for token in as_tokens) == has_markers
+    assert judge.fits(as_tokens)
+    assert judge.fits(text)
+
+
+@STYLES
+def test_the_parser_reads_what_the_grammar_writes(plain: Tokenizer, style: ToolStyle) -> None:
+    text = style.shape.write([WEATHER_CALL])
+    assert Judge(plain, ToolCalls(shape=style.shape, tools=TOOLS)).fits(text)
+    parser = parser_for(style, None, declared=["get", "get_weather"])
+    answer = collect([*parser.push(text), *parser.finish()])
+    assert [(call.name, json.loads(call.arguments)) for call in answer.tool_calls] == [
+        (WEATHER_CALL[0], json.loads(WEATHER_CALL[1]))
+    ]
+
+
+# Refusals.
+
+
+def compiling(
+    tokenizer: Tokenizer, work: Callable[[GrammarCompiler], Awaitable[None]], options: ServerOptions | None = None
+) -> None:
+    async def scenario() -> None:
+        compiler = GrammarCompiler(tokenizer, options)
+        try:
+            await work(compiler)
+        finally:
+            await compiler.close()
+
+    asyncio.run(scenario())
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth - 1):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+REFUSED: dict[str, tuple[GrammarSpec, str]] = {
+    "not": (JsonSchema(schema={"properties": {"a": {"not": {}}}}), r"at /properties/a: not\."),
+    "uniqueItems": (JsonSchema(schema={"type": "array", "uniqueItems": True}), "uniqueItems"),
+    "if and then": (JsonSchema(schema={"items": {"if": {}, "then": {}}}), r"at /items: if, then\."),
+    "a word of nobody's": (JsonSchema(schema={"$defs": {"x": {"nullable": True}}}), r"at /\$defs/x: nullable"),
+    "options of the compiler": (JsonSchema(schema={"x-guidance": {"lenient": True}}), "x-guidance"),
+    "a wrong type": (JsonSchema(schema={"type": "strng"}), "Invalid type: strng"),
+    "a format of nobody's": (JsonSchema(schema={"type": "string", "format": "color"}), "Unknown format: color"),
+    "one of what overlaps": (JsonSchema(schema={"oneOf": [{"maximum": 5}, {"minimum": 3}]}), "oneOf"),
+    "a contradiction": (JsonSchema(schema={"allOf": [{"type": "null"}, {"type": "string"}]}), "incompatible types"),
+    "no such definition": (JsonSchema(schema={"$ref": "#/$defs/x"}), "does not exist"),
+    "elsewhere": (JsonSchema(schema={"$ref": "https://example.com/schema"}), "does not fetch"),
+    "only itself": (JsonSchema(schema={"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "no text fits"),
+    "names that may repeat": (JsonSchema(schema={"type": "object", "minProperties": 2}), "minProperties 2"),
+    "two drafts": (JsonSchema(schema={"prefixItems": [], "additionalItems": False}), "different drafts"),
+    "no number": (JsonSchema(schema={"minimum": float("nan")}), "no JSON"),
+    "too deep": (JsonSchema(schema=nested(33)), "more than 32 levels"),
+    "too large": (JsonSchema(schema={"enum": ["x" * 100 + str(i) for i in range(700)]}), "64 KiB"),
+    "a product": (
+        JsonSchema(
+            schema={
+                "allOf": [
+                    {"anyOf": [{"properties": {f"p{i}{j}": True}, "required": [f"p{i}{j}"]} for j in range(4)]}
+                    for i in range(8)
+                ]
+            }
+        ),
+        "schema too large",
+    ),
+    "a regex that looks ahead": (Regex(pattern="a(?=b)"), "look-around"),
+    "a regex that looks back": (Regex(pattern=r"(a)\1"), "backreferences"),
+    "half a regex": (Regex(pattern="(a"), "unclosed group"),
+    "no choice": (Choice(options=[]), "nothing to choose from"),
+    "a name of nobody's": (Lark(text="start: nobody"), 'unknown name: "nobody"'),
+    "half a grammar": (Lark(text='start: "a\n'), "1\\("),
+    "another notation": (Lark(text='root ::= "a"'), "not written in Lark"),
+    "a list of grammars": (Lark(text='{"grammars": []}'), "not written in Lark"),
+    "a temperature": (Lark(text="start: x\nx[temperature=0.5]: /a+/"), "temperature"),
+    "a stop": (Lark(text='start: x\nx[capture, stop="b"]: /a+/'), "stop"),
+    "no tools": (ToolCalls(shape=TOOL_STYLES[0].shape, tools=[]), "no tools"),
+    "arguments that are a list": (
+        ToolCalls(shape=TOOL_STYLES[0].shape, tools=[ToolSpec(name="f", parameters={"type": "array"})]),
+        "'f' are no object",
+    ),
+}
+
+
+def test_refused_with_the_field_and_the_reason(plain: Tokenizer) -> None:
+    async def work(compiler: GrammarCompiler) -> None:
+        for name, (spec, reason) in REFUSED.items():
+            with pytest.raises(InvalidRequest, match=reason) as refusal:
+                await compiler.compile(spec)
+            assert refusal.value.param == spec.param, name
+            assert "\n" not in refusal.value.message, name
+
+    compiling(plain, work)
+
+
+def test_limits_name_their_flags(plain: Tokenizer) -> None:
+    async def work(compiler: GrammarCompiler) -> None:
+        for name, flag in (("too deep", "--max-schema-depth"), ("too large", "--max-schema-kb")):
+            with pytest.raises(InvalidRequest) as refusal:
+                await compiler.compile(REFUSED[name][0])
+            assert flag in refusal.value.hint
+        assert len(await compiler.compile(JsonSchema(schema=nested(32)))) < MAX_GRAMMAR_CHARS
+
+    compiling(plain, work)
+
+
+def test_a_model_without_an_end_is_told_so() -> None:
+    tokenizer = Tokenizer.from_assets(TextAssets(kind="json", tokenizer_json=tokenizer_json()))
+
+    async def work(compiler: GrammarCompiler) -> None:
+        with pytest.raises(InvalidRequest, match="no token that ends"):
+            await compiler.compile(JsonObject())
+
+    compiling(tokenizer, work)
+
+
+# What could take for ever.
+
+HOSTILE: dict[str, GrammarSpec] = {
+    "huge enum": JsonSchema(schema={"enum": [f"{i:x}{i * 7919 % 1000}" for i in range(4000)]}),
+    "many optional properties": JsonSchema(schema={"type": "object", "properties": {f"p{i}": {} for i in range(500)}}),
+    "long string": JsonSchema(schema={"type": "string", "minLength": 50_000, "maxLength": 100_000}),
+    "long list": JsonSchema(schema={"type": "array", "items": {"type": "integer"}, "minItems": 100_000}),
+    "repetition": Regex(pattern="[a-z]{1,100000}"),
+    "repetition of repetition": Regex(pattern="((a{1,1000}){1,1000}){1,1000}"),
+    "ambiguity": Regex(pattern="(a|aa)+(a*)*b"),
+    "many states": Regex(pattern="[ab]*a[ab]{25}"),
+    "mutual recursion": JsonSchema(
+        schema={
+            "$defs": {
+                "a": {"type": "array", "items": {"$ref": "#/$defs/b"}},
+                "b": {"type": "object", "additionalProperties": {"$ref": "#/$defs/a"}},
+            },
+            "$ref": "#/$defs/a",
+        }
+    ),
+    "doubling": JsonSchema(
+        schema={
+            "$defs": {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(30)}
+            | {"d30": {"type": "null"}},
+            "$ref": "#/$defs/d0",
+        }
+    ),
+    "ambiguous grammar": Lark(text='start: e\ne: e e | e e e | "a" | '),
+}
+
+
+def test_what_looks_hostile_and_is_not_compiles_in_time(plain: Tokenizer) -> None:
+    async def work(compiler: GrammarCompiler) -> None:
+        for spec in HOSTILE.values():
+            await compiler.compile(spec)
+
+    compiling(plain, work)
+
+
+def test_a_grammar_that_takes_too_long_is_given_up_and_the_server_goes_on(plain: Tokenizer) -> None:
+    endless = JsonSchema(schema={"type": "integer", "multipleOf": 123_456_789})
+
+    async def work(compiler: GrammarCompiler) -> None:
+        await compiler.compile(JsonObject())
+        hung = asyncio.create_task(compiler.compile(endless))
+        await asyncio.sleep(0.1)
+        assert await compiler.compile(JsonObject()), "what is known needs no turn"
+        assert not hung.done(), "the event loop stood still"
+        with pytest.raises(InvalidRequest, match="more than 1 s") as refusal:
+            await hung
+        assert "--grammar-timeout-s" in refusal.value.hint and refusal.value.param == "response_format"
+        assert await compiler.compile(Regex(pattern="afterwards"))
+
+    compiling(plain, work, ServerOptions(grammar_timeout_s=1.0))
+
+
+def test_nobody_waits_for_ever_for_a_turn(plain: Tokenizer) -> None:
+    async def work(compiler: GrammarCompiler) -> None:
+        async with compiler._turn:
+            with pytest.raises(Overloaded):
+                await compiler.compile(JsonObject())
+        assert await compiler.compile(JsonObject())
+
+    compiling(plain, work, ServerOptions(grammar_timeout_s=0.5))
+
+
+def test_whoever_leaves_does_not_leave_an_answer_to_the_next(plain: Tokenizer) -> None:
+    async def work(compiler: GrammarCompiler) -> None:
+        await compiler.compile(JsonObject())
+        leaving = asyncio.create_task(compiler.compile(JsonSchema(schema={"type": "integer", "multipleOf": 99_991})))
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        with pytest.raises(InvalidRequest, match="unclosed group"):
+            await compiler.compile(Regex(pattern="(a"))
+
+    compiling(plain, work)
+
+
+def test_known_grammars_are_not_tried_again_and_not_kept_for_ever(
+    plain: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "CACHED_GRAMMARS", 3)
+    tried: list[str] = []
+    ask = compiler_module.GrammarProcess.ask
+
+    async def asking(process: compiler_module.GrammarProcess, grammar: str) -> str:
+        tried.append(grammar)
+        return await ask(process, grammar)
+
+    monkeypatch.setattr(compiler_module.GrammarProcess, "ask", asking)
+
+    async def work(compiler: GrammarCompiler) -> None:
+        for pattern in ("a", "b", "a", "c", "a", "d", "e", "a", "b"):
+            await compiler.compile(Regex(pattern=pattern))
+        assert [grammar[len("start: /")] for grammar in tried] == ["a", "b", "c", "d", "e", "b"]
+        assert len(compiler._problems) == 3
+        for _ in range(2):
+            with pytest.raises(InvalidRequest, match="unclosed group"):
+                await compiler.compile(Regex(pattern="(a"))
+        assert len(tried) == 7, "a refusal is remembered too"
+
+    compiling(plain, work)

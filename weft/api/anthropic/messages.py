@@ -1,0 +1,273 @@
+"""POST /v1/messages and POST /v1/messages/count_tokens"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from weft.api.anthropic.messages_schema import (
+    AnyBlock,
+    ClientTool,
+    CountTokensRequest,
+    MessageAnswer,
+    MessagesRequest,
+    TextBlock,
+    ThinkingBlock,
+    TokenCount,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+    Turn,
+    answer_block,
+    anthropic_error,
+    message_usage,
+)
+from weft.api.body import parse
+from weft.api.error_responses import error_body
+from weft.api.handler import Order
+from weft.api.openai.openai_answers import Output
+from weft.api.openai.openai_schema import ChatRequest
+from weft.api.sse import named_event
+from weft.api.translate import ChatJob, chat_job
+from weft.backends.contract import num_tokens, tokens_of, tokens_unknown
+from weft.errors import InvalidRequest, WeftError
+from weft.serving.admission import Seat
+from weft.serving.output_reader import Blocks, Change, Closed, Grown, Kind, Opened
+from weft.serving.served_model import Service
+from weft.types import Delta, FinishReason, Usage
+
+
+def chat_request(request: MessagesRequest) -> ChatRequest:
+    return ChatRequest.model_validate(
+        {
+            **_conversation(request),
+            "max_tokens": request.max_tokens,
+            "stop": request.stop_sequences,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "stream": request.stream,
+            "seed": request.seed,
+            "priority": request.priority,
+            "cache_salt": request.cache_salt,
+        }
+    )
+
+
+def counted_request(request: CountTokensRequest) -> ChatRequest:
+    return ChatRequest.model_validate(_conversation(request))
+
+
+def _conversation(request: CountTokensRequest) -> dict[str, Any]:
+    """The fields that decide what the prompt is."""
+    system = [{"role": "system", "content": _text(request.system)}] if request.system else []
+    choice, thinking, output = request.tool_choice, request.thinking, request.output_config
+    return {
+        "model": request.model,
+        "messages": system + [message for turn in request.messages for message in _messages(turn)],
+        "continue_final_message": _is_begun(request.messages[-1]),
+        "tools": [_tool(tool) for tool in request.tools],
+        "tool_choice": None if choice is None else _tool_choice(choice),
+        "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
+        "include_reasoning": thinking is None or (thinking.type != "disabled" and thinking.display != "omitted"),
+        "response_format": None if output is None or output.format is None else _format(output.format.schema_),
+        "chat_template_kwargs": {"reasoning_effort": output.effort} if output and output.effort else {},
+    }
+
+
+def _is_begun(last: Turn) -> bool:
+    """Whether the last message is the beginning of the answer."""
+    if last.role != "assistant":
+        return False
+    if not _text(last.content) or any(isinstance(block, ToolUseBlock) for block in last.content):
+        raise InvalidRequest(
+            "The last message is the assistant's: it must be text, for the answer to go on with.", param="messages"
+        )
+    return True
+
+
+def _messages(turn: Turn) -> Iterator[dict[str, Any]]:
+    if turn.role == "assistant":
+        yield _assistant(turn.content)
+        return
+    for is_result, blocks in groupby(turn.content, lambda block: isinstance(block, ToolResultBlock)):
+        if is_result:
+            yield from (_tool_message(block) for block in blocks if isinstance(block, ToolResultBlock))
+        else:
+            yield {"role": turn.role, "content": _text(list(blocks))}
+
+
+def _assistant(blocks: Sequence[AnyBlock]) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        # Text that a call stands in the middle of is one text, joined as the model wrote it.
+        "content": "".join(block.text for block in blocks if isinstance(block, TextBlock)),
+        "reasoning_content": "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)) or None,
+        "tool_calls": [_call(block) for block in blocks if isinstance(block, ToolUseBlock)],
+    }
+
+
+def _call(block: ToolUseBlock) -> dict[str, Any]:
+    arguments = msgspec.json.encode(block.input).decode()
+    return {"type": "function", "id": block.id, "function": {"name": block.name, "arguments": arguments}}
+
+
+def _tool_message(block: ToolResultBlock) -> dict[str, Any]:
+    text = _text(block.content)
+    return {
+        "role": "tool",
+        "tool_call_id": block.tool_use_id,
+        "content": f"Error: {text}" if block.is_error else text,
+    }
+
+
+def _text(blocks: Sequence[AnyBlock]) -> str:
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+def _tool(tool: ClientTool) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
+    if choice.name is not None:
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+_PING = named_event("ping", {"type": "ping"})
+_STOP = named_event("message_stop", {"type": "message_stop"})
+
+
+class MessagesWriter:
+    def __init__(self, chat: ChatJob) -> None:
+        self.answer_id = f"msg_{uuid.uuid4().hex}"
+        self._model_name = chat.job.model_name
+        self._blocks = Blocks(chat.reading.reader())
+        self._usage = Usage(prompt_tokens=num_tokens(chat.job.prompts[0]))
+
+    def opening(self) -> bytes:
+        message = self._message(None, None, self._usage)
+        return named_event("message_start", {"type": "message_start", "message": message})
+
+    def chunks(self, index: int, delta: Delta) -> bytes:
+        if delta.usage.prompt_tokens:
+            self._usage = delta.usage
+        changes = self._blocks.push(delta)
+        events = [_event(change) for change in changes]
+        if delta.finish:
+            events.append(self._last_event(delta.finish, delta.stop_reason))
+        return b"".join(events)
+
+    def closing(self, usages: Sequence[Usage]) -> bytes:
+        return _STOP
+
+    def failure(self, error: WeftError) -> bytes:
+        return named_event("error", anthropic_error(error.status, error_body(error).error.message))
+
+    def whole(self, outputs: Sequence[Output]) -> bytes:
+        [output] = outputs
+        self._blocks.push(output.whole)
+        stop_reason, stop_sequence = self._stop(output.finish, output.stop_reason)
+        message = self._message(stop_reason, stop_sequence, output.usage)
+        message.content.extend(answer_block(block, block.text) for block in self._blocks.all)
+        return msgspec.json.encode(message)
+
+    def _message(self, stop_reason: str | None, stop_sequence: str | None, usage: Usage) -> MessageAnswer:
+        return MessageAnswer(
+            id=self.answer_id,
+            model=self._model_name,
+            content=[],
+            stop_reason=stop_reason,
+            stop_sequence=stop_sequence,
+            usage=message_usage(usage),
+        )
+
+    def _last_event(self, finish: FinishReason, matched: str | int | None) -> bytes:
+        stop_reason, stop_sequence = self._stop(finish, matched)
+        return named_event(
+            "message_delta",
+            {
+                "type": "message_delta",
+                "delta": {"stop_reason": stop_reason, "stop_sequence": stop_sequence},
+                "usage": message_usage(self._usage),
+            },
+        )
+
+    def _stop(self, finish: FinishReason, matched: str | int | None) -> tuple[str, str | None]:
+        """Why it ended, and the stop sequence that ended it."""
+        if finish is FinishReason.LENGTH:
+            return "max_tokens", None
+        if isinstance(matched, str):
+            return "stop_sequence", matched
+        called = any(block.kind is Kind.CALL for block in self._blocks.all)
+        return "tool_use" if called else "end_turn", None
+
+
+def _event(change: Change) -> bytes:
+    index = change.block.index
+    match change:
+        case Opened(block):
+            name = "content_block_start"
+            start = named_event(name, {"type": name, "index": index, "content_block": answer_block(block, "")})
+            return start + _PING if index == 0 else start
+        case Grown(block, text):
+            name = "content_block_delta"
+            return named_event(name, {"type": name, "index": index, "delta": _delta(block.kind, text)})
+        case Closed():
+            name = "content_block_stop"
+            return named_event(name, {"type": name, "index": index})
+
+
+def _delta(kind: Kind, text: str) -> dict[str, str]:
+    match kind:
+        case Kind.TEXT:
+            return {"type": "text_delta", "text": text}
+        case Kind.THINKING:
+            return {"type": "thinking_delta", "thinking": text}
+        case Kind.CALL:
+            return {"type": "input_json_delta", "partial_json": text}
+
+
+async def messages_door(body: bytes, seat: Seat) -> Order:
+    request = await parse(MessagesRequest, body, seat.config.limits)
+    service = await seat.choose(request.model)
+    _check(request, service)
+    chat = await chat_job(chat_request(request), service)
+    return Order(chat.job, MessagesWriter(chat))
+
+
+async def count_tokens(body: bytes, seat: Seat) -> TokenCount:
+    request = await parse(CountTokensRequest, body, seat.config.limits)
+    service = await seat.choose(request.model)
+    _check(request, service)
+    if not service.engine.abilities.tokens:
+        raise tokens_unknown(service.engine, "count_tokens")
+    chat = await chat_job(counted_request(request), service)
+    return TokenCount(len(tokens_of(chat.job.prompts[0])))
+
+
+def _check(request: CountTokensRequest, service: Service) -> None:
+    service.check_model(request.model)
+    wants_thoughts = request.thinking is not None and request.thinking.type == "enabled"
+    # An engine that is given text tells thoughts apart itself, where there are any.
+    if wants_thoughts and service.engine.abilities.tokens and service.engine.styles.reasoning is None:
+        raise InvalidRequest(
+            "It is not known that this model thinks before it answers.",
+            hint="The operator can say how with --reasoning-style.",
+            param="thinking",
+        )

@@ -1,0 +1,363 @@
+"""Anthropic's requests, as far as Weft answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import msgspec
+import pydantic_core
+from msgspec import UNSET, Struct, UnsetType
+from pydantic import BeforeValidator, Field, model_validator
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.api.error_responses import ErrorBody
+from weft.api.openai.openai_schema import TOOL_NAME, Fields, NotYet
+from weft.serving.output_reader import Block, Kind
+from weft.types import Usage
+
+
+def _blocks_of(*types: str) -> Callable[[object], object]:
+    """What checks a content's blocks by their type. A string is short for one block of text."""
+
+    def checked(value: object) -> object:
+        if isinstance(value, str):
+            return [{"type": "text", "text": value}]
+        for index, block in enumerate(value if isinstance(value, list) else ()):
+            if isinstance(block, dict) and block.get("type") not in types:
+                raise ValueError(
+                    f"block {index} is of type {block.get('type')!r:.40}; supported here: {', '.join(types)}."
+                )
+        return value
+
+    return checked
+
+
+class CacheControl(Fields):
+    """Accepted, and without meaning here: prompts that begin alike share their cached part anyway."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class TextBlock(Fields):
+    not_yet: ClassVar[NotYet] = {"citations": [[]]}
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl | None = None
+
+
+Texts = Annotated[list[TextBlock], BeforeValidator(_blocks_of("text"), json_schema_input_type=str | list[TextBlock])]
+
+
+class ToolUseBlock(Fields):
+    """A call that the assistant made earlier."""
+
+    not_yet: ClassVar[NotYet] = {"caller": [{"type": "direct"}], "toolset_name": []}
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl | None = None
+
+
+class ToolResultBlock(Fields):
+    not_yet: ClassVar[NotYet] = {"toolset_name": []}
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Texts = Field([])
+    is_error: bool = Field(False, description="The model is told so, in words before the content.")
+    cache_control: CacheControl | None = None
+
+
+class ThinkingBlock(Fields):
+    """What the assistant thought; templates may use it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = Field("", description="Accepted, and without meaning here.")
+
+
+class RedactedThinkingBlock(Fields):
+    """Accepted, and left out: nobody here can read it."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+AnyBlock = Annotated[
+    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
+]
+_BLOCKS_OF_ROLE: dict[str, tuple[type[Fields], ...]] = {
+    "system": (TextBlock,),
+    "user": (TextBlock, ToolResultBlock),
+    "assistant": (TextBlock, ToolUseBlock, ThinkingBlock, RedactedThinkingBlock),
+}
+
+
+class Turn(Fields):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        list[AnyBlock],
+        BeforeValidator(
+            _blocks_of("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+            json_schema_input_type=str | list[AnyBlock],
+        ),
+    ]
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Self:
+        if not self.content and self.role != "assistant":
+            raise ValueError("it needs content.")
+        for block in self.content:
+            if not isinstance(block, _BLOCKS_OF_ROLE[self.role]):
+                raise ValueError(f"a block of type {block.type} has no place in a message of the {self.role}.")
+        return self
+
+
+class ClientTool(Fields):
+    not_yet: ClassVar[NotYet] = {
+        "allowed_callers": [["direct"]],
+        "defer_loading": [False],
+        "eager_input_streaming": [True],
+        "input_examples": [[]],
+    }
+
+    type: Literal["custom"] = "custom"
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = Field(None, description="Calls fit the schema even when none is forced.")
+    cache_control: CacheControl | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_no_server_tool(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type") not in (None, "custom"):
+            raise ValueError(f"a tool of type {value['type']!r:.60} would be run by the server, which runs none.")
+        return value
+
+
+class ToolChoice(Fields):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = Field(False, description="At most one call an answer.")
+
+    @model_validator(mode="after")
+    def _names_its_tool(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a name goes with the type tool, and with no other.")
+        return self
+
+
+class Thinking(Fields):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, description="Accepted; max_tokens alone bounds what the model thinks.")
+    display: Literal["summarized", "omitted"] | None = Field(None, description="What is not omitted is shown in full.")
+
+    @model_validator(mode="after")
+    def _has_its_budget(self) -> Self:
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise ValueError("budget_tokens goes with the type enabled, and with no other.")
+        return self
+
+
+class JsonFormat(Fields):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Fields):
+    not_yet: ClassVar[NotYet] = {"task_budget": []}
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="Only for a model whose chat template reads reasoning_effort."
+    )
+    format: JsonFormat | None = None
+
+
+class RequestMetadata(Fields):
+    user_id: str | None = Field(None, description="Accepted, and without meaning here.")
+
+
+class CountTokensRequest(Fields):
+    """POST /v1/messages/count_tokens"""
+
+    not_yet: ClassVar[NotYet] = {
+        "container": [],
+        "context_management": [],
+        "diagnostics": [],
+        "inference_geo": [],
+        "mcp_servers": [[]],
+        "speed": ["standard"],
+        "user_profile_id": [],
+        "workspace_id": [],
+    }
+
+    model: str
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    system: Texts = Field([])
+    tools: list[ClientTool] = Field([])
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages"""
+
+    max_tokens: int
+    stop_sequences: list[str] = Field([])
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = Field(0, description="Keep the k likeliest tokens; 0 or -1: all.")
+    stream: bool = False
+    metadata: RequestMetadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = Field(None, description="There is one tier.")
+
+    seed: int | None = None
+    priority: int = Field(0, description="Waiting requests of a lower number go first.")
+    cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
+
+
+class TextAnswer(Struct, frozen=True, tag_field="type", tag="text"):
+    text: str
+
+
+class ThinkingAnswer(Struct, frozen=True, tag_field="type", tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseAnswer(Struct, frozen=True, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+AnswerBlock = TextAnswer | ThinkingAnswer | ToolUseAnswer
+
+
+class MessageUsage(Struct, frozen=True, kw_only=True):
+    """All input is the sum of the three."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+
+
+class MessageAnswer(Struct, frozen=True, kw_only=True):
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(Struct, frozen=True):
+    input_tokens: int
+
+
+def message_usage(usage: Usage) -> MessageUsage:
+    return MessageUsage(
+        input_tokens=usage.prompt_tokens - usage.cached_tokens,
+        output_tokens=usage.completion_tokens,
+        cache_read_input_tokens=usage.cached_tokens,
+    )
+
+
+def answer_block(block: Block, text: str) -> AnswerBlock:
+    """The block with this text, as far as it is known."""
+    match block.kind:
+        case Kind.TEXT:
+            return TextAnswer(text)
+        case Kind.THINKING:
+            return ThinkingAnswer(text)
+        case Kind.CALL:
+            return ToolUseAnswer(block.call_id, block.name, _input(text))
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Of a call that was cut off, what there is. Parsers take for a call only what has an object's braces; what is in
+    them may be no JSON all the same, and is given as it was written."""
+    try:
+        value: dict[str, Any] = pydantic_core.from_json(arguments or "{}", allow_partial=True)
+    except ValueError:
+        return {"arguments": arguments}
+    return value
+
+
+PATH = "/v1/messages"
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class AnthropicErrorDetail(Struct, frozen=True):
+    type: str
+    message: str
+
+
+class AnthropicError(Struct, frozen=True, kw_only=True):
+    type: str = "error"
+    error: AnthropicErrorDetail
+    request_id: str | UnsetType = UNSET
+
+
+def anthropic_error(status: int, message: str, request_id: str | UnsetType = UNSET) -> AnthropicError:
+    kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+    return AnthropicError(error=AnthropicErrorDetail(kind, message), request_id=request_id)
+
+
+class AnthropicErrors:
+    """Writes anew what an answer with an error status says; all others pass as they are."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not (scope["path"] == PATH or scope["path"].startswith(PATH + "/")):
+            await self._app(scope, receive, send)
+            return
+        refusal: Message | None = None
+
+        async def send_in_shape(message: Message) -> None:
+            nonlocal refusal
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                refusal = message
+                return
+            if refusal is not None:
+                body = _body(refusal, message["body"])
+                await send({**refusal, "headers": _headers(refusal, len(body))})
+                message, refusal = {**message, "body": body}, None
+            await send(message)
+
+        await self._app(scope, receive, send_in_shape)
+
+
+def _body(refusal: Message, body: bytes) -> bytes:
+    said = msgspec.json.decode(body, type=ErrorBody).error.message
+    request_id = dict(refusal["headers"]).get(b"x-request-id")
+    return msgspec.json.encode(
+        anthropic_error(refusal["status"], said, UNSET if request_id is None else request_id.decode())
+    )
+
+
+def _headers(refusal: Message, length: int) -> list[tuple[bytes, bytes]]:
+    others = [(name, value) for name, value in refusal["headers"] if name != b"content-length"]
+    return [*others, (b"content-length", b"%d" % length)]

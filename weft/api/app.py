@@ -1,0 +1,305 @@
+"""The HTTP application: its routes, and nothing of how they work."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import PlainTextResponse
+from msgspec import UNSET, Struct
+from msgspec.structs import replace
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+
+from weft import __version__, logs
+from weft.api.admin import add_admin, add_model_admin
+from weft.api.anthropic.messages import count_tokens, messages_door
+from weft.api.anthropic.messages_schema import (
+    AnthropicError,
+    AnthropicErrors,
+    CountTokensRequest,
+    MessageAnswer,
+    MessagesRequest,
+    TokenCount,
+)
+from weft.api.body import answer_nobody
+from weft.api.error_responses import ErrorBody, JsonResponse, answer_http_exception, answer_weft_error
+from weft.api.handler import Exchange
+from weft.api.middleware import Head, Lock, Shell
+from weft.api.openai.chat import chat_door
+from weft.api.openai.completions import completion_door
+from weft.api.openai.embeddings import EmbeddingList, EmbeddingsExchange, EmbeddingsRequest
+from weft.api.openai.images import ImagesExchange
+from weft.api.openai.images_schema import ImagesAnswer, ImagesRequest
+from weft.api.openai.openai_answers import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    ModelCard,
+    ModelList,
+    Tokenized,
+    Version,
+)
+from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from weft.api.openai.response_store import ResponseStore, Shelf
+from weft.api.openai.responses import responses_door
+from weft.api.openai.responses_schema import DeletedResponse, InputItemList, ResponseAnswer, ResponsesRequest
+from weft.api.openai.tokenize import Question, detokenize, tokenize
+from weft.backends.contract import Engine
+from weft.config import Config
+from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason
+from weft.observe.metrics import CONTENT_TYPE, Residence, exposition
+from weft.serving.admission import Gate
+from weft.serving.guard import ClientGone
+from weft.serving.model_slot import Slot
+from weft.serving.served_model import Service
+
+REQUESTS: tuple[type[BaseModel], ...] = (
+    ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, MessagesRequest, CountTokensRequest,
+    ResponsesRequest, EmbeddingsRequest, ImagesRequest,
+)  # fmt: skip
+ANSWERS: tuple[type[Struct], ...] = (
+    ChatCompletion, Completion, ModelCard, ModelList, Tokenized, Detokenized, Version, ErrorBody, MessageAnswer,
+    TokenCount, AnthropicError, ResponseAnswer, DeletedResponse, InputItemList, EmbeddingList,
+    ImagesAnswer,
+)  # fmt: skip
+
+
+Responses = dict[int | str, dict[str, Any]]
+
+
+def takes(request: type[BaseModel]) -> dict[str, Any]:
+    """The body of a route that reads its own bytes."""
+    return {"requestBody": {"required": True, "content": {"application/json": _reference(request)}}}
+
+
+def gives(answer: type[Struct], *, streamed: bool = False, error: type[Struct] = ErrorBody) -> Responses:
+    """The answers of a route that writes its own bytes."""
+    content = {"application/json": _reference(answer)}
+    if streamed:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    about = "With `stream`: server-sent events." if streamed else "Found."
+    return {200: {"description": about, "content": content}, **errors(error)}
+
+
+def errors(error: type[Struct] = ErrorBody) -> Responses:
+    return {"default": {"description": "An error.", "content": {"application/json": _reference(error)}}}
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        _, requests = models_json_schema(
+            [(request, "validation") for request in REQUESTS], ref_template="#/components/schemas/{model}"
+        )
+        _, answers = msgspec.json.schema_components(ANSWERS, ref_template="#/components/schemas/{name}")
+        document["components"] = {"schemas": {**requests["$defs"], **answers}}
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+def _reference(schema: type[Struct] | type[BaseModel]) -> dict[str, Any]:
+    return {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}
+
+
+def build_app(engine: Engine, config: Config) -> FastAPI:
+    """The application over an engine that is ready."""
+    gate = Gate(config)
+    gate.open(engine)
+    return gated_app(gate)
+
+
+def gated_app(gate: Gate) -> FastAPI:
+    """The application of a gate that may open later."""
+    app = FastAPI(
+        title="Weft", version=__version__, summary="OpenAI's interface, served by Weft.", docs_url=None, redoc_url=None,
+        redirect_slashes=False,
+    )  # fmt: skip
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]
+    app.add_exception_handler(WeftError, answer_weft_error)
+    app.add_exception_handler(HTTPException, answer_http_exception)
+    app.add_exception_handler(ClientGone, answer_nobody)
+    app.add_middleware(Lock, gate=gate)
+    app.add_middleware(Head, gate=gate)
+    app.add_middleware(Shell)
+    app.add_middleware(AnthropicErrors)
+    _add_generation(app, gate)
+    _add_messages(app, gate)
+    _add_responses(app, gate)
+    _add_embeddings(app, gate)
+    _add_images(app, gate)
+    _add_tokens(app, gate)
+    _add_models(app, gate)
+    _add_health(app, gate)
+    if gate.admin_keys.required:
+        add_admin(app, gate)
+        add_model_admin(app, gate)
+    return app
+
+
+def _add_generation(app: FastAPI, gate: Gate) -> None:
+    @app.post("/v1/chat/completions", openapi_extra=takes(ChatRequest), responses=gives(ChatCompletion, streamed=True))
+    async def chat_completions() -> Response:
+        return Exchange(gate, chat_door)
+
+    @app.post("/v1/completions", openapi_extra=takes(CompletionRequest), responses=gives(Completion, streamed=True))
+    async def completions() -> Response:
+        return Exchange(gate, completion_door)
+
+
+def _add_messages(app: FastAPI, gate: Gate) -> None:
+    @app.post(
+        "/v1/messages",
+        openapi_extra=takes(MessagesRequest),
+        responses=gives(MessageAnswer, streamed=True, error=AnthropicError),
+    )
+    async def messages() -> Response:
+        return Exchange(gate, messages_door)
+
+    @app.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=takes(CountTokensRequest),
+        responses=gives(TokenCount, error=AnthropicError),
+    )
+    async def messages_count_tokens() -> Response:
+        return Question(gate, count_tokens)
+
+
+def _add_responses(app: FastAPI, gate: Gate) -> None:
+    options = gate.config.server
+    store = ResponseStore(options.responses_store_entries, options.responses_store_mb << 20)
+
+    def shelf() -> Shelf:
+        return Shelf(store, logs.tenant.get())
+
+    @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest), responses=gives(ResponseAnswer, streamed=True))
+    async def responses() -> Response:
+        return Exchange(gate, partial(responses_door, shelf=shelf()))
+
+    @app.get("/v1/responses/{response_id}", responses=gives(ResponseAnswer))
+    async def response(response_id: str, request: Request) -> Response:
+        return Response(shelf().answer(response_id, request.query_params), media_type="application/json")
+
+    @app.delete("/v1/responses/{response_id}", responses=gives(DeletedResponse))
+    async def delete_response(response_id: str) -> Response:
+        return JsonResponse(shelf().delete(response_id))
+
+    @app.get("/v1/responses/{response_id}/input_items", responses=gives(InputItemList))
+    async def input_items(response_id: str, request: Request) -> Response:
+        return JsonResponse(shelf().input_items(response_id, request.query_params))
+
+
+def _add_embeddings(app: FastAPI, gate: Gate) -> None:
+    @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingsRequest), responses=gives(EmbeddingList))
+    async def embeddings() -> Response:
+        return EmbeddingsExchange(gate)
+
+
+def _add_images(app: FastAPI, gate: Gate) -> None:
+    @app.post(
+        "/v1/images/generations", openapi_extra=takes(ImagesRequest), responses=gives(ImagesAnswer, streamed=True)
+    )
+    async def image_generations() -> Response:
+        return ImagesExchange(gate)
+
+
+def _add_tokens(app: FastAPI, gate: Gate) -> None:
+    @app.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=gives(Tokenized))
+    async def to_tokens() -> Response:
+        return Question(gate, tokenize)
+
+    @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=gives(Detokenized))
+    async def from_tokens() -> Response:
+        return Question(gate, detokenize)
+
+
+def _add_models(app: FastAPI, gate: Gate) -> None:
+    @app.get("/version", responses=gives(Version))
+    async def version() -> Response:
+        return JsonResponse(Version(__version__))
+
+    @app.get("/v1/models", responses=gives(ModelList))
+    async def models() -> Response:
+        return JsonResponse(ModelList(data=_all_cards(gate)))
+
+    @app.get("/v1/models/{model_id:path}", responses=gives(ModelCard))
+    async def model(model_id: str) -> Response:
+        cards = {card.id: card for card in _all_cards(gate)}
+        if model_id not in cards:
+            raise ModelNotFound(f"There is no model {model_id!r:.200} here; this server has {', '.join(cards)}.")
+        return JsonResponse(cards[model_id])
+
+
+def _add_health(app: FastAPI, gate: Gate) -> None:
+    @app.get("/health", responses=errors())
+    async def health() -> Response:
+        """200 only while requests are taken and an engine's loop beats. Of several models it names those in trouble."""
+        state = gate.health()
+        if not state.ready:
+            raise Unavailable(f"Not ready: {state.reason.rstrip('.')}.")
+        troubles = gate.fleet.troubles()
+        return JsonResponse({"status": "ready", **({"troubles": troubles} if troubles else {})})
+
+    @app.get("/health/live")
+    async def live() -> Response:
+        """200 for as long as this process answers."""
+        return JsonResponse({"status": "live"})
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """Prometheus's text format; empty until a model is loaded."""
+        residences = [_residence(slot) for slot in gate.fleet.slots] if gate.fleet.has_many else []
+        return Response(exposition(gate.metrics(), residences), media_type=CONTENT_TYPE)
+
+
+def _all_cards(gate: Gate) -> list[ModelCard]:
+    gate.check_open()
+    if not gate.fleet.has_many:
+        return [card for service in gate.fleet.services() for card in _cards(service)]
+    cards: list[ModelCard] = []
+    for slot in gate.fleet.slots:
+        if slot.service is not None:
+            cards += [replace(card, state=slot.state) for card in _cards(slot.service)]
+        else:
+            why = public_reason(slot.failure.error) if slot.failure is not None else UNSET
+            card = ModelCard(id=slot.name, created=gate.fleet.created, state=slot.state, why=why)
+            cards += [card, *(replace(card, id=name, parent=slot.name, root=slot.name) for name in slot.adapter_names)]
+    return cards
+
+
+def _residence(slot: Slot) -> Residence:
+    return Residence(
+        model_name=slot.name,
+        is_loaded=slot.service is not None,
+        loads=slot.num_loads,
+        failures=slot.num_failures,
+        unloads=slot.num_unloads,
+    )
+
+
+def _cards(service: Service) -> list[ModelCard]:
+    """The model that writes, its adapters, and the one that draws beside it, if any."""
+    model = service.engine.model
+    writes = ModelCard(
+        id=service.model_name,
+        created=service.created,
+        max_model_len=model.max_model_len or UNSET,
+        capabilities=["chat", "completions", *(["embeddings"] if service.engine.abilities.embeddings else [])],
+    )
+    adapted = [
+        replace(writes, id=name, parent=service.model_name, root=service.model_name) for name in service.adapter_names
+    ]
+    if (painter := model.images) is None:
+        return [writes, *adapted]
+    draws = ModelCard(
+        id=painter.name,
+        created=service.created,
+        max_model_len=painter.max_prompt_tokens,
+        capabilities=["images"],
+        sizes=[f"{painter.width}x{painter.height}"],
+    )
+    return [writes, *adapted, draws]

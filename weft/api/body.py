@@ -1,0 +1,175 @@
+"""A request's body: read up to a limit, then one typed object or a refusal that names the place."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from msgspec import Struct
+from pydantic import BaseModel, ValidationError
+from starlette.types import Receive, Scope
+
+from weft.api.error_responses import BodyTooLarge, BodyTooSlow
+from weft.config import LimitOptions
+from weft.errors import InvalidRequest
+from weft.serving.guard import ClientGone
+
+_STRINGS_AND_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
+"""Possessive: a string that never ends is looked at once."""
+
+
+class TooDeep(InvalidRequest):
+    kind = "json_too_deep"
+
+
+class TooMany(InvalidRequest):
+    kind = "too_many"
+
+
+class Cap(Struct, frozen=True):
+    field: str
+    count: Callable[[Any], int]
+    """Of the field's value, whatever a client may have put there; what it cannot be is for others to say."""
+    limit: Callable[[LimitOptions], int]
+    flag: str
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, list | dict) else 0
+
+
+def _number(value: Any) -> int:
+    return value if type(value) is int else 0
+
+
+def _prompts(value: Any) -> int:
+    """A list of numbers is one prompt, in token ids."""
+    return _length(value) if isinstance(value, list) and value and not isinstance(value[0], int) else 1
+
+
+CAPS = (
+    Cap("messages", _length, lambda limits: limits.max_messages, "--max-messages"),
+    Cap("tools", _length, lambda limits: limits.max_tools, "--max-tools"),
+    Cap("functions", _length, lambda limits: limits.max_tools, "--max-tools"),
+    Cap("prompt", _prompts, lambda limits: limits.max_prompts, "--max-prompts"),
+    Cap("input", _prompts, lambda limits: limits.max_messages, "--max-messages"),
+    Cap("n", _number, lambda limits: limits.max_n, "--max-n"),
+    Cap("best_of", _number, lambda limits: limits.max_n, "--max-n"),
+    Cap("stop", _length, lambda limits: limits.max_stop, "--max-stop"),
+    Cap("stop_sequences", _length, lambda limits: limits.max_stop, "--max-stop"),
+    Cap("logprobs", _number, lambda limits: limits.max_logprobs, "--max-logprobs"),
+    Cap("top_logprobs", _number, lambda limits: limits.max_logprobs, "--max-logprobs"),
+    Cap("prompt_logprobs", _number, lambda limits: limits.max_logprobs, "--max-logprobs"),
+    Cap("logit_bias", _length, lambda limits: limits.max_logit_bias, "--max-logit-bias"),
+)
+
+
+def check_caps(body: dict[str, Any], limits: LimitOptions) -> None:
+    """Raise TooMany, with the limit and its flag, for a decoded body that has too much of something."""
+    for cap in CAPS:
+        if cap.field in body and (count := cap.count(body[cap.field])) > (limit := cap.limit(limits)):
+            raise TooMany(
+                f"{cap.field}: {count} in one request; at most {limit}.",
+                hint=f"The operator's setting is {cap.flag}.",
+                param=cap.field,
+            )
+
+
+def check_depth(body: bytes, limits: LimitOptions) -> None:
+    """Raise TooDeep for JSON that is nested too deeply, before it is parsed: in linear time, and without recursion."""
+    if body.count(b"[") + body.count(b"{") <= limits.max_json_depth:
+        return
+    depth = 0
+    for match in _STRINGS_AND_BRACKETS.finditer(body):
+        first = body[match.start()]
+        if first in b"[{":
+            depth += 1
+            if depth > limits.max_json_depth:
+                raise TooDeep(
+                    f"The body's JSON is nested more than {limits.max_json_depth} deep.",
+                    hint="The operator's setting is --max-json-depth.",
+                )
+        elif first in b"]}":
+            depth -= 1
+
+
+LONG_BODY_BYTES = 64 * 1024
+"""Above this a body is parsed in a thread, so that the streams of others go on meanwhile."""
+
+BODY_SECONDS = 120.0
+"""A client must have sent all of a body by then."""
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+async def answer_nobody(request: Request, error: Exception) -> Response:
+    return Response()
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """Refuses by the announced length, by what really comes, and by the time it takes."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
+            raise _too_large(limit_bytes)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _received(receive, limit_bytes)
+    except TimeoutError:
+        raise BodyTooSlow(f"The body was not complete after {BODY_SECONDS:g} s.") from None
+
+
+async def _received(receive: Receive, limit_bytes: int) -> bytes:
+    pieces: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        pieces.append(message.get("body", b""))
+        size += len(pieces[-1])
+        if size > limit_bytes:
+            raise _too_large(limit_bytes)
+        if not message.get("more_body", False):
+            return b"".join(pieces)
+
+
+async def parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
+    if len(body) > LONG_BODY_BYTES:
+        return await asyncio.to_thread(_parse, schema, body, limits)
+    return _parse(schema, body, limits)
+
+
+def _parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
+    check_depth(body, limits)
+    try:
+        # msgspec refuses what JSON does not have (NaN, Infinity) and strings that are not text.
+        value = msgspec.json.decode(body)
+    except ValueError as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest("The body must be a JSON object.")
+    check_caps(value, limits)
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise _refusal(error) from error
+
+
+def _refusal(error: ValidationError) -> InvalidRequest:
+    """The first of the mistakes, with its place."""
+    first: Any = error.errors(include_url=False, include_input=False)[0]
+    context = first.get("ctx", {})
+    location = [*first["loc"], *([context["field"]] if "field" in context else [])]
+    place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location).lstrip(".")
+    reason = first["msg"].removeprefix("Value error, ")
+    return InvalidRequest(f"{place}: {reason}" if place else reason, param=place or None)
+
+
+def _too_large(limit_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"The body is larger than {limit_bytes >> 20} MiB.", hint="The operator's setting is --max-body-mb."
+    )

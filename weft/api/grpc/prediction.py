@@ -1,0 +1,187 @@
+"""One prediction, from its request to its last response."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+
+from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
+from weft.api.translate import LONG_PROMPT
+from weft.backends.contract import text_prompt
+from weft.config import GrpcOptions
+from weft.errors import InvalidRequest
+from weft.serving.admission import Seat
+from weft.serving.generation import Generation
+from weft.serving.guard import guarded, no_hang_up
+from weft.serving.request import Job
+from weft.serving.served_model import Service
+from weft.types import Delta, SamplingParams
+
+
+class ChunkBuffer:
+    """The first chunk leaves at once. Later ones leave together: when `size` of them are held, when the oldest has
+    waited for `interval_s`, or at the end. One task puts, and one iterates over the texts to send.
+    """
+
+    def __init__(self, size: int, interval_s: float) -> None:
+        self._size = size
+        self._interval_s = interval_s
+        self._loop = asyncio.get_running_loop()
+        self._held: list[str] = []
+        self._due = 0.0
+        """When the oldest held chunk must leave, by the event loop's clock."""
+        self._begun = False
+        self._ended = False
+        self._some = asyncio.Event()
+        self._enough = asyncio.Event()
+        self._room: asyncio.Future[None] = self._loop.create_future()
+
+    def put(self, chunk: str) -> asyncio.Future[None] | None:
+        """When the buffer is full, returns what to await before the next chunk: a slow reader holds up nothing but
+        its own answer."""
+        if not self._held:
+            self._due = self._loop.time() + self._interval_s
+        self._held.append(chunk)
+        self._some.set()
+        if len(self._held) < self._size:
+            return None
+        self._enough.set()
+        self._room = self._loop.create_future()
+        return self._room
+
+    def end(self) -> None:
+        """No more chunks will come."""
+        self._ended = True
+        self._some.set()
+        self._enough.set()
+
+    def __aiter__(self) -> ChunkBuffer:
+        return self
+
+    async def __anext__(self) -> str:
+        await self._some.wait()
+        if self._begun:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self._due):
+                    await self._enough.wait()
+        if not self._held:
+            raise StopAsyncIteration
+        self._begun = True
+        text = "".join(self._held)
+        self._held.clear()
+        if not self._room.done():
+            self._room.set_result(None)
+        if not self._ended:
+            self._some.clear()
+            self._enough.clear()
+        return text
+
+
+Send = Callable[[StreamPredictResponse], Awaitable[None]]
+
+SERVED_MODEL = frozenset({"", "default"})
+"""Names that stand for whatever model is served."""
+
+PARAMETERS = {
+    "max_new_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "repetition_penalty": "repetition_penalty",
+}
+
+
+class Prediction:
+    def __init__(self, trace_id: str, seat: Seat, options: GrpcOptions, send: Send, arrived: float) -> None:
+        self.num_tokens = 0
+        self._begun = False
+        self._trace_id = trace_id
+        self._seat = seat
+        self._send = send
+        self._arrived = arrived
+        self._first_token = arrived
+        self._last_token = arrived
+        self._num_responses = 0
+        self._buffer = ChunkBuffer(options.grpc_buffer_size, options.grpc_flush_interval_ms / 1000)
+
+    async def run(self, request: StreamPredictRequest) -> None:
+        """Send the whole answer. Raises what is wrong with the request, and the error that the answer ends with,
+        after the text that came before it."""
+        service = await self._seat.choose(None if request.model_id in SERVED_MODEL else request.model_id)
+        job = await job_of(request, service)
+        # A client may send the same id twice; the engine must never see it twice.
+        engine_id = f"rpc-{uuid.uuid4().hex}"
+        self._seat.answer_id = self._trace_id
+        generation = Generation(job, self._seat, engine_id, self._arrived)
+        generating = asyncio.create_task(self._generate(generation))
+        try:
+            async for text in self._buffer:
+                await self._respond(StreamPredictResponse(chunk=text))
+            await generating
+        finally:
+            generating.cancel()
+            await asyncio.gather(generating, return_exceptions=True)
+        await self._respond(
+            StreamPredictResponse(
+                end_of_stream=True,
+                ttft_ms=1000 * (self._first_token - self._arrived),
+                tokens_per_sec=self.num_tokens / (self._last_token - self._arrived) if self.num_tokens else 0,
+            )
+        )
+
+    async def _generate(self, generation: Generation) -> None:
+        try:
+            with generation.counted():
+                await guarded(
+                    generation.run(self._take),
+                    no_hang_up,
+                    aborted=self._seat.aborted,
+                    timeout_s=self._seat.service.options.request_timeout_s,
+                )
+        finally:
+            self._buffer.end()
+
+    def _take(self, _: int, delta: Delta) -> Awaitable[None] | None:
+        if delta.token_ids or delta.text:
+            self._last_token = time.perf_counter()
+            if not self._begun:
+                self._first_token = self._last_token
+            self._begun = True
+        # The tokens of text whose ids are not told are counted by the engine.
+        self.num_tokens = max(self.num_tokens + len(delta.token_ids), delta.usage.completion_tokens)
+        return self._buffer.put(delta.text) if delta.text else None
+
+    async def _respond(self, response: StreamPredictResponse) -> None:
+        response.trace_id = self._trace_id
+        response.index = self._num_responses
+        self._num_responses += 1
+        await self._send(response)
+
+
+async def job_of(request: StreamPredictRequest, service: Service) -> Job:
+    """The request as the engine understands it; raises what is wrong with it."""
+    model_name = service.model_name if request.model_id in SERVED_MODEL else request.model_id
+    service.check_model(model_name)
+    if not request.prompt:
+        raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
+    params = params_of(request.generation)
+    if len(request.prompt) > LONG_PROMPT:
+        prompt = await asyncio.to_thread(text_prompt, service.engine, request.prompt)
+    else:
+        prompt = text_prompt(service.engine, request.prompt)
+    return Job(
+        prompts=[prompt],
+        params=params,
+        priority=request.priority,
+        adapter=service.adapter_for(model_name, request.adapter or None),
+        model_name=model_name,
+    )
+
+
+def params_of(generation: GenerationParameters) -> SamplingParams:
+    given = {ours: getattr(generation, theirs) for theirs, ours in PARAMETERS.items() if generation.HasField(theirs)}
+    params = SamplingParams(**given)
+    params.check()
+    return params

@@ -1,0 +1,71 @@
+"""What a gRPC client is told when a call fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import uuid
+from typing import Any, Never, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+from msgspec import Struct
+
+from weft import logs
+from weft.api.error_responses import Unexpected, error_body
+from weft.api.openai.openai_schema import SANE_ID
+from weft.errors import InvalidRequest, Unavailable, WeftError
+
+log = logging.getLogger(__name__)
+
+AMessage = TypeVar("AMessage", bound=Message)
+
+HEARING_S = 1.0
+
+
+class Status(Struct, frozen=True):
+    code: grpc.StatusCode
+    details: str
+
+
+def status_of(error: Exception) -> Status:
+    """The status that an error stands for. What is the server's own fault is logged; of a defect of Weft's own,
+    the client learns no more than that."""
+    if not isinstance(error, WeftError):
+        log.error("unexpected error", exc_info=error)
+        error = Unexpected(str(error))
+    elif error.status >= 500 and not isinstance(error, Unavailable):
+        log.error("%s: %s", type(error).__name__, error)
+    return Status(grpc.StatusCode[error.grpc_code], error_body(error).error.message)
+
+
+async def refuse(context: grpc.aio.ServicerContext[Any, Any], status: Status) -> Never:
+    """End a call of which nothing was read yet. Its first message is waited for, though not for long: a client that
+    is interrupted while it sends may take that for the error, and never look at the status."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(HEARING_S):
+            await context.read()
+    await context.abort(status.code, status.details)
+
+
+def parse(kind: type[AMessage], message: bytes) -> AMessage:
+    """Parsed here and not by gRPC, which would call a client's mistake an error of the server's."""
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise InvalidRequest(f"What was sent is no {kind.DESCRIPTOR.name}.") from error
+
+
+MAX_TRACE_ID = 256
+
+_SANE_ID = re.compile(SANE_ID)
+
+
+def take_up(trace_id: str) -> None:
+    """Log under this id from here on; raises InvalidRequest when it is too long."""
+    logs.request_id.set(trace_id if _SANE_ID.fullmatch(trace_id) else uuid.uuid4().hex)
+    if len(trace_id) > MAX_TRACE_ID:
+        raise InvalidRequest(f"The trace_id has {len(trace_id)} characters; at most {MAX_TRACE_ID}.")

@@ -1,0 +1,196 @@
+"""The outermost layer: every request has an id, a line in the log, and an answer even when Weft has a defect."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+import time
+import uuid
+from collections.abc import Collection
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft import logs
+from weft.api.error_responses import HeadTooLarge, NoKey, Unexpected, WrongHost, WrongKey, error_response
+from weft.api.openai.openai_schema import SANE_ID
+from weft.config import LimitOptions, ServerOptions
+from weft.errors import InvalidRequest
+from weft.observe import traces
+from weft.serving.admission import Gate
+from weft.serving.auth import HOW, presented
+
+log = logging.getLogger(__name__)
+
+HANGUP = 499
+"""In the log: the client hung up before it had an answer."""
+
+_QUIET_PATHS = frozenset({"/health", "/health/live", "/metrics"})
+_SANE_ID = re.compile(SANE_ID)
+
+
+class Shell:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _client_id(scope) or uuid.uuid4().hex
+        header = (b"x-request-id", request_id.encode())
+        began = time.perf_counter()
+        status = HANGUP
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), header]
+            await send(message)
+
+        traces.take_in(
+            ("traceparent", value.decode("latin-1")) for name, value in scope["headers"] if name == b"traceparent"
+        )
+        token = logs.request_id.set(request_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            log.exception("unexpected error")
+            if status != HANGUP:
+                raise
+            await error_response(Unexpected(str(error)))(scope, receive, send_with_id)
+        finally:
+            fields = {
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "seconds": time.perf_counter() - began,
+            }
+            quiet = scope["path"] in _QUIET_PATHS
+            logs.event(log, logging.DEBUG if quiet else logging.INFO, "request", fields)
+            logs.request_id.reset(token)
+
+
+def _client_id(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text: str = value.decode("latin-1")
+            return text if _SANE_ID.fullmatch(text) else None
+    return None
+
+
+LOCALHOST = "localhost"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this is a name or an address of this machine that no other machine reaches."""
+    try:
+        return host == LOCALHOST or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class HostCheck:
+    def __init__(self, options: ServerOptions, *, keys_required: bool) -> None:
+        self._is_guarded = is_loopback(options.host) and not keys_required and not options.insecure
+        self._allowed: Collection[str] = {name.lower() for name in options.allowed_host}
+
+    def refusal(self, hosts: list[bytes], http_version: str) -> InvalidRequest | None:
+        """None when a request with these Host headers may go on."""
+        if len(hosts) > 1 or (not hosts and http_version not in ("0.9", "1.0")):
+            return InvalidRequest("A request has one Host header.")
+        if not self._is_guarded:
+            return None
+        name = _name(hosts[0].decode("latin-1")) if hosts else ""
+        if is_loopback(name) or name in self._allowed:
+            return None
+        return WrongHost(
+            "This server has no keys, and answers only to names of this machine.",
+            hint="Call it localhost; or the operator adds the name with --allowed-host.",
+        )
+
+
+def _name(host: str) -> str:
+    """Without the port, as it is compared."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return name.lower().removesuffix(".")
+
+
+class Head:
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._limits = gate.config.limits
+        self._hosts = HostCheck(gate.config.server, keys_required=gate.keys.required)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = None if scope["type"] != "http" else self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(refusal)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> InvalidRequest | None:
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        if len(headers) > self._limits.max_headers:
+            return HeadTooLarge(
+                f"The request has {len(headers)} headers; at most {self._limits.max_headers}.",
+                hint="The operator's setting is --max-headers.",
+            )
+        size = len(scope["raw_path"] or b"") + len(scope["query_string"])
+        size += sum(len(name) + len(value) for name, value in headers)
+        if size > self._limits.max_header_kb << 10:
+            return too_large(self._limits)
+        return self._hosts.refusal([value for name, value in headers if name == b"host"], scope["http_version"])
+
+
+def too_large(limits: LimitOptions) -> HeadTooLarge:
+    return HeadTooLarge(
+        f"The request's head is larger than {limits.max_header_kb} KiB.",
+        hint="The operator's setting is --max-header-kb.",
+    )
+
+
+OPEN_PATHS = frozenset({"/health/live"})
+ADMIN_PATH = "/admin"
+VLLM_LOAD_PATH, VLLM_UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+"""What vLLM calls two of the operator's routes."""
+
+
+class Lock:
+    """Admin keys open the operator's routes and nothing else; other keys open everything else."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = None if scope["type"] != "http" else self._refusal(scope)
+        if refusal is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(refusal)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> NoKey | WrongKey | None:
+        """None when the door opens; the task is then the key's owner's."""
+        path = scope["path"]
+        # A pipelined request's task begins as a copy of the one before it.
+        logs.tenant.set("")
+        if path in OPEN_PATHS:
+            return None
+        for_admins = self._gate.admin_keys.required and _is_operators(path)
+        keys = self._gate.admin_keys if for_admins else self._gate.keys
+        if not keys.required:
+            return None
+        headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        owner = keys.owner(presented(headers))
+        if owner is not None:
+            logs.tenant.set(owner)
+            return None
+        if for_admins and self._gate.keys.owner(presented(headers)) is not None:
+            return WrongKey("This wants an admin key, and the one shown is another.")
+        return NoKey(f"This server wants an API key: {HOW}.")
+
+
+def _is_operators(path: str) -> bool:
+    return path in (ADMIN_PATH, VLLM_LOAD_PATH, VLLM_UNLOAD_PATH) or path.startswith(ADMIN_PATH + "/")

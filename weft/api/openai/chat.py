@@ -1,0 +1,206 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET
+
+from weft.api import sse
+from weft.api.body import parse
+from weft.api.handler import Order
+from weft.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from weft.api.openai.openai_answers import (
+    SYSTEM_FINGERPRINT,
+    CalledFunction,
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
+    MadeCall,
+    Output,
+    UsageBody,
+    timings_body,
+    usage_body,
+)
+from weft.api.openai.openai_schema import ChatRequest
+from weft.api.sse import ChunkFrame, ChunkHead
+from weft.api.translate import ChatJob, chat_job
+from weft.backends.contract import Engine, tokens_of
+from weft.errors import WeftError
+from weft.serving.admission import Seat
+from weft.text.parsers.pieces import Answer, CallArguments, CallStarted, Content, Piece, Reasoning, collect
+from weft.types import Delta, FinishReason, TokenLogprob, Usage
+
+
+async def chat_door(body: bytes, seat: Seat) -> Order:
+    request = await parse(ChatRequest, body, seat.config.limits)
+    service = await seat.choose(request.model)
+    service.check_model(request.model)
+    chat = await chat_job(request, service)
+    return Order(chat.job, ChatWriter(request, chat, service.engine))
+
+
+class ChatWriter:
+    """Writes one answer, with all its choices."""
+
+    def __init__(self, request: ChatRequest, chat: ChatJob, engine: Engine) -> None:
+        self.answer_id = f"chatcmpl-{request.request_id or uuid.uuid4().hex}"
+        self._request = request
+        self._chat = chat
+        self._engine = engine
+        options = request.stream_options
+        self._include_usage = options is not None and options.include_usage
+        self._continuous_usage = options is not None and options.continuous_usage_stats
+        self._head = ChunkHead(
+            id=self.answer_id,
+            object="chat.completion.chunk",
+            created=int(time.time()),
+            model=request.model,
+            system_fingerprint=SYSTEM_FINGERPRINT,
+        )
+        self._frame = ChunkFrame(self._head, include_usage=self._include_usage)
+        choices = range(chat.job.num_choices)
+        self._readers = [chat.reading.reader() for _ in choices]
+        self._has_called = [False for _ in choices]
+        self._usages = [Usage() for _ in choices]
+        self._before_delta = [self._frame.before + b'{"index":%d,"delta":' % index for index in choices]
+        self._before_text = [before + b'{"content":' for before in self._before_delta]
+        self._after_text = b'},"logprobs":null,"finish_reason":null}' + self._frame.after
+        self._is_simple = chat.reading.is_plain and not (self._continuous_usage or request.return_token_ids)
+        """A delta of text alone is a chunk of text alone."""
+
+    def opening(self) -> bytes:
+        role = b'{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}'
+        fields: dict[str, object] = {}
+        if self._request.return_token_ids:
+            fields["prompt_token_ids"] = self._prompt
+        first, *others = self._before_delta
+        return first + role + self._frame.after_with(fields) + b"".join(b + role + self._frame.after for b in others)
+
+    def chunks(self, index: int, delta: Delta) -> bytes:
+        if self._is_simple and not (delta.logprobs or delta.finish or delta.prompt_logprobs):
+            return self._before_text[index] + msgspec.json.encode(delta.text) + self._after_text if delta.text else b""
+        self._usages[index] = delta.usage
+        pieces = self._readers[index].read(delta)
+        self._has_called[index] |= any(isinstance(piece, CallStarted) for piece in pieces)
+        bodies: list[dict[str, object]] = [_delta_body(piece) for piece in pieces]
+        if not bodies and (delta.logprobs or (delta.token_ids and self._request.return_token_ids)):
+            bodies = [{"content": ""}]
+        chunks = [self._chunk(index, body, None if number else delta) for number, body in enumerate(bodies)]
+        if delta.finish:
+            chunks.append(self._last_chunk(index, delta))
+        return b"".join(chunks)
+
+    def closing(self, usages: Sequence[Usage]) -> bytes:
+        if not self._include_usage:
+            return sse.DONE
+        return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + sse.DONE
+
+    def failure(self, error: WeftError) -> bytes:
+        return sse.error_event(error)
+
+    def whole(self, outputs: Sequence[Output]) -> bytes:
+        first = outputs[0]
+        asked = self._request.return_token_ids
+        return msgspec.json.encode(
+            ChatCompletion(
+                id=self.answer_id,
+                created=self._head.created,
+                model=self._head.model,
+                choices=[self._choice(index, output) for index, output in enumerate(outputs)],
+                usage=self._usage_body([output.usage for output in outputs]),
+                system_fingerprint=SYSTEM_FINGERPRINT,
+                prompt_token_ids=self._prompt if asked else UNSET,
+                prompt_logprobs=UNSET
+                if first.prompt_logprobs is None
+                else prompt_logprobs(self._engine.tokenizer, self._prompt, first.prompt_logprobs),
+            )
+        )
+
+    def _chunk(self, index: int, body: dict[str, object], delta: Delta | None) -> bytes:
+        """A chunk of one piece; the first one that a delta gives has the figures of the delta's tokens."""
+        choice: dict[str, object] = {"logprobs": None, "finish_reason": None}
+        if delta is not None and delta.logprobs:
+            choice["logprobs"] = self._logprobs(delta.token_ids, delta.logprobs)
+        if delta is not None and self._request.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        fields: dict[str, object] = {}
+        if index == 0 and delta is not None and delta.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(self._engine.tokenizer, self._prompt, delta.prompt_logprobs)
+        return self._written(index, body, choice, fields)
+
+    def _last_chunk(self, index: int, delta: Delta) -> bytes:
+        choice: dict[str, object] = {"logprobs": None, "finish_reason": self._finish(index, delta.finish)}
+        if delta.stop_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self._request.return_timings and delta.timings is not None:
+            choice["timings"] = timings_body(delta.timings)
+        return self._written(index, {}, choice, {})
+
+    def _written(
+        self, index: int, body: dict[str, object], choice: dict[str, object], fields: dict[str, object]
+    ) -> bytes:
+        if self._continuous_usage:
+            fields["usage"] = self._usage_body(self._usages)
+        elif fields and self._include_usage:
+            fields["usage"] = None
+        rest = b"," + msgspec.json.encode(choice)[1:]
+        return self._before_delta[index] + msgspec.json.encode(body) + rest + self._frame.after_with(fields)
+
+    def _choice(self, index: int, output: Output) -> ChatChoice:
+        answer = collect(self._readers[index].read(output.whole))
+        self._has_called[index] = bool(answer.tool_calls)
+        timed = self._request.return_timings and output.timings is not None
+        return ChatChoice(
+            index=index,
+            message=_message(answer),
+            logprobs=self._logprobs(output.token_ids, output.logprobs) if output.logprobs else None,
+            finish_reason=self._finish(index, output.finish),
+            stop_reason=UNSET if output.stop_reason is None else output.stop_reason,
+            token_ids=output.token_ids if self._request.return_token_ids else UNSET,
+            timings=timings_body(output.timings) if timed and output.timings else UNSET,
+        )
+
+    @property
+    def _prompt(self) -> list[int]:
+        return tokens_of(self._chat.job.prompts[0])
+
+    def _finish(self, index: int, finish: FinishReason | None) -> str:
+        if finish is FinishReason.STOP and self._has_called[index] and not self._chat.reading.is_named_call:
+            return "tool_calls"
+        return str(finish)
+
+    def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:
+        return usage_body(usages, self._chat.job.n, self._chat.truncated_tokens)
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
+        as_ids = self._request.return_tokens_as_token_ids
+        return chat_logprobs(self._engine.tokenizer, token_ids, logprobs, as_ids=as_ids)
+
+
+def _delta_body(piece: Piece) -> dict[str, object]:
+    match piece:
+        case Content(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case CallStarted(index, call_id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def _message(answer: Answer) -> ChatMessage:
+    calls = [MadeCall(id=call.id, function=CalledFunction(call.name, call.arguments)) for call in answer.tool_calls]
+    reasoning = answer.reasoning or UNSET
+    return ChatMessage(
+        content=None if calls and not answer.content else answer.content,
+        tool_calls=calls or UNSET,
+        reasoning_content=reasoning,
+        reasoning=reasoning,
+    )

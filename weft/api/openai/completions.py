@@ -1,0 +1,202 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET
+
+from weft.api import sse
+from weft.api.body import parse
+from weft.api.handler import Order
+from weft.api.openai.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
+from weft.api.openai.openai_answers import (
+    SYSTEM_FINGERPRINT,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Output,
+    PromptLogprobs,
+    UsageBody,
+    timings_body,
+    usage_body,
+)
+from weft.api.openai.openai_schema import CompletionRequest
+from weft.api.sse import ChunkFrame, ChunkHead
+from weft.api.translate import CompletionJob, completion_job
+from weft.backends.contract import Engine, tokens_of
+from weft.errors import WeftError
+from weft.serving.admission import Seat
+from weft.types import Delta, TokenLogprob, Usage
+
+
+async def completion_door(body: bytes, seat: Seat) -> Order:
+    request = await parse(CompletionRequest, body, seat.config.limits)
+    service = await seat.choose(request.model)
+    service.check_model(request.model)
+    completion = await completion_job(request, service)
+    return Order(completion.job, CompletionWriter(request, completion, service.engine))
+
+
+class CompletionWriter:
+    """Writes one answer, with all the choices of every prompt."""
+
+    def __init__(self, request: CompletionRequest, completion: CompletionJob, engine: Engine) -> None:
+        self.answer_id = f"cmpl-{request.request_id or uuid.uuid4().hex}"
+        self._request = request
+        self._completion = completion
+        self._engine = engine
+        options = request.stream_options
+        self._include_usage = options is not None and options.include_usage
+        self._continuous_usage = options is not None and options.continuous_usage_stats
+        self._head = ChunkHead(
+            id=self.answer_id,
+            object="text_completion",
+            created=int(time.time()),
+            model=request.model,
+            system_fingerprint=SYSTEM_FINGERPRINT,
+        )
+        self._frame = ChunkFrame(self._head, include_usage=self._include_usage)
+        choices = range(completion.job.num_choices)
+        self._before_text = [self._frame.before + b'{"index":%d,"text":' % index for index in choices]
+        self._after_text = b',"logprobs":null,"finish_reason":null}' + self._frame.after
+        self._text_offsets = [0 for _ in choices]
+        self._usages = [Usage() for _ in choices]
+        self._has_begun = [False for _ in choices]
+        self._prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
+        """By prompt: its first choice brings them, before any other choice begins."""
+        self._is_simple = not (self._continuous_usage or request.return_token_ids or request.echo)
+        """A delta of text alone is a chunk of text alone."""
+
+    def opening(self) -> bytes:
+        return b""
+
+    def chunks(self, index: int, delta: Delta) -> bytes:
+        if self._is_simple and not (delta.logprobs or delta.finish or delta.prompt_logprobs):
+            return self._before_text[index] + msgspec.json.encode(delta.text) + self._after_text if delta.text else b""
+        self._usages[index] = delta.usage
+        self._note(index, delta.prompt_logprobs)
+        is_first, self._has_begun[index] = not self._has_begun[index], True
+        text = self._shown(delta.text)
+        choice: dict[str, object] = {"logprobs": None, "finish_reason": delta.finish}
+        logprobs: CompletionLogprobs | None = None
+        if is_first and self._request.echo:
+            text = self._prompt_text(index) + text
+            logprobs = self._echoed(index)
+        if delta.logprobs and self._shows_answer:
+            own, self._text_offsets[index] = self._figures(index, delta.token_ids, delta.logprobs)
+            logprobs = own if logprobs is None else joined(logprobs, own)
+        choice["logprobs"] = logprobs
+        if is_first and self._request.return_token_ids:
+            choice["prompt_token_ids"] = self._prompt(index)
+        if self._request.return_token_ids:
+            choice["token_ids"] = delta.token_ids if self._shows_answer else []
+        if is_first and (figures := self._prompt_figures(index)) is not None:
+            choice["prompt_logprobs"] = figures
+        if delta.finish and delta.stop_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if delta.timings is not None and self._request.return_timings:
+            choice["timings"] = timings_body(delta.timings)
+        if not (text or logprobs or delta.finish or "token_ids" in choice or "prompt_logprobs" in choice):
+            return b""
+        fields: dict[str, object] = {"usage": self._usage_body(self._usages)} if self._continuous_usage else {}
+        rest = b"," + msgspec.json.encode(choice)[1:]
+        return self._before_text[index] + msgspec.json.encode(text) + rest + self._frame.after_with(fields)
+
+    def closing(self, usages: Sequence[Usage]) -> bytes:
+        if not self._include_usage:
+            return sse.DONE
+        return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + sse.DONE
+
+    def failure(self, error: WeftError) -> bytes:
+        return sse.error_event(error)
+
+    def whole(self, outputs: Sequence[Output]) -> bytes:
+        return msgspec.json.encode(
+            Completion(
+                id=self.answer_id,
+                created=self._head.created,
+                model=self._head.model,
+                choices=[self._choice(index, output) for index, output in enumerate(outputs)],
+                usage=self._usage_body([output.usage for output in outputs]),
+                system_fingerprint=SYSTEM_FINGERPRINT,
+            )
+        )
+
+    def _choice(self, index: int, output: Output) -> CompletionChoice:
+        request = self._request
+        self._note(index, output.prompt_logprobs)
+        text, logprobs = self._shown(output.text), None
+        if request.echo:
+            text = self._prompt_text(index) + text
+            logprobs = self._echoed(index)
+        if output.logprobs and self._shows_answer:
+            own, _ = self._figures(index, output.token_ids, output.logprobs)
+            logprobs = own if logprobs is None else joined(logprobs, own)
+        figures = self._prompt_figures(index)
+        token_ids = output.token_ids if self._shows_answer else []
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=output.finish,
+            stop_reason=UNSET if output.stop_reason is None else output.stop_reason,
+            prompt_token_ids=self._prompt(index) if request.return_token_ids else UNSET,
+            token_ids=token_ids if request.return_token_ids else UNSET,
+            prompt_logprobs=UNSET if figures is None else figures,
+            timings=timings_body(output.timings) if request.return_timings and output.timings else UNSET,
+        )
+
+    @property
+    def _shows_answer(self) -> bool:
+        """Not with an echo of the prompt alone."""
+        return self._request.max_tokens > 0
+
+    def _shown(self, text: str) -> str:
+        return text if self._shows_answer else ""
+
+    def _prompt(self, index: int) -> list[int]:
+        return tokens_of(self._completion.job.prompts[index // self._completion.job.n])
+
+    def _prompt_text(self, index: int) -> str:
+        prompt = self._prompt(index)
+        return self._engine.tokenizer.decode(prompt, skip_special_tokens=self._request.skip_special_tokens)
+
+    def _note(self, index: int, logprobs: Sequence[TokenLogprob] | None) -> None:
+        if logprobs is not None:
+            self._prompt_logprobs[index // self._completion.job.n] = logprobs
+
+    def _prompt_figures(self, index: int) -> PromptLogprobs | None:
+        logprobs = self._prompt_logprobs.get(index // self._completion.job.n)
+        if logprobs is None or self._request.prompt_logprobs is None:
+            return None
+        return prompt_logprobs(self._engine.tokenizer, self._prompt(index), logprobs)
+
+    def _figures(
+        self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
+    ) -> tuple[CompletionLogprobs, int]:
+        return completion_logprobs(
+            self._engine.tokenizer,
+            token_ids,
+            logprobs,
+            self._text_offsets[index],
+            as_ids=self._request.return_tokens_as_token_ids,
+        )
+
+    def _echoed(self, index: int) -> CompletionLogprobs | None:
+        logprobs = self._prompt_logprobs.get(index // self._completion.job.n)
+        if logprobs is None or self._request.logprobs is None:
+            return None
+        figures, self._text_offsets[index] = echoed_logprobs(
+            self._engine.tokenizer,
+            self._prompt(index),
+            logprobs,
+            as_ids=self._request.return_tokens_as_token_ids,
+        )
+        return figures
+
+    def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:
+        return usage_body(usages, self._completion.job.n, self._completion.truncated_tokens)

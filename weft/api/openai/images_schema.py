@@ -1,0 +1,210 @@
+"""POST /v1/images/generations: OpenAI's request, as far as Weft answers it, and Weft's own additions to it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from msgspec import Struct
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from weft.api.openai.openai_schema import Fields, NotYet
+from weft.config import LimitOptions
+from weft.errors import InvalidRequest
+from weft.payloads import AdditionalInformation, InfoEntry, PromptEmbeds, Tensor, entry_field
+from weft.serving.image_request import (
+    AUTO,
+    MAX_IMAGES,
+    MAX_PREVIEWS,
+    MAX_PROMPT_CHARS,
+    ImageJob,
+    Wish,
+    check_allowed,
+    job_of,
+)
+from weft.serving.served_model import Service
+from weft.types import MAX_DENOISE_STEPS, MAX_GUIDANCE, FlowSampler, Usage
+
+Base64 = Annotated[str, Field(description="base64 of the values row by row, little-endian.")]
+
+
+class TensorField(Fields):
+    """A tensor from the client."""
+
+    data: Base64
+    shape: list[int]
+    dtype: Literal["float32", "float16", "bfloat16"]
+    sha256: str = Field("", description="Of the bytes, in hexadecimal; checked when it is given.")
+
+
+class InfoEntryField(Fields):
+    """Exactly one of the two."""
+
+    tensor: TensorField | None = None
+    values: list[bool | int | float | str] | None = None
+
+
+class AdditionalInformationField(Fields):
+    entries: dict[str, InfoEntryField]
+
+
+class ImagesRequest(Fields):
+    """POST /v1/images/generations"""
+
+    not_yet: ClassVar[NotYet] = {
+        "quality": ["auto", "standard"],
+        "style": ["natural"],
+        "background": ["auto", "opaque"],
+        "moderation": ["auto", "low"],
+        "output_compression": [100],
+        "complexity": [],
+        "frame_count": [],
+        "frame_duration_ms": [],
+        "svg": [],
+    }
+
+    prompt: str | None = Field(None, min_length=1, max_length=MAX_PROMPT_CHARS)
+    model: str | None = Field(None, description="The model that draws; it may be left out.")
+    n: int = Field(1, ge=1, le=MAX_IMAGES, description="Images of the prompt, each with a seed of its own.")
+    size: str = Field(AUTO, description="As the model draws: GET /v1/models tells.")
+    response_format: Literal["b64_json"] = "b64_json"
+    output_format: Literal["png"] = "png"
+    stream: bool = Field(False, description="Events: every step, partial images, the images.")
+    partial_images: int = Field(0, ge=0, le=MAX_PREVIEWS, description="On the way to each image, at most; with stream.")
+    user: str | None = Field(None, description="Accepted, and without meaning here.")
+    safety_identifier: str | None = Field(None, description="Accepted, and without meaning here.")
+
+    seed: int | None = Field(None, description="The same seed gives the same image; image i has seed + i.")
+    num_inference_steps: int | None = Field(None, ge=1, le=MAX_DENOISE_STEPS)
+    guidance_scale: float | None = Field(
+        None, ge=0, le=MAX_GUIDANCE, description="How closely the prompt is followed; 1: in half the time."
+    )
+    negative_prompt: str = Field("", max_length=MAX_PROMPT_CHARS, description="What the image is steered away from.")
+    sampler: FlowSampler = "euler"
+    priority: int = Field(0, description="Waiting requests of a lower number go first.")
+    cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
+    prompt_embeds: TensorField | None = Field(
+        None, description="Instead of a prompt: its hidden states, a row a token."
+    )
+    additional_information: AdditionalInformationField | None = None
+
+    @model_validator(mode="after")
+    def _has_one_prompt(self) -> Self:
+        if (self.prompt is None) == (self.prompt_embeds is None):
+            raise PydanticCustomError("prompt", "give either a prompt or prompt_embeds.", {"field": "prompt"})
+        if self.partial_images and not self.stream:
+            raise PydanticCustomError("stream", "it needs stream to be true.", {"field": "partial_images"})
+        return self
+
+
+class ImageTokensDetails(Struct, frozen=True, kw_only=True):
+    image_tokens: int
+    text_tokens: int
+
+
+class ImagesUsage(Struct, frozen=True, kw_only=True):
+    input_tokens: int
+    input_tokens_details: ImageTokensDetails
+    output_tokens: int
+    output_tokens_details: ImageTokensDetails
+    total_tokens: int
+
+
+class DrawnImage(Struct, frozen=True, kw_only=True):
+    b64_json: str
+    seed: int
+    """Which gives this image again."""
+
+
+class ImagesAnswer(Struct, frozen=True, kw_only=True):
+    created: int
+    background: str = "opaque"
+    data: list[DrawnImage]
+    output_format: str = "png"
+    size: str
+    usage: ImagesUsage
+
+
+class ImageProgress(Struct, frozen=True, kw_only=True):
+    """Weft's own event: so many of an image's steps are done."""
+
+    type: str = "image_generation.progress"
+    index: int
+    """Of the image, from 0."""
+    step: int
+    steps: int
+
+
+class ShownImage(Struct, frozen=True, kw_only=True):
+    """What the events that show an image have in common."""
+
+    index: int
+    b64_json: str
+    created_at: int
+    size: str
+    background: str = "opaque"
+    output_format: str = "png"
+    quality: str = "auto"
+
+
+class PartialImage(ShownImage, frozen=True, kw_only=True):
+    type: str = "image_generation.partial_image"
+    partial_image_index: int
+
+
+class CompletedImage(ShownImage, frozen=True, kw_only=True):
+    type: str = "image_generation.completed"
+    seed: int
+    usage: ImagesUsage
+
+
+def images_usage(usages: Sequence[Usage]) -> ImagesUsage:
+    """Of all images of one prompt, which counts once."""
+    prompt = max(usage.prompt_tokens for usage in usages)
+    images = sum(usage.completion_tokens for usage in usages)
+    return ImagesUsage(
+        input_tokens=prompt,
+        input_tokens_details=ImageTokensDetails(image_tokens=0, text_tokens=prompt),
+        output_tokens=images,
+        output_tokens_details=ImageTokensDetails(image_tokens=images, text_tokens=0),
+        total_tokens=prompt + images,
+    )
+
+
+async def job_from(wish: Wish, service: Service, *, cache_salt: str = "", priority: int = 0) -> ImageJob:
+    """As `job_of`."""
+    if wish.prompt_embeds is None and wish.additional_information is None:
+        return job_of(wish, service.engine, cache_salt=cache_salt, priority=priority)
+    # To look at every value takes a while: the streams of others go on meanwhile.
+    return await asyncio.to_thread(job_of, wish, service.engine, cache_salt=cache_salt, priority=priority)
+
+
+async def tensors_of(
+    request: ImagesRequest, limits: LimitOptions
+) -> tuple[PromptEmbeds | None, AdditionalInformation | None]:
+    """As they came in JSON, decoded and not checked yet."""
+    embeds, information = request.prompt_embeds, request.additional_information
+    check_allowed(limits, prompt_embeds=embeds, additional_information=information)
+    return (
+        None if embeds is None else PromptEmbeds(**await asyncio.to_thread(_parts, embeds, "prompt_embeds")),
+        None if information is None else await asyncio.to_thread(_information, information),
+    )
+
+
+def _information(given: AdditionalInformationField) -> AdditionalInformation:
+    entries = {}
+    for name, entry in given.entries.items():
+        tensor = None if entry.tensor is None else Tensor(**_parts(entry.tensor, f"{entry_field(name)}.tensor"))
+        entries[name] = InfoEntry(tensor=tensor, values=None if entry.values is None else [*entry.values])
+    return AdditionalInformation(entries=entries)
+
+
+def _parts(given: TensorField, field: str) -> dict[str, Any]:
+    try:
+        data = base64.b64decode(given.data, validate=True)
+    except ValueError as error:
+        raise InvalidRequest(f"{field}.data: it is not base64.", param=f"{field}.data") from error
+    return {"data": memoryview(data), "shape": tuple(given.shape), "dtype": given.dtype, "sha256": given.sha256}

@@ -1,0 +1,105 @@
+"""Log probabilities in the two shapes that OpenAI gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.api.openai.openai_answers import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
+from weft.text.tokenizer import Tokenizer
+from weft.types import TokenLogprob
+
+LOWEST = -9999.0
+"""JSON has no minus infinity; OpenAI writes this."""
+
+
+def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
+    """By their text, several tokens may have the same name."""
+    return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
+
+
+def chat_logprobs(
+    tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], *, as_ids: bool = False
+) -> ChatLogprobs:
+    def entry(token_id: int, logprob: float) -> TopLogprob:
+        name = token_name(tokenizer, token_id, as_ids)
+        return TopLogprob(name, max(logprob, LOWEST), list(tokenizer.token_bytes(token_id)))
+
+    content = []
+    for token_id, chosen in zip(token_ids, logprobs, strict=True):
+        own = entry(token_id, chosen.logprob)
+        content.append(ChatLogprob(own.token, own.logprob, own.bytes, [entry(*top) for top in chosen.top]))
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> PromptLogprobs:
+    """Of every token but the first: its own figure, and those of the likeliest in its place."""
+
+    def entry(token_id: int, logprob: float) -> tuple[str, PromptLogprob]:
+        return str(token_id), PromptLogprob(max(logprob, LOWEST), tokenizer.token_text(token_id))
+
+    return [
+        None,
+        *(
+            dict([entry(token_id, own.logprob), *(entry(*top) for top in own.top)])
+            for token_id, own in zip(prompt[1:], logprobs, strict=True)
+        ),
+    ]
+
+
+def echoed_logprobs(
+    tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], *, as_ids: bool = False
+) -> tuple[CompletionLogprobs, int]:
+    """The figures of a prompt that stands before its answer, and the offset behind it."""
+    behind_first = len(tokenizer.token_text(prompt[0]))
+    rest, offset = completion_logprobs(tokenizer, prompt[1:], logprobs, behind_first, as_ids=as_ids)
+    return (
+        CompletionLogprobs(
+            tokens=[token_name(tokenizer, prompt[0], as_ids), *rest.tokens],
+            token_logprobs=[None, *rest.token_logprobs],
+            top_logprobs=[None, *rest.top_logprobs],
+            text_offset=[0, *rest.text_offset],
+        ),
+        offset,
+    )
+
+
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        tokens=first.tokens + second.tokens,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+        text_offset=first.text_offset + second.text_offset,
+    )
+
+
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[TokenLogprob],
+    text_offset: int,
+    *,
+    as_ids: bool = False,
+) -> tuple[CompletionLogprobs, int]:
+    """The tokens' figures, the first of them at `text_offset` characters; and the offset behind the last."""
+    tokens = [token_name(tokenizer, token_id, as_ids) for token_id in token_ids]
+    offsets = []
+    for token_id in token_ids:
+        offsets.append(text_offset)
+        text_offset += len(tokenizer.token_text(token_id))
+    chosen = [max(entry.logprob, LOWEST) for entry in logprobs]
+    tops: list[dict[str, float] | None] = [
+        # The chosen token is there even when it is not among the likeliest.
+        {token_name(tokenizer, top_id, as_ids): max(top, LOWEST) for top_id, top in entry.top} | {token: own}
+        for token, own, entry in zip(tokens, chosen, logprobs, strict=True)
+    ]
+    return (
+        CompletionLogprobs(tokens=tokens, token_logprobs=[*chosen], top_logprobs=tops, text_offset=offsets),
+        text_offset,
+    )

@@ -1,0 +1,385 @@
+"""OpenAI's requests to generate, as far as Weft answers them, and Weft's own additions to them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, JsonValue, PlainValidator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
+from typing_extensions import TypedDict
+
+from weft.types import MAX_LOGPROBS
+
+NotYet = Mapping[str, Sequence[object]]
+"""Fields by name, each with the values that ask for nothing and are let through."""
+
+
+def without_empty_fields(value: Any, known: Collection[str], not_yet: NotYet) -> Any:
+    """The object without its nulls and without what asks for nothing; refuses what Weft would have to ignore."""
+    if not isinstance(value, dict):
+        return value
+    kept = {}
+    for name, item in value.items():
+        if name in known:
+            if item is not None:
+                kept[name] = item
+        elif name not in not_yet:
+            raise PydanticCustomError(
+                "unknown_field", "there is no such field.{hint}", {"field": name, "hint": _nearest(name, known)}
+            )
+        elif item is not None and not any(type(item) is type(empty) and item == empty for empty in not_yet[name]):
+            raise PydanticCustomError(
+                "not_supported", "{said} is not supported yet.", {"field": name, "said": _said(item)}
+            )
+    return kept
+
+
+def with_empty_fields(schema: dict[str, Any], not_yet: NotYet) -> None:
+    """Let an object's description say what is taken for nothing: null for a field that may be absent, and for one that
+    is not supported yet whatever asks for nothing."""
+    fields = schema.setdefault("properties", {})
+    for name in fields.keys() - schema.get("required", ()):
+        field = fields[name]
+        if {"type": "null"} not in field.get("anyOf", ()):
+            about = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
+            fields[name] = {"anyOf": [field, {"type": "null"}], **about}
+    fields |= {name: {"enum": [None, *empty], "description": "Not supported yet."} for name, empty in not_yet.items()}
+
+
+def content_text(value: object) -> str:
+    """A message's content: a string, or text parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("it must be a string or a list of text parts.")
+    return "\n".join(_part_text(part, index) for index, part in enumerate(value))
+
+
+def prompts(value: object) -> list[str | list[int]]:
+    """One prompt or several, each a string or a list of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("it must be a string, a list of strings, a list of token ids, or a list of such lists.")
+    if _are_token_ids(value):
+        return [value]
+    if all(isinstance(item, str) for item in value):
+        return value
+    if all(isinstance(item, list) and item and _are_token_ids(item) for item in value):
+        return value
+    raise ValueError("its elements must be all strings, all token ids, or all lists of token ids.")
+
+
+def stop_strings(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise ValueError("it must be a string or a list of strings.")
+
+
+def _are_token_ids(items: list[Any]) -> bool:
+    return all(type(item) is int for item in items)
+
+
+def _part_text(part: object, index: int) -> str:
+    if not isinstance(part, dict):
+        raise ValueError(f"part {index} must be an object with a type.")
+    if part.get("type") != "text":
+        raise ValueError(f"part {index} is of type {part.get('type')!r}; only 'text' is supported yet.")
+    if not isinstance(part.get("text"), str):
+        raise ValueError(f"part {index} has no text.")
+    if other := sorted(part.keys() - {"type", "text"}):
+        raise ValueError(f"part {index} has a field that there is not: {other[0]!r}.")
+    text: str = part["text"]
+    return text
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _said(value: object) -> str:
+    """The value when it is short enough to name."""
+    return repr(value) if isinstance(value, str | int | float) and len(repr(value)) < 40 else "it"
+
+
+SANE_ID = r"^[A-Za-z0-9._-]{1,128}$"
+
+
+class Fields(BaseModel):
+    """An object of a request: strict types, null means absent, no field is ever ignored."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    not_yet: ClassVar[NotYet] = {}
+    """OpenAI's fields that Weft does not support, each with the values that ask for nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_field_is_ignored(cls, value: Any) -> Any:
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        return without_empty_fields(value, known, cls.not_yet)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler(core)
+        with_empty_fields(handler.resolve_ref_schema(schema), cls.not_yet)
+        return schema
+
+
+class TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class PastFunction(Fields):
+    name: str
+    arguments: str = Field("{}", description="JSON, as a string.")
+
+
+class PastCall(Fields):
+    """A tool call that the assistant made earlier."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: PastFunction
+    index: int | None = Field(None, description="Accepted, and without meaning here.")
+
+
+class Message(Fields):
+    not_yet: ClassVar[NotYet] = {
+        "function_call": [],
+        "audio": [],
+        "refusal": [],
+        "annotations": [[]],
+    }
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, PlainValidator(content_text, json_schema_input_type=str | list[TextPart] | None)] = (
+        Field(None, description="Several parts are joined by line ends. Only an assistant's call needs none.")
+    )
+    name: str | None = None
+    tool_calls: list[PastCall] = []
+    tool_call_id: str | None = None
+    reasoning_content: str | None = Field(None, description="What an assistant thought; templates may use it.")
+    reasoning: str | None = Field(None, description="The other name of reasoning_content.")
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("calls", "only an assistant's message has them.", {"field": "tool_calls"})
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("missing", "it must be given.", {"field": "content"})
+        return self
+
+
+TOOL_NAME = r"^[A-Za-z0-9_.:-]{1,64}$"
+
+
+class Function(Fields):
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] = Field({"type": "object", "properties": {}}, description="A JSON schema.")
+    strict: bool | None = Field(None, description="Arguments of a call that is forced always fit the schema.")
+
+
+class Tool(Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Fields):
+    name: str
+
+
+class NamedTool(Fields):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Fields):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field({}, alias="schema")
+    strict: bool | None = Field(None, description="Answers fit the schema whether or not this is set.")
+
+
+class ResponseFormat(Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with the type json_schema, and with no other.")
+        return self
+
+
+class StructuredOutputs(Fields):
+    """What the output must be: exactly one of these."""
+
+    not_yet: ClassVar[NotYet] = {"structural_tag": []}
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="In Lark's notation.")
+    json_object: bool = False
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> Self:
+        asked = [self.json_ is not None, self.regex is not None, self.choice is not None, self.grammar is not None]
+        if sum(asked) + self.json_object != 1:
+            raise ValueError("give exactly one of json, regex, choice, grammar and json_object.")
+        return self
+
+
+class StreamOptions(Fields):
+    not_yet: ClassVar[NotYet] = {"include_obfuscation": [False]}
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="Every chunk tells of the usage so far.")
+
+
+def _within(low: float, high: float | None = None, *, open_low: bool = False) -> dict[str, JsonValue]:
+    """The bounds of a number, for those who read the interface; `SamplingParams.check` is who keeps them."""
+    bounds: dict[str, JsonValue] = {"exclusiveMinimum" if open_low else "minimum": low}
+    return bounds if high is None else bounds | {"maximum": high}
+
+
+_PENALTY = _within(-2, 2)
+_LOGPROBS = _within(0, MAX_LOGPROBS)
+_POSITIVE = _within(1, 2**31 - 1)
+
+
+class GenerationRequest(Fields):
+    """What chat and plain completions have in common."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = Field(1.0, json_schema_extra=_within(0, 100))
+    top_p: float = Field(1.0, json_schema_extra=_within(0, 1, open_low=True))
+    n: int = Field(1, description="Answers to each prompt.", json_schema_extra=_within(1))
+    seed: int | None = Field(None, json_schema_extra=_within(-(2**63), 2**63 - 1))
+    stop: Annotated[tuple[str, ...], PlainValidator(stop_strings, json_schema_input_type=str | list[str] | None)] = ()
+    presence_penalty: float = Field(0.0, json_schema_extra=_PENALTY)
+    frequency_penalty: float = Field(0.0, json_schema_extra=_PENALTY)
+    logit_bias: dict[str, float] = Field({}, description="Token ids, as strings, and what is added to their logits.")
+    user: str | None = Field(None, description="Accepted, and without meaning here.")
+
+    top_k: int = Field(
+        0, description="Keep the k likeliest tokens; 0 or -1: all.", json_schema_extra=_within(-1, 2**31 - 1)
+    )
+    min_p: float = Field(
+        0.0,
+        description="Keep tokens at least this likely, as a share of the likeliest one.",
+        json_schema_extra=_within(0, 1),
+    )
+    repetition_penalty: float = Field(1.0, json_schema_extra=_within(0, 100, open_low=True))
+    stop_token_ids: list[int] = []
+    min_tokens: int = Field(0, json_schema_extra=_within(0, 2**31 - 1))
+    ignore_eos: bool = Field(False, description="Go on behind the model's end of sequence.")
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = Field(
+        None, description="Figures of the prompt's tokens, and so many likely ones.", json_schema_extra=_LOGPROBS
+    )
+    return_token_ids: bool = Field(False, description="The prompt's and the answer's token ids as well.")
+    return_tokens_as_token_ids: bool = Field(
+        False, description="Log probabilities name tokens as token_id:5, and not by their text."
+    )
+    return_timings: bool = Field(False, description="How long it took, with every choice's end.")
+    truncate_prompt_tokens: int | None = Field(
+        None, description="Keep the last so many tokens of a longer prompt; -1: what the context holds."
+    )
+    structured_outputs: StructuredOutputs | None = None
+    priority: int = Field(
+        0, description="Waiting requests of a lower number go first.", json_schema_extra=_within(-(2**31), 2**31 - 1)
+    )
+    cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
+    adapter: str | None = Field(
+        None, description="The name of a LoRA adapter, where it is not the model's; empty: the model as it is."
+    )
+    request_id: str | None = Field(None, pattern=SANE_ID, description="Becomes part of the answer's id.")
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions"""
+
+    not_yet: ClassVar[NotYet] = {
+        "audio": [],
+        "function_call": ["none", "auto"],
+        "functions": [[]],
+        "modalities": [["text"]],
+        "moderation": [],
+        "prediction": [],
+        "prompt_cache_retention": ["in_memory", "in-memory"],
+        "reasoning_effort": [],
+        "service_tier": ["auto", "default"],
+        "store": [False],
+        "verbosity": ["medium"],
+        "web_search_options": [],
+    }
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: int | None = Field(
+        None, description="Without it: up to the end of the context.", json_schema_extra=_POSITIVE
+    )
+    max_completion_tokens: int | None = Field(
+        None, description="The newer name of max_tokens.", json_schema_extra=_POSITIVE
+    )
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, json_schema_extra=_LOGPROBS)
+    metadata: dict[str, str] = Field({}, description="Accepted, and without meaning here.")
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = Field(True, description="False: at most one call an answer.")
+    include_reasoning: bool = Field(True, description="False: what the model thinks is left out.")
+    prompt_cache_key: str | None = Field(None, description="Accepted, and without meaning here.")
+    safety_identifier: str | None = Field(None, description="Accepted, and without meaning here.")
+
+    add_generation_prompt: bool | None = Field(None, description="True unless the final message is continued.")
+    continue_final_message: bool = Field(False, description="The answer goes on where the last message ends.")
+    chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the model's chat template.")
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions"""
+
+    not_yet: ClassVar[NotYet] = {"suffix": [""]}
+
+    prompt: Annotated[
+        list[str | list[int]],
+        PlainValidator(prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
+    max_tokens: int = Field(16, description="0 is allowed with echo.", json_schema_extra=_within(0, 2**31 - 1))
+    logprobs: int | None = Field(None, json_schema_extra=_LOGPROBS)
+    echo: bool = Field(False, description="The prompt stands before the answer, its tokens' figures too.")
+    best_of: int | None = Field(None, description="Accepted when it is n.")
+
+
+class TokenizeRequest(Fields):
+    """POST /tokenize: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = Field(True, description="Of a prompt; a chat template brings its own.")
+    tools: list[Tool] = []
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the model's chat template.")
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Fields):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]

@@ -1,0 +1,154 @@
+"""Answers that a later request may go on from, as far as there is room, and each for its owner alone."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from starlette.datastructures import QueryParams
+
+from weft.api.openai.responses_schema import DeletedResponse, InputItemList
+from weft.api.openai.responses_translate import ChatMessages
+from weft.errors import InvalidRequest
+
+TTL_S = 24 * 3600.0
+
+
+class Kept(Struct, frozen=True, eq=False):
+    answer: bytes
+    """As it was given, in JSON."""
+    input_items: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+    """The conversation up to and with this answer, as chat messages, without instructions."""
+
+
+class _Entry(Struct, frozen=True, eq=False):
+    kept: Kept
+    num_bytes: int
+    expires: float
+
+
+class ResponseStore:
+    """Bounded by entries, by bytes and by time; what was not used for longest goes first."""
+
+    def __init__(
+        self, max_entries: int, max_bytes: int, ttl_s: float = TTL_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def put(self, owner: str, response_id: str, kept: Kept) -> None:
+        """Keep it, unless it is larger than all the room there is."""
+        size = len(kept.answer) + len(msgspec.json.encode([kept.input_items, kept.messages]))
+        now = self._clock()
+        for key in [key for key, entry in self._entries.items() if entry.expires <= now]:
+            self._drop(key)
+        if size > self._max_bytes:
+            return
+        self._entries[owner, response_id] = _Entry(kept, size, now + self._ttl_s)
+        self.num_bytes += size
+        while len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes:
+            self._drop(next(iter(self._entries)))
+
+    def get(self, owner: str, response_id: str) -> Kept | None:
+        entry = self._entries.get((owner, response_id))
+        if entry is None or entry.expires <= self._clock():
+            return None
+        self._entries.move_to_end((owner, response_id))
+        return entry.kept
+
+    def delete(self, owner: str, response_id: str) -> bool:
+        """Whether it was there."""
+        if self.get(owner, response_id) is None:
+            return False
+        self._drop((owner, response_id))
+        return True
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        self.num_bytes -= self._entries.pop(key).num_bytes
+
+
+MAX_LISTED = 100
+
+
+class ResponseNotFound(InvalidRequest):
+    status = 404
+    kind = "response_not_found"
+
+
+class PreviousNotFound(InvalidRequest):
+    kind = "previous_response_not_found"
+
+
+class Shelf:
+    def __init__(self, store: ResponseStore, owner: str) -> None:
+        self._store = store
+        self._owner = owner
+
+    def put(self, response_id: str, kept: Kept) -> None:
+        self._store.put(self._owner, response_id, kept)
+
+    def messages_of(self, response_id: str) -> ChatMessages:
+        """The conversation that a request goes on from."""
+        kept = self._store.get(self._owner, response_id)
+        if kept is None:
+            raise PreviousNotFound(
+                f"There is no response {response_id!r:.100}: it was not kept, or not for so long.",
+                param="previous_response_id",
+            )
+        return kept.messages
+
+    def answer(self, response_id: str, query: QueryParams) -> bytes:
+        if query.get("stream", "false") != "false":
+            raise InvalidRequest("A kept response is not streamed again.", param="stream")
+        return self._found(response_id).answer
+
+    def input_items(self, response_id: str, query: QueryParams) -> InputItemList:
+        items = self._found(response_id).input_items
+        if query.get("order", "desc") != "asc":
+            items = items[::-1]
+        if after := query.get("after"):
+            ids = [item["id"] for item in items]
+            items = items[ids.index(after) + 1 :] if after in ids else []
+        page = items[: _limit(query)]
+        return InputItemList(
+            data=page,
+            first_id=page[0]["id"] if page else "",
+            last_id=page[-1]["id"] if page else "",
+            has_more=len(page) < len(items),
+        )
+
+    def delete(self, response_id: str) -> DeletedResponse:
+        if not self._store.delete(self._owner, response_id):
+            raise _not_found(response_id)
+        return DeletedResponse(id=response_id)
+
+    def _found(self, response_id: str) -> Kept:
+        kept = self._store.get(self._owner, response_id)
+        if kept is None:
+            raise _not_found(response_id)
+        return kept
+
+
+def _limit(query: QueryParams) -> int:
+    text = query.get("limit", "20")
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:4]) <= MAX_LISTED):
+        raise InvalidRequest(f"limit is {text!r:.20}; it must be from 1 to {MAX_LISTED}.", param="limit")
+    return int(text)
+
+
+def _not_found(response_id: str) -> ResponseNotFound:
+    return ResponseNotFound(
+        f"There is no response {response_id!r:.100}: it was not kept, or not for so long.", param="response_id"
+    )

@@ -1,0 +1,236 @@
+"""POST /v1/responses"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from weft.api.body import parse
+from weft.api.error_responses import error_body
+from weft.api.handler import Order
+from weft.api.openai.openai_answers import Output
+from weft.api.openai.openai_schema import Fields
+from weft.api.openai.response_store import Kept, Shelf
+from weft.api.openai.responses_schema import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseAnswer,
+    ResponseFailure,
+    ResponsesRequest,
+    ResponseUsage,
+    output_item,
+    part_of,
+)
+from weft.api.openai.responses_translate import (
+    OWN_NAMES,
+    ChatMessages,
+    answer_message,
+    chat_messages,
+    chat_request,
+    listed_items,
+)
+from weft.api.sse import named_event
+from weft.api.translate import ChatJob, chat_job
+from weft.backends.contract import Engine
+from weft.errors import InvalidRequest, Overloaded, WeftError
+from weft.serving.admission import Seat
+from weft.serving.output_reader import Block, Blocks, Change, Closed, Grown, Kind, Opened
+from weft.serving.served_model import Service
+from weft.types import Delta, FinishReason, Usage
+
+Keep = Callable[[bytes, Sequence[Block]], None]
+"""Is given the finished answer, in JSON and as its blocks."""
+
+_PREFIXES = {Kind.TEXT: "msg", Kind.THINKING: "rs", Kind.CALL: "fc"}
+
+
+class ResponsesWriter:
+    def __init__(self, begun: ResponseAnswer, chat: ChatJob, engine: Engine, keep: Keep) -> None:
+        self.answer_id = begun.id
+        self._begun = begun
+        self._engine = engine
+        self._keep = keep
+        self._blocks = Blocks(chat.reading.reader())
+        self._finish: FinishReason | None = None
+        self._num_events = 0
+        # Numbered before all others, although the first delta is written before the opening is asked for.
+        self._opening = self._event("response.created", response=begun)
+        self._opening += self._event("response.in_progress", response=begun)
+
+    def opening(self) -> bytes:
+        return self._opening
+
+    def chunks(self, index: int, delta: Delta) -> bytes:
+        self._finish = delta.finish
+        changes = self._blocks.push(delta)
+        return b"".join(self._event_of(change) for change in changes)
+
+    def closing(self, usages: Sequence[Usage]) -> bytes:
+        answer = self._finished(usages[0])
+        self._keep(msgspec.json.encode(answer), self._blocks.all)
+        return self._event(f"response.{answer.status}", response=answer)
+
+    def failure(self, error: WeftError) -> bytes:
+        said = error_body(error).error
+        failed = replace(self._begun, status="failed", error=ResponseFailure(_failure_code(error), said.message))
+        return self._event("error", code=said.code, message=said.message, param=said.param) + self._event(
+            "response.failed", response=failed
+        )
+
+    def whole(self, outputs: Sequence[Output]) -> bytes:
+        [output] = outputs
+        self._finish = output.finish
+        self._blocks.push(output.whole)
+        body = msgspec.json.encode(self._finished(output.usage))
+        self._keep(body, self._blocks.all)
+        return body
+
+    def _event_of(self, change: Change) -> bytes:
+        block = change.block
+        match change:
+            case Opened():
+                return self._item_event("response.output_item.added", block, "in_progress") + self._part_event(
+                    "response.content_part.added", block, ""
+                )
+            case Grown(_, text) if block.kind is Kind.TEXT:
+                return self._block_event("response.output_text.delta", block, delta=text, logprobs=[], content_index=0)
+            case Grown(_, text) if block.kind is Kind.THINKING:
+                return self._block_event("response.reasoning_text.delta", block, delta=text, content_index=0)
+            case Grown(_, text):
+                return self._block_event("response.function_call_arguments.delta", block, delta=text)
+            case Closed():
+                return (
+                    self._done_event(block)
+                    + self._part_event("response.content_part.done", block, block.text)
+                    + self._item_event("response.output_item.done", block, self._status(block))
+                )
+
+    def _done_event(self, block: Block) -> bytes:
+        match block.kind:
+            case Kind.TEXT:
+                return self._block_event(
+                    "response.output_text.done", block, text=block.text, logprobs=[], content_index=0
+                )
+            case Kind.THINKING:
+                return self._block_event("response.reasoning_text.done", block, text=block.text, content_index=0)
+            case Kind.CALL:
+                return self._block_event(
+                    "response.function_call_arguments.done", block, name=block.name, arguments=block.text
+                )
+
+    def _item_event(self, name: str, block: Block, status: str) -> bytes:
+        return self._event(name, output_index=block.index, item=output_item(block, self._item_id(block), status))
+
+    def _part_event(self, name: str, block: Block, text: str) -> bytes:
+        """A call has no parts."""
+        if block.kind is Kind.CALL:
+            return b""
+        return self._block_event(name, block, part=part_of(block, text), content_index=0)
+
+    def _block_event(self, event: str, block: Block, /, **fields: object) -> bytes:
+        return self._event(event, item_id=self._item_id(block), output_index=block.index, **fields)
+
+    def _event(self, event: str, /, **fields: object) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return named_event(event, {"type": event, "sequence_number": number, **fields})
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_PREFIXES[block.kind]}_{self.answer_id.removeprefix('resp_')}{block.index:04x}"
+
+    def _status(self, block: Block) -> str:
+        """Of a block that is closed: only the last one can have been cut off."""
+        is_cut = self._finish is FinishReason.LENGTH and block is self._blocks.all[-1]
+        return "incomplete" if is_cut else "completed"
+
+    def _finished(self, usage: Usage) -> ResponseAnswer:
+        is_cut = self._finish is FinishReason.LENGTH
+        return replace(
+            self._begun,
+            status="incomplete" if is_cut else "completed",
+            incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
+            completed_at=None if is_cut else int(time.time()),
+            output=[output_item(block, self._item_id(block), self._status(block)) for block in self._blocks.all],
+            usage=self._usage(usage),
+        )
+
+    def _count(self, text: str) -> int:
+        """0 where tokens are not known."""
+        if not self._engine.abilities.tokens:
+            return 0
+        return len(self._engine.tokenizer.encode(text, add_special_tokens=False))
+
+    def _usage(self, usage: Usage) -> ResponseUsage:
+        thoughts = "".join(block.text for block in self._blocks.all if block.kind is Kind.THINKING)
+        return ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(usage.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(self._count(thoughts) if thoughts else 0),
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        )
+
+
+def _failure_code(error: WeftError) -> str:
+    """The nearest of the codes that there are."""
+    if isinstance(error, Overloaded):
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"
+
+
+async def responses_door(body: bytes, seat: Seat, shelf: Shelf) -> Order:
+    request = await parse(ResponsesRequest, body, seat.config.limits)
+    service = await seat.choose(request.model)
+    service.check_model(request.model)
+    before = shelf.messages_of(request.previous_response_id) if request.previous_response_id else []
+    conversation = [*before, *chat_messages(request.input)]
+    chat = await _chat_job(request, conversation, service)
+    begun = _begun(request)
+
+    def keep(answer: bytes, blocks: Sequence[Block]) -> None:
+        if request.store:
+            items = listed_items(request.input, begun.id.removeprefix("resp_") + "1")
+            shelf.put(begun.id, Kept(answer, items, [*conversation, answer_message(blocks)]))
+
+    return Order(chat.job, ResponsesWriter(begun, chat, service.engine, keep))
+
+
+async def _chat_job(request: ResponsesRequest, conversation: ChatMessages, service: Service) -> ChatJob:
+    try:
+        return await chat_job(chat_request(request, conversation), service)
+    except InvalidRequest as error:
+        error.param = OWN_NAMES.get(error.param or "", error.param)
+        raise
+
+
+def _begun(request: ResponsesRequest) -> ResponseAnswer:
+    choice = request.tool_choice
+    return ResponseAnswer(
+        id=f"resp_{uuid.uuid4().hex}",
+        created_at=int(time.time()),
+        model=request.model,
+        instructions=request.instructions,
+        previous_response_id=request.previous_response_id,
+        max_output_tokens=request.max_output_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        # Clients expect `strict` even when nobody said anything about it.
+        tools=[{"strict": None, **_dumped(tool)} for tool in request.tools],
+        tool_choice=choice if isinstance(choice, str) else _dumped(choice),
+        parallel_tool_calls=request.parallel_tool_calls,
+        text={"format": _dumped(request.text.format) if request.text and request.text.format else {"type": "text"}},
+        reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+        truncation=request.truncation,
+        store=request.store,
+        metadata=request.metadata,
+        user=request.user,
+    )
+
+
+def _dumped(fields: Fields) -> dict[str, Any]:
+    return fields.model_dump(by_alias=True, exclude_none=True)

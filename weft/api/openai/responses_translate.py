@@ -1,0 +1,161 @@
+"""A request to /v1/responses as the chat request that asks for the same; its items as messages, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from weft.api.openai.openai_schema import ChatRequest
+from weft.api.openai.responses_schema import (
+    AnyItem,
+    AnyPart,
+    ChosenFunction,
+    FunctionCall,
+    FunctionCallOutput,
+    FunctionTool,
+    InputMessage,
+    PastReasoning,
+    ResponsesRequest,
+    TextFormat,
+)
+from weft.serving.output_reader import Block, Kind
+
+ChatMessages = list[dict[str, Any]]
+
+OWN_NAMES = {
+    "chat_template_kwargs": "reasoning.effort",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+    "truncate_prompt_tokens": "truncation",
+}
+"""What the fields of the chat request are called here."""
+
+
+def chat_request(request: ResponsesRequest, conversation: ChatMessages) -> ChatRequest:
+    """`conversation`: all of it but this request's instructions."""
+    system = [{"role": "system", "content": request.instructions}] if request.instructions is not None else []
+    effort = request.reasoning.effort if request.reasoning else None
+    return ChatRequest.model_validate(
+        {
+            "model": request.model,
+            "messages": system + conversation,
+            "max_completion_tokens": request.max_output_tokens,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "seed": request.seed,
+            "stream": request.stream,
+            "tools": [_tool(tool) for tool in request.tools],
+            "tool_choice": _tool_choice(request),
+            "parallel_tool_calls": request.parallel_tool_calls,
+            "response_format": _format(request.text.format) if request.text and request.text.format else None,
+            "chat_template_kwargs": {"reasoning_effort": effort} if effort is not None else {},
+            "truncate_prompt_tokens": -1 if request.truncation == "auto" else None,
+            "priority": request.priority,
+            "cache_salt": request.cache_salt,
+        }
+    )
+
+
+def chat_messages(items: Sequence[AnyItem]) -> ChatMessages:
+    """Reasoning, text and calls of an assistant that follow one another are one message, as they were one answer."""
+    messages: ChatMessages = []
+    turn: dict[str, Any] | None = None
+    """The assistant's message while it may still grow: the last of them."""
+    for item in items:
+        match item:
+            case InputMessage(role="assistant"):
+                if turn is None or turn["content"] is not None:
+                    turn = _begun(messages)
+                turn["content"] = _text(item.content)
+            case PastReasoning():
+                turn = _begun(messages)
+                turn["reasoning_content"] = "".join(part.text for part in item.content or item.summary)
+            case FunctionCall():
+                if turn is None:
+                    turn = _begun(messages)
+                turn["tool_calls"].append(_call(item.call_id, item.name, item.arguments))
+            case InputMessage():
+                turn = None
+                messages.append({"role": item.role, "content": _text(item.content)})
+            case FunctionCallOutput():
+                turn = None
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+    for message in messages:
+        # Reasoning alone, or a call alone, has no text.
+        message["content"] = message["content"] or ""
+    return messages
+
+
+def answer_message(blocks: Sequence[Block]) -> dict[str, Any]:
+    """An answer as the message that it is for the next request."""
+
+    def text_of(kind: Kind) -> str:
+        return "".join(block.text for block in blocks if block.kind is kind)
+
+    return {
+        "role": "assistant",
+        "content": text_of(Kind.TEXT),
+        "reasoning_content": text_of(Kind.THINKING) or None,
+        "tool_calls": [_call(block.call_id, block.name, block.text) for block in blocks if block.kind is Kind.CALL],
+    }
+
+
+def listed_items(items: Sequence[AnyItem], id_suffix: str) -> list[dict[str, Any]]:
+    """The input as GET /v1/responses/{id}/input_items shows it: every item has an id."""
+    return [
+        {"id": f"{_PREFIXES[item.type]}_{id_suffix}{number:04x}", "status": "completed"}
+        | item.model_dump(exclude_none=True, exclude={"content", "output"})
+        | _listed_content(item)
+        for number, item in enumerate(items)
+    ]
+
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def _listed_content(item: AnyItem) -> dict[str, Any]:
+    match item:
+        case FunctionCallOutput():
+            return {"output": _text(item.output)}
+        case PastReasoning():
+            return {"content": [{"type": "reasoning_text", "text": part.text} for part in item.content]}
+        case InputMessage(role="assistant"):
+            return {"content": [{"type": "output_text", "text": part.text, "annotations": []} for part in item.content]}
+        case InputMessage():
+            return {"content": [{"type": "input_text", "text": part.text} for part in item.content]}
+        case FunctionCall():
+            return {}
+
+
+def _begun(messages: ChatMessages) -> dict[str, Any]:
+    messages.append({"role": "assistant", "content": None, "tool_calls": []})
+    return messages[-1]
+
+
+def _text(parts: Sequence[AnyPart]) -> str:
+    return "\n".join(part.text for part in parts)
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"})}
+
+
+def _tool_choice(request: ResponsesRequest) -> str | dict[str, Any]:
+    choice = request.tool_choice
+    if isinstance(choice, ChosenFunction):
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice
+
+
+def _format(asked: TextFormat) -> dict[str, Any]:
+    if asked.schema_ is None:
+        return {"type": asked.type}
+    schema = {"name": asked.name, "description": asked.description, "schema": asked.schema_, "strict": asked.strict}
+    return {"type": asked.type, "json_schema": schema}

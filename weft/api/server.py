@@ -1,0 +1,233 @@
+"""A server's life: bind, start, serve, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from weft import logs
+from weft.api.app import gated_app
+from weft.api.http_protocol import protocol_factory
+from weft.api.middleware import is_loopback
+from weft.backends.contract import Engine, Roster
+from weft.config import Config, ServerOptions
+from weft.errors import ConfigError, EngineFault, WeftError
+from weft.serving.admission import Gate
+
+if TYPE_CHECKING:
+    from weft.api.grpc.grpc_server import RpcServer
+
+log = logging.getLogger(__name__)
+
+EngineFactory = Callable[[], Awaitable[Engine]]
+StartGate = Callable[[Gate], Coroutine[Any, Any, None]]
+
+FAREWELL_S = 2
+"""How long aborted requests have to tell their clients so, and connections to close."""
+
+MAX_FILES = 65536
+"""Open at the same time, where the operating system lets the process have so many."""
+
+
+def serve(engine_factory: EngineFactory, config: Config) -> None:
+    """Serve one model until a signal says stop. Raises ConfigError when the address cannot be had, and what kept the
+    engine from starting."""
+
+    async def start(gate: Gate) -> None:
+        gate.open(await engine_factory())
+
+    _serve(start, config)
+
+
+def serve_models(roster: Roster, config: Config) -> None:
+    """The same for several models. What keeps one of them from starting is no error here."""
+
+    async def start(gate: Gate) -> None:
+        await gate.fleet.start()
+
+    _serve(start, config, roster)
+
+
+def _serve(start: StartGate, config: Config, roster: Roster | None = None) -> None:
+    logs.set_up(config.server.log_level, form=config.server.log_format)
+    check_reach(config.server)
+    allow_many_connections()
+    with bind(config.server.host, config.server.port) as listener:
+        life = _Life(config, listener, roster)
+        with asyncio.Runner(loop_factory=life.loop_factory) as runner:
+            runner.run(life.live(start))
+
+
+def check_reach(options: ServerOptions) -> None:
+    """Raise ConfigError for an address that others can reach, when everybody could come in."""
+    if options.api_key or options.api_key_file or options.insecure or is_loopback(options.host):
+        return
+    raise ConfigError(
+        f"--host {options.host} lets other machines in, and no API key is set.",
+        hint="Set --api-key-file, --api-key or WEFT_API_KEY, or --insecure if that is what you want.",
+    )
+
+
+def allow_many_connections() -> None:
+    """Each is an open file, and shells allow a process only 1024 until it asks for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
+        allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"{host!r} is no address of this machine: {error.strerror}.", hint="Set --host.") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"Port {port} of {host} is taken by another program.",
+                hint="Stop that one, or choose another port with --port (0: any free one).",
+            ) from error
+        raise ConfigError(
+            f"Cannot listen on {host}, port {port}: {error.strerror}.", hint="Set --host or --port."
+        ) from error
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Signals are `_Life`'s: uvicorn would close the door before the requests inside are done."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Life:
+    def __init__(self, config: Config, listener: socket.socket, roster: Roster | None) -> None:
+        self._config = config
+        self._listener = listener
+        self._gate = Gate(config, roster)
+        options = uvicorn.Config(
+            gated_app(self._gate),
+            http=protocol_factory(config),  # type: ignore[arg-type]
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=FAREWELL_S,
+        )
+        self.loop_factory = options.get_loop_factory()
+        self._server = _Server(options)
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def live(self, start: StartGate) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
+        began = time.monotonic()
+        rpc = await self._open_rpc()
+        http = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        http.add_done_callback(lambda _: self._stop.set())
+        try:
+            if await self._start(start):
+                self._announce(time.monotonic() - began)
+                if rpc is not None:
+                    log.info("gRPC answers on port %d", rpc.port)
+                await self._stop.wait()
+                await self._drain()
+        finally:
+            await self._gate.close()
+            self._server.should_exit = True
+            if rpc is not None:
+                await rpc.stop(FAREWELL_S)
+            await http
+            if self._gate.traces is not None:
+                await asyncio.to_thread(self._gate.traces.close)
+
+    async def _open_rpc(self) -> RpcServer | None:
+        if not self._config.grpc.grpc:
+            return None
+        from weft.api.grpc.grpc_server import serve_rpc
+
+        return await serve_rpc(self._gate, self._config)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+    def _reload(self) -> None:
+        for keys in (self._gate.keys, self._gate.admin_keys):
+            try:
+                log.info("keys were read again: %d", keys.reload())
+            except ConfigError as error:
+                log.error("the keys stay as they were: %s", error)
+        if self._gate.fleet.has_many:
+            try:
+                self._gate.fleet.reload()
+            except ConfigError as error:
+                log.error("the models stay as they were: %s", error)
+
+    async def _start(self, start: StartGate) -> bool:
+        """False when the word to stop came first."""
+        starting = asyncio.create_task(start(self._gate))
+        stopping = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait({starting})
+            if starting.cancelled():
+                return False
+        try:
+            starting.result()
+        except WeftError:
+            raise
+        except Exception as error:
+            log.exception("the engine did not start")
+            raise EngineFault(f"The engine did not start: {type(error).__name__}: {error}.") from error
+        return True
+
+    def _announce(self, seconds: float) -> None:
+        names = ", ".join(slot.name for slot in self._gate.fleet.slots)
+        host, port = self._listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        sys.stdout.write(f"Weft serves {names} at http://{shown}:{port} (ready in {seconds:.1f} s)\n")
+        sys.stdout.flush()
+        # What is there by now stays to the end: looking for garbage in it would only make streams stutter.
+        gc.collect()
+        gc.freeze()
+
+    async def _drain(self) -> None:
+        """Let the requests inside finish, for a while; then end them."""
+        self._gate.drain()
+        log.info("draining: running requests have %g s", self._config.server.drain_timeout_s)
+        done = asyncio.create_task(self._gate.empty())
+        now = asyncio.create_task(self._stop_now.wait())
+        await asyncio.wait(
+            {done, now}, timeout=self._config.server.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        now.cancel()
+        self._gate.abort()
+        await asyncio.wait({done}, timeout=FAREWELL_S)
+        done.cancel()

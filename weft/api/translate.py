@@ -1,0 +1,440 @@
+"""The one place where a parsed request becomes prompts, as its engine takes them, and sampling parameters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, GenerationRequest, Message, NamedTool, Tool
+from weft.backends.contract import (
+    ChatPrompt,
+    ChatStyles,
+    Conversation,
+    Engine,
+    Prompt,
+    not_taken,
+    text_prompt,
+    tokens_of,
+    tokens_unknown,
+)
+from weft.errors import InvalidRequest
+from weft.serving.output_reader import Reading
+from weft.serving.request import Job
+from weft.serving.served_model import Service
+from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, ToolCalls, ToolSpec
+from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
+from weft.text.parsers.styles import ToolStyle
+from weft.types import SamplingParams, check_token_ids
+
+
+class Toolbox(Struct, frozen=True):
+    offered: list[Tool] = []
+    """The tools that the model is told of."""
+    style: ToolStyle | None = None
+    """None: no calls are looked for."""
+    named: Tool | None = None
+    """The one that must be called."""
+    must_call: bool = False
+    """One of them must be called."""
+
+
+def toolbox(request: ChatRequest, styles: ChatStyles, *, is_read: bool = False) -> Toolbox:
+    """`is_read`: the engine finds the calls itself, and no style is needed."""
+    choice = request.tool_choice
+    names = [tool.function.name for tool in request.tools]
+    if len(set(names)) < len(names):
+        raise InvalidRequest("Two tools have the same name.", param="tools")
+    if not request.tools:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice asks for a call, and there are no tools.", param="tool_choice")
+        return Toolbox()
+    if choice == "none":
+        return Toolbox()
+    if styles.tools is None and not is_read:
+        raise InvalidRequest(
+            "It is not known how this model writes tool calls.",
+            hint="The operator can say it with --tool-style.",
+            param="tools",
+        )
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in names:
+            raise InvalidRequest(f"There is no tool {choice.function.name!r:.100}.", param="tool_choice")
+        named = request.tools[names.index(choice.function.name)]
+        return Toolbox(request.tools, styles.tools, named, True)
+    return Toolbox(request.tools, styles.tools, None, choice == "required")
+
+
+def structured_shape(request: GenerationRequest) -> GrammarSpec | None:
+    asked, field = request.structured_outputs, "structured_outputs"
+    if asked is None:
+        return None
+    if asked.json_ is not None:
+        return JsonSchema(schema=_schema(asked.json_, f"{field}.json"), param=f"{field}.json")
+    if asked.regex is not None:
+        return Regex(pattern=asked.regex, param=f"{field}.regex")
+    if asked.choice is not None:
+        return Choice(options=asked.choice, param=f"{field}.choice")
+    if asked.grammar is not None:
+        return Lark(text=asked.grammar, param=f"{field}.grammar")
+    return JsonObject(param=field)
+
+
+def chat_shape(request: ChatRequest, tools: Toolbox) -> GrammarSpec | None:
+    asked = [shape for shape in (_response_format(request), structured_shape(request)) if shape is not None]
+    if len(asked) > 1:
+        raise InvalidRequest("response_format and structured_outputs both say what to write.", param="response_format")
+    if asked and tools.must_call:
+        raise InvalidRequest("A call that is forced leaves no room for another format.", param=asked[0].param)
+    if asked:
+        return asked[0]
+    if tools.style is None:
+        return None
+    return _calls(request, tools, at_least_one=True) if tools.must_call else _strict_calls(request, tools)
+
+
+def _response_format(request: ChatRequest) -> GrammarSpec | None:
+    asked = request.response_format
+    if asked is None or asked.type == "text":
+        return None
+    if asked.json_schema is None:
+        return JsonObject(param="response_format")
+    return JsonSchema(schema=asked.json_schema.schema_, param="response_format.json_schema.schema")
+
+
+def _strict_calls(request: ChatRequest, tools: Toolbox) -> GrammarSpec | None:
+    """Nothing is forced, but a call must fit the schema of a tool that says so."""
+    return _calls(request, tools, at_least_one=False) if any(tool.function.strict for tool in tools.offered) else None
+
+
+def _calls(request: ChatRequest, tools: Toolbox, *, at_least_one: bool) -> ToolCalls:
+    assert tools.style is not None
+    callable_tools = [tools.named] if tools.named is not None else tools.offered
+    return ToolCalls(
+        shape=tools.style.shape,
+        tools=[ToolSpec(name=tool.function.name, parameters=tool.function.parameters) for tool in callable_tools],
+        at_least_one=at_least_one,
+        parallel=request.parallel_tool_calls and tools.named is None,
+    )
+
+
+def _schema(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
+    """Some clients send the schema as JSON text."""
+    try:
+        schema = msgspec.json.decode(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise InvalidRequest(f"The schema is not valid JSON: {error}.", param=param) from error
+    if not isinstance(schema, dict):
+        raise InvalidRequest("The schema must be a JSON object.", param=param)
+    return schema
+
+
+LONG_PROMPT = 2000
+"""Characters, or token ids. Above this prompts are encoded in a thread: the streams of others go on meanwhile."""
+
+
+class ChatJob(Struct, frozen=True, kw_only=True):
+    job: Job
+    reading: Reading
+    truncated_tokens: int
+    """What was cut from the prompt's beginning, because the request allowed it."""
+
+
+class CompletionJob(Struct, frozen=True, kw_only=True):
+    job: Job
+    truncated_tokens: int
+
+
+async def chat_job(request: ChatRequest, service: Service) -> ChatJob:
+    engine = service.engine
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    _check_continued(request)
+    _check_tokens(request, engine)
+    tools = toolbox(request, engine.styles, is_read=not engine.abilities.tokens)
+    prompt: Prompt
+    if engine.abilities.tokens:
+        # The template is rendered by another process, and its answer waited for.
+        chat = await asyncio.to_thread(_chat_prompt, request, tools, engine)
+        prompt, reading = chat.token_ids, _reading(request, tools, chat.text, engine.styles.reasoning)
+    else:
+        prompt, reading = _conversation(request, tools), _reading(request, tools)
+    params = _params(
+        request,
+        max_tokens=_chat_max_tokens(request),
+        logprobs=request.top_logprobs or 0 if request.logprobs else None,
+        prompt_logprobs=request.prompt_logprobs,
+        grammar=await service.grammar_of(chat_shape(request, tools), reading.thinking),
+        engine=engine,
+    )
+    prompts, truncated = _truncated([prompt], request, params, engine)
+    job = _job(request, prompts, params, service, reading.markers)
+    return ChatJob(job=job, reading=reading, truncated_tokens=truncated)
+
+
+async def completion_job(request: CompletionRequest, service: Service) -> CompletionJob:
+    engine = service.engine
+    if request.best_of is not None and request.best_of != request.n:
+        raise InvalidRequest("best_of other than n is not supported.", param="best_of")
+    _check_tokens(request, engine)
+    grammar = await service.grammar_of(structured_shape(request))
+    params = _params(
+        request,
+        # Nothing behind the prompt is wanted: the one token that the engine must make is not shown.
+        max_tokens=1 if request.echo and request.max_tokens == 0 else request.max_tokens,
+        logprobs=request.logprobs,
+        prompt_logprobs=_prompt_logprobs(request),
+        grammar=grammar,
+        engine=engine,
+    )
+    if sum(map(len, request.prompt)) > LONG_PROMPT:
+        given = await asyncio.to_thread(_prompts, request.prompt, engine)
+    else:
+        given = _prompts(request.prompt, engine)
+    if not all(given):
+        raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
+    prompts, truncated = _truncated(given, request, params, engine)
+    return CompletionJob(job=_job(request, prompts, params, service), truncated_tokens=truncated)
+
+
+def template_message(message: Message) -> dict[str, Any]:
+    """As chat templates read it: the arguments of calls are no JSON text but what it says."""
+    fields = passed_message(message)
+    for call in fields.get("tool_calls", ()):
+        call["function"]["arguments"] = _arguments(call["function"]["arguments"])
+    return fields
+
+
+def passed_message(message: Message) -> dict[str, Any]:
+    # Chat templates, and many a server, know the developer by the older name.
+    fields: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": message.content or "",
+    }
+    if message.name is not None:
+        fields["name"] = message.name
+    if message.tool_call_id is not None:
+        fields["tool_call_id"] = message.tool_call_id
+    if reasoning := message.reasoning_content or message.reasoning:
+        fields["reasoning_content"] = reasoning
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.id,
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
+            }
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
+    return [tool.model_dump(exclude_none=True) for tool in tools]
+
+
+def _arguments(text: str) -> Any:
+    """Templates write arguments as JSON themselves; what is no JSON object is left as it is."""
+    try:
+        value = msgspec.json.decode(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _check_tokens(request: GenerationRequest, engine: Engine) -> None:
+    """Raise InvalidRequest for a field that needs tokens which are not known."""
+    asked = {
+        "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
+        "echo": isinstance(request, CompletionRequest) and request.echo,
+    }
+    for field, is_asked in asked.items():
+        if is_asked and not engine.abilities.tokens:
+            raise tokens_unknown(engine, field, field)
+    if request.return_token_ids and not engine.abilities.answer_tokens:
+        field = "return_token_ids"
+        helps = "answer_tokens" in engine.abilities.with_tokenizer
+        raise tokens_unknown(engine, field, field) if helps else not_taken(engine.name, field)
+
+
+def _check_continued(request: ChatRequest) -> None:
+    continues = request.continue_final_message
+    if continues and request.messages[-1].role != "assistant":
+        raise InvalidRequest("Only an assistant's message can be continued.", param="continue_final_message")
+    if continues and request.add_generation_prompt:
+        raise InvalidRequest(
+            "add_generation_prompt begins a new message; continue_final_message goes on with the last.",
+            param="add_generation_prompt",
+        )
+
+
+def _begins_answer(request: ChatRequest) -> bool:
+    asked = request.add_generation_prompt
+    return not request.continue_final_message if asked is None else asked
+
+
+def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> ChatPrompt:
+    return engine.encode_chat(
+        [template_message(message) for message in request.messages],
+        tools=template_tools(tools.offered) or None,
+        add_generation_prompt=_begins_answer(request),
+        continue_final_message=request.continue_final_message,
+        template_variables=request.chat_template_kwargs,
+    )
+
+
+def _conversation(request: ChatRequest, tools: Toolbox) -> Conversation:
+    choice = request.tool_choice
+    return Conversation(
+        messages=[passed_message(message) for message in request.messages],
+        tools=template_tools(tools.offered),
+        tool_choice=choice.model_dump() if isinstance(choice, NamedTool) else choice,
+        parallel_tool_calls=request.parallel_tool_calls,
+        add_generation_prompt=_begins_answer(request),
+        continue_final_message=request.continue_final_message,
+        template_variables=request.chat_template_kwargs,
+    )
+
+
+def _reading(
+    request: ChatRequest, tools: Toolbox, prompt_text: str | None = None, reasoning: ReasoningStyle | None = None
+) -> Reading:
+    """Without the prompt's text: whoever renders it reads the answer too."""
+    return Reading(
+        tools=tools.style,
+        declared=tuple(tool.function.name for tool in tools.offered),
+        most_calls=None if request.parallel_tool_calls else 1,
+        reasoning=reasoning,
+        reasoning_opened=reasoning is not None and opens_reasoning(reasoning, (prompt_text or "")[-100:]),
+        with_reasoning=request.include_reasoning,
+        is_read=prompt_text is None,
+        is_named_call=tools.named is not None,
+    )
+
+
+def _prompts(prompts: list[str | list[int]], engine: Engine) -> list[Prompt]:
+    return [
+        given_tokens(given, engine, "prompt") if isinstance(given, list) else text_prompt(engine, given)
+        for given in prompts
+    ]
+
+
+def given_tokens(token_ids: list[int], engine: Engine, param: str) -> list[int]:
+    """Token ids of a client, where the engine can take them."""
+    if not engine.abilities.tokens:
+        raise tokens_unknown(engine, "Token ids instead of text", param)
+    check_token_ids(token_ids, engine.model.logits_width, param)
+    return token_ids
+
+
+def _truncated(
+    prompts: Sequence[Prompt], request: GenerationRequest, params: SamplingParams, engine: Engine
+) -> tuple[Sequence[Prompt], int]:
+    """The prompts within the length that the request allows, and how many tokens were cut off in all."""
+    longest = request.truncate_prompt_tokens
+    if longest is None:
+        return prompts, 0
+    room = engine.model.max_model_len - (params.max_tokens or 1)
+    if longest == -1:
+        longest = room
+    if not 1 <= longest <= engine.model.max_model_len:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens is {request.truncate_prompt_tokens}; it must be -1, or from 1 to "
+            f"{engine.model.max_model_len}.",
+            param="truncate_prompt_tokens",
+        )
+    whole = [tokens_of(prompt) for prompt in prompts]
+    kept = [prompt[-longest:] for prompt in whole]
+    return kept, sum(map(len, whole)) - sum(map(len, kept))
+
+
+def _job(
+    request: GenerationRequest,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    service: Service,
+    markers: tuple[str, ...] = (),
+) -> Job:
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
+    if request.n < 1:
+        raise InvalidRequest(f"n is {request.n}; it must be at least 1.", param="n")
+    num_choices, most = len(prompts) * request.n, max(service.limits.max_n, service.limits.max_prompts)
+    if num_choices > most:
+        raise InvalidRequest(
+            f"{len(prompts)} prompts with n = {request.n} are {num_choices} answers; at most {most} in one request.",
+            hint="The operator's settings are --max-n and --max-prompts.",
+            param="n",
+        )
+    return Job(
+        prompts=prompts,
+        params=params,
+        n=request.n,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        adapter=service.adapter_for(request.model, request.adapter),
+        model_name=request.model,
+        stream=request.stream,
+        markers=markers,
+    )
+
+
+def _params(
+    request: GenerationRequest,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    grammar: str,
+    engine: Engine,
+) -> SamplingParams:
+    params = SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=0 if request.top_k == -1 else request.top_k,
+        min_p=request.min_p,
+        seed=request.seed,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=request.repetition_penalty,
+        logit_bias={_token_id(key): bias for key, bias in request.logit_bias.items()},
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens,
+        stop=request.stop,
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        include_stop_str_in_output=request.include_stop_str_in_output,
+        skip_special_tokens=request.skip_special_tokens,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
+    )
+    params.check()
+    if engine.abilities.tokens:
+        params.check_token_ids(engine.model.logits_width)
+    return params
+
+
+def _prompt_logprobs(request: CompletionRequest) -> int | None:
+    """An echoed prompt has figures whenever the answer has."""
+    echoed = request.logprobs if request.echo else None
+    asked = request.prompt_logprobs
+    return max(echoed, asked) if echoed is not None and asked is not None else echoed if asked is None else asked
+
+
+def _chat_max_tokens(request: ChatRequest) -> int | None:
+    old, new = request.max_tokens, request.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest(
+            f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same.", param="max_tokens"
+        )
+    return old if new is None else new
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) < 20):
+        raise InvalidRequest(f"logit_bias has the key {key!r:.40}; keys are token ids.", param="logit_bias")
+    return int(key)

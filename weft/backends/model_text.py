@@ -1,0 +1,138 @@
+"""A model's words, on this side of whatever engine computes with its tokens: tokenizer, chat template, and the checks
+that every prompt passes before an engine sees it."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from weft.backends.contract import PLAIN_TERMS, ChatPrompt, ChatStyles, Terms
+from weft.checkpoint.model_files import ModelFiles
+from weft.checkpoint.tokenizer_assets import text_assets
+from weft.config import ModelOptions
+from weft.errors import ContextTooLong, InvalidRequest
+from weft.text.chat_template import ChatTemplate, without_tools
+from weft.text.parsers.styles import reasoning_style, tool_style
+from weft.text.tokenizer import Tokenizer
+from weft.types import Adapter, ModelInfo, Request, SamplingParams, check_priority, check_token_ids
+
+STYLE_IN_WORDS = "hermes"
+"""How a model writes calls that was told of its tools by its system message."""
+
+
+class TextRoom:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, styles: ChatStyles) -> None:
+        self.tokenizer = tokenizer
+        self.styles = styles
+        self._template = template
+
+    def close(self) -> None:
+        if self._template is not None:
+            self._template.close()
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        if self._template is None:
+            raise InvalidRequest(
+                "This model has no chat template, so it does not know what a conversation looks like.",
+                hint="Send a plain prompt to /v1/completions instead.",
+            )
+        if not self._template.knows_tools and self.styles.tools is not None:
+            messages, tools = without_tools(messages, tools, self.styles.tools.shape), None
+        text = self._template.render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            extra=template_variables or {},
+        )
+        return ChatPrompt(text, self.tokenizer.encode(text, add_special_tokens=False))
+
+    def request_of(
+        self,
+        model: ModelInfo,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        terms: Terms = PLAIN_TERMS,
+        *,
+        sibling_of: str = "",
+        adapter: Adapter | None = None,
+    ) -> Request:
+        """The request as an engine of this model sees it, with every default resolved. Raises InvalidRequest."""
+        check_prompt(model, prompt_token_ids, params)
+        check_priority(terms.priority)
+        room = model.max_model_len - len(prompt_token_ids)
+        ends = () if params.ignore_eos else self.tokenizer.eos_token_ids
+        return Request(
+            request_id=terms.request_id or uuid.uuid4().hex,
+            prompt_token_ids=prompt_token_ids,
+            params=replace(
+                params,
+                max_tokens=min(params.max_tokens or room, room),
+                seed=secrets.randbits(63) if params.seed is None else params.seed,
+            ),
+            stop_token_ids=list(dict.fromkeys((*ends, *params.stop_token_ids))),
+            cache_salt=terms.cache_salt,
+            priority=terms.priority,
+            tenant=terms.tenant,
+            sibling_of=sibling_of,
+            adapter=adapter,
+        )
+
+
+def open_text_room(files: ModelFiles, options: ModelOptions) -> TextRoom:
+    """Reads the model's tokenizer and template: takes a while, and may well run in a thread."""
+    assets = text_assets(files)
+    tokenizer = Tokenizer.from_assets(assets)
+    template = ChatTemplate.from_assets(assets, tokenizer) if assets.chat_template else None
+    return TextRoom(tokenizer, template, _styles_of(options, template))
+
+
+def check_prompt(model: ModelInfo, prompt_token_ids: list[int], params: SamplingParams) -> None:
+    """Raise InvalidRequest for what this model cannot answer."""
+    params.check()
+    params.check_token_ids(model.logits_width)
+    check_token_ids(prompt_token_ids, model.logits_width, "prompt")
+    length = len(prompt_token_ids)
+    if length == 0:
+        raise InvalidRequest("The prompt is empty.", param="prompt")
+    if length >= model.max_model_len:
+        raise ContextTooLong(
+            f"The prompt has {length} tokens; this model's context is {model.max_model_len} tokens, "
+            "and at least one is needed for the answer.",
+            hint="Shorten the prompt, or serve with a larger --max-model-len.",
+            param="prompt",
+        )
+    if params.max_tokens is not None and length + params.max_tokens > model.max_model_len:
+        raise ContextTooLong(
+            f"The prompt has {length} tokens and max_tokens is {params.max_tokens}; together they exceed "
+            f"this model's context of {model.max_model_len} tokens.",
+            hint=f"Ask for {model.max_model_len - length} tokens or fewer.",
+            param="max_tokens",
+        )
+    if params.min_tokens > model.max_model_len - length:
+        raise InvalidRequest(
+            f"min_tokens is {params.min_tokens}; the context has room for {model.max_model_len - length} more.",
+            param="min_tokens",
+        )
+
+
+def _styles_of(options: ModelOptions, template: ChatTemplate | None) -> ChatStyles:
+    source = template.source if template is not None else None
+    in_words = template is not None and not template.knows_tools
+    tools, reasoning = options.tool_style, options.reasoning_style
+    return ChatStyles(
+        tool_style((STYLE_IN_WORDS if in_words else None) if tools == "auto" else tools, source),
+        reasoning_style(None if reasoning == "auto" else reasoning, source),
+    )

@@ -1,0 +1,350 @@
+"""From a peer's chunks to deltas."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from weft.backends.contract import Deltas, ReadDelta
+from weft.backends.openai_server.chunks import (
+    CallDelta,
+    ChatChoice,
+    ChatChunk,
+    ChatDelta,
+    PeerUsage,
+    TextChoice,
+    TextChunk,
+    prompt_figures,
+    read,
+)
+from weft.backends.openai_server.http_client import EventStream
+from weft.backends.openai_server.peer_errors import Lost, error_in_stream, finish_of
+from weft.backends.openai_server.requests import Question
+from weft.errors import EngineFault, WeftError
+from weft.text.detokenizer import OutputText
+from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Piece, Reasoning
+from weft.types import Delta, Event, FinishReason, Request, TokenLogprob, Usage
+
+FINISHES = {
+    "stop": FinishReason.STOP,
+    "tool_calls": FinishReason.STOP,
+    "function_call": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORT,
+    "timeout": FinishReason.TIMEOUT,
+}
+
+GoOn = Callable[[list[int]], Question | None]
+"""What to ask to go on behind these tokens; None: that cannot be asked."""
+
+
+class Answer(Protocol):
+    """One answer on its way."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has anything of it."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over on this side, whatever the peer would still send."""
+
+    def take(self, data: bytes) -> Delta | None:
+        """What a chunk adds; the last delta is held back. Raises Lost."""
+
+    def last(self) -> Delta | None:
+        """With `finish`; None while no chunk has told how it ended."""
+
+    def rest(self) -> Question | None:
+        """What to ask for the rest of it, after the connection broke; None: it cannot be had."""
+
+
+class TokenAnswer:
+    """Of token ids: stop strings, text and usage are made here, as with every engine of tokens."""
+
+    def __init__(self, text: OutputText, request: Request, go_on: GoOn) -> None:
+        self._text = text
+        self._request = request
+        self._go_on = go_on
+        self._stops = frozenset(request.stop_token_ids)
+        self._delivered: list[int] = []
+        self._num_cached = 0
+        self._is_continued = False
+        """The peer takes a part of the answer for its prompt, and finds that in its cache. How long the first part
+        waited is not told."""
+        self._queue_seconds: float | None = None
+        self._last: Delta | None = None
+        self._peer_ended = False
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._delivered)
+
+    @property
+    def ended(self) -> bool:
+        return self._text.ended and not self._peer_ended
+
+    def take(self, data: bytes) -> Delta | None:
+        chunk = read(data, TextChunk)
+        if chunk.usage is not None:
+            self._num_cached = 0 if self._is_continued else chunk.usage.usage().cached_tokens
+        for choice in chunk.choices:
+            self._queue_seconds = None if self._is_continued else _queue_seconds(choice)
+            if not self._text.ended:
+                return self._taken(choice)
+        return None
+
+    def last(self) -> Delta | None:
+        if self._last is None and len(self._delivered) == self._request.params.max_tokens:
+            # All that was asked for has come, if not the word that it was all.
+            self._last = self._text.push([Event(request_id="", finish=FinishReason.LENGTH)])
+        if self._last is None:
+            return None
+        usage = replace(self._last.usage, cached_tokens=self._num_cached)
+        return replace(self._last, usage=usage, queue_seconds=self._queue_seconds)
+
+    def rest(self) -> Question | None:
+        self._is_continued = True
+        return self._go_on(self._delivered)
+
+    def _taken(self, choice: TextChoice) -> Delta | None:
+        if choice.token_ids is None and choice.text:
+            raise Lost("it does not tell the ids of its tokens: a newer version may, or leave --tokenizer away")
+        ids = choice.token_ids or []
+        finish, error = finish_named(choice.finish_reason)
+        self._peer_ended = finish is not None
+        stop_at = next((i for i, token in enumerate(ids) if token in self._stops), None)
+        if stop_at is not None:
+            ids, finish, error = ids[: stop_at + 1], FinishReason.STOP, ""
+        delta = self._text.push(
+            [
+                Event(
+                    request_id="",
+                    token_ids=ids,
+                    logprobs=self._logprobs(choice, len(ids)),
+                    cached_tokens=None if self._delivered else 0,
+                    prompt_logprobs=None if self._delivered else self._prompt_logprobs(choice),
+                    finish=finish,
+                    stop_token_id=ids[-1] if finish is FinishReason.STOP and ids else None,
+                    error=error,
+                )
+            ]
+        )
+        self._delivered += ids
+        if self._text.ended:
+            self._last = delta
+            return None
+        return delta
+
+    def _logprobs(self, choice: TextChoice, num_tokens: int) -> list[TokenLogprob] | None:
+        most = self._request.params.logprobs
+        if most is None or not num_tokens:
+            return None
+        figures = choice.logprobs.logprobs(most) if choice.logprobs is not None else []
+        if len(figures) < num_tokens:
+            raise Lost("it told fewer log probabilities than tokens")
+        return figures[:num_tokens]
+
+    def _prompt_logprobs(self, choice: TextChoice) -> list[TokenLogprob] | None:
+        most = self._request.params.prompt_logprobs
+        if most is None or choice.prompt_logprobs is None:
+            return None
+        return prompt_figures(choice.prompt_logprobs, self._request.prompt_token_ids, most)
+
+
+class TextAnswer:
+    """Of text, which the peer has made and ended. How many tokens it is, the peer counts."""
+
+    def __init__(self, num_prompt_tokens: int = 0) -> None:
+        self._usage = Usage(prompt_tokens=num_prompt_tokens)
+        self._last: Delta | None = None
+        self.begun = False
+        self.ended = False
+
+    def take(self, data: bytes) -> Delta | None:
+        chunk = read(data, TextChunk)
+        self._count(chunk.usage)
+        for choice in chunk.choices:
+            delta = Delta(text=choice.text or "")
+            return self._shown(delta, bool(delta.text), choice)
+        return None
+
+    def last(self) -> Delta | None:
+        return None if self._last is None else replace(self._last, usage=self._usage)
+
+    def rest(self) -> Question | None:
+        return None
+
+    def _count(self, usage: PeerUsage | None) -> None:
+        if usage is not None:
+            told = usage.usage()
+            self._usage = replace(told, prompt_tokens=told.prompt_tokens or self._usage.prompt_tokens)
+
+    def _shown(self, delta: Delta, is_something: bool, choice: TextChoice | ChatChoice) -> Delta | None:
+        finish, error = finish_named(choice.finish_reason)
+        if finish is not None and self._last is None:
+            self._last = replace(
+                delta,
+                finish=finish,
+                error=error,
+                stop_reason=choice.stop_reason,
+                queue_seconds=_queue_seconds(choice),
+            )
+            return None
+        if not is_something:
+            return None
+        self.begun = True
+        return replace(delta, usage=self._usage)
+
+
+class ChatAnswer(TextAnswer):
+    """Of a conversation: the peer tells content, thoughts and calls apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls = Calls()
+
+    def take(self, data: bytes) -> Delta | None:
+        chunk = read(data, ChatChunk)
+        self._count(chunk.usage)
+        for choice in chunk.choices:
+            pieces = self._pieces(choice.delta)
+            text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+            delta = ReadDelta(text=text, pieces=pieces)
+            return self._shown(delta, bool(pieces), choice)
+        return None
+
+    def _pieces(self, delta: ChatDelta) -> list[Piece]:
+        pieces: list[Piece] = []
+        if thought := delta.reasoning_content or delta.reasoning:
+            pieces.append(Reasoning(thought))
+        if content := delta.content or delta.refusal:
+            pieces.append(Content(content))
+        for call in delta.tool_calls or ():
+            pieces += self._calls.take(call)
+        return pieces
+
+
+class Calls:
+    """The calls of one answer, numbered from 0 in the order in which they begin."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._ids: dict[int, str] = {}
+
+    def take(self, call: CallDelta) -> list[Piece]:
+        function = call.function
+        name = function.name if function is not None else None
+        arguments = function.arguments if function is not None else None
+        pieces: list[Piece] = []
+        if call.id:
+            self._ids.setdefault(call.index, call.id)
+        if call.index not in self._numbers and name:
+            number = self._numbers[call.index] = len(self._numbers)
+            pieces.append(CallStarted(number, self._ids.get(call.index) or f"call_{number}", name))
+        if arguments:
+            if call.index not in self._numbers:
+                raise Lost("it wrote the arguments of a call before its name")
+            pieces.append(CallArguments(self._numbers[call.index], arguments))
+        return pieces
+
+
+def _queue_seconds(choice: TextChoice | ChatChoice) -> float | None:
+    timings = choice.timings
+    return None if timings is None or timings.queue_ms is None else timings.queue_ms / 1000
+
+
+def finish_named(reason: str | None) -> tuple[FinishReason | None, str]:
+    """How an answer ended, and what is wrong with that."""
+    if reason is None:
+        return None, ""
+    known = FINISHES.get(reason)
+    return (known, "") if known is not None else (FinishReason.ERROR, f"The remote engine ended it: {reason:.100}.")
+
+
+log = logging.getLogger(__name__)
+
+DONE = b"[DONE]"
+MAX_TRIES = 3
+"""Of one answer that breaks again and again, although a part of it comes every time."""
+
+Open = Callable[[Question], Awaitable[EventStream]]
+"""Asks; raises a WeftError when the peer cannot be reached or refuses."""
+
+
+class RemoteDeltas(Deltas):
+    def __init__(
+        self, question: Question, stream: EventStream, answer: Answer, ask: Open, ended: Callable[[Delta | None], None]
+    ) -> None:
+        """`ended` is told the last delta, or nothing when the answer was closed before; once."""
+        self._question = question
+        self._stream = stream
+        self._answer = answer
+        self._ask = ask
+        self._tell_end = ended
+        self._num_tries = 1
+        self._ended = False
+
+    def __aiter__(self) -> RemoteDeltas:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._ended:
+            delta = await self._next()
+            if delta is not None:
+                return delta
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        await self._end(None)
+
+    async def _next(self) -> Delta | None:
+        try:
+            data = await self._stream.next()
+            is_done = data is not None and data.strip() == DONE
+            if is_done:
+                await self._stream.finish()
+            if data is None or is_done:
+                return await self._over("it ended the answer without saying why")
+            if (error := error_in_stream(data)) is not None:
+                return await self._failed(error)
+            delta = self._answer.take(data)
+        except Lost as lost:
+            return await self._over(str(lost))
+        return await self._over("") if self._answer.ended else delta
+
+    async def _over(self, why: str) -> Delta | None:
+        """No more comes: the last delta, or another try when there is none."""
+        if (last := self._answer.last()) is not None:
+            await self._end(last)
+            return last
+        return await self._try_again(why)
+
+    async def _try_again(self, why: str) -> Delta | None:
+        await self._stream.aclose()
+        fault = EngineFault(f"The remote engine was lost in the middle of the answer: {why}.")
+        question = self._answer.rest() if self._answer.begun else self._question
+        if question is None or self._num_tries >= (MAX_TRIES if self._answer.begun else 2):
+            return await self._failed(fault)
+        log.warning("an answer of the remote engine broke off, and is asked for again: %s", why)
+        self._num_tries += 1
+        try:
+            self._stream = await self._ask(question)
+        except WeftError as error:
+            return await self._failed(EngineFault(f"{fault.message} {error}"))
+        return None
+
+    async def _failed(self, error: WeftError) -> Delta:
+        last = Delta(finish=finish_of(error), error=str(error))
+        await self._end(last)
+        return last
+
+    async def _end(self, last: Delta | None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._tell_end(last)
+        await self._stream.aclose()

@@ -1,0 +1,132 @@
+"""Finding out who answers at an address, and being ready to ask."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from weft.backends.contract import Engine
+from weft.backends.model_text import TextRoom, open_text_room
+from weft.backends.openai_server.chunks import PeerModel, PeerModels, read
+from weft.backends.openai_server.http_client import Line, Reply
+from weft.backends.openai_server.peer_errors import KEY_REFUSED, Lost, error_of
+from weft.backends.openai_server.remote_engine import Peer, RemoteEngine
+from weft.backends.openai_server.servers import BY_ENGINE, Kind, kind_of
+from weft.config import Config
+from weft.errors import ConfigError, RequestTimeout, Unavailable
+from weft.hub.resolve import resolve
+from weft.types import ModelInfo
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+"""While a peer says that it is starting."""
+
+
+async def start(config: Config) -> Engine:
+    """The engine of a peer that answers. Raises ConfigError and Unavailable."""
+    options = config.backend
+    name = options.engine if options.engine in BY_ENGINE else "remote"
+    line = Line(options.engine_url, options.engine_api_key)
+    try:
+        listed = await _models(line, config.engine.start_timeout_s)
+        card = _chosen(listed, options.engine_model, line)
+        kind = _kind(name, card, listed.headers.get("server", ""))
+        peer = Peer(kind=kind, model=card.id, health_path=await _health_path(line))
+        length = _context_length(config, card)
+        room = await asyncio.to_thread(_text_room, config)
+    except BaseException:
+        await line.close()
+        raise
+    log.info(
+        "the remote engine at %s is %s with the model %s, and is given %s",
+        line.shown, kind.name, card.id, "text" if room is None else "tokens",
+    )  # fmt: skip
+    model = ModelInfo(
+        name=card.id,
+        max_model_len=length,
+        logits_width=0 if room is None else room.tokenizer.vocab_size,
+        num_blocks=0,
+        block_size=0,
+        device="remote",
+        dtype="",
+    )
+    return RemoteEngine(name, line, peer, model, room, chunk_size=options.stream_chunk_size)
+
+
+async def _models(line: Line, patience_s: float) -> Reply:
+    """The list of the peer's models. One that is starting is waited for."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            answer = await line.ask("models")
+        except (Lost, RequestTimeout) as error:
+            raise Unavailable(
+                f"No server answers at {line.shown}: {error}.", hint="Start it first, or correct --engine-url."
+            ) from error
+        if answer.status != 503 or time.monotonic() > deadline:
+            return answer
+        await asyncio.sleep(POLL_S)
+
+
+def _chosen(listed: Reply, wanted: str, line: Line) -> PeerModel:
+    if listed.status in KEY_REFUSED:
+        raise ConfigError(f"The server at {line.shown} refuses the key.", hint="Set --engine-api-key.")
+    if listed.status == 404 and wanted:
+        return PeerModel(wanted)
+    if listed.status != 200:
+        said = error_of(listed.status, listed.body).message
+        raise ConfigError(
+            f"The server at {line.shown} does not list its models (status {listed.status}). {said}",
+            hint="Is --engine-url that of its OpenAI interface, as in http://localhost:8001/v1?",
+        )
+    try:
+        cards = {card.id: card for card in read(listed.body, PeerModels).data}
+    except Lost as error:
+        raise ConfigError(f"The server at {line.shown} does not speak OpenAI's interface: {error}.") from error
+    if wanted and wanted not in cards:
+        raise ConfigError(
+            f"The server at {line.shown} has no model {wanted!r}; it has {', '.join(cards) or 'none'}.",
+            hint="Set --engine-model.",
+        )
+    if not cards:
+        raise ConfigError(f"The server at {line.shown} has no models.")
+    return cards[wanted] if wanted else next(iter(cards.values()))
+
+
+def _kind(engine_name: str, card: PeerModel, server: str) -> Kind:
+    found = kind_of(card.owned_by or "", server)
+    named = BY_ENGINE.get(engine_name)
+    if named is None:
+        return found
+    if found.owner and found is not named:
+        log.warning("the engine %s is asked for, and the server says that it is %s", engine_name, found.name)
+    return named
+
+
+async def _health_path(line: Line) -> str:
+    """What tells whether the peer is well, and is there at all."""
+    try:
+        return "/health" if (await line.ask("/health")).status == 200 else "models"
+    except (Lost, RequestTimeout):
+        return "models"
+
+
+def _text_room(config: Config) -> TextRoom | None:
+    if not config.backend.tokenizer:
+        return None
+    return open_text_room(resolve(config.backend.tokenizer), config.model)
+
+
+def _context_length(config: Config, card: PeerModel) -> int:
+    """0: it is not known, and need not be where text is passed on."""
+    told = card.max_model_len or (card.meta.n_ctx if card.meta is not None else None) or 0
+    own = config.model.max_model_len
+    length = min(told, own) if told and own else told or own
+    if config.backend.tokenizer and not length:
+        raise ConfigError(
+            f"The remote engine does not tell how long the context of {card.id} is.",
+            hint="Set --max-model-len, or leave --tokenizer away.",
+        )
+    return length

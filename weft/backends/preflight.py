@@ -1,0 +1,135 @@
+"""All that can be known of a load without making it."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from weft.backends.adapters import Adapters
+from weft.backends.registry import engine_named, engines_in_order, list_engines, obstacle
+from weft.backends.safe_loading import Start, check_load, in_daemon_thread
+from weft.backends.starting import chosen_engines, refusal_of, start_first
+from weft.checkpoint.adapter_files import adapter_paths
+from weft.checkpoint.model_files import dummy_files
+from weft.config import Config
+from weft.errors import ConfigError
+from weft.hub.resolve import find_model, resolve
+from weft.machine.devices import Device
+from weft.machine.hardware import Machine, Memory, inspect_machine
+from weft.machine.memory import GIB
+from weft.machine.planner import HABITS, Plan, plan_load
+
+PEER_PATIENCE_S = 10.0
+"""For a server that says that it is starting."""
+
+
+async def check_engine(config: Config) -> None:
+    """Find, fetch and check the model and its adapters, for the engine that would be started, and plan its load; load
+    nothing. Raises what would keep it from being loaded."""
+    await start_first(chosen_engines(config), config, _check)
+
+
+async def _check(start: Start, config: Config) -> None:
+    spec = engine_named(config.backend.engine)
+    if spec.needs_url:
+        await _check_peer(start, config)
+        return
+    if spec.name in HABITS:
+        files = await in_daemon_thread(lambda: find_model(config))
+        refusal_of(spec)(config, files)
+        adapters = Adapters(config.model.served_model_name or files.name, files)
+        for name, path in adapter_paths(config).items():
+            adapters.add(name, adapters.checked(path))
+    await check_load(config)
+
+
+async def _check_peer(start: Start, config: Config) -> None:
+    """Such an engine loads nothing when it starts: it finds out who answers."""
+    patience_s = min(PEER_PATIENCE_S, config.engine.start_timeout_s)
+    engine = await start(replace(config, engine=replace(config.engine, start_timeout_s=patience_s)))
+    await engine.close()
+
+
+class Finding(Struct, frozen=True):
+    name: str
+    value: str
+    good: bool = True
+
+
+def findings() -> Iterator[Finding]:
+    machine = inspect_machine()
+    yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield from machine_findings(machine)
+    yield from _torch(machine)
+    for engine in list_engines():
+        state = "can be used with --engine-url" if engine.needs_url else "can be used"
+        yield Finding(f"engine {engine.name}", state if engine.available else engine.why_not, good=engine.available)
+
+
+def machine_findings(machine: Machine) -> Iterator[Finding]:
+    cpu = machine.cpu
+    yield Finding("cores", f"{cpu.usable_cores} usable of {cpu.cores}")
+    yield Finding("features", ", ".join(cpu.features) or "none that Weft knows")
+    yield from _memory(machine.memory)
+    for device in machine.devices:
+        size = f"{device.free / GIB:.1f} GiB free of {device.total / GIB:.1f}" if device.total else "memory not known"
+        yield Finding(f"{device.kind}:{device.index}", f"{device.name}, {size}", good=device.total > 0)
+    if not machine.devices_of("cuda"):
+        yield Finding("cuda", "none; models run on the CPU")
+
+
+def _memory(memory: Memory) -> Iterator[Finding]:
+    yield Finding("memory", f"{memory.free / GIB:.1f} GiB free of {memory.total / GIB:.1f}")
+    for limit in memory.limits:
+        size = f"{limit.free / GIB:.1f} GiB free of {limit.limit / GIB:.1f}"
+        yield Finding("memory limit", f"{size}, by {limit.set_by}", good=limit.free > 0)
+
+
+def _torch(machine: Machine) -> Iterator[Finding]:
+    if find_spec("torch") is None:
+        yield Finding("torch", "missing: no model can run; install Weft's dependencies", good=False)
+        return
+    import torch
+
+    can_use = torch.cuda.is_available() or not machine.devices_of("cuda")
+    yield Finding("torch", f"{torch.__version__}{'' if can_use else ', which cannot use the GPU'}", good=can_use)
+
+
+def planned(config: Config, memory_gib: float = 0) -> Plan:
+    """For the engine that would be taken here, and this machine, or one whose device has so much memory and nothing in
+    it. Nothing is fetched."""
+    model = config.model
+    if model.load_format == "dummy":
+        files = dummy_files(Path(model.model))
+    else:
+        files = resolve(model.model, model.revision, allow_pull=False, progress=False)
+    engine, machine = _engine(config), inspect_machine()
+    if memory_gib:
+        machine = _pretended(machine, config, engine, int(memory_gib * GIB))
+    return plan_load(config, files, machine, engine=engine)
+
+
+def _engine(config: Config) -> str:
+    specs = [spec for spec in engines_in_order(config.backend.engine, config.model.device) if spec.name in HABITS]
+    if not specs:
+        raise ConfigError(
+            f"--engine {config.backend.engine} holds no model on this machine, so there is nothing to plan.",
+            hint=f"There are plans for: {', '.join(HABITS)}.",
+        )
+    return next((spec.name for spec in specs if not obstacle(spec, config)), specs[0].name)
+
+
+def _pretended(machine: Machine, config: Config, engine: str, size: int) -> Machine:
+    place = HABITS[engine].place or config.model.device
+    if place == "cpu" or (place == "auto" and not machine.devices_of("cuda")):
+        return replace(machine, memory=Memory(total=size, free=size), devices=())
+    kind: Literal["cuda", "ascend"] = "ascend" if place == "ascend" else "cuda"
+    name = f"{'an NPU' if kind == 'ascend' else 'a GPU'} of {size / GIB:g} GiB"
+    device = Device(kind=kind, index=0, name=name, total=size, free=size)
+    return replace(machine, devices=(device,) * config.backend.tensor_parallel_size)

@@ -1,0 +1,374 @@
+"""`weft bench`: measure this machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from weft import config as configuration
+from weft.bench.mixed import MixedReport, MixedWork, ModeReport, Verdict, run_mixed
+from weft.bench.mixed import num_runs as num_mixed_runs
+from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
+from weft.bench.offline import judge as judge_offline
+from weft.bench.report import Judged, Required
+from weft.bench.serve import DEFAULT_LOADS, Load, ServeReport, ServeWork, own_server, run_serve
+from weft.bench.serve import judge as judge_serve
+from weft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weft.bench.rpc import RpcReport
+
+try:
+    from uvloop import run
+except ImportError:  # not on Windows
+    from asyncio import run  # type: ignore[assignment]
+
+app = typer.Typer(help="Measure this machine.", no_args_is_help=True, add_completion=False)
+
+_WORK = OfflineWork()
+_LOADS = ServeWork()
+_MIXED = MixedWork()
+
+CLIENT_AT_ITS_LIMIT = 0.9
+"""A client that computes for more than this share of the time may be what was measured."""
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
+RequiredFirstToken = Annotated[
+    float | None, typer.Option("--require-first-token-ms", help="End with 1 unless a first token comes sooner.")
+]
+RequiredSpeed = Annotated[
+    float | None, typer.Option("--require-tokens-per-s", help="End with 1 where there are fewer.")
+]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers such as 1,8,32") from error
+    if not numbers or min(numbers) < 1:
+        raise typer.BadParameter(f"{text!r}: every number must be at least 1")
+    return numbers
+
+
+@app.callback()
+def bench() -> None:
+    """Measure this machine."""
+
+
+@app.command()
+def offline(
+    model: Annotated[str, typer.Argument(help="What `weft serve` takes.")] = "smollm2",
+    batch_sizes: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,8,32",
+    prompt_lengths: Annotated[str, typer.Option(help="Prompt tokens before a first token.")] = "128,512",
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the throughput line.")] = _WORK.requests,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of each.")] = _WORK.input_tokens,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each.")] = _WORK.output_tokens,
+    runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _WORK.runs,
+    seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = _WORK.seed,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    engine: Annotated[str, typer.Option(help="One of `weft engines`.")] = "native",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    require_first_token_ms: RequiredFirstToken = None,
+    require_tokens_per_s: RequiredSpeed = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Decode speed, time to the first token and throughput of one engine, without a server.
+
+    What is required holds for every line of its kind: --require-first-token-ms for each prompt length,
+    --require-tokens-per-s for decoding at each batch size.
+    """
+    flags = {"model": model, "engine": engine, "device": device, "dtype": dtype, "enable_prefix_caching": False}
+    settings = configuration.load(flags, file=config)
+    work = OfflineWork(
+        batch_sizes=_numbers(batch_sizes),
+        prompt_lengths=_numbers(prompt_lengths),
+        requests=requests,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        runs=runs,
+        seed=seed,
+    )
+    with _progress() as progress:
+        task = progress.add_task("loading", total=num_runs(work))
+        report = run(run_offline(settings, work, lambda name: progress.update(task, advance=1, description=name)))
+    Console().print(_offline_table(report))
+    _write(report, json_file)
+    required = Required(first_token_ms=require_first_token_ms, tokens_per_s=require_tokens_per_s)
+    _end_by(judge_offline(report, required))
+
+
+@app.command(
+    help="Throughput and latency of a server under load, over HTTP: any server that speaks OpenAI's interface.\n\n"
+    "Without --url it starts `weft serve` itself, on a free port, and tells how long that took; settings of "
+    "`weft serve` may follow the model.\n\n"
+    "A server that is ready is warmed up with two short requests, and Weft has time to finish compiling, before "
+    "anything is measured. The exit code is 1 when a request failed, or a load misses what is required: of the first "
+    "token, the median; of tokens a second, those of all its connections.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def serve(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="What `weft serve` takes; with --url, the name of a model there.")] = "",
+    url: Annotated[str, typer.Option(help="A server that runs already, such as http://127.0.0.1:8000.")] = "",
+    work: Annotated[
+        str, typer.Option(help="Connections x requests : prompt tokens : output tokens, several with commas.")
+    ] = ",".join(map(str, DEFAULT_LOADS)),
+    runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _LOADS.runs,
+    seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = _LOADS.seed,
+    vocabulary: Annotated[
+        int, typer.Option(min=11, help="Prompts are made of token ids below this.")
+    ] = _LOADS.vocabulary,
+    key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="The key to show, if the server wants one.")] = "",
+    require_first_token_ms: RequiredFirstToken = None,
+    require_tokens_per_s: RequiredSpeed = None,
+    json_file: JsonFile = None,
+) -> None:
+    loads = tuple(map(Load.parse, work.split(",")))
+    if url and context.args:
+        raise ConfigError(f"{' '.join(context.args)}: a server that runs already takes no settings.")
+    asked = ServeWork(loads=loads, runs=runs, seed=seed, vocabulary=vocabulary)
+    with _progress() as progress:
+        task = progress.add_task("starting", total=runs * sum(load.requests for load in loads))
+
+        def tick(load: Load, number: int) -> None:
+            progress.update(task, advance=1, description=f"{load}, run {number + 1} of {runs}")
+
+        async def measure() -> ServeReport:
+            if url:
+                return await run_serve(url, asked, model=model, key=key, tick=tick)
+            async with own_server([*([model] if model else []), *context.args]) as (own_url, seconds):
+                return await run_serve(own_url, asked, key=key, startup_seconds=seconds, tick=tick)
+
+        report = run(measure())
+    console = Console()
+    console.print(_serve_table(report))
+    _write(report, json_file)
+    if max(once.client_cpu_share for figures in report.figures for once in figures.runs) > CLIENT_AT_ITS_LIMIT:
+        console.print("The client was busy all the time in some runs: the server may be faster than this.")
+    if report.num_failures:
+        _print_failures(report)
+        raise typer.Exit(1)
+    required = Required(first_token_ms=require_first_token_ms, tokens_per_s=require_tokens_per_s)
+    _end_by(judge_serve(report, required))
+
+
+@app.command()
+def rpc(
+    model: Annotated[str, typer.Argument(help="What `weft serve` takes.")] = "smollm2",
+    requests: Annotated[int, typer.Option(min=1, help="Answers to ask for.")] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 1,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """How many gRPC messages an answer takes, with its chunks joined and without."""
+    from weft.bench.rpc import RpcWork, run_rpc  # gRPC's packages, which the other commands do without
+
+    settings = configuration.load({"model": model, "enable_prefix_caching": False}, file=config)
+    work = RpcWork(requests=requests, concurrency=concurrency, output_tokens=output_tokens)
+    report = run(run_rpc(settings, work))
+    Console().print(_rpc_table(report))
+    _write(report, json_file)
+    if not report.same_text:
+        raise typer.Exit(1)
+
+
+@app.command(
+    help="Chats and images at once in one engine, against each kind alone and against engines without step scheduling: "
+    "`one after the other` draws after the chats, one image at a time; `blocking` in the midst of them, with everybody "
+    "waiting for a whole image, or for all that are there (`batched`).\n\n"
+    "Every text and every image is compared with what the same request gives alone. The exit code is 1 when one "
+    "differs on a CPU, where none may."
+)
+def mixed(
+    model: Annotated[str, typer.Argument(help="What `weft serve` takes.")] = "smollm2",
+    chats: Annotated[int, typer.Option(min=0, help="Chats; 0: images alone.")] = _MIXED.chats,
+    images: Annotated[int, typer.Option(min=0, help="Images; 0: chats alone.")] = _MIXED.images,
+    input_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of a chat.")] = _MIXED.input_tokens,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a chat.")] = _MIXED.max_tokens,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoise steps of an image, if not the model's own.")] = None,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Its guidance scale, if not the model's own.")] = None,
+    stagger: Annotated[float, typer.Option(min=0, help="Seconds between the arrivals of two images.")] = 0,
+    runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _MIXED.runs,
+    seed: Annotated[int, typer.Option(help="Seed of the random prompts, and of the first image.")] = _MIXED.seed,
+    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    image_model: Annotated[str | None, typer.Option(help="auto, or the directory of a model that draws.")] = None,
+    load_format: Annotated[str | None, typer.Option(help="auto or dummy.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    flags = {"image_model": image_model, "load_format": load_format, "device": device, "dtype": dtype}
+    given = {name: value for name, value in flags.items() if value is not None}
+    settings = configuration.load({"model": model, "enable_prefix_caching": False, **given}, file=config)
+    work = MixedWork(
+        chats=chats,
+        images=images,
+        input_tokens=input_tokens,
+        max_tokens=max_tokens,
+        steps=steps,
+        guidance=guidance,
+        stagger_s=stagger,
+        runs=runs,
+        seed=seed,
+    )
+    with _progress() as progress:
+        task = progress.add_task("loading", total=num_mixed_runs(work))
+        report = run(run_mixed(settings, work, lambda name: progress.update(task, advance=1, description=name)))
+    console = Console()
+    console.print(*_mixed_tables(report), sep="\n")
+    if report.verdict is not None:
+        console.print(_verdict_table(report.verdict, work))
+    _write(report, json_file)
+    if report.device == "cpu" and not report.all_as_alone:
+        raise typer.Exit(1)
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def _write(report: OfflineReport | ServeReport | RpcReport | MixedReport, json_file: Path | None) -> None:
+    if json_file is not None:
+        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+
+
+def _end_by(judged: list[Judged]) -> None:
+    """Tell what was required and what of it was kept; end with 1 where something was not."""
+    if not judged:
+        return
+    table = Table("required of", "bound", box=None, pad_edge=False)
+    table.add_column("measured", justify="right")
+    table.add_column("")
+    for each in judged:
+        verdict, style = ("pass", "green") if each.kept else ("FAIL", "red")
+        table.add_row(each.name, each.bound, f"{each.measured:,.1f}", verdict, style=style)
+    Console().print(table)
+    if not all(each.kept for each in judged):
+        raise typer.Exit(1)
+
+
+def _print_failures(report: ServeReport) -> None:
+    console = Console(stderr=True)
+    for figures in report.figures:
+        for failure, count in Counter(failure for once in figures.runs for failure in once.failures).most_common(3):
+            console.print(f"{figures.load}: {count} times {failure}", style="red", markup=False, highlight=False)
+
+
+def _serve_table(report: ServeReport) -> Table:
+    started = "" if report.startup_seconds is None else f"ready {report.startup_seconds:.1f} s after its start; "
+    table = Table(
+        title=f"{report.model} at {report.url}",
+        caption=f"{started}medians of {report.work.runs} runs; milliseconds to the first token and between tokens",
+        box=None,
+        pad_edge=False,
+    )
+    table.add_column("load", no_wrap=True)
+    for heading in ("output\ntok/s", "spread", "first\np50", "first\np99", "between\np50", "between\np99", "errors"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for figures in report.figures:
+        first, between = figures.first_token_ms, figures.inter_token_ms
+        table.add_row(
+            str(figures.load),
+            f"{figures.output_tokens_per_s:,.0f}",
+            f"{figures.spread:.1%}",
+            *(f"{value:,.1f}" for value in (first.p50, first.p99, between.p50, between.p99)),
+            str(figures.num_failures),
+        )
+    return table
+
+
+def _rpc_table(report: RpcReport) -> Table:
+    same = "the same text" if report.same_text else "NOT the same text"
+    table = Table(title=f"{report.model} over gRPC", caption=f"{report.fewer:.0%} fewer messages, {same}")
+    for name in ("chunks joined, at most", "tokens", "messages", "first text, ms", "seconds"):
+        table.add_column(name, justify="right")
+    for passage in (report.alone, report.joined):
+        table.add_row(
+            str(passage.buffer_size), str(passage.tokens), str(passage.messages), f"{passage.first_text_ms:.0f}",
+            f"{passage.seconds:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _offline_table(report: OfflineReport) -> Table:
+    table = Table(
+        title=f"{report.model}, {report.engine}, {report.dtype}, {report.device}",
+        caption=f"start {report.startup_seconds:.1f} s, engine's peak memory {report.engine_peak_mib:.0f} MiB",
+    )
+    table.add_column("measured")
+    table.add_column("median", justify="right")
+    table.add_column("unit")
+    table.add_column("spread", justify="right")
+    for figure in report.figures:
+        table.add_row(figure.name, f"{figure.value:,.1f}", figure.unit, f"{figure.spread:.1%}")
+    return table
+
+
+_Column = tuple[str, str, Callable[[ModeReport], float | None]]
+"""Its heading, the form of its figures, and where they are."""
+
+_CHAT_COLUMNS: list[_Column] = [
+    ("output\ntok/s", ",.1f", lambda mode: mode.median.output_tokens_per_s),
+    ("decode\ntok/s", ",.1f", lambda mode: mode.median.decode_tokens_per_s),
+    ("first\np50", ",.0f", lambda mode: mode.median.first_token_p50_ms),
+    ("between\np50", ",.1f", lambda mode: mode.median.inter_token_p50_ms),
+    ("between\np95", ",.1f", lambda mode: mode.median.inter_token_p95_ms),
+    ("between\nmax", ",.1f", lambda mode: mode.median.inter_token_max_ms),
+    ("texts\nas alone", "d", lambda mode: mode.same_texts),
+]
+_IMAGE_COLUMNS: list[_Column] = [
+    ("total\ns", ",.2f", lambda mode: mode.median.seconds),
+    ("spread", ".1%", lambda mode: mode.spread),
+    ("images\n/s", ",.2f", lambda mode: mode.median.images_per_s),
+    ("image\np50", ",.2f", lambda mode: mode.median.image_p50_s),
+    ("image\nmax", ",.2f", lambda mode: mode.median.image_max_s),
+    ("images\nas alone", "d", lambda mode: mode.same_images),
+]
+
+
+def _mixed_tables(report: MixedReport) -> list[Table]:
+    """Two, each as wide as the narrowest terminal."""
+    work = report.work
+    painter = f" and {report.image_model}" if report.image_model else ""
+    chats = _modes_table(report.modes, _CHAT_COLUMNS)
+    chats.title = f"{work.chats} chats, {work.images} images: {report.model}{painter}, {report.dtype}, {report.device}"
+    chats.caption = "ms to the first token and between tokens\ndecode: while all chats decode, and images, if any"
+    images = _modes_table(report.modes, _IMAGE_COLUMNS)
+    images.caption = f"s to an image; all figures are medians of {work.runs} runs"
+    return [chats, images]
+
+
+def _modes_table(modes: Sequence[ModeReport], columns: Sequence[_Column]) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("mode", no_wrap=True)
+    for heading, _, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for mode in modes:
+        values = [(figure(mode), form) for _, form, figure in columns]
+        table.add_row(mode.name, *("–" if value is None else format(value, form) for value, form in values))
+    return table
+
+
+def _verdict_table(verdict: Verdict, work: MixedWork) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("texts as alone", f"{verdict.same_texts} of {work.chats}")
+    table.add_row("images as alone", f"{verdict.same_images} of {work.images}")
+    if verdict.inter_token_p95_ratio is not None:
+        table.add_row("between tokens, p95, over text only", f"{verdict.inter_token_p95_ratio:.2f}")
+    if verdict.decode_kept is not None:
+        table.add_row("decode throughput kept while images are under way", f"{verdict.decode_kept:.0%}")
+    for name, ratio in verdict.times_as_long.items():
+        table.add_row(f"total of {name}, over together", f"{ratio:.2f}")
+    return table

@@ -1,0 +1,50 @@
+"""What a report must say of where it was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+from msgspec import Struct
+
+from weft import __version__
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "weft": __version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+
+
+class Required(Struct, frozen=True, kw_only=True):
+    """None: nothing is required."""
+
+    first_token_ms: float | None = None
+    """A first token must come sooner."""
+    tokens_per_s: float | None = None
+    """So many at the least."""
+
+    def first_token(self, name: str, milliseconds: float) -> list[Judged]:
+        bound = self.first_token_ms
+        if bound is None:
+            return []
+        return [Judged(name=name, measured=milliseconds, bound=f"< {bound:g} ms", kept=milliseconds < bound)]
+
+    def speed(self, name: str, tokens_per_s: float) -> list[Judged]:
+        bound = self.tokens_per_s
+        if bound is None:
+            return []
+        return [Judged(name=name, measured=tokens_per_s, bound=f"≥ {bound:g} tok/s", kept=tokens_per_s >= bound)]
+
+
+class Judged(Struct, frozen=True, kw_only=True):
+    """One figure against its bound."""
+
+    name: str
+    measured: float
+    bound: str
+    kept: bool

@@ -1,0 +1,13 @@
+"""The engine interface of the CY-LLM Engine: BaseEngine, its factory and its keyword names.
+
+Classes of BaseEngine stand in the engine table beside Weft's own engines, once this package is imported: whoever writes
+such a class has imported it.
+"""
+
+from __future__ import annotations
+
+from weft.backends.starting import register_class
+from weft.compat.adapted import start_adapted
+from weft.compat.base_engine import BaseEngine
+
+register_class(BaseEngine, start_adapted)

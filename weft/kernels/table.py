@@ -1,0 +1,40 @@
+"""The table of ops: one for each device, with the torch reference as the one that every other is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from weft.kernels import reference, sampling
+from weft.kernels.batch import AttentionBatch, HeadNorms, HeadShape
+
+
+class Ops(NamedTuple):
+    """The signatures and meanings are those of the functions of the same names in `reference` and `sampling`."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
+    norm_gate_up: Callable[[Tensor, Tensor, float, Tensor], Tensor]
+    linear_add: Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+    rotate_and_store: Callable[[Tensor, HeadShape, Tensor, Tensor, Tensor, HeadNorms | None], None]
+    attention: Callable[[Tensor, HeadShape, Tensor, AttentionBatch], Tensor]
+    greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
+    keep_thresholds: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    gumbel_sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+
+REFERENCE = Ops(
+    rms_norm=reference.rms_norm,
+    linear=reference.linear,
+    norm_linear=reference.norm_linear,
+    norm_gate_up=reference.norm_gate_up,
+    linear_add=reference.linear_add,
+    rotate_and_store=reference.rotate_and_store,
+    attention=reference.attention,
+    greedy=reference.greedy,
+    keep_thresholds=sampling.keep_thresholds,
+    gumbel_sample=sampling.gumbel_sample,
+)

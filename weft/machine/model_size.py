@@ -1,0 +1,179 @@
+"""How large a model is, from its files alone: the geometry that its description gives, and the tensors that it has.
+
+This reads what any engine may load, not only what Weft's own does: what a description does not tell is not guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import asdict
+from safetensors import SafetensorError, safe_open
+
+from weft.checkpoint.adapter_files import HELD_PER_NUMBER, WEIGHTS_FILE, adapter_paths
+from weft.checkpoint.gguf import GgufFile, read_gguf
+from weft.checkpoint.model_files import ModelFiles
+from weft.checkpoint.tokenizer_assets import model_facts
+from weft.config import Config
+from weft.errors import ModelError
+from weft.machine.memory import NumberType, num_parameters
+
+PLAIN_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""What an engine may hold as another type, and the bytes of each in a file."""
+NOT_HELD = ("rotary_emb.inv_freq", "rope_freqs.weight")
+"""Tables that engines make themselves."""
+GGUF_EMBEDDING, GGUF_HEAD, HEAD = "token_embd.weight", "output.weight", "lm_head.weight"
+
+
+class Geometry(Struct, frozen=True, kw_only=True):
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_position: int
+    tied_embeddings: bool
+
+
+class Weights(Struct, frozen=True, kw_only=True):
+    """The tensors of a model."""
+
+    floats: int = 0
+    """Numbers that are plain floats in the files."""
+    packed: int = 0
+    """Numbers that the files hold quantised."""
+    packed_bytes: int = 0
+
+    def held_bytes(self, dtype: NumberType, *, unpacked: bool) -> int:
+        """What they take as this type; the quantised ones too, or as they are."""
+        return self.floats * dtype.itemsize + (self.packed * dtype.itemsize if unpacked else self.packed_bytes)
+
+    def __add__(self, other: Weights) -> Weights:
+        return Weights(
+            floats=self.floats + other.floats,
+            packed=self.packed + other.packed,
+            packed_bytes=self.packed_bytes + other.packed_bytes,
+        )
+
+
+class ModelSize(Struct, frozen=True):
+    geometry: Geometry | None
+    """None where the description does not say all of it, or does not tell how large its cache is."""
+    weights: Weights
+
+
+def size_of(files: ModelFiles) -> ModelSize:
+    """By the headers of the files. A model without files is as large as its geometry says."""
+    if files.kind == "gguf":
+        file = read_gguf(files.path)
+        return ModelSize(_from_gguf(file), _gguf_weights(file))
+    geometry = _from_config(model_facts(files))
+    if files.kind == "dummy":
+        return ModelSize(geometry, Weights(floats=num_parameters(geometry) if geometry is not None else 0))
+    tied = geometry is not None and geometry.tied_embeddings
+    left_out = (*NOT_HELD, HEAD) if tied else NOT_HELD
+    return ModelSize(geometry, safetensors_weights(files.weight_files, left_out=left_out))
+
+
+def safetensors_weights(files: Iterable[Path], *, left_out: tuple[str, ...] = NOT_HELD) -> Weights:
+    """Without the tensors whose names end so."""
+    return sum((_file_weights(path, left_out) for path in files), start=Weights())
+
+
+def _file_weights(path: Path, left_out: tuple[str, ...]) -> Weights:
+    floats = packed = float_bytes = 0
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                tensor = file.get_slice(name)
+                count, size = math.prod(tensor.get_shape()), PLAIN_FLOATS.get(tensor.get_dtype())
+                if size is None:
+                    packed += count
+                else:
+                    float_bytes += count * size
+                    floats += 0 if name.endswith(left_out) else count
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is no readable safetensors file: {error}.") from error
+    return Weights(floats=floats, packed=packed, packed_bytes=path.stat().st_size - float_bytes if packed else 0)
+
+
+def _gguf_weights(file: GgufFile) -> Weights:
+    held = [tensor for tensor in file.tensors.values() if not tensor.name.endswith(NOT_HELD)]
+    packed = [tensor for tensor in held if tensor.type.block_size > 1]
+    return Weights(
+        floats=sum(math.prod(tensor.shape) for tensor in held if tensor.type.block_size == 1),
+        packed=sum(math.prod(tensor.shape) for tensor in packed),
+        packed_bytes=sum(tensor.nbytes for tensor in packed),
+    )
+
+
+def _from_config(facts: Mapping[str, Any]) -> Geometry | None:
+    """From a config.json. A model of several parts describes the one that generates in text_config."""
+    text = facts.get("text_config")
+    facts = {**facts, **text} if isinstance(text, dict) else facts
+    kinds = facts.get("layer_types")
+    if "kv_lora_rank" in facts or (isinstance(kinds, list) and set(kinds) != {"full_attention"}):
+        # Keys and values are held compressed, or not by every layer for every token.
+        return None
+    context, window = _size(facts, "max_position_embeddings"), _size(facts, "sliding_window")
+    if window and facts.get("use_sliding_window", facts.get("model_type") == "mistral"):
+        context = min(context, window)
+    hidden, heads = _size(facts, "hidden_size"), _size(facts, "num_attention_heads")
+    return _whole(
+        Geometry(
+            num_layers=_size(facts, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=_size(facts, "num_key_value_heads", heads),
+            head_dim=_size(facts, "head_dim", hidden // max(heads, 1)),
+            hidden_size=hidden,
+            intermediate_size=_size(facts, "intermediate_size"),
+            vocab_size=_size(facts, "vocab_size"),
+            max_position=context,
+            tied_embeddings=bool(facts.get("tie_word_embeddings", False)),
+        )
+    )
+
+
+def _from_gguf(file: GgufFile) -> Geometry | None:
+    facts, kind = file.metadata, file.metadata.get("general.architecture")
+    hidden, heads = _size(facts, f"{kind}.embedding_length"), _size(facts, f"{kind}.attention.head_count")
+    embedding = file.tensors.get(GGUF_EMBEDDING)
+    return _whole(
+        Geometry(
+            num_layers=_size(facts, f"{kind}.block_count"),
+            num_heads=heads,
+            num_kv_heads=_size(facts, f"{kind}.attention.head_count_kv", heads),
+            head_dim=_size(facts, f"{kind}.attention.key_length", hidden // max(heads, 1)),
+            hidden_size=hidden,
+            intermediate_size=_size(facts, f"{kind}.feed_forward_length"),
+            vocab_size=embedding.shape[0] if embedding is not None else 0,
+            max_position=_size(facts, f"{kind}.context_length"),
+            tied_embeddings=GGUF_HEAD not in file.tensors,
+        )
+    )
+
+
+def _size(facts: Mapping[str, Any], key: str, default: int = 0) -> int:
+    """0 for what is there and is no size."""
+    value = facts.get(key)
+    if value is None:
+        return default
+    return value if type(value) is int and value > 0 else 0
+
+
+def _whole(geometry: Geometry) -> Geometry | None:
+    sizes = [size for name, size in asdict(geometry).items() if name != "tied_embeddings"]
+    return geometry if all(sizes) else None
+
+
+def adapters_bytes(config: Config, dtype: NumberType) -> int:
+    """Of the largest that may be held at once, as this type. One whose file is not there is not counted."""
+    files = [Path(path).expanduser() / WEIGHTS_FILE for path in adapter_paths(config).values()]
+    sizes = [safetensors_weights([file]).held_bytes(dtype, unpacked=True) for file in files if file.is_file()]
+    return HELD_PER_NUMBER * sum(sorted(sizes, reverse=True)[: config.scheduler.max_loras])

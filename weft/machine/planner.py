@@ -1,0 +1,400 @@
+"""The plan of a load, before anything is allocated: what the model will take of a device, what fits, and what would.
+
+Weights are counted by the headers of the files and held as the engine holds them; the cache by the model's real
+geometry. Those are known. What a step, graphs and libraries take is estimated. A load is refused by what is known
+alone; the largest context and batch that the plan names leave room for the rest.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from weft.checkpoint.adapter_files import MAX_RANK
+from weft.checkpoint.model_files import ModelFiles
+from weft.config import Config
+from weft.errors import ConfigError, OutOfMemory
+from weft.machine.hardware import Machine
+from weft.machine.memory import (
+    GIB,
+    GRAPH_SLACK_BYTES,
+    HIGHEST_SHARE,
+    MIB,
+    MemoryPlan,
+    Room,
+    activations_bytes,
+    adapter_room_bytes,
+    kv_bytes_per_token,
+    plan_memory,
+    safe_share,
+)
+from weft.machine.model_size import Geometry, Weights, adapters_bytes, safetensors_weights, size_of
+from weft.types import MemoryLedger
+
+Place = Literal["cpu", "cuda", "ascend"]
+
+SAMPLING_COPIES = 6
+"""Of the logits, as float32: what the costliest way to sample holds at once."""
+GRAPH_ROWS, GRAPH_ROWS_BESIDES = 16, 128
+"""Rows of logits that all graphs hold together: so many for each running request, and so many besides."""
+GRAPH_PROMPT_TOKENS = 384
+"""In the largest graph."""
+ONLINE_BYTES = {"fp8": 1.0, "bitsandbytes": 0.5}
+"""Bytes of a number that an engine quantises while it loads."""
+PACKAGED_IMAGE_MODEL = Path(__file__).parents[1] / "data" / "shapes"
+
+
+class HeldType(Struct, frozen=True):
+    name: str
+    itemsize: int
+
+
+TYPES = {held.name: held for held in (HeldType("float32", 4), HeldType("float16", 2), HeldType("bfloat16", 2))}
+
+
+MAX_NUM_SEQS: dict[Place, int] = {"cpu": 32, "cuda": 256, "ascend": 256}
+MAX_NUM_BATCHED_TOKENS: dict[Place, int] = {"cpu": 2048, "cuda": 8192, "ascend": 8192}
+CPU_CACHE_BYTES = 512 * MIB
+AUTO_DTYPE: dict[Place, str] = {"cpu": "float32", "cuda": "bfloat16", "ascend": "bfloat16"}
+"""What engines take where nothing is asked for: the same, whichever engine it is."""
+
+
+class Habits(Struct, frozen=True, kw_only=True):
+    """How an engine holds a model."""
+
+    place: Place | None = None
+    """Where it runs; None: where --device says."""
+    framework_bytes: int
+    """Of libraries and the device's context: an estimate. A CPU has half of it."""
+    keeps_packed: bool = False
+    """Quantised weights stay as they are in the files."""
+    takes_whole_share: bool = False
+    """It does not start on a GPU where its share of it is not free."""
+    makes_room_for_adapters: bool = False
+    """For the largest, and for as many as there may be at once, when it starts."""
+    draws: bool = False
+    """It holds an image model as well."""
+
+
+NATIVE = Habits(framework_bytes=GIB, draws=True)
+VLLM = Habits(
+    place="cuda", framework_bytes=2 * GIB, keeps_packed=True, takes_whole_share=True, makes_room_for_adapters=True
+)
+HABITS = {
+    "native": NATIVE,
+    "cuda-vllm-async": VLLM,
+    "cuda-vllm": VLLM,
+    "cpu-vllm": replace(VLLM, place="cpu"),
+    "ascend-vllm": replace(VLLM, place="ascend"),
+}
+"""The engines that hold a model on this machine. Of others there is no plan."""
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    model: str
+    engine: str
+    place: Place
+    device: str
+    """What it is called."""
+    dtype: str
+    room: Room
+    """With the estimates. Its total is 0 where the device's memory is not known."""
+    weights: int
+    kv: int
+    """What the cache will have."""
+    kv_per_token: int
+    """0 where the geometry is not known."""
+    num_blocks: int
+    max_model_len: int
+    """The context that is asked for, or that comes of itself; 0: not known."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    free_share: float
+    """Of the device's memory, in hundredths: what could be asked for now."""
+    largest_context: int
+    """Of one request, with a cache as large as can be had; 0: none, or not known."""
+    largest_batch: int
+    """Requests of `max_model_len` tokens side by side, in the same cache."""
+    problem: OutOfMemory | None = None
+    """Why it cannot be loaded so."""
+    is_final: bool = False
+    """Less would not help: the weights alone are too much, or the context is none that the model has."""
+    warning: str = ""
+    """Why it may not be: by the estimates it does not fit."""
+
+    @property
+    def ledger(self) -> MemoryLedger:
+        return self.room.ledger(self.weights, self.kv)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Of the device, in all."""
+        room = self.room
+        return self.weights + self.kv + room.activations + room.graphs + room.libraries
+
+
+def plan_load(config: Config, files: ModelFiles, machine: Machine, *, engine: str = "native") -> Plan:
+    """The plan for an engine of HABITS. Raises ModelError for files that cannot be read, and ConfigError for a device
+    that is not there. What does not fit is no error here: `Plan.problem`."""
+    return Planner(files, engine).plan(config, machine)
+
+
+class Planner:
+    """Plans for one model and one engine. The files are read once."""
+
+    def __init__(self, files: ModelFiles, engine: str = "native") -> None:
+        self.files = files
+        self.engine = engine
+        self.size = size_of(files)
+
+    def plan(self, config: Config, machine: Machine) -> Plan:
+        return _Planning(config, machine, self).plan()
+
+
+def _image_weights(wanted: str) -> Weights:
+    """Of the model that draws beside the other."""
+    if wanted == "none":
+        return Weights()
+    folder = PACKAGED_IMAGE_MODEL if wanted == "auto" else Path(wanted).expanduser()
+    return safetensors_weights(sorted(folder.rglob("*.safetensors")))
+
+
+class _Planning:
+    """One plan in the making."""
+
+    def __init__(self, config: Config, machine: Machine, planner: Planner) -> None:
+        self.config = config
+        self.machine = machine
+        self.planner = planner
+        self.habits = HABITS[planner.engine]
+        self.place = _place(config, self.habits, machine)
+        dtype = config.model.dtype
+        self.dtype = TYPES[AUTO_DTYPE[self.place] if dtype == "auto" else dtype]
+        self.parts = config.backend.tensor_parallel_size if self.place != "cpu" else 1
+        """Devices that hold the model together: the plan is of one of them."""
+        self.weights = self._held_weights()
+        self.seqs = config.scheduler.max_num_seqs or MAX_NUM_SEQS[self.place]
+        self.budget = config.scheduler.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[self.place]
+
+    def plan(self) -> Plan:
+        config, geometry = self.config, self.planner.size.geometry
+        known = self._known_room()
+        context = config.model.max_model_len or (geometry.max_position if geometry is not None else 0)
+        room = self._with_estimates(known, context)
+        plan = Plan(
+            model=self.planner.files.name,
+            engine=self.planner.engine,
+            place=self.place,
+            device=self._device_name(),
+            dtype=self.dtype.name,
+            room=room,
+            weights=self.weights,
+            kv=0,
+            kv_per_token=0,
+            num_blocks=0,
+            max_model_len=context,
+            max_num_seqs=self.seqs,
+            max_num_batched_tokens=self.budget,
+            free_share=_free_share(config, known),
+            largest_context=0,
+            largest_batch=0,
+        )
+        if known.total == 0:
+            return replace(plan, warning="How much memory the device has is not known.")
+        if self.weights > known.total - known.others:
+            return replace(plan, problem=self._too_heavy(known), is_final=True)
+        if geometry is None:
+            return replace(plan, warning="The model's description does not tell how large its cache is.")
+        return self._with_cache(plan, geometry, known)
+
+    def _with_cache(self, plan: Plan, geometry: Geometry, known: Room) -> Plan:
+        geometry = replace(geometry, num_kv_heads=max(1, geometry.num_kv_heads // self.parts))
+        per_token = kv_bytes_per_token(geometry, self.dtype)
+        block_size = self.config.cache.block_size
+        free_tokens = max(0, plan.room.available - plan.weights) // (per_token * block_size) * block_size - block_size
+        plan = replace(
+            plan,
+            kv_per_token=per_token,
+            largest_context=max(0, min(free_tokens, geometry.max_position)),
+        )
+        problem, warning, made = None, "", None
+        try:
+            made = self._cache(geometry, plan.room)
+        except OutOfMemory as error:
+            warning = f"By what steps and libraries are estimated to take, it is too much: {error.message}"
+            try:
+                made = self._cache(geometry, known)
+            except OutOfMemory as certain:
+                problem, warning = certain, ""
+        problem = problem or self._share_not_free(plan, known)
+        if made is not None:
+            context = -(-made.max_model_len // block_size) * block_size
+            plan = replace(
+                plan,
+                kv=made.kv_bytes,
+                num_blocks=made.num_blocks,
+                max_model_len=made.max_model_len,
+                largest_batch=max(0, free_tokens) // context,
+            )
+        asked = self.config.model.max_model_len
+        is_final = asked != 0 and not 2 <= asked <= geometry.max_position
+        return replace(plan, problem=problem, warning=warning, is_final=is_final)
+
+    def _cache(self, geometry: Geometry, room: Room) -> MemoryPlan:
+        """The cache that the engine will make, by its own arithmetic."""
+        return plan_memory(
+            geometry,
+            self.config.cache,
+            room,
+            max_model_len=self.config.model.max_model_len,
+            dtype=self.dtype,
+            weights_bytes=self.weights,
+            kv_memory_bytes=CPU_CACHE_BYTES if self.place == "cpu" else None,
+        )
+
+    def _held_weights(self) -> int:
+        weights, quantization = self.planner.size.weights, self.config.backend.quantization
+        held = weights.held_bytes(self.dtype, unpacked=not self.habits.keeps_packed)
+        if self.habits.keeps_packed and not weights.packed and quantization in ONLINE_BYTES:
+            held = int(weights.floats * ONLINE_BYTES[quantization])
+        drawing = _image_weights(self.config.model.image_model) if self.habits.draws else Weights()
+        adapters = 0 if self.habits.makes_room_for_adapters else adapters_bytes(self.config, self.dtype)
+        return held // self.parts + drawing.held_bytes(self.dtype, unpacked=True) + adapters
+
+    def _known_room(self) -> Room:
+        """The device as it is now."""
+        if self.place == "cpu":
+            return Room(total=self.machine.memory.available)
+        devices = self.machine.devices_of(self.place)[: self.parts]
+        total, free = min(device.total for device in devices), min(device.free for device in devices)
+        return Room(total=total, share=safe_share(self.config.cache), others=total - free)
+
+    def _with_estimates(self, known: Room, context: int) -> Room:
+        geometry = self.planner.size.geometry
+        libraries = self.habits.framework_bytes // (2 if self.place == "cpu" else 1)
+        if geometry is not None and self.habits.makes_room_for_adapters and self.config.model.wants_adapters:
+            libraries += self.config.scheduler.max_loras * adapter_room_bytes(geometry, MAX_RANK, self.dtype)
+        room = replace(known, libraries=libraries, others=known.others + libraries)
+        if geometry is None:
+            return room
+        logits = geometry.vocab_size * self.seqs * 4 * SAMPLING_COPIES
+        tables = (self.seqs + 1) * context * 8
+        step = activations_bytes(geometry, self.dtype, self.budget) // self.parts
+        graphs = 0
+        if self.place != "cpu":
+            rows = GRAPH_ROWS * self.seqs + GRAPH_ROWS_BESIDES
+            graphs = geometry.vocab_size * rows * self.dtype.itemsize + GRAPH_SLACK_BYTES
+            graphs += activations_bytes(geometry, self.dtype, self.seqs + GRAPH_PROMPT_TOKENS) // self.parts
+        return replace(room, activations=step + logits + tables, graphs=graphs)
+
+    def _device_name(self) -> str:
+        if self.place == "cpu":
+            return f"CPU, {self.machine.cpu.usable_cores} cores"
+        device = self.machine.devices_of(self.place)[0]
+        return device.name if self.parts == 1 else f"{device.name}, each of {self.parts}"
+
+    def _too_heavy(self, known: Room) -> OutOfMemory:
+        smaller = " or held as --dtype bfloat16" if self.dtype.itemsize == 4 else ""
+        return OutOfMemory(
+            f"The weights of {self.planner.files.name} take {self.weights / GIB:.1f} GiB as {self.dtype.name}; "
+            f"{(known.total - known.others) / GIB:.1f} GiB are free.",
+            hint=f"Serve a smaller model, one that is quantised{smaller}, or free memory: no other setting helps.",
+        )
+
+    def _share_not_free(self, plan: Plan, known: Room) -> OutOfMemory | None:
+        share, free = int(known.total * known.share), known.total - known.others
+        if not self.habits.takes_whole_share or self.place == "cpu" or share <= free:
+            return None
+        return OutOfMemory(
+            f"--gpu-memory-utilization {known.share:g} is {share / GIB:.1f} GiB; {free / GIB:.1f} GiB are free.",
+            hint=f"Set --gpu-memory-utilization {plan.free_share:.2f} or less.",
+        )
+
+
+def _place(config: Config, habits: Habits, machine: Machine) -> Place:
+    wanted = habits.place or config.model.device
+    if wanted == "auto":
+        wanted = "cuda" if machine.devices_of("cuda") else "cpu"
+    if wanted == "cpu":
+        return "cpu"
+    if not machine.devices_of(wanted):
+        raise ConfigError(
+            f"There is no {wanted} device on this machine.",
+            hint="Try --device cpu; `weft plan --memory-gib` plans for another machine.",
+        )
+    return "cuda" if wanted == "cuda" else "ascend"
+
+
+def _free_share(config: Config, known: Room) -> float:
+    """Up to what is free, and no further than is safe unless the operator insists."""
+    if known.total == 0:
+        return 0.0
+    highest = 1.0 if config.cache.insist_gpu_memory else HIGHEST_SHARE
+    return min(highest, math.floor((known.total - known.others) / known.total * 100) / 100)
+
+
+LOG_WIDTH = 100
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """The memory as a table, and below it what fits."""
+    ledger, room = plan.ledger, plan.room
+    table = Table(box=None, pad_edge=False, title=_title(plan), title_justify="left", title_style="bold")
+    table.add_column("memory")
+    table.add_column("GiB", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("how it is known")
+    for name, size, source in (
+        ("weights", ledger.weights, f"by the files, held as {plan.dtype}"),
+        ("KV cache", ledger.kv, _cache_source(plan)),
+        ("activations", ledger.activations, f"estimated: {plan.max_num_batched_tokens} tokens a step"),
+        ("graphs", ledger.graphs, f"estimated: {plan.max_num_seqs} requests at a time"),
+        ("libraries", room.libraries, "estimated"),
+        ("others", ledger.others - room.libraries, "in use now"),
+        ("spare", ledger.spare, _spare_source(plan)),
+        ("total", ledger.total, "free now" if room.share == 1.0 else "of the device"),
+    ):
+        share = f"{size / ledger.total:.1%}" if ledger.total else "?"
+        table.add_row(name, f"{size / GIB:.2f}", share, source)
+    return Group(table, *(Text(line) for line in _verdict(plan)))
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The same for a log."""
+    console = Console(file=io.StringIO(), width=LOG_WIDTH, color_system=None)
+    with console.capture() as captured:
+        console.print(plan_table(plan))
+    return [line.rstrip() for line in captured.get().splitlines() if line.strip()]
+
+
+def _title(plan: Plan) -> str:
+    return f"{plan.model} by {plan.engine} on {plan.device}"
+
+
+def _cache_source(plan: Plan) -> str:
+    if not plan.num_blocks:
+        return "not known" if plan.problem is None else "does not fit"
+    return f"{plan.kv_per_token / 1024:.1f} KiB a token, {plan.num_blocks} blocks"
+
+
+def _spare_source(plan: Plan) -> str:
+    return "" if plan.room.share == 1.0 else f"--gpu-memory-utilization is {plan.room.share:g}"
+
+
+def _verdict(plan: Plan) -> list[str]:
+    lines = []
+    if plan.kv_per_token:
+        lines.append(f"largest context of one request: {plan.largest_context} tokens")
+        if plan.num_blocks:
+            lines.append(f"requests of {plan.max_model_len} tokens side by side: {plan.largest_batch}")
+    if plan.problem is not None:
+        return [*lines, f"does not fit: {plan.problem}"]
+    return [*lines, plan.warning or f"fits, with a context of {plan.max_model_len} tokens"]

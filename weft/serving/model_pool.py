@@ -1,0 +1,321 @@
+"""The models of a server by their names: which is meant, which are loaded, and what changes when their file does.
+
+A server of one model has a fleet of one, whose model was loaded before it came in and never goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from weft.backends.contract import Engine, Health, Need, Roster
+from weft.config import Config, ModelEntry
+from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, OutOfMemory, Unavailable
+from weft.serving.model_slot import Slot
+from weft.serving.served_model import Service
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+
+
+class Room:
+    def __init__(self, max_loaded: int, limit_bytes: int, slots: Callable[[], Iterable[Slot]]) -> None:
+        """0: no limit but what is free."""
+        self._max_loaded = max_loaded
+        self._limit_bytes = limit_bytes
+        self._slots = slots
+        self._turn = asyncio.Lock()
+        self._change = asyncio.Event()
+
+    def changed(self) -> None:
+        """A model may have become idle, or be gone."""
+        self._change.set()
+
+    async def make(self, slot: Slot, ask: Callable[[], Awaitable[Need]]) -> None:
+        """Returns when the model may be loaded; it holds its memory from then on. Idle models are unloaded for it,
+        those not used for longest first. While there are only busy ones it waits, and who comes later waits behind it.
+
+        Raises OutOfMemory when it is too large for the limit by itself.
+        """
+        await ask()
+        slot.waits_for_room = True
+        async with self._turn:
+            while True:
+                self._change.clear()
+                # Again, with the memory as it is now; what had to be fetched was fetched before it was its turn.
+                need = await ask()
+                self._check_size(slot, need)
+                shortage = self._shortage(slot, need)
+                if not shortage:
+                    slot.need, slot.holds_memory, slot.waits_for_room = need, True, False
+                    return
+                slot.stage = f"waiting for room: {shortage}"
+                if not await self.unload_one(f"for {slot.name}: {shortage}", keep=slot):
+                    await self._change.wait()
+
+    async def unload_one(self, why: str, *, keep: Slot) -> bool:
+        """The idle model that was not used for longest; false when there is none but the one to keep."""
+        idle = [slot for slot in self._slots() if slot.is_idle and slot is not keep]
+        if not idle:
+            return False
+        victim = min(idle, key=lambda slot: slot.last_used)
+        log.info("the model %s is unloaded %s", victim.name, why)
+        await victim.unload()
+        return True
+
+    def _check_size(self, slot: Slot, need: Need) -> None:
+        if self._limit_bytes and need.num_bytes > self._limit_bytes:
+            raise OutOfMemory(
+                f"{slot.name} takes {need.num_bytes / GIB:.2f} GiB by its plan, and all models together may take "
+                f"{self._limit_bytes / GIB:.2f} GiB.",
+                hint="The setting is --max-models-memory.",
+            )
+
+    def _shortage(self, slot: Slot, need: Need) -> str:
+        """Why it cannot be loaded now; empty: it can, or unloading others would not help."""
+        others = [other for other in self._slots() if other is not slot and other.holds_memory]
+        if self._max_loaded and len(others) >= self._max_loaded:
+            return f"{len(others)} of {self._max_loaded} models are loaded"
+        held = sum(other.need.num_bytes for other in others)
+        if self._limit_bytes and held + need.num_bytes > self._limit_bytes:
+            wanted, limit = (held + need.num_bytes) / GIB, self._limit_bytes / GIB
+            return f"{wanted:.2f} GiB are wanted of {limit:.2f}"
+        return need.problem if held else ""
+
+
+WATCH_S = 1.0
+ONE_MODEL = "This server has the model that it was started with, and cannot load, unload or replace it while it runs."
+
+OpenService = Callable[[Config, Engine], Service]
+
+
+class Fleet:
+    def __init__(self, config: Config, open_service: OpenService, roster: Roster | None = None) -> None:
+        """Without a roster, of the one model that `adopt` takes in."""
+        self._options = config.fleet
+        self._config = config
+        self._open_service = open_service
+        self._roster = roster
+        self._slots: dict[str, Slot] = {}
+        self._going: set[Slot] = set()
+        """Taken away, but not yet unloaded."""
+        self._room = Room(config.fleet.max_loaded_models, roster.memory_limit if roster else 0, self._all_slots)
+        self._has_started = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.created = int(time.time())
+        if roster is not None:
+            self._take_in(roster.entries)
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [*self._slots.values()]
+
+    @property
+    def has_many(self) -> bool:
+        """Whether its models are loaded and unloaded while it runs."""
+        return self._roster is not None
+
+    def services(self) -> list[Service]:
+        """Of all models that are loaded."""
+        return [slot.service for slot in self._all_slots() if slot.service is not None]
+
+    # Which model is meant.
+
+    def default(self) -> Slot:
+        """The model of requests that name none. Raises Unavailable while there is none yet."""
+        if not self._slots:
+            raise Unavailable("The model is being loaded.", hint="GET /health tells when it is ready.")
+        return self._slots[self._roster.default] if self._roster is not None else next(iter(self._slots.values()))
+
+    def find(self, name: str | None) -> Slot:
+        """By its own name, or that of an adapter or of a model that draws beside it. None: the default one.
+
+        Raises ModelNotFound for a name of none of several; the only one says itself what is wrong with a name."""
+        default = self.default()
+        if not name or not self.has_many:
+            return default
+        if name in self._slots:
+            return self._slots[name]
+        for slot in self._slots.values():
+            if slot.answers_to(name):
+                return slot
+        raise ModelNotFound(
+            f"There is no model {name!r:.200} here; this server has {', '.join(self._slots)}.", param="model"
+        )
+
+    def find_painter(self, name: str | None) -> Slot:
+        """The same for a model that draws. None: one that is loaded, or the default one."""
+        drawing = [slot for slot in self._slots.values() if slot.is_open and slot.draws]
+        return drawing[0] if name is None and drawing else self.find(name)
+
+    def named(self, name: str) -> Slot:
+        """By its own name alone. Raises ModelNotFound, and InvalidRequest in a fleet of one."""
+        if not self.has_many:
+            raise InvalidRequest(ONE_MODEL)
+        if name not in self._slots:
+            raise ModelNotFound(f"There is no model {name!r:.200} here; there are {', '.join(self._slots)}.")
+        return self._slots[name]
+
+    # How they are.
+
+    def health(self) -> Health:
+        """Ready as soon as what is loaded at start is, and for as long as one of them can answer."""
+        if not self._slots or (self.has_many and not self._has_started):
+            return Health(False, "starting")
+        if not self.has_many:
+            [service] = self.services()
+            return service.engine.health()
+        troubles = self.troubles()
+        if len(troubles) < len(self._slots):
+            return Health(True)
+        return Health(False, "; ".join(f"{name}: {why}" for name, why in troubles.items()))
+
+    def troubles(self) -> dict[str, str]:
+        """By name, why models cannot answer."""
+        return {slot.name: slot.trouble for slot in self._slots.values() if slot.trouble}
+
+    # Its life.
+
+    def adopt(self, engine: Engine) -> Service:
+        """The one model of a fleet of one is loaded."""
+        service = self._open_service(self._config, engine)
+        slot = self._slot(ModelEntry(name=service.model_name, config=self._config))
+        slot.adopt(service, slot.entry)
+        self._slots = {slot.name: slot}
+        return service
+
+    async def start(self) -> None:
+        """Check the files that are here, load what is to be loaded at start, and watch over the file from now on.
+        A model with which something is wrong keeps no other from being served."""
+        assert self._roster is not None
+        for slot in self.slots:
+            fault = await asyncio.to_thread(self._roster.fault, slot.entry)
+            if fault:
+                log.error("%s: %s cannot be loaded: %s", slot.entry.place, slot.name, fault)
+                slot.fail(ModelError(fault))
+        self._background(self._keep_watch())
+        for slot in self.slots:
+            if slot.entry.preload and slot.entry.load_mode == "async_load":
+                slot.begin()
+        for slot in self.slots:
+            if slot.entry.preload and slot.entry.load_mode == "check_and_load":
+                await self._preload(slot)
+        self._has_started = True
+
+    async def close(self) -> None:
+        # Taken now: the tasks that end here forget what they were letting go.
+        slots = self._all_slots()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await asyncio.gather(*(slot.close() for slot in slots))
+
+    async def load(self, slot: Slot) -> None:
+        """Raises what keeps it from being loaded, or that it takes too long."""
+        slot.claim()
+        try:
+            await slot.opened()
+        finally:
+            slot.end_claim()
+
+    def reload(self) -> None:
+        """Read the file now. Raises ConfigError, and nothing has changed then."""
+        if self._roster is None:
+            raise InvalidRequest(ONE_MODEL)
+        self._roster.reload()
+        self._take_in(self._roster.entries)
+
+    async def _keep_watch(self) -> None:
+        assert self._roster is not None
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._roster.refresh():
+                self._take_in(self._roster.entries)
+            for slot in self.slots:
+                if slot.failure is not None and slot.entry.preload:
+                    slot.begin()
+                if slot.is_outdated and slot.is_idle:
+                    self._background(self._renew(slot))
+
+    def _take_in(self, entries: Mapping[str, ModelEntry]) -> None:
+        """Names that are gone drain and go; new ones appear; what has changed is loaded anew when it is idle."""
+        for name in self._slots.keys() - entries.keys():
+            self._let_go(self._slots.pop(name))
+        for name, entry in entries.items():
+            slot = self._slots.get(name)
+            if slot is None:
+                self._slots[name] = self._slot(entry)
+            elif slot.entry != entry:
+                slot.entry = entry
+                slot.forgive()
+        self._slots = {name: self._slots[name] for name in entries}
+
+    def _let_go(self, slot: Slot) -> None:
+        slot.is_gone = True
+        self._going.add(slot)
+        self._background(self._unloaded(slot))
+
+    async def _unloaded(self, slot: Slot) -> None:
+        try:
+            await slot.unload()
+        finally:
+            self._going.discard(slot)
+
+    async def _renew(self, slot: Slot) -> None:
+        log.info("the model %s is loaded anew: its entry has changed", slot.name)
+        await slot.unload()
+        slot.begin()
+
+    async def _preload(self, slot: Slot) -> None:
+        slot.begin()
+        try:
+            await self.load(slot)
+        except (ModelNotFound, Unavailable) as error:
+            log.warning("the server starts without the model %s: %s", slot.name, error)
+
+    async def _load(self, slot: Slot) -> Service:
+        assert self._roster is not None
+        entry, roster = slot.entry, self._roster
+        if entry.load_mode == "check_only":
+            raise ConfigError(f"{entry.name} is only checked, and never loaded: its load_mode is check_only.")
+
+        def report(stage: str) -> None:
+            slot.stage = stage
+
+        await self._room.make(slot, partial(roster.need, entry, report))
+        engine = await roster.start(
+            entry, report, lambda why: self._room.unload_one(f"for {slot.name}: {why}", keep=slot)
+        )
+        slot.need = _measured(slot.need, engine)
+        return self._open_service(entry.config, engine)
+
+    def _slot(self, entry: ModelEntry) -> Slot:
+        return Slot(entry, self._options, self._load, self._room.changed)
+
+    def _all_slots(self) -> list[Slot]:
+        return [*self._slots.values(), *self._going]
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the fleet's work failed", exc_info=error)
+
+
+def _measured(planned: Need, engine: Engine) -> Need:
+    """What an engine says that it has taken; what was planned where it says nothing."""
+    ledger = engine.model.memory
+    own = ledger.weights + ledger.kv + ledger.activations + ledger.graphs
+    return replace(planned, num_bytes=own + planned.libraries, problem="") if own else planned

@@ -1,0 +1,292 @@
+"""One model's place in the fleet: it is loaded when somebody asks for it, once for all who do, and unloaded when it
+has to make room."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from weft.backends.contract import Need
+from weft.config import FleetOptions, ModelEntry
+from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason
+from weft.serving.served_model import Service
+
+log = logging.getLogger(__name__)
+
+State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
+
+BACKOFF_S, MAX_BACKOFF_S = 5.0, 300.0
+"""A load that failed is not tried again before so long; twice as long after every other failure."""
+
+
+class Failure(Struct, frozen=True):
+    """The last load's."""
+
+    error: Exception
+    retry_at: float
+    backoff_s: float
+
+    @property
+    def reason(self) -> str:
+        """For the operator."""
+        return str(self.error) if isinstance(self.error, WeftError) else f"{type(self.error).__name__}: {self.error}"
+
+
+class Slot:
+    """Whoever wants the model claims it, waits until it is open, enters, leaves and ends the claim (`Seat` does)."""
+
+    def __init__(
+        self,
+        entry: ModelEntry,
+        options: FleetOptions,
+        load: Callable[[Slot], Awaitable[Service]],
+        changed: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`changed` hears whenever there may be more room than before."""
+        self.entry = entry
+        self.service: Service | None = None
+        self.need = Need()
+        """What it takes, planned or measured, while `holds_memory`."""
+        self.holds_memory = False
+        """From the moment that room was made for it."""
+        self.waits_for_room = False
+        self.stage = ""
+        """Of a load."""
+        self.failure: Failure | None = None
+        self.is_gone = False
+        """No longer in the fleet."""
+        self.last_used = 0.0
+        self.draws = ""
+        """What the model that draws beside it is called, as far as is known."""
+        self.num_claims = 0
+        self.num_inside = 0
+        self.num_loads = self.num_failures = self.num_unloads = 0
+        self._options = options
+        self._load_service = load
+        self._changed = changed
+        self._clock = clock
+        self._loaded_entry: ModelEntry | None = None
+        self._task: asyncio.Task[None] | None = None
+        """A load or an unload under way."""
+        self._leaving = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._began = 0.0
+        self._load_s = 0.0
+        """How long the last load took."""
+
+    @property
+    def name(self) -> str:
+        return self.entry.name
+
+    @property
+    def state(self) -> State:
+        if self._leaving:
+            return "unloading"
+        if self.service is not None:
+            return "loaded"
+        if self._task is not None:
+            return "loading"
+        return "unloaded" if self.failure is None else "failed"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it can be entered now."""
+        return self.service is not None and not self._leaving
+
+    @property
+    def is_idle(self) -> bool:
+        """Loaded, and nobody's."""
+        return self.is_open and not self.num_claims
+
+    @property
+    def is_outdated(self) -> bool:
+        """Loaded as the entry was before it changed."""
+        before = self._loaded_entry
+        return (
+            self.is_open
+            and before is not None
+            and replace(before, place="", preload=False) != replace(self.entry, place="", preload=False)
+        )
+
+    @property
+    def trouble(self) -> str:
+        """Why requests cannot be answered; empty: they can, or the model is loaded for them."""
+        if self.failure is not None and self.service is None:
+            return f"failed: {public_reason(self.failure.error)}"
+        if self.service is not None and not (health := self.service.engine.health()).ready:
+            return health.reason or "not ready"
+        return ""
+
+    def answers_to(self, name: str) -> bool:
+        """Whether this is the name of an adapter (alone, or as in model:adapter), or of the model that draws."""
+        return name == self.draws or name.removeprefix(f"{self.name}:") in self.adapter_names
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Those that it has, or that it will have when it is loaded."""
+        return [*self.entry.adapters] if self.service is None else self.service.adapter_names
+
+    # What a request does.
+
+    def claim(self) -> None:
+        """Raises Unavailable where too many wait already."""
+        most = self._options.max_waiting_per_model
+        if not self.is_open and self.num_claims - self.num_inside >= most:
+            raise self._not_now(f"{most} requests wait for it already")
+        self.num_claims += 1
+
+    def end_claim(self) -> None:
+        self.num_claims -= 1
+        if self.num_claims:
+            return
+        if self._task is not None and self.waits_for_room:
+            # Nobody waits for it any more.
+            self._task.cancel()
+        self._changed()
+
+    async def opened(self) -> None:
+        """Returns when it can be entered. Raises Unavailable when it cannot be loaded, or not in time, and
+        ModelNotFound when it was taken away."""
+        wait_s = self._options.model_wait_s
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self.is_open:
+                    if self.is_gone:
+                        raise ModelNotFound(f"The model {self.name!r} is not here any more.", param="model")
+                    self._check_failure()
+                    task = self._begun()
+                    if self._seconds_left > wait_s:
+                        raise self._not_now("it is being loaded, which takes longer than a request may wait")
+                    await asyncio.wait({task})
+        except TimeoutError:
+            raise self._not_now(f"it is not loaded after {wait_s:g} s ({self.stage or 'waiting for room'})") from None
+
+    def enter(self) -> Service:
+        """Only while it is open."""
+        assert self.service is not None and not self._leaving
+        self.num_inside += 1
+        self._empty.clear()
+        return self.service
+
+    def leave(self) -> None:
+        self.num_inside -= 1
+        self.last_used = self._clock()
+        if not self.num_inside:
+            self._empty.set()
+
+    # What the fleet does.
+
+    def adopt(self, service: Service, entry: ModelEntry) -> None:
+        """Take in what was loaded, by this entry."""
+        self.service, self._loaded_entry, self.failure = service, entry, None
+        painter = service.engine.model.images
+        self.draws = painter.name if painter is not None else ""
+
+    def begin(self) -> None:
+        """Load it, unless that is being done, it is there, it is gone, or it failed a short while ago."""
+        if not self.is_gone and not self.is_open and self._task is None and not self._is_backing_off:
+            self._begun()
+
+    def forgive(self) -> None:
+        """Forget that a load failed."""
+        self.failure = None
+
+    def fail(self, error: Exception) -> None:
+        backoff_s = BACKOFF_S if self.failure is None else min(2 * self.failure.backoff_s, MAX_BACKOFF_S)
+        self.failure = Failure(error, self._clock() + backoff_s, backoff_s)
+        self.num_failures += 1
+
+    async def unload(self) -> None:
+        """Let nobody in, wait for those inside, and end the engine. Harmless when it is not loaded."""
+        while self._task is not None:
+            await asyncio.wait({self._task})
+        if self.service is not None:
+            self._leaving = True
+            self._task = asyncio.create_task(self._unload(self.service))
+            await asyncio.wait({self._task})
+
+    async def close(self) -> None:
+        """End everything, whoever is inside."""
+        self.is_gone = True
+        self._empty.set()
+        if self._task is not None:
+            if not self._leaving:
+                self._task.cancel()
+            await asyncio.wait({self._task})
+        if self.service is not None:
+            await self._unload(self.service)
+
+    def _begun(self) -> asyncio.Task[None]:
+        if self._task is None:
+            self._began = self._clock()
+            self._task = asyncio.create_task(self._load())
+        return self._task
+
+    async def _load(self) -> None:
+        entry = self.entry
+        try:
+            service = await self._load_service(self)
+        except Exception as error:
+            self.holds_memory = False
+            self.fail(error)
+            assert self.failure is not None
+            known = isinstance(error, WeftError)
+            log.error("the model %s could not be loaded: %s", self.name, self.failure.reason, exc_info=not known)
+        except BaseException:
+            self.holds_memory = False
+            raise
+        else:
+            self.adopt(service, entry)
+            self._load_s = self._clock() - self._began
+            self.last_used = self._clock()
+            self.num_loads += 1
+            log.info("the model %s is loaded (%.1f s)", self.name, self._load_s)
+        finally:
+            self.stage = ""
+            self.waits_for_room = False
+            self._task = None
+            self._changed()
+
+    async def _unload(self, service: Service) -> None:
+        try:
+            await self._empty.wait()
+            await service.close()
+        except Exception:
+            log.exception("the model %s did not end well", self.name)
+        self.service = None
+        self.holds_memory = False
+        self.num_unloads += 1
+        self._leaving = False
+        self._task = None
+        self._changed()
+        log.info("the model %s is unloaded", self.name)
+
+    @property
+    def _is_backing_off(self) -> bool:
+        return self.failure is not None and self._clock() < self.failure.retry_at
+
+    def _check_failure(self) -> None:
+        if self.failure is not None and self._task is None and self._is_backing_off:
+            raise Unavailable(
+                f"The model {self.name!r} could not be loaded: {public_reason(self.failure.error)}",
+                retry_after_s=math.ceil(self.failure.retry_at - self._clock()),
+            )
+
+    @property
+    def _seconds_left(self) -> float:
+        """Of a load, by what the last one took."""
+        return self._load_s - (self._clock() - self._began) if self.service is None else 0.0
+
+    def _not_now(self, why: str) -> Unavailable:
+        return Unavailable(
+            f"The model {self.name!r} cannot answer now: {why}.", retry_after_s=max(1, math.ceil(self._seconds_left))
+        )

@@ -1,0 +1,166 @@
+"""How a chat's answer is read: its reasoning, its content and its tool calls, each in its place."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from weft.backends.contract import ReadDelta
+from weft.text.grammars.specs import Thinking
+from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Parser, Piece, PlainParser, Reasoning
+from weft.text.parsers.reasoning import ReasoningStyle
+from weft.text.parsers.styles import ToolStyle, parser_for
+from weft.types import Delta
+
+
+class Reading(Struct, frozen=True, kw_only=True):
+    tools: ToolStyle | None = None
+    """None: the request has no tools, or may not call them."""
+    declared: tuple[str, ...] = ()
+    """The names of the request's tools."""
+    most_calls: int | None = None
+    reasoning: ReasoningStyle | None = None
+    reasoning_opened: bool = False
+    """Whether the prompt's own end has opened the reasoning."""
+    with_reasoning: bool = True
+    is_read: bool = False
+    """The engine tells thoughts and calls apart itself."""
+    is_named_call: bool = False
+    """The answer is a call of the tool that the request named: OpenAI does not call that a reason to stop."""
+
+    @property
+    def is_plain(self) -> bool:
+        """All text is content."""
+        return self.tools is None and self.reasoning is None and not self.is_read
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        tools = self.tools.markers if self.tools is not None else ()
+        return tools + ((self.reasoning.begin, self.reasoning.end) if self.reasoning is not None else ())
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """What may stand before an output that is in form."""
+        if self.reasoning is None:
+            return None
+        return Thinking(begin=self.reasoning.begin, end=self.reasoning.end, is_open=self.reasoning_opened)
+
+    def reader(self) -> Reader:
+        """For one answer."""
+        return Reader(self)
+
+    def parser(self) -> Parser:
+        if self.tools is None and self.reasoning is None:
+            return PlainParser()
+        return parser_for(self.tools, self.reasoning, declared=self.declared, reasoning_opened=self.reasoning_opened)
+
+
+class Reader:
+    """The pieces of one answer's deltas, without those that the request does not want to see."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._parser = reading.parser()
+
+    def read(self, delta: Delta) -> list[Piece]:
+        """With the last delta, whatever was held back comes too."""
+        if isinstance(delta, ReadDelta):
+            return self._kept(delta.pieces)
+        pieces = self._parser.push(delta.text)
+        return self._kept([*pieces, *self._parser.finish()] if delta.finish else pieces)
+
+    def _kept(self, pieces: Iterable[Piece]) -> list[Piece]:
+        return [piece for piece in pieces if self._keeps(piece)]
+
+    def _keeps(self, piece: Piece) -> bool:
+        match piece:
+            case Reasoning():
+                return self._reading.with_reasoning
+            case CallStarted(index=index) | CallArguments(index=index):
+                return self._reading.most_calls is None or index < self._reading.most_calls
+            case _:
+                return True
+
+
+class Kind(enum.StrEnum):
+    TEXT = "text"
+    THINKING = "thinking"
+    CALL = "call"
+
+
+class Block:
+    """One of them, as far as it has come. Of a call, the text is its arguments."""
+
+    def __init__(self, index: int, kind: Kind, call_id: str = "", name: str = "") -> None:
+        self.index = index
+        self.kind = kind
+        self.call_id = call_id
+        self.name = name
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    def add(self, text: str) -> None:
+        self._texts.append(text)
+
+
+class Opened(Struct, frozen=True):
+    block: Block
+
+
+class Grown(Struct, frozen=True):
+    block: Block
+    text: str
+    """What is new."""
+
+
+class Closed(Struct, frozen=True):
+    block: Block
+
+
+Change = Opened | Grown | Closed
+
+
+class Blocks:
+    """A reader's pieces put together: neighbours of one kind are one block, and a call ends where another begins."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._open: Block | None = None
+        self.all: list[Block] = []
+
+    def push(self, delta: Delta) -> list[Change]:
+        """What the next delta of the answer changes; with its end the last block is closed."""
+        changes = [change for piece in self._reader.read(delta) for change in self._changes(piece)]
+        return changes + self._close() if delta.finish else changes
+
+    def _changes(self, piece: Piece) -> list[Change]:
+        match piece:
+            case CallStarted(_, call_id, name):
+                return self._begin(Kind.CALL, call_id, name)
+            case CallArguments(_, text):
+                return self._grow(Kind.CALL, text)
+            case Content(text):
+                return self._grow(Kind.TEXT, text)
+            case Reasoning(text):
+                return self._grow(Kind.THINKING, text)
+
+    def _grow(self, kind: Kind, text: str) -> list[Change]:
+        changes = [] if self._open is not None and self._open.kind is kind else self._begin(kind)
+        block = self.all[-1]
+        block.add(text)
+        return [*changes, Grown(block, text)]
+
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> list[Change]:
+        changes = self._close()
+        self._open = Block(len(self.all), kind, call_id, name)
+        self.all.append(self._open)
+        return [*changes, Opened(self._open)]
+
+    def _close(self) -> list[Change]:
+        closed, self._open = self._open, None
+        return [] if closed is None else [Closed(closed)]

@@ -1,0 +1,154 @@
+"""From what a request asks to the text of a grammar, in llguidance's variant of Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from weft.errors import InvalidRequest
+from weft.text.grammars.json_schema import check_schema
+from weft.text.grammars.specs import (
+    Choice,
+    GrammarSpec,
+    JsonObject,
+    JsonSchema,
+    Lark,
+    Regex,
+    Thinking,
+    ToolCalls,
+    ToolSpec,
+)
+
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+"""The model decides how a text is cut into tokens. Behind the grammar, so that errors count its own lines."""
+_JSON_STYLE = {"whitespace_pattern": r"\x20|\n[\x20\t]{0,64}"}
+"""Between two parts of JSON: nothing, a space, or a line's end and indentation. Of more, a model may find no end."""
+_ANY_TEXT = r"TEXT: /(.|\n)*/"
+_MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
+_RULE_OPTION = re.compile(r"^\s*[?!]*[\w-]+\s*\[[^\]]*\b(stop|temperature)\s*=", re.MULTILINE)
+
+
+class GrammarWriter:
+    def __init__(self, specials: Mapping[str, int], *, max_schema_depth: int) -> None:
+        """`specials`: the tokenizer's special tokens, which never are a part of text."""
+        self._specials = specials
+        self._special = re.compile(
+            "|".join(re.escape(text) for text in sorted(specials, key=len, reverse=True)) or "$^"
+        )
+        self._max_schema_depth = max_schema_depth
+
+    def write(self, spec: GrammarSpec, thinking: Thinking | None = None) -> str:
+        match spec:
+            case JsonObject():
+                lines = ["start: " + self._json({"type": "object"}, spec.param)]
+            case JsonSchema(schema=schema, param=param):
+                lines = ["start: " + self._json(schema, param)]
+            case Regex(pattern=pattern):
+                from llguidance import regex_to_lark  # costs nothing before it is needed
+
+                lines = [f"start: /{regex_to_lark(pattern, '')}/"]
+            case Choice(options=options, param=param):
+                if not options:
+                    raise InvalidRequest("There is nothing to choose from.", param=param)
+                lines = ["start: CHOICE", "CHOICE: " + " | ".join(json.dumps(option) for option in options)]
+            case Lark(text=text, param=param):
+                _check_lark(text, param)
+                lines = [text]
+            case ToolCalls():
+                lines = self._tool_calls(spec)
+        if thinking is not None:
+            lines = self._after_thoughts(thinking, lines)
+        return "\n".join(lines) + _OPTIONS
+
+    def _after_thoughts(self, thinking: Thinking, lines: list[str]) -> list[str]:
+        ends = ["thoughts"] + ([f"TEXT {self._token(thinking.end)}"] if thinking.end in self._specials else [])
+        thoughts = f"({' | '.join(ends)}) GAP"
+        if not thinking.is_open:
+            thoughts = f"({self._literal(thinking.begin)} {thoughts})?"
+        return [
+            f"start: {thoughts} answer",
+            f"thoughts[lazy]: TEXT {json.dumps(thinking.end)}",
+            _ANY_TEXT,
+            "GAP: /[ \\n]{0,4}/",
+            "answer: %lark {",
+            *lines,
+            "}",
+        ]
+
+    def _json(self, schema: Mapping[str, Any], param: str) -> str:
+        check_schema(schema, max_depth=self._max_schema_depth, param=param)
+        try:
+            return "%json " + json.dumps({**schema, "x-guidance": _JSON_STYLE}, allow_nan=False)
+        except (RecursionError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"The schema is no JSON: {error}.", param=param) from error
+
+    def _tool_calls(self, spec: ToolCalls) -> list[str]:
+        if not spec.tools:
+            raise InvalidRequest("There are no tools to call.", param=spec.param)
+        shape = spec.shape
+        numbers = range(len(spec.tools))
+        before = [f"{shape.before_name}{tool.name}{shape.before_arguments}" for tool in spec.tools]
+        after = self._literal(shape.after_arguments)
+        lines = [
+            f"arguments_{i}: {self._json(_parameters(tool, spec.param), spec.param)}"
+            for i, tool in enumerate(spec.tools)
+        ]
+        lines += [f"call_{i}: {self._literal(before[i])} arguments_{i} {after}" for i in numbers]
+        lines.append("call: " + " | ".join(f"call_{i}" for i in numbers))
+        more = f"({self._literal(shape.separator)} call)*" if spec.parallel else ""
+        end = f"{more} {self._literal(shape.closing)}"
+        if spec.at_least_one:
+            return [f"start: {self._literal(shape.opening)} call {end}", *lines]
+        # Text goes on until the first marker of a call; from there on, it is one.
+        begin = shape.opening + shape.before_name
+        marker = _MARKER.match(begin)
+        lead = marker.group() if marker else begin
+        heads = ["head"] + ([f"TEXT {self._token(lead)}"] if lead in self._specials else [])
+        lines += [
+            f"first_{i}: {self._literal((shape.opening + before[i])[len(lead) :])} arguments_{i} {after}"
+            for i in numbers
+        ]
+        return [
+            f"start: TEXT | ({' | '.join(heads)}) ({' | '.join(f'first_{i}' for i in numbers)}) {end}",
+            f"head[lazy]: TEXT {json.dumps(lead)}",
+            _ANY_TEXT,
+            *lines,
+        ]
+
+    def _literal(self, text: str) -> str:
+        """A text as it is; what is a special token in it may be written as that token, or be spelled."""
+        parts, at = [], 0
+        for found in self._special.finditer(text):
+            parts += [text[at : found.start()], found.group()]
+            at = found.end()
+        parts.append(text[at:])
+        return " ".join(
+            f"({json.dumps(part)} | {self._token(part)})" if part in self._specials else json.dumps(part)
+            for part in parts
+            if part
+        )
+
+    def _token(self, special: str) -> str:
+        return f"<[{self._specials[special]}]>"
+
+
+def _parameters(tool: ToolSpec, param: str) -> Mapping[str, Any]:
+    if tool.parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if tool.parameters.get("type", "object") != "object":
+        raise InvalidRequest(f"The parameters of the tool {tool.name!r} are no object.", param=param)
+    return {"type": "object", **tool.parameters}
+
+
+def _check_lark(text: str, param: str) -> None:
+    if text.lstrip().startswith("{") or "::=" in text:
+        raise InvalidRequest(
+            "The grammar is not written in Lark.",
+            hint="Send rules such as: start: greeting NAME. EBNF and lists of grammars are not taken.",
+            param=param,
+        )
+    option = _RULE_OPTION.search(text)
+    if option:
+        raise InvalidRequest(f"The grammar's option {option.group(1)} is not supported.", hint="Try lazy.", param=param)

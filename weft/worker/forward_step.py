@@ -1,0 +1,166 @@
+"""One step on the device: from the row table, through the model, to the likeliest tokens back in the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from weft.kernels import AttentionBatch
+from weft.kernels.weights import AdaptedRun
+from weft.model.dense import DenseModel, LastTokens
+from weft.model.dense_lora import forward_adapted
+from weft.switches import is_on
+from weft.worker.inputs import StepInputs, StepShape
+from weft.worker.lora_rows import tokens_of
+from weft.worker.rows import RowTable
+
+
+class FastStep(Protocol):
+    """A whole step in native code."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        rows: Tensor,
+        adapted: Sequence[AdaptedRun] = (),
+    ) -> Tensor:
+        """The logits of the tokens at `rows`; writes the cache as the model's own forward pass does."""
+
+    def with_hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        rows: Tensor,
+        hidden_rows: Tensor,
+        adapted: Sequence[AdaptedRun] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and the final hidden states of the tokens at `hidden_rows`."""
+
+
+class Asked(NamedTuple):
+    """Tokens of which more is wanted than a step gives: where they stand among the step's tokens."""
+
+    logits_at: Tensor
+    """None of them is sampled from."""
+    hidden_at: Tensor
+
+
+class Given(NamedTuple):
+    """What a step was asked for."""
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Outcome(NamedTuple):
+    """What a step computed for each of its samples, on the device."""
+
+    logits: Tensor
+    tokens: Tensor
+    """The likeliest."""
+    peaks: Tensor
+    """Their logits; not finite where a row's logits are no numbers."""
+    given: Given | None = None
+
+
+class Stepper:
+    """A model with the cache and the rows that it works on."""
+
+    def __init__(
+        self, model: DenseModel, kv_cache: Tensor, table: RowTable, *, fast_step: FastStep | None = None
+    ) -> None:
+        self.model = model
+        self.kv_cache = kv_cache
+        self.table = table
+        self.fast_step = fast_step
+
+    def step(
+        self,
+        shape: StepShape,
+        inputs: StepInputs,
+        longest: int,
+        asked: Asked | None = None,
+        adapted: Sequence[AdaptedRun] = (),
+    ) -> Outcome:
+        """No sequence is longer than `longest`. Nothing here waits for the device, or looks at what is on it."""
+        table, positions = self.table, inputs.positions
+        width = -(-longest // table.block_size)
+        blocks = table.blocks[inputs.token_rows, positions // table.block_size]
+        batch = AttentionBatch(
+            num_decodes=shape.decodes,
+            query_starts=inputs.query_starts,
+            lengths=inputs.lengths,
+            block_tables=table.blocks[inputs.sequence_rows, :width],
+            slots=blocks * table.block_size + positions % table.block_size,
+            is_one_prompt=shape.decodes == 0 and shape.prompts == 1 and shape.prompt_tokens == longest,
+        )
+        tokens = table.tokens[inputs.token_rows, positions]
+        given = None
+        if asked is None:
+            logits = self._logits(shape, inputs, tokens, batch, width, adapted)
+        else:
+            logits, given = self._given(asked, inputs, tokens, batch, adapted)
+        best, peaks = self.model.ops.greedy(logits)
+        table.tokens[inputs.sample_rows, inputs.sample_positions + 1] = best
+        return Outcome(logits, best, peaks, given)
+
+    def _given(
+        self,
+        asked: Asked,
+        inputs: StepInputs,
+        tokens: Tensor,
+        batch: AttentionBatch,
+        adapted: Sequence[AdaptedRun],
+    ) -> tuple[Tensor, Given]:
+        """The logits that are sampled from, and what else is asked for."""
+        at = torch.cat([inputs.sample_at, asked.logits_at])
+        if self.fast_step is not None:
+            logits, hidden = self.fast_step.with_hidden(tokens, inputs.positions, batch, at, asked.hidden_at, adapted)
+        else:
+            states = self._states(tokens, inputs.positions, batch, adapted)
+            logits, hidden = self.model.logits(states[at]), states[asked.hidden_at]
+        sampled, others = torch.split(logits, [len(inputs.sample_at), len(asked.logits_at)])
+        return sampled, Given(others, hidden)
+
+    def _states(
+        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, adapted: Sequence[AdaptedRun]
+    ) -> Tensor:
+        """The final hidden states of all the step's tokens."""
+        if not adapted:
+            return self.model.forward(tokens, positions, self.kv_cache, batch)
+        by_adapter = tokens_of(adapted, self.table.device)
+        return forward_adapted(self.model, tokens, positions, self.kv_cache, batch, by_adapter)
+
+    def _logits(
+        self,
+        shape: StepShape,
+        inputs: StepInputs,
+        tokens: Tensor,
+        batch: AttentionBatch,
+        width: int,
+        adapted: Sequence[AdaptedRun],
+    ) -> Tensor:
+        if self.fast_step is not None:
+            return self.fast_step(tokens, inputs.positions, batch, inputs.sample_at, adapted)
+        model = self.model
+        if adapted:
+            return model.logits(self._states(tokens, inputs.positions, batch, adapted)[inputs.sample_at])
+        if shape.samples_all:
+            return model.logits(model.forward(tokens, inputs.positions, self.kv_cache, batch))
+        if not is_on("last-tokens"):
+            return model.logits(model.forward(tokens, inputs.positions, self.kv_cache, batch)[inputs.sample_at])
+        last = AttentionBatch(
+            num_decodes=shape.samples,
+            query_starts=torch.arange(shape.samples + 1, device=tokens.device),
+            lengths=inputs.sample_positions + 1,
+            block_tables=self.table.blocks[inputs.sample_rows, :width],
+            slots=batch.slots[inputs.sample_at],
+        )
+        hidden = model.forward(tokens, inputs.positions, self.kv_cache, batch, LastTokens(inputs.sample_at, last))
+        return model.logits(hidden)
