@@ -25,7 +25,7 @@ from msgspec import Struct
 _START_SECONDS = 30.0
 _BUSY_MACHINE = 10
 """So many times longer by the clock than the process computes may an answer take."""
-_CHILD = Path(__file__).with_name("render_child.py")
+_CHILD = Path(__file__).with_name("template_sandbox_child.py")
 
 
 class TemplateLimits(Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from weft.text.grammars.lark import GrammarWriter
 from weft.text.grammars.specs import GrammarSpec, Thinking, Words, words_of
 from weft.text.tokenizer import Tokenizer
 
-_CHILD = Path(__file__).with_name("child.py")
+_CHILD = Path(__file__).with_name("sandbox_child.py")
 _LENGTH = struct.Struct("<I")
 _START_SECONDS = 60.0
 _MEMORY_BYTES = 4 * 2**30
