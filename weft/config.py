@@ -388,8 +388,12 @@ def load(
     *,
     file: Path | None = None,
     env: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The configuration from flags (by field name), environment and file; refuses what it does not know."""
+    """Make the configuration from flags (by field name), environment and file, and refuse what is not known.
+
+    `defaults` are a command's own: they hold where none of the three says otherwise.
+    """
     known = {setting.name: setting for setting in settings()}
     raw: dict[str, dict[str, Any]] = {}
     places: dict[str, str] = {}
@@ -400,6 +404,8 @@ def load(
         raw.setdefault(known[name].section, {})[name] = value
         places[name] = place
 
+    for name, value in (defaults or {}).items():
+        put(name, value, "default")
     for section, name, value, place in _from_file(file):
         if name in known and known[name].section != section:
             raise ConfigError(f"{place}: {name} stands in [{section}].", hint=f"It belongs in [{known[name].section}].")

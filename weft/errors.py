@@ -22,8 +22,11 @@ class WeftError(Exception):
         return f"{self.message} {self.hint}".strip()
 
 
-class InvalidRequest(WeftError):
-    """The request itself is wrong; sending it again unchanged cannot help."""
+class InvalidRequest(WeftError, ValueError):
+    """The request itself is wrong; sending it again unchanged cannot help.
+
+    It is a ValueError too: callers of the CY-LLM Engine's contract catch that.
+    """
 
     status = 400
     grpc_code = "INVALID_ARGUMENT"

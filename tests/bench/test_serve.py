@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,22 @@ def test_tokens_are_the_servers_and_times_are_of_its_events() -> None:
     speeds = sorted(run.output_tokens_per_s for run in first.runs)
     assert first.output_tokens_per_s == pytest.approx(sum(speeds) / 2)
     assert first.spread == pytest.approx((speeds[1] - speeds[0]) / first.output_tokens_per_s)
+
+
+def test_the_cpu_time_of_the_servers_process_is_counted_for_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's clock, as its metrics tell it, is one that rises by 0.3 s with every reading."""
+    readings = count(10.0, 0.3)
+    monkeypatch.setattr("weft.observe.metrics.process_time", lambda: next(readings))
+    first, second = measure(five_tokens(), Load(2, 6, 7, 5), Load(3, 3, 4, 5), runs=2).figures
+    assert [run.server_cpu_us_per_token for run in first.runs] == [pytest.approx(0.3e6 / 30)] * 2
+    assert first.server_cpu_us_per_token == pytest.approx(10_000)
+    assert second.server_cpu_us_per_token == pytest.approx(20_000)
+
+
+def test_a_server_that_does_not_tell_its_cpu_time_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.api.app.exposition", lambda *_: b"# nothing\n")
+    report = measure(five_tokens(), Load(1, 1, 4, 5))
+    assert only_run(report).server_cpu_us_per_token is None is report.figures[0].server_cpu_us_per_token
 
 
 def test_prompts_are_token_ids_of_the_asked_length_and_none_comes_twice() -> None:
@@ -142,6 +160,9 @@ def test_the_command_prints_a_table_writes_json_and_fails_when_a_request_does(tm
         assert len(four.submitted) == 2 + 2 * 5, "two to warm up, and the work"
         report = json.loads(file.read_text())
         assert [line["num_failures"] for line in report["figures"]] == [0, 0]
+        for line in report["figures"]:
+            shown = f"{line['server_cpu_us_per_token']:,.0f}"
+            assert line["server_cpu_us_per_token"] > 0 and f" {shown} " in good.output
         bad = CliRunner().invoke(bench, [*common, "--work", "1x1:3:9"])
         assert bad.exit_code == 1 and "9 tokens were asked for, 4 came" in bad.output
         wrong = CliRunner().invoke(bench, ["serve", "--url", url, "m", "--max-num-seqs", "3"])
@@ -168,6 +189,8 @@ def test_a_server_of_its_own_is_started_measured_and_ended(tiny_model: Path) -> 
     report = asyncio.run(scenario())
     assert report.num_failures == 0 and report.figures[0].runs[0].output_tokens == 24
     assert report.startup_seconds is not None and report.startup_seconds > 0.2
+    cpu = report.figures[0].server_cpu_us_per_token
+    assert cpu is not None and 0 < cpu < 1e6 * (os.cpu_count() or 1) * report.figures[0].runs[0].seconds
 
 
 def test_a_server_that_does_not_start_is_told(capfd: pytest.CaptureFixture[str]) -> None:

@@ -153,6 +153,16 @@ def test_a_word_that_cannot_be_is_refused_and_named(
     assert not stage.engine.submitted
 
 
+@pytest.mark.parametrize(("prompt", "words"), [("", {}), ("Hi", {"temperature": -1}), ("Hi", {"colour": "red"})])
+def test_a_refusal_is_the_value_error_that_callers_from_elsewhere_catch(
+    engine: BaseEngine, prompt: str, words: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        engine.infer(prompt, **words)
+    assert isinstance(caught.value, InvalidRequest) and caught.value.status == 400
+    assert issubclass(ContextTooLong, ValueError) and not issubclass(Unavailable, ValueError)
+
+
 def test_a_prompt_that_cannot_be_never_reaches_the_engine(stage: Stage, engine: BaseEngine) -> None:
     with pytest.raises(InvalidRequest, match="empty"):
         engine.infer("")

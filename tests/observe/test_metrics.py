@@ -64,7 +64,8 @@ def test_names_types_and_labels() -> None:
     families = {family.name: family for family in text_string_to_metric_families(text)}
     types = {name + ("_total" if family.type == "counter" else ""): family.type for name, family in families.items()}
     aliases = {name.replace("weft_", "vllm:"): kind for name, kind in CONTRACT.items() if name not in WEFT_ALONE}
-    assert types == CONTRACT | aliases
+    assert types == CONTRACT | aliases | {"process_cpu_seconds_total": "counter"}
+    assert [sample.labels for sample in families.pop("process_cpu_seconds").samples] == [{}]
     for family in families.values():
         assert family.documentation
         for sample in family.samples:

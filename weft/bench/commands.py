@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from weft import config as configuration
+from weft.backends.registry import engines_in_order
 from weft.bench.mixed import MixedReport, MixedWork, ModeReport, Verdict, run_mixed
 from weft.bench.mixed import num_runs as num_mixed_runs
 from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
@@ -21,6 +22,7 @@ from weft.bench.offline import judge as judge_offline
 from weft.bench.report import Judged, Required
 from weft.bench.serve import DEFAULT_LOADS, Load, ServeReport, ServeWork, own_server, run_serve
 from weft.bench.serve import judge as judge_serve
+from weft.config import Config
 from weft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,6 +42,11 @@ _MIXED = MixedWork()
 CLIENT_AT_ITS_LIMIT = 0.9
 """A client that computes for more than this share of the time may be what was measured."""
 
+Model = Annotated[str | None, typer.Argument(help="What `weft serve` takes.", show_default="smollm2")]
+ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file with settings.")]
+EngineName = Annotated[str | None, typer.Option(help="One of `weft engines`.", show_default="native")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_default="auto")]
+Dtype = Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.", show_default="auto")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
 RequiredFirstToken = Annotated[
     float | None, typer.Option("--require-first-token-ms", help="End with 1 unless a first token comes sooner.")
@@ -47,6 +54,19 @@ RequiredFirstToken = Annotated[
 RequiredSpeed = Annotated[
     float | None, typer.Option("--require-tokens-per-s", help="End with 1 where there are fewer.")
 ]
+
+
+def _settings(config: Path | None, **flags: str | None) -> Config:
+    """Make the configuration as `weft serve` does, from the flags that were given, the environment and the file.
+
+    A benchmark's own defaults: the native engine, and no prefix cache where the cache is this machine's to set.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    defaults: dict[str, Any] = {"engine": "native"}
+    settings = configuration.load(given, file=config, defaults=defaults)
+    if all(spec.needs_url for spec in engines_in_order(settings.backend.engine, settings.model.device)):
+        return settings
+    return configuration.load(given, file=config, defaults=defaults | {"enable_prefix_caching": False})
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -66,7 +86,7 @@ def bench() -> None:
 
 @app.command()
 def offline(
-    model: Annotated[str, typer.Argument(help="What `weft serve` takes.")] = "smollm2",
+    model: Model = None,
     batch_sizes: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,8,32",
     prompt_lengths: Annotated[str, typer.Option(help="Prompt tokens before a first token.")] = "128,512",
     requests: Annotated[int, typer.Option(min=1, help="Requests of the throughput line.")] = _WORK.requests,
@@ -74,10 +94,10 @@ def offline(
     output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each.")] = _WORK.output_tokens,
     runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _WORK.runs,
     seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = _WORK.seed,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
-    engine: Annotated[str, typer.Option(help="One of `weft engines`.")] = "native",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    config: ConfigFile = None,
+    engine: EngineName = None,
+    device: Device = None,
+    dtype: Dtype = None,
     require_first_token_ms: RequiredFirstToken = None,
     require_tokens_per_s: RequiredSpeed = None,
     json_file: JsonFile = None,
@@ -87,8 +107,7 @@ def offline(
     What is required holds for every line of its kind: --require-first-token-ms for each prompt length,
     --require-tokens-per-s for decoding at each batch size.
     """
-    flags = {"model": model, "engine": engine, "device": device, "dtype": dtype, "enable_prefix_caching": False}
-    settings = configuration.load(flags, file=config)
+    settings = _settings(config, model=model, engine=engine, device=device, dtype=dtype)
     work = OfflineWork(
         batch_sizes=_numbers(batch_sizes),
         prompt_lengths=_numbers(prompt_lengths),
@@ -164,17 +183,20 @@ def serve(
 
 @app.command()
 def rpc(
-    model: Annotated[str, typer.Argument(help="What `weft serve` takes.")] = "smollm2",
+    model: Model = None,
     requests: Annotated[int, typer.Option(min=1, help="Answers to ask for.")] = 8,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 1,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    config: ConfigFile = None,
+    engine: EngineName = None,
+    device: Device = None,
+    dtype: Dtype = None,
     json_file: JsonFile = None,
 ) -> None:
     """How many gRPC messages an answer takes, with its chunks joined and without."""
     from weft.bench.rpc import RpcWork, run_rpc  # gRPC's packages, which the other commands do without
 
-    settings = configuration.load({"model": model, "enable_prefix_caching": False}, file=config)
+    settings = _settings(config, model=model, engine=engine, device=device, dtype=dtype)
     work = RpcWork(requests=requests, concurrency=concurrency, output_tokens=output_tokens)
     report = run(run_rpc(settings, work))
     Console().print(_rpc_table(report))
@@ -191,7 +213,7 @@ def rpc(
     "differs on a CPU, where none may."
 )
 def mixed(
-    model: Annotated[str, typer.Argument(help="What `weft serve` takes.")] = "smollm2",
+    model: Model = None,
     chats: Annotated[int, typer.Option(min=0, help="Chats; 0: images alone.")] = _MIXED.chats,
     images: Annotated[int, typer.Option(min=0, help="Images; 0: chats alone.")] = _MIXED.images,
     input_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of a chat.")] = _MIXED.input_tokens,
@@ -201,16 +223,22 @@ def mixed(
     stagger: Annotated[float, typer.Option(min=0, help="Seconds between the arrivals of two images.")] = 0,
     runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _MIXED.runs,
     seed: Annotated[int, typer.Option(help="Seed of the random prompts, and of the first image.")] = _MIXED.seed,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    config: ConfigFile = None,
     image_model: Annotated[str | None, typer.Option(help="auto, or the directory of a model that draws.")] = None,
     load_format: Annotated[str | None, typer.Option(help="auto or dummy.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     json_file: JsonFile = None,
 ) -> None:
-    flags = {"image_model": image_model, "load_format": load_format, "device": device, "dtype": dtype}
-    given = {name: value for name, value in flags.items() if value is not None}
-    settings = configuration.load({"model": model, "enable_prefix_caching": False, **given}, file=config)
+    settings = _settings(
+        config, model=model, image_model=image_model, load_format=load_format, device=device, dtype=dtype
+    )
+    chosen = settings.backend.engine
+    if any(spec.name != "native" for spec in engines_in_order(chosen, settings.model.device)):
+        raise ConfigError(
+            f"weft bench mixed cannot measure the engine {chosen}: only native draws.",
+            hint="Unset WEFT_ENGINE and CY_LLM_ENGINE, or the engine of the --config file.",
+        )
     work = MixedWork(
         chats=chats,
         images=images,
@@ -270,12 +298,22 @@ def _serve_table(report: ServeReport) -> Table:
     started = "" if report.startup_seconds is None else f"ready {report.startup_seconds:.1f} s after its start; "
     table = Table(
         title=f"{report.model} at {report.url}",
-        caption=f"{started}medians of {report.work.runs} runs; milliseconds to the first token and between tokens",
+        caption=f"{started}medians of {report.work.runs} runs; milliseconds to the first token and between tokens; "
+        "CPU time of the server's own process, not of its engine's",
         box=None,
         pad_edge=False,
     )
     table.add_column("load", no_wrap=True)
-    for heading in ("output\ntok/s", "spread", "first\np50", "first\np99", "between\np50", "between\np99", "errors"):
+    for heading in (
+        "output\ntok/s",
+        "spread",
+        "first\np50",
+        "first\np99",
+        "between\np50",
+        "between\np99",
+        "CPU\nµs/tok",
+        "errors",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for figures in report.figures:
         first, between = figures.first_token_ms, figures.inter_token_ms
@@ -284,6 +322,7 @@ def _serve_table(report: ServeReport) -> Table:
             f"{figures.output_tokens_per_s:,.0f}",
             f"{figures.spread:.1%}",
             *(f"{value:,.1f}" for value in (first.p50, first.p99, between.p50, between.p99)),
+            "–" if figures.server_cpu_us_per_token is None else f"{figures.server_cpu_us_per_token:,.0f}",
             str(figures.num_failures),
         )
     return table

@@ -21,8 +21,8 @@ from weft.api.grpc.ai_service_pb2 import (
 )
 from weft.api.grpc.grpc_server import serve_rpc
 from weft.api.grpc.inference import SERVICE_NAME
+from weft.backends import start_engine
 from weft.backends.contract import Engine
-from weft.backends.native import start_native
 from weft.config import Config, LimitOptions
 from weft.serving.admission import Gate
 
@@ -62,7 +62,7 @@ class RpcReport(Struct, frozen=True, kw_only=True):
 
 async def run_rpc(config: Config, work: RpcWork) -> RpcReport:
     """Start an engine, ask for the answers both ways, and end it."""
-    engine = await start_native(config)
+    engine = await start_engine(config)
     try:
         alone_config = replace(config, grpc=replace(config.grpc, grpc_buffer_size=1))
         # The first answers warm the engine up; they are not counted.

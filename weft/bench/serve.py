@@ -89,6 +89,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """Between the events of a stream; a server may put several tokens in an event."""
     client_cpu_share: float
     """CPU seconds of the client over seconds: near 1, the client was the limit and not the server."""
+    server_cpu_us_per_token: float | None
+    """CPU time of the process that answers HTTP, by its own /metrics, over the tokens; None: it does not tell."""
     failures: list[str]
 
 
@@ -101,6 +103,7 @@ class LoadFigures(Struct, frozen=True, kw_only=True):
     """Of the tokens a second: (largest - smallest) / median."""
     first_token_ms: Quantiles
     inter_token_ms: Quantiles
+    server_cpu_us_per_token: float | None
     num_failures: int
     runs: list[Run]
 
@@ -298,10 +301,16 @@ class _Bench:
             if connection is not None:
                 connection.close()
 
+        server_began = await _server_cpu_seconds(self._address)
         began, cpu_began = time.perf_counter(), time.process_time()
         await asyncio.gather(*(ask_until_done() for _ in range(min(load.connections, load.requests))))
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+        server_ended = await _server_cpu_seconds(self._address)
         tokens = sum(times.output_tokens or 0 for times in answers)
+        if server_began is None or server_ended is None or not tokens:
+            server_cpu = None
+        else:
+            server_cpu = 1e6 * (server_ended - server_began) / tokens
         return Run(
             seconds=seconds,
             output_tokens=tokens,
@@ -309,6 +318,7 @@ class _Bench:
             first_token_ms=_quantiles([times.first_s for times in answers if times.first_s is not None]),
             inter_token_ms=_quantiles([gap for times in answers for gap in times.gaps_s]),
             client_cpu_share=cpu_seconds / seconds,
+            server_cpu_us_per_token=server_cpu,
             failures=failures,
         )
 
@@ -345,6 +355,17 @@ async def _until_prepared(address: Address) -> None:
     raise Unavailable(f"The server was still compiling after {PREPARE_TIMEOUT_S:.0f} s without a request.")
 
 
+async def _server_cpu_seconds(address: Address) -> float | None:
+    """The CPU time that the server's process has taken so far, as Prometheus' clients tell it; None: it does not say,
+    or is gone, which the requests' own failures tell."""
+    try:
+        _, body = await _get(address, "/metrics")
+    except OSError:
+        return None
+    found = re.search(rb"^process_cpu_seconds_total (\S+)$", body, re.MULTILINE)
+    return None if found is None else float(found[1])
+
+
 async def _get(address: Address, path: str) -> tuple[int, bytearray]:
     body = bytearray()
     connection = await Connection.open(address)
@@ -368,12 +389,14 @@ async def _first_model(address: Address) -> str:
 def _figures(load: Load, runs: list[Run]) -> LoadFigures:
     speeds = [run.output_tokens_per_s for run in runs]
     median = statistics.median(speeds)
+    cpu = [run.server_cpu_us_per_token for run in runs if run.server_cpu_us_per_token is not None]
     return LoadFigures(
         load=load,
         output_tokens_per_s=median,
         spread=(max(speeds) - min(speeds)) / median if median else 0.0,
         first_token_ms=_medians([run.first_token_ms for run in runs]),
         inter_token_ms=_medians([run.inter_token_ms for run in runs]),
+        server_cpu_us_per_token=statistics.median(cpu) if cpu else None,
         num_failures=sum(len(run.failures) for run in runs),
         runs=runs,
     )

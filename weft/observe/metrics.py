@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from time import process_time
 from typing import Protocol
 
 from msgspec import Struct
@@ -209,7 +210,8 @@ class Residence(Struct, frozen=True, kw_only=True):
 
 
 class _House(Collector):
-    """All models together: a family is there once, with the samples of all of them."""
+    """All models together: a family is there once, with the samples of all of them. Beside them, under the name that
+    Prometheus' clients give it, the CPU time of the process that answers."""
 
     def __init__(self, models: Sequence[Metrics], residences: Sequence[Residence]) -> None:
         self._models = models
@@ -222,6 +224,7 @@ class _House(Collector):
             yield family
         if self._residences:
             yield from self._comings_and_goings()
+        yield CounterMetricFamily("process_cpu_seconds", "CPU time of the api process.", value=process_time())
 
     def _comings_and_goings(self) -> Iterator[Metric]:
         loaded = GaugeMetricFamily("weft_model_loaded", "1 while the model is loaded.", labels=["model_name"])
