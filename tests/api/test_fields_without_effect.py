@@ -258,9 +258,9 @@ def schemas(base: type[Fields] = Fields) -> Iterator[type[Fields]]:
 
 def endpoint_of(schema: type[Fields]) -> str:
     """What the table calls the requests that a schema is of, or a part of."""
-    package = schema.__module__.removeprefix("weft.api.").split(".")[0]
+    module = schema.__module__.rpartition(".")[2].removesuffix("_schema")
     own = {"CompletionRequest": "completions", "TokenizeRequest": "tokenize", "DetokenizeRequest": "detokenize"}
-    return own.get(schema.__name__, "chat") if package == "schemas" else package
+    return own.get(schema.__name__, "chat") if module == "openai" else module
 
 
 def has_one_value(annotation: Any) -> bool:
@@ -287,7 +287,7 @@ def read() -> set[Key]:
 
     def noting(self: Fields, name: str) -> Any:
         module = sys._getframe(1).f_globals["__name__"]
-        if module.startswith("weft.api") and not module.endswith(".schemas") and name in type(self).model_fields:
+        if module.startswith("weft.api") and not module.endswith("_schema") and name in type(self).model_fields:
             found.add((type(self).__name__, name))
         return plain(self, name)
 
@@ -343,7 +343,7 @@ def test_the_table_has_every_field_of_grpc_that_the_code_never_reads_and_no_othe
         "GenerationParameters": "request.generation",
         "GenerateImageRequest": "request",
     }
-    trees = [ast.parse(file.read_text()) for file in (ROOT / "weft/frontend/rpc").glob("*.py")]
+    trees = [ast.parse(file.read_text()) for file in (ROOT / "weft/api/grpc").glob("*.py")]
     read = {ast.unparse(node) for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     read |= {f"request.{name}" for name in OPTIONAL} | {f"request.generation.{name}" for name in PARAMETERS}
     unread = {
