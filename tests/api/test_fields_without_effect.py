@@ -286,8 +286,9 @@ def read() -> set[Key]:
     plain = Fields.__getattribute__
 
     def noting(self: Fields, name: str) -> Any:
-        module = sys._getframe(1).f_globals["__name__"]
-        if module.startswith("weft.api") and not module.endswith("_schema") and name in type(self).model_fields:
+        caller = sys._getframe(1)
+        is_validator = caller.f_locals.get("self") is self
+        if caller.f_globals["__name__"].startswith("weft.api") and not is_validator and name in type(self).model_fields:
             found.add((type(self).__name__, name))
         return plain(self, name)
 
