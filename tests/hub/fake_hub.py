@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.waiting import PATIENCE
+
 LFS_SUFFIX = ".safetensors"
 
 
@@ -120,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
             start = int(wanted.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         if hub.hangs and self.command == "GET":
-            hub.hang.wait(10)
+            hub.hang.wait(PATIENCE)
         cut = hub.cuts.pop(name, None) if self.command == "GET" else None
         self._send(206 if wanted else 200, content[start:], headers, cut)
 

@@ -25,8 +25,8 @@ from tests.backends.vllm.real import (
     needs_vllm,
     save_adapter,
     save_merged,
-    wait_until,
 )
+from tests.waiting import wait_until
 from weft.backends.blocking import LoopedEngine
 from weft.backends.contract import NotSupported
 from weft.backends.native import start_native
@@ -127,7 +127,7 @@ def test_a_stop_string_ends_it_here_and_in_vllm(vllm: LoopedEngine) -> None:
     assert cut.text == plain.text[: plain.text.index(stop)]
     assert (cut.last.finish, cut.last.stop_reason) == (FinishReason.STOP, stop)
     assert cut.last.usage.completion_tokens < 200
-    wait_until(lambda: vllm.engine.stats().running == 0)
+    wait_until(lambda: vllm.engine.stats().running == 0, "nothing runs")
 
 
 def test_structured_output_keeps_to_its_form(vllm: LoopedEngine) -> None:
@@ -159,7 +159,7 @@ def test_leaving_ends_a_request_at_once(vllm: LoopedEngine) -> None:
     vllm.wait(leave())
     assert vllm.engine.open_requests() == 0
     before = vllm.engine.stats().generation_tokens
-    wait_until(lambda: vllm.engine.stats().running == 0, 5)
+    wait_until(lambda: vllm.engine.stats().running == 0, "nothing runs")
     assert vllm.engine.stats().generation_tokens < before + 100, "it went on"
 
 
