@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.api.scripted_engine import ScriptedEngine, answer
+from tests.api.scripted_engine import ScriptedEngine, answer, forever
 from weft import __version__, cli, terminal
 from weft.api import server
 from weft.backends.blocking import LoopedEngine
@@ -160,7 +160,7 @@ def test_a_question_that_is_refused_is_taken_back(local: LocalEngine) -> None:
 
 
 def test_an_answer_that_is_left_is_ended_and_the_engine_lives_on(local: LocalEngine) -> None:
-    local.engine.script = [Delta(text="Hel", token_ids=[1]), 60.0]  # type: ignore[attr-defined]
+    local.engine.script = [Delta(text="Hel", token_ids=[1]), forever]  # type: ignore[attr-defined]
     deltas = local.stream([1], SamplingParams())
     assert next(iter(deltas)).text == "Hel"
     deltas.close()  # type: ignore[attr-defined]

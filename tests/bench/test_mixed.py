@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Callable
@@ -13,7 +12,8 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step, answer
+from tests import virtual_time
+from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step, all_steps, answer
 from tests.tiny_images import save_image_model
 from weft.bench import mixed
 from weft.bench.commands import app as bench
@@ -70,7 +70,9 @@ class Scripted(ScriptedEngine):
     async def draw(self, prompt_token_ids: list[int], image: ImageParams, *terms: Any, **named: Any) -> Any:
         is_odd = len(self.drawn) in self.odd_images
         self.images_came.append(self._under_way())
-        return await super().draw(prompt_token_ids, replace(image, seed=image.seed + 9 * is_odd), *terms, **named)
+        image = replace(image, seed=image.seed + 9 * is_odd)
+        self.image_script = [0.002, *all_steps(image, len(prompt_token_ids))]
+        return await super().draw(prompt_token_ids, image, *terms, **named)
 
     def _under_way(self) -> tuple[int, int]:
         images = sum("image" in name for name in self.open)
@@ -93,13 +95,15 @@ class Engines:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    """They take time, which passes on the virtual clock."""
     engines = Engines()
     monkeypatch.setattr(mixed, "start_native", engines.start)
+    monkeypatch.setattr("weft.bench.commands.run", virtual_time.run)
     return engines
 
 
 def measure(work: MixedWork, tick: Callable[[str], None] = lambda name: None) -> MixedReport:
-    return asyncio.run(run_mixed(load(env={}), work, tick))
+    return virtual_time.run(run_mixed(load(env={}), work, tick))
 
 
 def by_name(report: MixedReport) -> dict[str, ModeReport]:

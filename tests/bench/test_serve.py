@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.api.clock import Clock
 from tests.api.http import real_server
 from tests.api.scripted_engine import ScriptedEngine, answer
+from tests.waiting import until
 from weft.api.app import build_app
+from weft.bench import serve
 from weft.bench.commands import app as bench
 from weft.bench.serve import Load, Run, ServeReport, ServeWork, StreamTimes, own_server, run_serve
 from weft.config import load
@@ -24,9 +29,8 @@ FIVE = ["He", "l", "lo"]
 """Five tokens of a byte each, in three events."""
 
 
-def five_tokens(*waits: float) -> ScriptedEngine:
-    steps = answer(*FIVE, finish=FinishReason.LENGTH)
-    return ScriptedEngine([steps[0], *waits, *steps[1:]])
+def five_tokens() -> ScriptedEngine:
+    return ScriptedEngine(answer(*FIVE, finish=FinishReason.LENGTH))
 
 
 def measure(engine: ScriptedEngine, *loads: Load, runs: int = 1) -> ServeReport:
@@ -40,25 +44,46 @@ def measure(engine: ScriptedEngine, *loads: Load, runs: int = 1) -> ServeReport:
 
 async def _without_warm_up(url: str, work: ServeWork) -> ServeReport:
     """The warm-up wants 4 tokens, and the scripts give others."""
-    from weft.bench import serve
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve._Bench, "warm_up", lambda self: asyncio.sleep(0))
         return await run_serve(url, work)
 
 
-def test_tokens_are_the_servers_and_times_are_of_its_events() -> None:
-    engine = five_tokens(0.1)
-    report = measure(engine, Load(2, 6, 7, 5), Load(3, 3, 4, 5), runs=2)
+def test_tokens_are_the_servers_and_times_are_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only the engine moves: by 20 ms before the first event of an answer, by 100 ms behind it."""
+    clock = Clock()
+    begun: set[StreamTimes] = set()
+    engine = five_tokens()
+
+    class Watched(StreamTimes):
+        def read(self, data: bytes) -> None:
+            super().read(data)
+            if self.first_s is not None:
+                begun.add(self)
+
+    async def before_the_first() -> None:
+        clock.now += 0.02
+
+    async def behind_the_first() -> None:
+        await until(lambda: len(begun) == len(engine.submitted), "the first event at its reader")
+        clock.now += 0.1
+
+    first_step, *later = engine.script
+    engine.script = [before_the_first, first_step, behind_the_first, *later]
+    monkeypatch.setattr(serve, "time", SimpleNamespace(perf_counter=clock, process_time=time.process_time))
+    monkeypatch.setattr(serve, "StreamTimes", Watched)
+    report = measure(engine, Load(1, 3, 7, 5), Load(2, 6, 7, 5), runs=2)
     assert report.model == "scripted" and report.num_failures == 0
-    first, second = report.figures
+    alone, first = report.figures
+    assert [run.output_tokens for run in alone.runs] == [15, 15]
     assert [run.output_tokens for run in first.runs] == [30, 30]
-    assert [run.output_tokens for run in second.runs] == [15, 15]
+    for run in alone.runs:
+        assert run.first_token_ms.p50 == pytest.approx(20)
+        # Two events a stream follow the first: one after 100 ms, one at once.
+        assert run.inter_token_ms.p99 == pytest.approx(100)
+        assert run.seconds == pytest.approx(3 * 0.12), "three requests one after the other"
     for run in first.runs:
-        # Two events a stream follow the first: one after the wait, one at once.
-        assert run.inter_token_ms.p99 >= 95 > run.inter_token_ms.p50 or run.inter_token_ms.p50 >= 95
-        assert 0 < run.first_token_ms.p50 < 90
-        assert run.seconds >= 3 * 0.1, "three requests one after the other on each connection"
+        assert run.seconds == pytest.approx(6 * 0.12)
         assert run.output_tokens_per_s == pytest.approx(30 / run.seconds)
     speeds = sorted(run.output_tokens_per_s for run in first.runs)
     assert first.output_tokens_per_s == pytest.approx(sum(speeds) / 2)

@@ -106,7 +106,6 @@ def test_an_empty_stop_string_is_refused() -> None:
         StopStrings(("",), include=False)
 
 
-@pytest.mark.timeout(20)
 def test_a_stop_string_that_almost_matches_everywhere_costs_linear_time() -> None:
     watcher = StopStrings(("a" * 255 + "b",), include=False)
     start = time.process_time()
