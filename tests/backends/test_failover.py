@@ -196,13 +196,13 @@ def test_an_engine_that_recovers_by_itself_is_left_alone(monkeypatch: pytest.Mon
         async with served(first, RecitingEngine("second")) as engine:
             for reason, seconds in (("restarting", 3600), ("unreachable", 0.75)):
                 first.state = Health(False, reason)
-                await asyncio.sleep(seconds)
+                await virtual_time.sleep(seconds)
                 assert engine.health() == Health(False, reason)
                 first.state = Health(True)
-                await asyncio.sleep(0.25)
+                await virtual_time.sleep(0.25)
             assert engine.name == "first"
             first.state = Health(False, "unreachable")
-            await asyncio.sleep(1.5)
+            await virtual_time.sleep(1.5)
             assert engine.name == "second" and engine.health().ready
 
     virtual_time.run(scenario())
