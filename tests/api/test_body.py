@@ -22,7 +22,7 @@ from weft.api.body import CAPS, check_caps, check_depth, parse
 from weft.api.openai.openai_schema import ChatRequest
 from weft.config import LimitOptions, load
 from weft.errors import InvalidRequest
-from weft.types import Delta
+from weft.types import Output
 
 USER = {"role": "user", "content": "hi"}
 
@@ -193,7 +193,7 @@ def test_a_head_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(http_protocol.Protocol, "_give_up_head", giving_up)
     monkeypatch.setattr(http_protocol, "HEAD_S", 0.05)
-    engine = ScriptedEngine([Delta(text="a", token_ids=[1]), given_up.wait, *answer("b")])
+    engine = ScriptedEngine([Output(text="a", token_ids=[1]), given_up.wait, *answer("b")])
     with real_server(build_app(engine, load(env={}))) as url:
         for beginning in (b"", b"GET /v1/models HTTP/1.1\r\nHost: local"):
             with raw.connect(url) as connection:

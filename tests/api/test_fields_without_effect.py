@@ -26,9 +26,9 @@ from tests.api.scripted_engine import PAINTER, ScriptedEngine, Submitted, with_l
 from weft.api.grpc.ai_service_pb2 import DESCRIPTOR, StreamMetadata, StreamPredictRequest
 from weft.api.grpc.image import OPTIONAL
 from weft.api.grpc.prediction import PARAMETERS
-from weft.api.openai.openai_schema import Fields, GenerationRequest
+from weft.api.openai.openai_schema import Fields, SamplingFields
 from weft.config import load
-from weft.serving.served_model import Service
+from weft.serving.served_model import ServedModel
 from weft.text.grammars.specs import GrammarSpec
 
 ROOT = Path(__file__).parents[2]
@@ -237,7 +237,7 @@ def engine_for(path: str, body: Mapping[str, Any]) -> ScriptedEngine:
     return engine
 
 
-async def grammar_of(service: Service, spec: GrammarSpec | None, thinking: object = None) -> str:
+async def grammar_of(service: ServedModel, spec: GrammarSpec | None, thinking: object = None) -> str:
     """The scripted tokenizer is none that grammars can be compiled for."""
     return "" if spec is None else repr(spec)
 
@@ -245,7 +245,7 @@ async def grammar_of(service: Service, spec: GrammarSpec | None, thinking: objec
 def send(path: str, body: Mapping[str, Any]) -> tuple[ScriptedEngine, httpx.Response]:
     engine = engine_for(path, body)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Service, "grammar_of", grammar_of)
+        patch.setattr(ServedModel, "grammar_of", grammar_of)
         return engine, request(engine, "POST", path, ALLOWING, json=HI.get(path, {}) | {**body})
 
 
@@ -273,7 +273,7 @@ def fields() -> set[Key]:
     return {
         (schema.__name__, name)
         for schema in schemas()
-        if schema is not GenerationRequest
+        if schema is not SamplingFields
         for name, field in schema.model_fields.items()
         if not has_one_value(field.annotation)
     }

@@ -12,12 +12,12 @@ import pytest
 from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from tests.waiting import PATIENCE, until, wait_until
 from weft.backends import blocking as looped_engine
-from weft.backends.blocking import LoopedEngine, submitting
+from weft.backends.blocking import BlockingEngine, submitting
 from weft.errors import EngineFault, InvalidRequest, ModelError, Unavailable
-from weft.types import Delta, FinishReason, SamplingParams
+from weft.types import FinishReason, Output, SamplingParams
 
 ASK = submitting([1], SamplingParams())
-HANGING: list[Step] = [Delta(text="Hel", token_ids=[1]), lambda: asyncio.Event().wait()]
+HANGING: list[Step] = [Output(text="Hel", token_ids=[1]), lambda: asyncio.Event().wait()]
 
 
 @pytest.fixture(autouse=True)
@@ -32,24 +32,24 @@ def engine() -> ScriptedEngine:
 
 
 @pytest.fixture
-def looped(engine: ScriptedEngine) -> Iterator[LoopedEngine]:
+def looped(engine: ScriptedEngine) -> Iterator[BlockingEngine]:
     async def start() -> ScriptedEngine:
         return engine
 
-    with LoopedEngine(start) as looped:
+    with BlockingEngine(start) as looped:
         yield looped
     assert engine.closed
     assert not [thread for thread in threading.enumerate() if thread.name == "weft-engine-loop"]
 
 
-def test_deltas_come_when_they_come_and_not_at_the_end(engine: ScriptedEngine, looped: LoopedEngine) -> None:
+def test_deltas_come_when_they_come_and_not_at_the_end(engine: ScriptedEngine, looped: BlockingEngine) -> None:
     engine.script = HANGING
     deltas = looped.follow(ASK)
     assert next(deltas).text == "Hel", "while the rest never comes"
     deltas.close()
 
 
-def test_whoever_leaves_ends_the_request_before_going_on(engine: ScriptedEngine, looped: LoopedEngine) -> None:
+def test_whoever_leaves_ends_the_request_before_going_on(engine: ScriptedEngine, looped: BlockingEngine) -> None:
     engine.script = HANGING
 
     def break_off() -> None:
@@ -65,12 +65,14 @@ def test_whoever_leaves_ends_the_request_before_going_on(engine: ScriptedEngine,
         assert not engine.open
 
 
-def test_a_generator_that_nobody_began_asks_for_nothing(engine: ScriptedEngine, looped: LoopedEngine) -> None:
+def test_a_generator_that_nobody_began_asks_for_nothing(engine: ScriptedEngine, looped: BlockingEngine) -> None:
     looped.follow(ASK).close()
     assert not engine.submitted
 
 
-def test_a_generator_may_be_collected_on_the_engine_s_own_thread(engine: ScriptedEngine, looped: LoopedEngine) -> None:
+def test_a_generator_may_be_collected_on_the_engine_s_own_thread(
+    engine: ScriptedEngine, looped: BlockingEngine
+) -> None:
     engine.script = HANGING
     held = [looped.follow(ASK)]
     next(held[0])
@@ -82,7 +84,7 @@ def test_a_generator_may_be_collected_on_the_engine_s_own_thread(engine: Scripte
     wait_until(lambda: not engine.open, "the request is ended")
 
 
-def test_the_engine_s_own_thread_is_told_instead_of_waiting_for_ever(looped: LoopedEngine) -> None:
+def test_the_engine_s_own_thread_is_told_instead_of_waiting_for_ever(looped: BlockingEngine) -> None:
     async def wait_in_vain() -> None:
         list(looped.stream([1], SamplingParams()))
 
@@ -90,7 +92,7 @@ def test_the_engine_s_own_thread_is_told_instead_of_waiting_for_ever(looped: Loo
         looped.wait(wait_in_vain())
 
 
-def test_an_abort_ends_the_generator_wherever_it_is_read(engine: ScriptedEngine, looped: LoopedEngine) -> None:
+def test_an_abort_ends_the_generator_wherever_it_is_read(engine: ScriptedEngine, looped: BlockingEngine) -> None:
     engine.script = HANGING
     read: list[str] = []
 
@@ -110,8 +112,8 @@ def test_an_abort_ends_the_generator_wherever_it_is_read(engine: ScriptedEngine,
     wait_until(lambda: not engine.open, "the request is ended")
 
 
-def test_an_error_of_the_engine_is_the_reader_s(engine: ScriptedEngine, looped: LoopedEngine) -> None:
-    engine.script = [Delta(text="a"), Delta(finish=FinishReason.ERROR, error="broken")]
+def test_an_error_of_the_engine_is_the_reader_s(engine: ScriptedEngine, looped: BlockingEngine) -> None:
+    engine.script = [Output(text="a"), Output(finish=FinishReason.ERROR, error="broken")]
     with pytest.raises(EngineFault, match="broken"):
         list(looped.follow(ASK))
     with pytest.raises(EngineFault, match="broken"):
@@ -122,12 +124,12 @@ def test_an_error_of_the_engine_is_the_reader_s(engine: ScriptedEngine, looped: 
     assert not engine.open
 
 
-def test_on_another_loop_the_caller_goes_on_meanwhile(engine: ScriptedEngine, looped: LoopedEngine) -> None:
+def test_on_another_loop_the_caller_goes_on_meanwhile(engine: ScriptedEngine, looped: BlockingEngine) -> None:
     turns = 0
     engine.script = [
-        Delta(text="a"),
+        Output(text="a"),
         lambda: until(lambda: turns > 5, "the caller's loop goes on"),
-        Delta(text="b", finish=FinishReason.STOP),
+        Output(text="b", finish=FinishReason.STOP),
     ]
 
     async def scenario() -> None:
@@ -162,7 +164,7 @@ def test_closing_ends_what_is_read_and_says_so(engine: ScriptedEngine) -> None:
         return engine
 
     engine.script = HANGING
-    looped = LoopedEngine(start)
+    looped = BlockingEngine(start)
     deltas = looped.follow(ASK)
     next(deltas)
     closing = threading.Thread(target=looped.close)
@@ -175,7 +177,7 @@ def test_closing_ends_what_is_read_and_says_so(engine: ScriptedEngine) -> None:
         list(looped.follow(ASK))
 
 
-def test_answers_of_many_threads_do_not_mix(engine: ScriptedEngine, looped: LoopedEngine) -> None:
+def test_answers_of_many_threads_do_not_mix(engine: ScriptedEngine, looped: BlockingEngine) -> None:
     engine.script = answer("one ", "two ", "three")
     texts: list[str] = []
 
@@ -203,7 +205,7 @@ def test_a_start_in_the_background_can_be_waited_for_and_given_up() -> None:
             raise
         return ScriptedEngine()
 
-    looped = LoopedEngine(start, in_background=True)
+    looped = BlockingEngine(start, in_background=True)
     with pytest.raises(Unavailable, match="still being started"):
         _ = looped.engine
     with pytest.raises(Unavailable, match="still being started"):
@@ -213,7 +215,7 @@ def test_a_start_in_the_background_can_be_waited_for_and_given_up() -> None:
     assert "".join(delta.text for delta in looped.follow(ASK)) == "Hello, world"
     looped.close()
     go_on.clear()
-    LoopedEngine(start, in_background=True).close()
+    BlockingEngine(start, in_background=True).close()
     assert cancelled.wait(PATIENCE)
 
 
@@ -222,8 +224,8 @@ def test_what_kept_it_from_starting_is_raised() -> None:
         raise ModelError("damaged")
 
     with pytest.raises(ModelError, match="damaged"):
-        LoopedEngine(start)
-    looped = LoopedEngine(start, in_background=True)
+        BlockingEngine(start)
+    looped = BlockingEngine(start, in_background=True)
     wait_until(lambda: looped.failure is not None, "the start fails")
     with pytest.raises(ModelError, match="damaged"):
         _ = looped.engine

@@ -23,16 +23,16 @@ from tests.waiting import until
 from weft.api.app import build_app
 from weft.api.http_protocol import protocol_factory
 from weft.backends import BaseEngine, registry, start_engine
-from weft.backends.blocking import LoopedEngine
+from weft.backends.blocking import BlockingEngine
 from weft.backends.contract import Engine, Terms, text_prompt
 from weft.backends.native import start_native
 from weft.backends.registry import BUILT_IN, EngineSpec
-from weft.backends.vllm.arguments import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, Kind, arguments_of
+from weft.backends.vllm.arguments import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, VllmKind, arguments_of
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import CacheOptions, Config, load
 from weft.errors import ConfigError, InvalidRequest
 from weft.machine.planner import AUTO_DTYPE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
-from weft.types import Delta, FinishReason, SamplingParams
+from weft.types import FinishReason, Output, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/backends.md").read_text()
@@ -119,7 +119,7 @@ class Chorus(BaseEngine):
 
 
 class Answered(Struct, frozen=True):
-    deltas: list[Delta]
+    deltas: list[Output]
 
     @property
     def text(self) -> str:
@@ -166,16 +166,16 @@ def model(tiny_gguf: Callable[[str, str], Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def native(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoopedEngine]:
+def native(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockingEngine]:
     adapter = save_adapter("smollm2", tmp_path_factory.mktemp("adapters") / "red")
     settings = {"num_blocks": 256, "max_num_seqs": NUM_ROWS, "threads": 1, "image_model": "none", "device": "cpu"}
     config = load({"model": str(model), "adapter": [f"red={adapter}"], **settings}, env={})
-    with LoopedEngine(lambda: start_native(config)) as looped:
+    with BlockingEngine(lambda: start_native(config)) as looped:
         yield looped
 
 
 @pytest.fixture(scope="module")
-def stands(native: LoopedEngine, model: Path) -> Iterator[dict[str, Stand]]:
+def stands(native: BlockingEngine, model: Path) -> Iterator[dict[str, Stand]]:
     """Every engine of the table that runs here, by its row."""
     stack = AsyncExitStack()
 
@@ -322,7 +322,7 @@ ASKS_FOR: dict[str, dict[str, Any]] = {"LoRA": {"adapter": "red"}, "logprobs": {
 
 @pytest.mark.parametrize(("engine", "column"), SHOWN)
 def test_what_is_marked_as_shown_is_shown(
-    native: LoopedEngine, stands: dict[str, Stand], engine: str, column: str
+    native: BlockingEngine, stands: dict[str, Stand], engine: str, column: str
 ) -> None:
     async def case() -> None:
         async with asyncio.timeout(120):
@@ -333,7 +333,7 @@ def test_what_is_marked_as_shown_is_shown(
 
 @pytest.mark.parametrize(("engine", "column"), REFUSED)
 def test_what_is_marked_as_refused_is_refused_by_the_engines_name(
-    native: LoopedEngine, stands: dict[str, Stand], engine: str, column: str
+    native: BlockingEngine, stands: dict[str, Stand], engine: str, column: str
 ) -> None:
     stand = stands[engine]
     with pytest.raises(InvalidRequest, match=f"engine {stand.engine.name}"):
@@ -357,7 +357,7 @@ def test_what_is_shown_with_vllm_has_its_test(engine: str, column: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [CUDA_ASYNC, CUDA_SYNC, CPU, ASCEND])
-def test_defaults_are_equal_whichever_engine_computes(kind: Kind) -> None:
+def test_defaults_are_equal_whichever_engine_computes(kind: VllmKind) -> None:
     """What the native engine takes from the configuration and its tables, vLLM is given in its arguments."""
     config = load({"engine": kind.name}, env={})
     assert config.cache == CacheOptions(gpu_memory_utilization=0.75, enable_prefix_caching=True)

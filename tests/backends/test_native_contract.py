@@ -24,7 +24,7 @@ from tests.waiting import PATIENCE, wait_until
 from weft.backends import BaseEngine, InferMetrics, create_engine
 from weft.checkpoint.model_files import ModelFiles
 from weft.compat.hosted import HostedEngine
-from weft.engine.wire import Output
+from weft.engine.wire import StepOutput
 from weft.errors import ContextTooLong, InvalidRequest, Unavailable
 from weft.types import FinishReason
 
@@ -69,10 +69,10 @@ def held_back(engine: HostedEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator
     looped = engine._looped
     assert looped is not None
     deliver = client._deliver
-    held: list[Output] = []
+    held: list[StepOutput] = []
     num_steps, is_open = 0, False
 
-    def hold(output: Output) -> None:
+    def hold(output: StepOutput) -> None:
         nonlocal num_steps
         num_steps += bool(output.tokens or output.events)
         if is_open or num_steps <= 1:

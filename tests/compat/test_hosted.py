@@ -25,11 +25,11 @@ from weft.compat.keywords import SAMPLING_DEFAULTS
 from weft.config import Config
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, OutOfMemory, Unavailable
 from weft.models_file import MEANINGLESS
-from weft.types import Adapter, Delta, FinishReason, MemoryLedger, SamplingParams, Usage
+from weft.types import Adapter, FinishReason, MemoryLedger, Output, SamplingParams, Usage
 
 pytestmark = pytest.mark.usefixtures("no_weft_environment")
 
-HANGING: list[Step] = [Delta(text="a", token_ids=[1]), lambda: asyncio.Event().wait()]
+HANGING: list[Step] = [Output(text="a", token_ids=[1]), lambda: asyncio.Event().wait()]
 
 
 class Stage:
@@ -180,7 +180,7 @@ def test_a_prompt_that_cannot_be_never_reaches_the_engine(stage: Stage, engine: 
 def in_one_piece(text: str, num_tokens: int) -> list[Any]:
     ids = list(range(num_tokens))
     usage = Usage(prompt_tokens=2, completion_tokens=num_tokens)
-    return [Delta(text=text, token_ids=ids, finish=FinishReason.STOP, usage=usage)]
+    return [Output(text=text, token_ids=ids, finish=FinishReason.STOP, usage=usage)]
 
 
 def test_a_large_piece_is_cut_and_the_pieces_are_the_text(stage: Stage, engine: BaseEngine) -> None:
@@ -239,9 +239,9 @@ def test_figures_of_every_request(stage: Stage, engine: BaseEngine, monkeypatch:
     clock = Clock(monkeypatch)
     stage.engine.script = [
         clock.quarter,
-        Delta(text="a", token_ids=[1], queue_seconds=0.01),
+        Output(text="a", token_ids=[1], queue_seconds=0.01),
         clock.half,
-        Delta(
+        Output(
             text="bc", token_ids=[2, 3], finish=FinishReason.LENGTH, usage=Usage(prompt_tokens=2, completion_tokens=3)
         ),
     ]
@@ -260,7 +260,7 @@ def test_figures_of_every_request(stage: Stage, engine: BaseEngine, monkeypatch:
     next(chunks)
     chunks.close()
     assert (seen[-1].finish, seen[-1].completion_tokens) == (FinishReason.ABORT, 1)
-    stage.engine.script = [Delta(text="a", token_ids=[1]), Delta(finish=FinishReason.ERROR, error="broken")]
+    stage.engine.script = [Output(text="a", token_ids=[1]), Output(finish=FinishReason.ERROR, error="broken")]
     with pytest.raises(Exception, match="broken"):
         list(engine.infer("hi", on_metrics=seen.append))
     assert seen[-1].finish is FinishReason.ERROR
@@ -276,7 +276,7 @@ def test_a_slow_reader_does_not_make_the_engine_slow(
     async def tell() -> None:
         all_given.set()
 
-    stage.engine.script = [Delta(text="Hello, ", token_ids=[1]), clock.half, *answer("world"), tell]
+    stage.engine.script = [Output(text="Hello, ", token_ids=[1]), clock.half, *answer("world"), tell]
     chunks = engine.infer("hi")
     first = next(chunks)
     assert all_given.wait(PATIENCE)

@@ -16,12 +16,12 @@ from tests import virtual_time
 from tests.api.scripted_engine import ScriptedEngine, answer
 from tests.waiting import until
 from weft.api.app import gated_app
-from weft.backends.contract import Engine, MakeRoom, Need, StageReport
+from weft.backends.contract import Engine, FreeMemory, Need, StageReport
 from weft.config import Config, ModelEntry, load
 from weft.errors import ConfigError, OutOfMemory
 from weft.serving import model_pool
-from weft.serving.admission import Gate
-from weft.serving.model_slot import Slot
+from weft.serving.admission import Admission
+from weft.serving.model_slot import ModelSlot
 
 
 def entry(name: str, config: Config, **fields: Any) -> ModelEntry:
@@ -43,7 +43,7 @@ class ScriptedRoster:
         self.scripts: dict[str, Any] = {}
         self.started: list[str] = []
         self.engines: dict[str, ScriptedEngine] = {}
-        self.make_room: dict[str, MakeRoom] = {}
+        self.make_room: dict[str, FreeMemory] = {}
         self.next: dict[str, ModelEntry] | None = None
         """What the file says when it is read again."""
         self.is_broken = False
@@ -70,7 +70,7 @@ class ScriptedRoster:
     async def need(self, entry: ModelEntry, report: StageReport) -> Need:
         return self.needs.get(entry.name, Need())
 
-    async def start(self, entry: ModelEntry, report: StageReport, make_room: MakeRoom) -> Engine:
+    async def start(self, entry: ModelEntry, report: StageReport, make_room: FreeMemory) -> Engine:
         name = entry.name
         self.started.append(name)
         self.make_room[name] = make_room
@@ -88,12 +88,12 @@ class ScriptedRoster:
 
 
 class House:
-    def __init__(self, gate: Gate, roster: ScriptedRoster, client: httpx.AsyncClient) -> None:
+    def __init__(self, gate: Admission, roster: ScriptedRoster, client: httpx.AsyncClient) -> None:
         self.gate = gate
         self.roster = roster
         self.client = client
 
-    def slot(self, name: str) -> Slot:
+    def slot(self, name: str) -> ModelSlot:
         return self.gate.fleet.named(name)
 
     async def looks_twice(self) -> None:
@@ -126,13 +126,13 @@ async def house(
     if prepare is not None:
         prepare(roster)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_pool, "Slot", partial(Slot, clock=virtual_time.now))
-        async with _opened(Gate(config, roster), roster) as opened:
+        patch.setattr(model_pool, "Slot", partial(ModelSlot, clock=virtual_time.now))
+        async with _opened(Admission(config, roster), roster) as opened:
             yield opened
 
 
 @contextlib.asynccontextmanager
-async def _opened(gate: Gate, roster: ScriptedRoster) -> AsyncIterator[House]:
+async def _opened(gate: Admission, roster: ScriptedRoster) -> AsyncIterator[House]:
     transport = httpx.ASGITransport(gated_app(gate))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         starting = asyncio.create_task(gate.fleet.start())

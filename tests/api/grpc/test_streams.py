@@ -18,10 +18,10 @@ from tests.api.scripted_engine import Condition, ScriptedEngine, Step, answer, f
 from tests.waiting import PATIENCE, until
 from weft.api.grpc.status import Status
 from weft.api.grpc.stream_predict import MAX_OPEN, PredictionStream
-from weft.types import Delta, SamplingParams
+from weft.types import Output, SamplingParams
 
 Code = grpc.StatusCode
-FIRST = Delta(text="a", token_ids=[1])
+FIRST = Output(text="a", token_ids=[1])
 
 
 class ByPrompt(ScriptedEngine):
@@ -115,7 +115,7 @@ def test_predictions_of_one_stream_run_side_by_side() -> None:
 @given(st.lists(st.lists(st.sampled_from([0, 2, 50, "x", "世", "\n"]), max_size=12), min_size=1, max_size=8))
 def test_any_mixture_comes_out_in_order(scripts: list[list[Any]]) -> None:
     def played(script: list[Any]) -> list[Step]:
-        steps = [Delta(text=step, token_ids=[1]) if isinstance(step, str) else turns(step) for step in script]
+        steps = [Output(text=step, token_ids=[1]) if isinstance(step, str) else turns(step) for step in script]
         return [*steps, *answer("!")]
 
     async def scenario() -> None:
@@ -281,7 +281,7 @@ def test_a_client_that_stops_reading_is_not_read_ahead_for() -> None:
             nonlocal taken
             while True:
                 taken += 1
-                yield Delta(text="x" * 10_000, token_ids=[1])
+                yield Output(text="x" * 10_000, token_ids=[1])
 
     async def scenario() -> None:
         engine = Endless()

@@ -18,7 +18,7 @@ from tests.waiting import until
 from weft.api.app import build_app
 from weft.backends import failover, start_engine
 from weft.backends.contract import Engine
-from weft.backends.failover import HybridEngine
+from weft.backends.failover import FailoverEngine
 from weft.backends.openai_server import remote_engine
 from weft.config import load
 from weft.errors import Unavailable
@@ -95,13 +95,13 @@ def test_a_peer_that_is_only_unwell_is_not_lost_at_once(tiny_model: Path, monkey
     monkeypatch.setattr(failover, "TICK_SECONDS", 0.01)
     monkeypatch.setattr(remote_engine, "PROBE_WHEN_LOST_S", 0.01)
     judged: list[bool] = []
-    judge = HybridEngine.lost
+    judge = FailoverEngine.lost
 
-    def lost(self: HybridEngine, engine: Engine) -> bool:
+    def lost(self: FailoverEngine, engine: Engine) -> bool:
         judged.append(judge(self, engine))
         return judged[-1]
 
-    monkeypatch.setattr(HybridEngine, "lost", lost)
+    monkeypatch.setattr(FailoverEngine, "lost", lost)
 
     async def hangs_up(reply: Reply, asked: Asked) -> None:
         reply.cut()
