@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from tests.api.scripted_engine import ScriptedEngine, answer
 from weft import __version__, cli, terminal
 from weft.api import server
-from weft.backends.blocking import LoopedEngine
+from weft.backends.blocking import BlockingEngine
 from weft.config import Config, settings
 from weft.errors import InvalidRequest, ModelError
 from weft.terminal import LocalEngine
-from weft.types import Delta, SamplingParams
+from weft.types import Output, SamplingParams
 
 WIDE = {"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -125,7 +125,7 @@ def local() -> Iterator[LocalEngine]:
     async def start() -> ScriptedEngine:
         return engine
 
-    with LoopedEngine(start) as local:
+    with BlockingEngine(start) as local:
         yield local
     assert engine.closed and not engine.open
 
@@ -160,7 +160,7 @@ def test_a_question_that_is_refused_is_taken_back(local: LocalEngine) -> None:
 
 
 def test_an_answer_that_is_left_is_ended_and_the_engine_lives_on(local: LocalEngine) -> None:
-    local.engine.script = [Delta(text="Hel", token_ids=[1]), 60.0]  # type: ignore[attr-defined]
+    local.engine.script = [Output(text="Hel", token_ids=[1]), 60.0]  # type: ignore[attr-defined]
     deltas = local.stream([1], SamplingParams())
     assert next(iter(deltas)).text == "Hel"
     deltas.close()  # type: ignore[attr-defined]
@@ -174,6 +174,6 @@ def test_an_engine_that_does_not_start_leaves_no_thread() -> None:
         raise ModelError("damaged")
 
     before = threading.active_count()
-    with pytest.raises(ModelError), LoopedEngine(start):
+    with pytest.raises(ModelError), BlockingEngine(start):
         pass
     assert threading.active_count() == before

@@ -12,7 +12,7 @@ from tests.api.http import COMPLETIONS, PROMPT, request
 from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from weft import logs
 from weft.config import load
-from weft.types import Delta
+from weft.types import Output
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_json_lines(stream: io.StringIO) -> None:
     assert "request_id" not in second
 
 
-SCRIPT: list[Step] = [Delta(text="ab", token_ids=[1, 2], queue_seconds=0.125), *answer("c")]
+SCRIPT: list[Step] = [Output(text="ab", token_ids=[1, 2], queue_seconds=0.125), *answer("c")]
 
 
 def generated(stream: io.StringIO, **settings: object) -> dict[str, object]:

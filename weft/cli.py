@@ -17,7 +17,7 @@ from weft.errors import ConfigError, Unavailable, WeftError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from weft.backends.configured_models import FileRoster
+    from weft.backends.configured_models import ModelsFromFile
     from weft.backends.contract import Engine
     from weft.types import SamplingParams
 
@@ -152,9 +152,9 @@ def serve(config: Config) -> None:
     if not config.fleet.models_file:
         serve(lambda: _start(config), config)
         return
-    from weft.backends.configured_models import FileRoster
+    from weft.backends.configured_models import ModelsFromFile
 
-    roster = FileRoster(config)
+    roster = ModelsFromFile(config)
     if config.fleet.check_models:
         _check_models(roster)
     else:
@@ -180,12 +180,12 @@ def generate(
 ) -> None:
     """Answer one prompt on standard output."""
     from weft import logs, terminal
-    from weft.backends.blocking import LoopedEngine
+    from weft.backends.blocking import BlockingEngine
 
     params = _sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
     text = sys.stdin.read() if prompt == "-" else prompt
     logs.set_up("warning")
-    with LoopedEngine(lambda: _start(config)) as local:
+    with BlockingEngine(lambda: _start(config)) as local:
         terminal.generate(local, text, params, raw=raw)
 
 
@@ -205,11 +205,11 @@ def chat(
 ) -> None:
     """Talk with a model."""
     from weft import logs, terminal
-    from weft.backends.blocking import LoopedEngine
+    from weft.backends.blocking import BlockingEngine
 
     params = _sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
     logs.set_up("warning")
-    with LoopedEngine(lambda: _start(config)) as local:
+    with BlockingEngine(lambda: _start(config)) as local:
         terminal.converse(local, params, _console(), system=system, read_line=input)
 
 
@@ -398,7 +398,7 @@ def version() -> None:
     typer.echo(f"weft {__version__}")
 
 
-def _check_models(roster: FileRoster) -> None:
+def _check_models(roster: ModelsFromFile) -> None:
     """Ends with 1 when something is wrong with one of them."""
     import asyncio
 

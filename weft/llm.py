@@ -19,7 +19,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from weft import config as configuration
-from weft.backends.blocking import LoopedEngine, submitting
+from weft.backends.blocking import BlockingEngine, submitting
 from weft.backends.contract import Prompt as EnginePrompt
 from weft.backends.contract import Terms, chat_prompt, text_prompt
 from weft.backends.failover import start_engine
@@ -28,7 +28,7 @@ from weft.errors import InvalidRequest
 from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.serving.image_generation import draw
 from weft.serving.image_request import Image, Wish, check_allowed, job_of, sides
-from weft.types import Delta, FinishReason, FlowSampler, ModelInfo, SamplingParams, TokenLogprob, Usage
+from weft.types import FinishReason, FlowSampler, ModelInfo, Output, SamplingParams, TokenLogprob, Usage
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 """Text or token ids."""
@@ -52,7 +52,7 @@ class LLM:
         if adapters:
             settings["adapter"] = [*settings.get("adapter", ()), *adapter_settings(adapters)]
         config = configuration.load({"model": model, **settings})
-        self._looped = LoopedEngine(lambda: start_engine(config))
+        self._looped = BlockingEngine(lambda: start_engine(config))
         self._engine = self._looped.engine
         self._limits = config.limits
         self._wait = self._looped.wait
@@ -84,7 +84,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, *, adapter: str | None = None
-    ) -> Iterator[Delta]:
+    ) -> Iterator[Output]:
         """The answer to one prompt or conversation, as it comes. Leaving the iterator early ends the request."""
         return self._looped.stream(self._prompt_of(prompt), params or SamplingParams(), Terms(adapter=adapter))
 
@@ -156,7 +156,7 @@ class LLM:
         return [_answer(deltas, each) for deltas, (_, each) in zip(answers, asked, strict=True)]
 
 
-def _answer(deltas: list[Delta], params: SamplingParams) -> Answer:
+def _answer(deltas: list[Output], params: SamplingParams) -> Answer:
     last = deltas[-1]
     assert last.finish is not None
     logprobs = [logprob for delta in deltas for logprob in delta.logprobs or ()]

@@ -15,14 +15,14 @@ from weft.backends.contract import Engine, ImageUpdate, Prompt, chat_prompt, tex
 from weft.errors import ConfigError, WeftError
 from weft.serving.image_generation import draw
 from weft.serving.image_request import Wish, job_of
-from weft.types import Delta, SamplingParams
+from weft.types import Output, SamplingParams
 
 
 class LocalEngine(Protocol):
     @property
     def engine(self) -> Engine: ...
 
-    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Output]:
         """The answer as it comes; raises the error that it ends with. Leaving the iterator early aborts."""
 
 
@@ -119,7 +119,7 @@ def _answer(local: LocalEngine, messages: Messages, line: str, params: SamplingP
     console.print(f"\n{num_tokens} tokens, {num_tokens / seconds:.0f} a second", style="dim", highlight=False)
 
 
-def _written(local: LocalEngine, prompt: Prompt, params: SamplingParams) -> Iterator[Delta]:
+def _written(local: LocalEngine, prompt: Prompt, params: SamplingParams) -> Iterator[Output]:
     """The answer's deltas, each written to standard output before it is given."""
     for delta in local.stream(prompt, params):
         sys.stdout.write(delta.text)

@@ -315,7 +315,7 @@ class Timings(Struct, frozen=True, kw_only=True):
         return (self.total_seconds - self.first_token_seconds) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
-class Delta(Struct, frozen=True, kw_only=True):
+class Output(Struct, frozen=True, kw_only=True):
     """What a client of the text room receives: new text, the tokens behind it, and the end when it comes."""
 
     text: str = ""

@@ -12,7 +12,7 @@ import httpx
 from tests.api.scripted_engine import ScriptedEngine
 from weft.backends.contract import ChatStyles
 from weft.text.parsers.styles import reasoning_style, tool_style
-from weft.types import Delta, FinishReason, Usage
+from weft.types import FinishReason, Output, Usage
 
 STYLES = ChatStyles(tool_style("hermes", None), reasoning_style("think", None))
 THOUGHT = "Which city?"
@@ -35,8 +35,8 @@ def model_that_says(
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     parts = [text[start:end] for start, end in pairwise(edges)]
     usage = Usage(prompt_tokens=10, completion_tokens=7, cached_tokens=4)
-    last = Delta(finish=finish, stop_reason=stop_reason, usage=usage)
-    engine = ScriptedEngine([*(Delta(text=part, token_ids=[65]) for part in parts), last])
+    last = Output(finish=finish, stop_reason=stop_reason, usage=usage)
+    engine = ScriptedEngine([*(Output(text=part, token_ids=[65]) for part in parts), last])
     engine.styles = styles
     return engine
 

@@ -14,11 +14,11 @@ from weft.backends.contract import (
     Abilities,
     ChatPrompt,
     ChatStyles,
-    Deltas,
     Embedding,
     Health,
     ImageUpdate,
     ImageUpdates,
+    Stream,
     Terms,
     unknown_adapter,
 )
@@ -26,12 +26,12 @@ from weft.errors import InvalidRequest, ModelError, WeftError
 from weft.payloads import NO_TEXTS, GivenTexts
 from weft.types import (
     Adapter,
-    Delta,
     EngineStats,
     FinishReason,
     ImageModelInfo,
     ImageParams,
     ModelInfo,
+    Output,
     Pooling,
     SamplingParams,
     TokenLogprob,
@@ -40,7 +40,7 @@ from weft.types import (
 
 Condition = Callable[[], Awaitable[object]]
 
-Step = Delta | float | Condition | Exception
+Step = Output | float | Condition | Exception
 """A delta to give, seconds or something else to wait for, or an error to raise."""
 
 ImageStep = ImageUpdate | float | Exception
@@ -121,9 +121,9 @@ def answer(*texts: str, finish: FinishReason = FinishReason.STOP, prompt_tokens:
     """A script that gives these texts, the last one with the end."""
     completion_tokens = sum(len(text.encode()) for text in texts)
     usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, cached_tokens=1)
-    steps: list[Step] = [Delta(text=text, token_ids=list(text.encode())) for text in texts[:-1]]
+    steps: list[Step] = [Output(text=text, token_ids=list(text.encode())) for text in texts[:-1]]
     last = texts[-1]
-    return [*steps, Delta(text=last, token_ids=list(last.encode()), finish=finish, usage=usage)]
+    return [*steps, Output(text=last, token_ids=list(last.encode()), finish=finish, usage=usage)]
 
 
 def with_logprobs(text: str) -> list[Step]:
@@ -132,8 +132,8 @@ def with_logprobs(text: str) -> list[Step]:
     ids = list(text.encode())
     usage = Usage(prompt_tokens=3, completion_tokens=len(ids))
     return [
-        Delta(text=text[:1], token_ids=ids[:1], logprobs=logprobs[:1]),
-        Delta(text=text[1:], token_ids=ids[1:], logprobs=logprobs[1:], finish=FinishReason.LENGTH, usage=usage),
+        Output(text=text[:1], token_ids=ids[:1], logprobs=logprobs[:1]),
+        Output(text=text[1:], token_ids=ids[1:], logprobs=logprobs[1:], finish=FinishReason.LENGTH, usage=usage),
     ]
 
 
@@ -299,7 +299,7 @@ class ScriptedEngine:
         self.closed = True
 
 
-class _Play(Deltas):
+class _Play(Stream):
     """Closing it ends the request even when nothing was taken from it, as the contract says."""
 
     def __init__(self, engine: ScriptedEngine, request_id: str) -> None:
@@ -310,10 +310,10 @@ class _Play(Deltas):
     def __aiter__(self) -> _Play:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> Output:
         for step in self._steps:
             match step:
-                case Delta():
+                case Output():
                     if step.finish:
                         self._engine.open.discard(self._request_id)
                     await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.api.server import serve
 from weft.config import load
 from weft.errors import ModelError, WeftError
-from weft.types import Delta
+from weft.types import Output
 
 
 class Announcing(ScriptedEngine):
@@ -34,8 +34,8 @@ def main() -> None:
         await wait_for("start_when")
         if "start_error" in options:
             raise ModelError(options["start_error"], hint="Try another.")
-        middle = [Delta(text=f"[{number}]" + "x" * 8000, token_ids=[1]) for number in range(options.get("chunks", 0))]
-        begun = Delta(text="begun", token_ids=[1])
+        middle = [Output(text=f"[{number}]" + "x" * 8000, token_ids=[1]) for number in range(options.get("chunks", 0))]
+        begun = Output(text="begun", token_ids=[1])
         return Announcing([begun, lambda: wait_for("answer_when"), *middle, *answer("done")])
 
     try:

@@ -17,15 +17,15 @@ from tests.api.http import CHAT, HELLO, error_of, request
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, answer
 from weft.api.app import build_app, gated_app
 from weft.config import Config, load
-from weft.serving.admission import Gate
-from weft.types import Delta
+from weft.serving.admission import Admission
+from weft.types import Output
 
 ADMIN = {"authorization": "Bearer root"}
 USER = {"authorization": "Bearer user"}
 CONFIG = load({"api_key": ["user"], "admin_key": ["root"]}, env={})
-ENDLESS = [Delta(text="Hel", token_ids=[1, 2]), 60.0]
+ENDLESS = [Output(text="Hel", token_ids=[1, 2]), 60.0]
 
-Scenario = Callable[[httpx.AsyncClient, Gate, ScriptedEngine], Awaitable[None]]
+Scenario = Callable[[httpx.AsyncClient, Admission, ScriptedEngine], Awaitable[None]]
 
 
 def admin_paths() -> list[tuple[str, str]]:
@@ -38,7 +38,7 @@ def admin_paths() -> list[tuple[str, str]]:
 def run(scenario: Scenario, script: Any = ENDLESS, config: Config = CONFIG) -> None:
     async def go() -> None:
         engine = ScriptedEngine(script)
-        gate = Gate(config)
+        gate = Admission(config)
         gate.open(engine)
         transport = httpx.ASGITransport(gated_app(gate))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=20) as client:
@@ -108,7 +108,7 @@ def test_admin_keys_come_from_a_file_too(tmp_path: Path) -> None:
 
 
 def test_drain_lets_nobody_in_and_those_inside_go_on() -> None:
-    async def scenario(client: httpx.AsyncClient, gate: Gate, engine: ScriptedEngine) -> None:
+    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
         running = await asked(client, engine)
         drained = await client.post("/admin/drain", headers=ADMIN)
         assert drained.json() == {"state": "draining", "open_requests": 1}
@@ -125,7 +125,7 @@ def test_drain_lets_nobody_in_and_those_inside_go_on() -> None:
         assert (await client.post("/admin/resume", headers=ADMIN)).status_code == 409
         assert "shutting down" in (await client.post(CHAT, json=HELLO, headers=USER)).text
 
-    run(scenario, [Delta(text="a", token_ids=[1]), 0.3, *answer("b")])
+    run(scenario, [Output(text="a", token_ids=[1]), 0.3, *answer("b")])
 
 
 def test_draining_holds_at_the_grpc_door() -> None:
@@ -141,7 +141,7 @@ def test_draining_holds_at_the_grpc_door() -> None:
 
 
 def test_open_requests_are_listed_without_what_they_say() -> None:
-    async def scenario(client: httpx.AsyncClient, gate: Gate, engine: ScriptedEngine) -> None:
+    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
         running = await asked(client, engine, **{"x-request-id": "mine-1"})
         await eventually(lambda: bool(gate.seats()[0].num_tokens))
         text = (await client.get("/admin/requests", headers=ADMIN)).text
@@ -161,7 +161,7 @@ def test_open_requests_are_listed_without_what_they_say() -> None:
 
 @pytest.mark.parametrize("by", ["request_id", "answer_id"])
 def test_abort_ends_one_request_and_tells_its_client(by: str) -> None:
-    async def scenario(client: httpx.AsyncClient, gate: Gate, engine: ScriptedEngine) -> None:
+    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
         doomed = await asked(client, engine, **{"x-request-id": "doomed"})
         spared = await asked(client, engine, **{"x-request-id": "spared"})
         [shown, _] = (await client.get("/admin/requests", headers=ADMIN)).json()["requests"]
@@ -220,7 +220,7 @@ def test_a_model_that_is_not_there_is_not_taken_for_the_one_that_is() -> None:
 def test_profiles(tmp_path: Path) -> None:
     config = load({"admin_key": ["root"], "profile_dir": str(tmp_path)}, env={})
 
-    async def scenario(client: httpx.AsyncClient, gate: Gate, engine: ScriptedEngine) -> None:
+    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
         async def post(path: str) -> httpx.Response:
             return await client.post(f"/admin/profile/{path}", headers=ADMIN)
 
@@ -240,7 +240,7 @@ def test_profiles(tmp_path: Path) -> None:
     [("/admin/lora/load", "/admin/lora/unload"), ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")],
 )
 def test_adapters_come_and_go(load_path: str, unload_path: str) -> None:
-    async def scenario(client: httpx.AsyncClient, gate: Gate, engine: ScriptedEngine) -> None:
+    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
         async def tell(path: str, key: dict[str, str] = ADMIN, **body: str) -> httpx.Response:
             return await client.post(path, json=body, headers=key)
 
@@ -274,7 +274,7 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
     file.write_text("one")
     config = load({"api_key_file": str(file), "admin_key": ["root"]}, env={})
 
-    async def scenario(client: httpx.AsyncClient, gate: Gate, engine: ScriptedEngine) -> None:
+    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
         file.write_text("two\nthree")
         reloaded = await client.post("/admin/keys/reload", headers=ADMIN)
         assert reloaded.json() == {"keys": 2, "admin_keys": 1}

@@ -22,7 +22,7 @@ from weft.api.body import CAPS, check_caps, check_depth, parse
 from weft.api.openai.openai_schema import ChatRequest
 from weft.config import LimitOptions, load
 from weft.errors import InvalidRequest
-from weft.types import Delta
+from weft.types import Output
 
 USER = {"role": "user", "content": "hi"}
 
@@ -185,7 +185,7 @@ def test_a_head_without_an_end_is_ended() -> None:
 
 def test_a_head_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_S", 0.3)
-    engine = ScriptedEngine([Delta(text="a", token_ids=[1]), 1.0, *answer("b")])
+    engine = ScriptedEngine([Output(text="a", token_ids=[1]), 1.0, *answer("b")])
     with real_server(build_app(engine, load(env={}))) as url:
         for beginning in (b"", b"GET /v1/models HTTP/1.1\r\nHost: local"):
             with raw.connect(url) as connection:

@@ -14,9 +14,9 @@ from tests.api.http import CHAT, COMPLETIONS, HELLO, real_server, wait_until
 from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from weft.api.app import build_app
 from weft.config import load
-from weft.types import Delta
+from weft.types import Output
 
-FIRST = Delta(text="Hel", token_ids=[1])
+FIRST = Output(text="Hel", token_ids=[1])
 
 
 def post_raw(url: str, path: str, body: dict[str, Any]) -> socket.socket:

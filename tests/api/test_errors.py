@@ -15,10 +15,10 @@ from weft.api.app import gated_app
 from weft.backends.contract import Health
 from weft.config import load
 from weft.errors import EngineFault, InvalidRequest, Overloaded, RequestTimeout, Unavailable, WeftError
-from weft.serving.admission import Gate
-from weft.types import Delta, FinishReason
+from weft.serving.admission import Admission
+from weft.types import FinishReason, Output
 
-FIRST = Delta(text="Hel", token_ids=[1])
+FIRST = Output(text="Hel", token_ids=[1])
 SECRET = "boom in /usr/lib/weft/secret.py at 0x7fff12345678"
 
 
@@ -76,7 +76,7 @@ def test_what_the_engine_refuses(
     ],
 )
 def test_an_answer_that_ends_badly(finish: FinishReason, status: int) -> None:
-    last = Delta(finish=finish, error="It went wrong.")
+    last = Output(finish=finish, error="It went wrong.")
     for stream in (False, True):
         response = chat(ScriptedEngine([last]), stream=stream)
         assert response.status_code == status, "nothing was sent yet, so the status can still tell"
@@ -87,7 +87,7 @@ def test_an_answer_that_ends_badly(finish: FinishReason, status: int) -> None:
     assert error["error"].keys() == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("end", [[RuntimeError(SECRET)], [Delta(finish=FinishReason.ERROR, error=SECRET)], []])
+@pytest.mark.parametrize("end", [[RuntimeError(SECRET)], [Output(finish=FinishReason.ERROR, error=SECRET)], []])
 @pytest.mark.parametrize("began", [[], [FIRST]])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_defect_is_answered_without_its_secrets(
@@ -175,7 +175,7 @@ def test_another_request_id_is_replaced(sent: Any) -> None:
 
 
 def test_a_server_without_its_engine_says_so() -> None:
-    gate = Gate(load(env={}))
+    gate = Admission(load(env={}))
     app = gated_app(gate)
     for method, path in (("POST", CHAT), ("POST", COMPLETIONS), ("GET", "/v1/models"), ("GET", "/health")):
         response = request_app(app, method, path, content=b"{}")

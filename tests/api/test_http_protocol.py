@@ -16,18 +16,18 @@ from tests.api.http import COMPLETIONS, PROMPT, real_server, wait_until
 from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from tests.api.test_disconnect import post_raw
 from weft.api.app import build_app
-from weft.api.http_protocol import Round, ShortWay, short_way
+from weft.api.http_protocol import DirectWriter, WriteBatch, direct_writer
 from weft.config import load
-from weft.types import Delta, FinishReason
+from weft.types import FinishReason, Output
 
-Talk = Callable[[ShortWay, Send], Awaitable[None]]
+Talk = Callable[[DirectWriter, Send], Awaitable[None]]
 
 
 def talking(talk: Talk) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
     """An application that begins its answer and leaves the rest to `talk`."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        way = short_way(scope)
+        way = direct_writer(scope)
         assert way is not None
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await talk(way, send)
@@ -40,7 +40,7 @@ async def end(send: Send, body: bytes = b"") -> None:
 
 
 def test_pieces_and_the_end_arrive_in_the_order_in_which_they_were_given() -> None:
-    async def talk(way: ShortWay, send: Send) -> None:
+    async def talk(way: DirectWriter, send: Send) -> None:
         for i in range(100):
             assert way.write(b"%d " % i)
             if i % 7 == 0:
@@ -56,7 +56,7 @@ def test_pieces_and_the_end_arrive_in_the_order_in_which_they_were_given() -> No
 def test_a_client_that_does_not_read_is_waited_for() -> None:
     taken = []
 
-    async def talk(way: ShortWay, send: Send) -> None:
+    async def talk(way: DirectWriter, send: Send) -> None:
         piece = b"x" * 10_000
         while way.write(piece):
             taken.append(len(piece))
@@ -97,7 +97,7 @@ class FakeTransport:
 def test_a_lost_connection_does_not_keep_others_from_their_pieces() -> None:
     async def scenario() -> None:
         lost, kept = FakeTransport(closed=True), FakeTransport(closed=False)
-        this_round = Round()
+        this_round = WriteBatch()
         for transport in (lost, kept, lost, kept):
             this_round.add(transport, b"piece")  # type: ignore[arg-type]
         assert kept.written == b""
@@ -111,7 +111,7 @@ def test_a_lost_connection_does_not_keep_others_from_their_pieces() -> None:
 
 
 def test_a_server_without_it_sends_every_piece_the_usual_way() -> None:
-    assert short_way({"type": "http"}) is None
+    assert direct_writer({"type": "http"}) is None
 
 
 def stream_text(data: bytes) -> str:
@@ -125,7 +125,7 @@ def stream_text(data: bytes) -> str:
 def test_a_reader_who_hangs_up_with_a_reset_leaves_the_others_whole() -> None:
     steps: list[Step] = []
     for _ in range(200):
-        steps += [Delta(text="ab", token_ids=[97, 98]), 0.0]
+        steps += [Output(text="ab", token_ids=[97, 98]), 0.0]
     engine = ScriptedEngine([*steps, *answer("z", finish=FinishReason.LENGTH)])
     with real_server(build_app(engine, load(env={}))) as url:
         body = PROMPT | {"stream": True}

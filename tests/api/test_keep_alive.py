@@ -10,7 +10,7 @@ from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, request
 from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from weft.config import load
 from weft.errors import EngineFault
-from weft.types import Delta
+from weft.types import Output
 
 WAITING = ": waiting\n\n"
 OFTEN = load({"keep_alive_s": 0.05}, env={})
@@ -34,7 +34,7 @@ def test_comments_come_before_the_first_token_and_then_no_more(path: str) -> Non
 
 
 def test_a_pause_between_tokens_is_left_alone() -> None:
-    script: list[Step] = [Delta(text="a", token_ids=[1]), 0.2, *answer("b")]
+    script: list[Step] = [Output(text="a", token_ids=[1]), 0.2, *answer("b")]
     assert WAITING not in streamed(script).text
 
 

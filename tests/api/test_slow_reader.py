@@ -19,7 +19,7 @@ from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from tests.api.test_server import address_of, process
 from weft.api.app import build_app
 from weft.config import load
-from weft.types import Delta
+from weft.types import Output
 
 CHUNKS = 2500
 STREAM = PROMPT | {"stream": True}
@@ -27,7 +27,7 @@ STREAM = PROMPT | {"stream": True}
 
 def long_answer() -> Iterator[Step]:
     for number in range(CHUNKS):
-        yield Delta(text=f"[{number}]" + "x" * 8000, token_ids=[1])
+        yield Output(text=f"[{number}]" + "x" * 8000, token_ids=[1])
     yield from answer("done")
 
 

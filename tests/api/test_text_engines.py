@@ -32,7 +32,7 @@ from weft.config import load
 from weft.serving import rate_limits
 from weft.text.grammars.specs import Choice, JsonObject, JsonSchema, Lark, Regex, read_back
 from weft.text.parsers.pieces import Content
-from weft.types import Delta, FinishReason, Usage
+from weft.types import FinishReason, Output, Usage
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
@@ -276,9 +276,9 @@ def test_a_running_usage_is_counted_once() -> None:
         return Usage(prompt_tokens=11, completion_tokens=tokens)
 
     script = [
-        Delta(text="a", usage=seen(2)),
-        Delta(text="b", usage=seen(5)),
-        Delta(finish=FinishReason.STOP, usage=seen(6)),
+        Output(text="a", usage=seen(2)),
+        Output(text="b", usage=seen(5)),
+        Output(finish=FinishReason.STOP, usage=seen(6)),
     ]
     told = figures(TextEngine(script))
     assert told["weft_request_generation_tokens_sum"] == 6

@@ -12,15 +12,15 @@ from weft.backends.contract import (
     PLAIN_TERMS,
     Abilities,
     Embedding,
+    ParsedOutput,
     Prompt,
-    ReadDelta,
     Terms,
     cannot,
     check_abilities,
     tokens_unknown,
 )
 from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Piece, Reasoning
-from weft.types import Delta, FinishReason, Pooling, SamplingParams, Usage
+from weft.types import FinishReason, Output, Pooling, SamplingParams, Usage
 
 ABILITIES = Abilities(
     tokens=False,
@@ -51,13 +51,13 @@ def read(*pieces: Piece, finish: FinishReason = FinishReason.STOP) -> list[Step]
         return piece.text if isinstance(piece, Content) else ""
 
     return [
-        *(ReadDelta(text=text(piece), pieces=[piece]) for piece in pieces),
-        ReadDelta(finish=finish, usage=USAGE),
+        *(ParsedOutput(text=text(piece), pieces=[piece]) for piece in pieces),
+        ParsedOutput(finish=finish, usage=USAGE),
     ]
 
 
 def plain(*texts: str) -> list[Step]:
-    return [*(Delta(text=text) for text in texts), Delta(finish=FinishReason.STOP, usage=USAGE)]
+    return [*(Output(text=text) for text in texts), Output(finish=FinishReason.STOP, usage=USAGE)]
 
 
 class TextEngine(ScriptedEngine):

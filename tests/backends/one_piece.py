@@ -7,27 +7,27 @@ from typing import Any
 import pytest
 
 from weft.backends import BaseEngine
-from weft.backends.contract import Deltas, Engine
+from weft.backends.contract import Engine, Stream
 from weft.compat.hosted import HostedEngine
-from weft.types import Delta
+from weft.types import Output
 
 
-class OnePiece(Deltas):
+class OnePiece(Stream):
     """An answer that is given when it is complete."""
 
-    def __init__(self, inner: Deltas) -> None:
+    def __init__(self, inner: Stream) -> None:
         self._inner = inner
         self._given = False
 
     def __aiter__(self) -> OnePiece:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> Output:
         if self._given:
             raise StopAsyncIteration
         self._given = True
         deltas = [delta async for delta in self._inner]
-        return Delta(
+        return Output(
             text="".join(delta.text for delta in deltas),
             token_ids=[token for delta in deltas for token in delta.token_ids],
             finish=deltas[-1].finish,

@@ -10,10 +10,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from tests.api.scripted_engine import ScriptedEngine, ScriptedTokenizer
-from weft.backends.contract import PLAIN_TERMS, Deltas, Health, Terms
+from weft.backends.contract import PLAIN_TERMS, Health, Stream, Terms
 from weft.errors import Unavailable
 from weft.text.detokenizer import OutputText
-from weft.types import Delta, EngineStats, Event, FinishReason, Request, SamplingParams, TokenLogprob
+from weft.types import EngineStats, Event, FinishReason, Output, Request, SamplingParams, TokenLogprob
 
 QUESTION = "Q: "
 TEXT = "The sea — 🌊 — is wide, and the wind is wild. END of it."
@@ -55,7 +55,7 @@ class RecitingEngine(ScriptedEngine):
         return EngineStats(running=len(self.open), generation_tokens=self.generated)
 
 
-class Recital(Deltas):
+class Recital(Stream):
     def __init__(self, engine: RecitingEngine, prompt: list[int], params: SamplingParams, request_id: str) -> None:
         assert bytes(prompt) == (QUESTION + TEXT).encode()[: len(prompt)], "only beginnings are known by heart"
         self._engine = engine
@@ -71,7 +71,7 @@ class Recital(Deltas):
     def __aiter__(self) -> Recital:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> Output:
         while not self._text.ended:
             await asyncio.sleep(0)
             delta = self._text.push([self._next()])

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.api.scripted_engine import ScriptedEngine, Step, answer
-from weft.backends.blocking import LoopedEngine, submitting
+from weft.backends.blocking import BlockingEngine, submitting
 from weft.errors import EngineFault, InvalidRequest, ModelError, Unavailable
-from weft.types import Delta, FinishReason, SamplingParams
+from weft.types import FinishReason, Output, SamplingParams
 
 ASK = submitting([1], SamplingParams())
-HANGING: list[Step] = [Delta(text="Hel", token_ids=[1]), 60.0]
+HANGING: list[Step] = [Output(text="Hel", token_ids=[1]), 60.0]
 
 
 @pytest.fixture
@@ -25,11 +25,11 @@ def engine() -> ScriptedEngine:
 
 
 @pytest.fixture
-def looped(engine: ScriptedEngine) -> Iterator[LoopedEngine]:
+def looped(engine: ScriptedEngine) -> Iterator[BlockingEngine]:
     async def start() -> ScriptedEngine:
         return engine
 
-    with LoopedEngine(start) as looped:
+    with BlockingEngine(start) as looped:
         yield looped
     assert engine.closed
     assert not [thread for thread in threading.enumerate() if thread.name == "weft-engine-loop"]
@@ -42,14 +42,14 @@ def until(true: object, seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def test_deltas_come_when_they_come_and_not_at_the_end(engine: ScriptedEngine, looped: LoopedEngine) -> None:
+def test_deltas_come_when_they_come_and_not_at_the_end(engine: ScriptedEngine, looped: BlockingEngine) -> None:
     engine.script = HANGING
     deltas = looped.follow(ASK)
     assert next(deltas).text == "Hel", "while the rest is a minute away"
     deltas.close()
 
 
-def test_whoever_leaves_ends_the_request_before_going_on(engine: ScriptedEngine, looped: LoopedEngine) -> None:
+def test_whoever_leaves_ends_the_request_before_going_on(engine: ScriptedEngine, looped: BlockingEngine) -> None:
     engine.script = HANGING
 
     def break_off() -> None:
@@ -65,12 +65,14 @@ def test_whoever_leaves_ends_the_request_before_going_on(engine: ScriptedEngine,
         assert not engine.open
 
 
-def test_a_generator_that_nobody_began_asks_for_nothing(engine: ScriptedEngine, looped: LoopedEngine) -> None:
+def test_a_generator_that_nobody_began_asks_for_nothing(engine: ScriptedEngine, looped: BlockingEngine) -> None:
     looped.follow(ASK).close()
     assert not engine.submitted
 
 
-def test_a_generator_may_be_collected_on_the_engine_s_own_thread(engine: ScriptedEngine, looped: LoopedEngine) -> None:
+def test_a_generator_may_be_collected_on_the_engine_s_own_thread(
+    engine: ScriptedEngine, looped: BlockingEngine
+) -> None:
     engine.script = HANGING
     held = [looped.follow(ASK)]
     next(held[0])
@@ -84,7 +86,7 @@ def test_a_generator_may_be_collected_on_the_engine_s_own_thread(engine: Scripte
     until(lambda: not engine.open)
 
 
-def test_the_engine_s_own_thread_is_told_instead_of_waiting_for_ever(looped: LoopedEngine) -> None:
+def test_the_engine_s_own_thread_is_told_instead_of_waiting_for_ever(looped: BlockingEngine) -> None:
     async def wait_in_vain() -> None:
         list(looped.stream([1], SamplingParams()))
 
@@ -92,7 +94,7 @@ def test_the_engine_s_own_thread_is_told_instead_of_waiting_for_ever(looped: Loo
         looped.wait(wait_in_vain())
 
 
-def test_an_abort_ends_the_generator_wherever_it_is_read(engine: ScriptedEngine, looped: LoopedEngine) -> None:
+def test_an_abort_ends_the_generator_wherever_it_is_read(engine: ScriptedEngine, looped: BlockingEngine) -> None:
     engine.script = HANGING
     read: list[str] = []
 
@@ -112,8 +114,8 @@ def test_an_abort_ends_the_generator_wherever_it_is_read(engine: ScriptedEngine,
     until(lambda: not engine.open)
 
 
-def test_an_error_of_the_engine_is_the_reader_s(engine: ScriptedEngine, looped: LoopedEngine) -> None:
-    engine.script = [Delta(text="a"), Delta(finish=FinishReason.ERROR, error="broken")]
+def test_an_error_of_the_engine_is_the_reader_s(engine: ScriptedEngine, looped: BlockingEngine) -> None:
+    engine.script = [Output(text="a"), Output(finish=FinishReason.ERROR, error="broken")]
     with pytest.raises(EngineFault, match="broken"):
         list(looped.follow(ASK))
     with pytest.raises(EngineFault, match="broken"):
@@ -124,8 +126,8 @@ def test_an_error_of_the_engine_is_the_reader_s(engine: ScriptedEngine, looped: 
     assert not engine.open
 
 
-def test_on_another_loop_the_caller_goes_on_meanwhile(engine: ScriptedEngine, looped: LoopedEngine) -> None:
-    engine.script = [Delta(text="a"), 0.3, Delta(text="b", finish=FinishReason.STOP)]
+def test_on_another_loop_the_caller_goes_on_meanwhile(engine: ScriptedEngine, looped: BlockingEngine) -> None:
+    engine.script = [Output(text="a"), 0.3, Output(text="b", finish=FinishReason.STOP)]
 
     async def scenario() -> None:
         turns = 0
@@ -163,7 +165,7 @@ def test_closing_ends_what_is_read_and_says_so(engine: ScriptedEngine) -> None:
         return engine
 
     engine.script = HANGING
-    looped = LoopedEngine(start)
+    looped = BlockingEngine(start)
     deltas = looped.follow(ASK)
     next(deltas)
     closing = threading.Timer(0.1, looped.close)
@@ -176,7 +178,7 @@ def test_closing_ends_what_is_read_and_says_so(engine: ScriptedEngine) -> None:
         list(looped.follow(ASK))
 
 
-def test_answers_of_many_threads_do_not_mix(engine: ScriptedEngine, looped: LoopedEngine) -> None:
+def test_answers_of_many_threads_do_not_mix(engine: ScriptedEngine, looped: BlockingEngine) -> None:
     engine.script = answer("one ", "two ", "three")
     texts: list[str] = []
 
@@ -205,7 +207,7 @@ def test_a_start_in_the_background_can_be_waited_for_and_given_up() -> None:
             raise
         return ScriptedEngine()
 
-    looped = LoopedEngine(start, in_background=True)
+    looped = BlockingEngine(start, in_background=True)
     with pytest.raises(Unavailable, match="still being started"):
         _ = looped.engine
     with pytest.raises(Unavailable, match="still being started"):
@@ -215,7 +217,7 @@ def test_a_start_in_the_background_can_be_waited_for_and_given_up() -> None:
     assert "".join(delta.text for delta in looped.follow(ASK)) == "Hello, world"
     looped.close()
     go_on.clear()
-    LoopedEngine(start, in_background=True).close()
+    BlockingEngine(start, in_background=True).close()
     assert cancelled.wait(10)
 
 
@@ -224,8 +226,8 @@ def test_what_kept_it_from_starting_is_raised() -> None:
         raise ModelError("damaged")
 
     with pytest.raises(ModelError, match="damaged"):
-        LoopedEngine(start)
-    looped = LoopedEngine(start, in_background=True)
+        BlockingEngine(start)
+    looped = BlockingEngine(start, in_background=True)
     until(lambda: looped.failure is not None)
     with pytest.raises(ModelError, match="damaged"):
         _ = looped.engine

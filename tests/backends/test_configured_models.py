@@ -14,7 +14,7 @@ from tests.api.scripted_engine import ScriptedEngine
 from tests.backends.openai_server.peer import ScriptedPeer
 from tests.tiny_adapters import save_adapter
 from weft.backends import registry
-from weft.backends.configured_models import FileRoster
+from weft.backends.configured_models import ModelsFromFile
 from weft.config import Config, load
 from weft.errors import ConfigError, ModelError, OutOfMemory
 from weft.machine.hardware import inspect_machine
@@ -22,11 +22,11 @@ from weft.machine.hardware import inspect_machine
 GIB = 1 << 30
 
 
-def roster(folder: Path, models: dict[str, Any], env: dict[str, str] | None = None, **flags: Any) -> FileRoster:
+def roster(folder: Path, models: dict[str, Any], env: dict[str, str] | None = None, **flags: Any) -> ModelsFromFile:
     file = folder / "models.json"
     file.write_text(json.dumps({"models": models}, indent=1))
     given = {"WEFT_MODELS_FILE": str(file)} if env is None else {name: str(file) for name in env}
-    return FileRoster(load(flags, env=given))
+    return ModelsFromFile(load(flags, env=given))
 
 
 def test_the_first_is_the_default_unless_another_is_named(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from typing import get_args, get_type_hints
 import pytest
 
 from weft.backends import BaseEngine, create_engine
-from weft.backends.contract import Abilities, Deltas
-from weft.backends.native import NativeDeltas, NativeEngine, start_native
-from weft.backends.openai_server.peer_stream import RemoteDeltas
+from weft.backends.contract import Abilities, Stream
+from weft.backends.native import NativeEngine, NativeStream, start_native
+from weft.backends.openai_server.peer_stream import RemoteStream
 from weft.backends.openai_server.remote_engine import RemoteEngine
 from weft.backends.openai_server.servers import MINDIE, TENSORRT, WEFT, abilities_of
 from weft.backends.registry import BUILT_IN
-from weft.backends.vllm.arguments import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, Kind, arguments_of
+from weft.backends.vllm.arguments import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, VllmKind, arguments_of
 from weft.backends.vllm.vllm_engine import ABILITIES as VLLM
 from weft.backends.vllm.vllm_engine import VllmEngine
 from weft.checkpoint.model_files import ModelFiles
@@ -78,9 +78,9 @@ def engine_class(name: str) -> type:
 
 def streams_and_ends(name: str) -> bool:
     """Its answers are read one delta after the other, and closed before their end, by code of their own."""
-    answers = {NativeEngine: NativeDeltas, VllmEngine: NativeDeltas, RemoteEngine: RemoteDeltas}[engine_class(name)]
+    answers = {NativeEngine: NativeStream, VllmEngine: NativeStream, RemoteEngine: RemoteStream}[engine_class(name)]
     returned = get_type_hints(engine_class(name).submit)["return"]
-    return returned in (answers, Deltas) and {"__anext__", "aclose"} <= vars(answers).keys()
+    return returned in (answers, Stream) and {"__anext__", "aclose"} <= vars(answers).keys()
 
 
 def asks_at_once(name: str) -> bool:
@@ -110,7 +110,7 @@ def test_every_mark_has_its_footnote() -> None:
 
 
 @pytest.mark.parametrize("kind", [CUDA_ASYNC, CUDA_SYNC, CPU, ASCEND])
-def test_defaults_are_equal_whichever_engine_computes(kind: Kind) -> None:
+def test_defaults_are_equal_whichever_engine_computes(kind: VllmKind) -> None:
     """What the native engine takes from the configuration and its tables, vLLM is given in its arguments."""
     config = load({"engine": kind.name}, env={})
     assert config.cache == CacheOptions(gpu_memory_utilization=0.75, enable_prefix_caching=True)

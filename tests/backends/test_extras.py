@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from weft.backends.contract import Terms
-from weft.backends.native import NativeDeltas, start_native
+from weft.backends.native import NativeStream, start_native
 from weft.config import load
 from weft.hub.resolve import resolve
-from weft.types import Delta, Pooling, SamplingParams
+from weft.types import Output, Pooling, SamplingParams
 
 PROMPT = [(7 * i + 1) % 256 for i in range(100)]
 SEEDED = SamplingParams(temperature=0.9, seed=5, max_tokens=8, ignore_eos=True)
 
 
-async def deltas_of(stream: NativeDeltas) -> list[Delta]:
+async def deltas_of(stream: NativeStream) -> list[Output]:
     return [delta async for delta in stream]
 
 

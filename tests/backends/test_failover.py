@@ -17,18 +17,18 @@ from msgspec.structs import replace
 from tests.backends.reciting_engine import QUESTION, TEXT, ByteTokenizer, RecitingEngine
 from weft.backends import failover
 from weft.backends.contract import Abilities, Engine, Health, Terms
-from weft.backends.failover import HybridEngine, start_engine
+from weft.backends.failover import FailoverEngine, start_engine
 from weft.backends.registry import EngineSpec
 from weft.config import load
 from weft.errors import EngineFault, ModelError, Unavailable
-from weft.types import Adapter, Delta, FinishReason, ImageParams, Pooling, SamplingParams
+from weft.types import Adapter, FinishReason, ImageParams, Output, Pooling, SamplingParams
 
 PROMPT = list(QUESTION.encode())
 PLAIN = SamplingParams(max_tokens=200)
 
 
 @asynccontextmanager
-async def served(*engines: RecitingEngine | Exception) -> AsyncIterator[HybridEngine]:
+async def served(*engines: RecitingEngine | Exception) -> AsyncIterator[FailoverEngine]:
     """The first of these, with the others behind it."""
 
     async def start_first(others: Sequence[EngineSpec]) -> tuple[Engine, Sequence[EngineSpec]]:
@@ -40,24 +40,24 @@ async def served(*engines: RecitingEngine | Exception) -> AsyncIterator[HybridEn
     first, *rest = engines
     assert isinstance(first, RecitingEngine)
     specs = [EngineSpec(name=f"number-{i}", start="", platform="any", about="") for i, _ in enumerate(rest)]
-    engine = HybridEngine(first, specs, start_first, patience_s=1)
+    engine = FailoverEngine(first, specs, start_first, patience_s=1)
     try:
         yield engine
     finally:
         await engine.close()
 
 
-async def read(engine: HybridEngine, params: SamplingParams = PLAIN) -> list[Delta]:
+async def read(engine: FailoverEngine, params: SamplingParams = PLAIN) -> list[Output]:
     return [delta async for delta in await engine.submit(PROMPT, params)]
 
 
-async def followed(engine: HybridEngine, params: SamplingParams = PLAIN) -> list[Delta]:
-    deltas: list[Delta] = []
+async def followed(engine: FailoverEngine, params: SamplingParams = PLAIN) -> list[Output]:
+    deltas: list[Output] = []
     await (await engine.submit(PROMPT, params)).follow(deltas.append)
     return deltas
 
 
-def text_of(deltas: list[Delta]) -> str:
+def text_of(deltas: list[Output]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
@@ -68,7 +68,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-Way = Callable[..., Awaitable[list[Delta]]]
+Way = Callable[..., Awaitable[list[Output]]]
 WAYS = pytest.mark.parametrize("way", [read, followed])
 
 
@@ -270,7 +270,7 @@ def test_whatever_is_asked_of_an_engine_that_turns_out_to_be_lost_is_asked_of_th
         submit = embed = draw = _die
 
     image = ImageParams(width=4, height=4, steps=1, guidance_scale=1.0, seed=0)
-    asks: list[Callable[[HybridEngine], Awaitable[object]]] = [
+    asks: list[Callable[[FailoverEngine], Awaitable[object]]] = [
         lambda engine: engine.submit(PROMPT, PLAIN),
         lambda engine: engine.embed(PROMPT, Pooling.MEAN, Terms(request_id="mine")),
         lambda engine: engine.draw(PROMPT, image),
@@ -378,12 +378,12 @@ def test_the_native_engine_is_killed_for_good_in_mid_stream(tiny_model: Path) ->
 
     async def scenario() -> None:
         engine = await start_engine(load(settings, env={}))
-        assert isinstance(engine, HybridEngine)
+        assert isinstance(engine, FailoverEngine)
         try:
             prompt = engine.tokenizer.encode("Once upon a time")
             undisturbed = text_of([delta async for delta in await engine.submit(prompt, params)])
             pid = engine._engine.client.engine_pid  # type: ignore[attr-defined]
-            deltas: list[Delta] = []
+            deltas: list[Output] = []
             async for delta in await engine.submit(prompt, params):
                 deltas.append(delta)
                 if len(deltas) == 20:

@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from weft.backends.safe_loading import HALVINGS, LEAST_CONTEXT, flags_between, rungs
+from weft.backends.safe_loading import HALVINGS, LEAST_CONTEXT, fallback_configs, flags_between
 from weft.config import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.errors import OutOfMemory
 from weft.machine.memory import GIB, Room
@@ -29,7 +29,7 @@ def plan(place: Place = "cuda", **changes: Any) -> Plan:
 
 def flags(config: Config, made: Plan | None) -> list[str]:
     """Of every rung, what it changes against the one before."""
-    tried = [config, *rungs(config, lambda lower: made)]
+    tried = [config, *fallback_configs(config, lambda lower: made)]
     return [flags_between(one, other) for one, other in pairwise(tried)]
 
 
@@ -73,7 +73,7 @@ def test_a_cache_of_a_size_that_an_engine_has_no_memory_for_gives_way_to_a_small
 
 def test_a_share_that_the_plan_finds_too_small_goes_up_first_and_down_when_the_engine_says_so() -> None:
     """The plan has no room with 0.75."""
-    tried = rungs(Config(), lambda lower: plan(problem=TOO_MUCH if lower == Config() else None))
+    tried = fallback_configs(Config(), lambda lower: plan(problem=TOO_MUCH if lower == Config() else None))
     shares = [config.cache.gpu_memory_utilization for config in itertools.islice(tried, 3)]
     assert shares == [0.9, 0.8, 0.8]
 
@@ -90,7 +90,7 @@ def test_a_utilisation_that_is_all_there_is_is_not_tried_again() -> None:
 def test_what_is_free_is_asked_for_at_every_try() -> None:
     """Others may take memory meanwhile: what was free for one try is not for the next."""
     free = itertools.chain([0.7, 0.6, 0.6], itertools.repeat(0.5))
-    tried = rungs(Config(), lambda lower: plan(free_share=next(free), problem=TOO_MUCH))
+    tried = fallback_configs(Config(), lambda lower: plan(free_share=next(free), problem=TOO_MUCH))
     shares = [config.cache.gpu_memory_utilization for config in tried]
     assert shares[0] == 0.6 and set(shares[1:]) == {0.5}
 
@@ -129,10 +129,12 @@ def test_on_a_cpu_the_cache_shrinks_with_the_context() -> None:
 
 def test_a_step_never_has_fewer_tokens_than_requests() -> None:
     asked = Config(scheduler=SchedulerOptions(max_num_seqs=100, max_num_batched_tokens=100))
-    for config in rungs(asked, lambda lower: plan(max_num_seqs=100, max_num_batched_tokens=100)):
+    for config in fallback_configs(asked, lambda lower: plan(max_num_seqs=100, max_num_batched_tokens=100)):
         assert config.scheduler.max_num_batched_tokens >= config.scheduler.max_num_seqs >= 1
 
 
 def test_the_ladder_has_an_end() -> None:
     for made in (None, plan(), plan("cpu"), plan(max_num_seqs=1), plan(max_model_len=2**24, largest_context=0)):
-        assert len(list(rungs(Config(cache=CacheOptions(num_blocks=9)), lambda lower, made=made: made))) <= 10
+        assert (
+            len(list(fallback_configs(Config(cache=CacheOptions(num_blocks=9)), lambda lower, made=made: made))) <= 10
+        )

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from weft.backends.native import NativeDeltas
+from weft.backends.native import NativeStream
 from weft.engine.journal import Entry, Journal
 from weft.text.detokenizer import OutputText
-from weft.types import Delta, Event, FinishReason, Request, SamplingParams
+from weft.types import Event, FinishReason, Output, Request, SamplingParams
 
 
 class ByteTokenizer:
@@ -49,10 +49,10 @@ class JournalOnly:
             self.journal.record(Event(request_id="r", token_ids=[last], finish=finish))
 
 
-def answer_of(client: JournalOnly, stop: tuple[str, ...] = ()) -> NativeDeltas:
+def answer_of(client: JournalOnly, stop: tuple[str, ...] = ()) -> NativeStream:
     request = Request(request_id="r", prompt_token_ids=[1], params=SamplingParams(max_tokens=100, stop=stop))
     text = OutputText(ByteTokenizer(), request)  # type: ignore[arg-type]
-    return NativeDeltas(client, request, text)  # type: ignore[arg-type]
+    return NativeStream(client, request, text)  # type: ignore[arg-type]
 
 
 def run(scenario: Any) -> None:
@@ -62,7 +62,7 @@ def run(scenario: Any) -> None:
 def test_a_follower_gets_every_token_when_it_comes() -> None:
     async def scenario() -> None:
         client = JournalOnly()
-        deltas: list[Delta] = []
+        deltas: list[Output] = []
         following = asyncio.create_task(answer_of(client).follow(deltas.append))
         await asyncio.sleep(0)
         client.bring("abc")
@@ -80,7 +80,7 @@ def test_what_came_before_anybody_followed_is_one_delta() -> None:
         client = JournalOnly()
         answer = answer_of(client)
         client.bring("abc", FinishReason.STOP)
-        deltas: list[Delta] = []
+        deltas: list[Output] = []
         await answer.follow(deltas.append)
         assert [(delta.text, delta.token_ids, delta.finish) for delta in deltas] == [
             ("abc", [97, 98, 99], FinishReason.STOP)
@@ -92,13 +92,13 @@ def test_what_came_before_anybody_followed_is_one_delta() -> None:
 def test_while_a_delta_is_being_taken_the_next_one_grows() -> None:
     async def scenario() -> None:
         client = JournalOnly()
-        deltas: list[Delta] = []
+        deltas: list[Output] = []
         go_on = asyncio.Event()
 
         async def wait() -> None:
             await go_on.wait()
 
-        def take(delta: Delta) -> Awaitable[None] | None:
+        def take(delta: Output) -> Awaitable[None] | None:
             deltas.append(delta)
             return wait() if delta.text == "b" else None
 
@@ -119,7 +119,7 @@ def test_an_error_in_taking_is_the_followers_and_nobody_elses() -> None:
     async def scenario() -> None:
         client = JournalOnly()
 
-        def take(delta: Delta) -> None:
+        def take(delta: Output) -> None:
             raise ArithmeticError(delta.text)
 
         following = asyncio.create_task(answer_of(client).follow(take))
@@ -136,7 +136,7 @@ def test_a_cancelled_follower_takes_no_more_and_leaves_the_rest_to_be_read() -> 
     async def scenario() -> None:
         client = JournalOnly()
         answer = answer_of(client)
-        deltas: list[Delta] = []
+        deltas: list[Output] = []
         following = asyncio.create_task(answer.follow(deltas.append))
         await asyncio.sleep(0)
         client.bring("a")
@@ -154,7 +154,7 @@ def test_a_cancelled_follower_takes_no_more_and_leaves_the_rest_to_be_read() -> 
 def test_a_stop_string_ends_the_request_at_the_engine() -> None:
     async def scenario() -> None:
         client = JournalOnly()
-        deltas: list[Delta] = []
+        deltas: list[Output] = []
         following = asyncio.create_task(answer_of(client, stop=("bc",)).follow(deltas.append))
         await asyncio.sleep(0)
         client.bring("abcd")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from weft.backends import native
-from weft.backends.model_text import TextRoom, open_text_room
+from weft.backends.model_text import ModelText, open_model_text
 from weft.backends.native import start_native
 from weft.config import Config, load
 from weft.engine.process import LaunchedEngine
@@ -85,16 +85,16 @@ def test_of_two_errors_one_is_raised_and_none_forgotten(broken_model: Path) -> N
 
 
 def test_the_room_is_closed_when_the_start_is_given_up(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[TextRoom] = []
-    closed: list[TextRoom] = []
+    opened: list[ModelText] = []
+    closed: list[ModelText] = []
 
-    def open_it(*words: Any) -> TextRoom:
-        room = open_text_room(*words)
+    def open_it(*words: Any) -> ModelText:
+        room = open_model_text(*words)
         opened.append(room)
         return room
 
     monkeypatch.setattr(native, "open_text_room", open_it)
-    monkeypatch.setattr(TextRoom, "close", lambda room: closed.append(room))
+    monkeypatch.setattr(ModelText, "close", lambda room: closed.append(room))
 
     async def scenario() -> None:
         with pytest.raises(EngineFault, match="no room"):

@@ -21,11 +21,11 @@ from tests.backends.openai_server.peer import (
 from tests.compat.test_adapted import Parrot
 from weft import LLM
 from weft.backends import create_engine, start_engine
-from weft.backends.contract import Conversation, Deltas, ReadDelta
-from weft.backends.rechunk import CutDeltas, cut_text
+from weft.backends.contract import Conversation, ParsedOutput, Stream
+from weft.backends.rechunk import RechunkedStream, cut_text
 from weft.config import load
 from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Reasoning
-from weft.types import Delta, FinishReason, SamplingParams, Usage
+from weft.types import FinishReason, Output, SamplingParams, Usage
 
 pytestmark = pytest.mark.usefixtures("no_weft_environment")
 
@@ -44,15 +44,15 @@ class Reciter(Parrot):
         yield TEXT
 
 
-class Given(Deltas):
-    def __init__(self, *deltas: Delta) -> None:
+class Given(Stream):
+    def __init__(self, *deltas: Output) -> None:
         self._deltas = list(deltas)
         self.closed = False
 
     def __aiter__(self) -> Given:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> Output:
         if not self._deltas:
             raise StopAsyncIteration
         return self._deltas.pop(0)
@@ -61,9 +61,9 @@ class Given(Deltas):
         self.closed = True
 
 
-def cut(size: int, *deltas: Delta) -> list[Delta]:
-    async def go() -> list[Delta]:
-        return [delta async for delta in CutDeltas(Given(*deltas), size)]
+def cut(size: int, *deltas: Output) -> list[Output]:
+    async def go() -> list[Output]:
+        return [delta async for delta in RechunkedStream(Given(*deltas), size)]
 
     return asyncio.run(go())
 
@@ -109,7 +109,7 @@ def test_a_remote_server(size: int) -> None:
                 deltas = await all_of(engine, "say it", params)
                 assert [delta.text for delta in deltas] == [*BY_SIZE[size], ""]
                 deltas = await all_of(engine, Conversation(messages=[{"role": "user", "content": "say it"}]), params)
-                pieces = [piece for delta in deltas if isinstance(delta, ReadDelta) for piece in delta.pieces]
+                pieces = [piece for delta in deltas if isinstance(delta, ParsedOutput) for piece in delta.pieces]
                 assert pieces == [*map(Reasoning, BY_SIZE[size]), *map(Content, BY_SIZE[size])]
 
     asyncio.run(scenario())
@@ -133,24 +133,24 @@ def test_a_caller_that_waits_changes_the_size_while_it_reads(add_engine: Callabl
 
 
 def test_the_rest_of_a_delta_comes_with_its_last_piece() -> None:
-    whole = Delta(
+    whole = Output(
         text="a b c", finish=FinishReason.STOP, stop_reason="x", usage=Usage(prompt_tokens=2, completion_tokens=5)
     )
-    first, second, last = cut(1, Delta(text="z", usage=Usage(completion_tokens=2)), whole)[1:]
+    first, second, last = cut(1, Output(text="z", usage=Usage(completion_tokens=2)), whole)[1:]
     assert [first.text, second.text, last.text] == ["a", " b", " c"]
     assert first.finish is None and first.stop_reason is None and first.usage.completion_tokens == 2
     assert (last.finish, last.stop_reason, last.usage) == (whole.finish, whole.stop_reason, whole.usage)
-    ended = Delta(finish=FinishReason.ERROR, error="broken")
+    ended = Output(finish=FinishReason.ERROR, error="broken")
     assert cut(1, ended) == [ended]
 
 
 def test_calls_stay_whole() -> None:
     call = [CallStarted(0, "call_a", "weather"), CallArguments(0, '{"city": "Oslo", "day": "today"}')]
-    alone = ReadDelta(pieces=call)
+    alone = ParsedOutput(pieces=call)
     assert cut(1, alone) == [alone]
-    deltas = cut(1, ReadDelta(text="a b", pieces=[Content("a b"), *call]))
+    deltas = cut(1, ParsedOutput(text="a b", pieces=[Content("a b"), *call]))
     assert [delta.text for delta in deltas] == ["a", " b", "", ""]
-    assert [piece for delta in deltas if isinstance(delta, ReadDelta) for piece in delta.pieces] == [
+    assert [piece for delta in deltas if isinstance(delta, ParsedOutput) for piece in delta.pieces] == [
         Content("a"),
         Content(" b"),
         *call,
@@ -159,8 +159,8 @@ def test_calls_stay_whole() -> None:
 
 def test_closing_ends_the_answer() -> None:
     async def scenario() -> None:
-        inner = Given(Delta(text=TEXT))
-        answer = CutDeltas(inner, 1)
+        inner = Given(Output(text=TEXT))
+        answer = RechunkedStream(inner, 1)
         await anext(answer)
         await answer.aclose()
         assert inner.closed

@@ -13,7 +13,7 @@ import pytest
 from tests.api.scripted_engine import ScriptedEngine
 from weft.backends import create_engine, registry, start_engine
 from weft.backends.contract import Engine
-from weft.backends.failover import HybridEngine
+from weft.backends.failover import FailoverEngine
 from weft.backends.registry import BUILT_IN
 from weft.config import Config, load
 from weft.errors import ConfigError, ModelError, OutOfMemory, Unavailable
@@ -62,7 +62,7 @@ def start(names: str, **settings: Any) -> tuple[str, bool]:
     async def scenario() -> tuple[str, bool]:
         engine = await start_engine(load({"engine": names, **settings}, env={}))
         try:
-            return engine.name, isinstance(engine, HybridEngine)
+            return engine.name, isinstance(engine, FailoverEngine)
         finally:
             await engine.close()
 

@@ -31,7 +31,7 @@ from weft.bench.mixed import (
 )
 from weft.config import load
 from weft.errors import ConfigError, EngineFault, InvalidRequest
-from weft.types import Delta, EngineStats, FinishReason, ImageParams
+from weft.types import EngineStats, FinishReason, ImageParams, Output
 
 ALL_MODES = [
     "chats one at a time",
@@ -205,7 +205,7 @@ def test_what_cannot_be_measured_is_refused(engines: Engines) -> None:
 
 
 def test_a_request_that_fails_ends_the_benchmark(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.bench.test_mixed.USUAL", [Delta(finish=FinishReason.ERROR, error="lost")])
+    monkeypatch.setattr("tests.bench.test_mixed.USUAL", [Output(finish=FinishReason.ERROR, error="lost")])
     with pytest.raises(EngineFault, match="lost"):
         measure(FEW)
     assert engines.first.closed and os.environ.get("WEFT_WITHOUT", "") == ""

@@ -16,7 +16,7 @@ from weft.bench.commands import app as bench
 from weft.bench.serve import Load, Run, ServeReport, ServeWork, StreamTimes, own_server, run_serve
 from weft.config import load
 from weft.errors import ConfigError, EngineFault, Overloaded, Unavailable
-from weft.types import Delta, FinishReason
+from weft.types import FinishReason, Output
 
 FIVE = ["He", "l", "lo"]
 """Five tokens of a byte each, in three events."""
@@ -95,7 +95,7 @@ def test_a_refusal_is_a_failure_and_the_rest_is_measured() -> None:
 
 
 def test_a_stream_that_breaks_is_a_failure() -> None:
-    engine = ScriptedEngine([Delta(text="a", token_ids=[97]), EngineFault("The engine broke.")])
+    engine = ScriptedEngine([Output(text="a", token_ids=[97]), EngineFault("The engine broke.")])
     run = only_run(measure(engine, Load(1, 1, 4, 5)))
     assert "The engine broke." in run.failures[0]
 

@@ -24,7 +24,7 @@ from weft.compat.keywords import SAMPLING_DEFAULTS
 from weft.config import Config
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, OutOfMemory, Unavailable
 from weft.models_file import MEANINGLESS
-from weft.types import Adapter, Delta, FinishReason, MemoryLedger, SamplingParams, Usage
+from weft.types import Adapter, FinishReason, MemoryLedger, Output, SamplingParams, Usage
 
 pytestmark = pytest.mark.usefixtures("no_weft_environment")
 
@@ -168,7 +168,7 @@ def test_a_prompt_that_cannot_be_never_reaches_the_engine(stage: Stage, engine: 
 def in_one_piece(text: str, num_tokens: int) -> list[Any]:
     ids = list(range(num_tokens))
     usage = Usage(prompt_tokens=2, completion_tokens=num_tokens)
-    return [Delta(text=text, token_ids=ids, finish=FinishReason.STOP, usage=usage)]
+    return [Output(text=text, token_ids=ids, finish=FinishReason.STOP, usage=usage)]
 
 
 def test_a_large_piece_is_cut_and_the_pieces_are_the_text(stage: Stage, engine: BaseEngine) -> None:
@@ -212,9 +212,9 @@ def test_joined_the_pieces_are_the_text_whatever_the_tokens(
 def test_figures_of_every_request(stage: Stage, engine: BaseEngine) -> None:
     stage.engine.script = [
         0.05,
-        Delta(text="a", token_ids=[1], queue_seconds=0.01),
+        Output(text="a", token_ids=[1], queue_seconds=0.01),
         0.05,
-        Delta(
+        Output(
             text="bc", token_ids=[2, 3], finish=FinishReason.LENGTH, usage=Usage(prompt_tokens=2, completion_tokens=3)
         ),
     ]
@@ -233,7 +233,7 @@ def test_figures_of_every_request(stage: Stage, engine: BaseEngine) -> None:
     next(chunks)
     chunks.close()
     assert (seen[-1].finish, seen[-1].completion_tokens) == (FinishReason.ABORT, 1)
-    stage.engine.script = [Delta(text="a", token_ids=[1]), Delta(finish=FinishReason.ERROR, error="broken")]
+    stage.engine.script = [Output(text="a", token_ids=[1]), Output(finish=FinishReason.ERROR, error="broken")]
     with pytest.raises(Exception, match="broken"):
         list(engine.infer("hi", on_metrics=seen.append))
     assert seen[-1].finish is FinishReason.ERROR
@@ -257,7 +257,7 @@ def test_a_batch_is_asked_for_at_once(stage: Stage, engine: BaseEngine) -> None:
 
 
 def test_abort_by_id(stage: Stage, engine: BaseEngine) -> None:
-    stage.engine.script = [Delta(text="a", token_ids=[1]), 60.0]
+    stage.engine.script = [Output(text="a", token_ids=[1]), 60.0]
     chunks = engine.infer("hi", request_id="mine")
     assert next(chunks) == "a"
     assert not engine.abort("yours")
@@ -268,7 +268,7 @@ def test_abort_by_id(stage: Stage, engine: BaseEngine) -> None:
 
 
 def test_abort_of_a_batch_and_of_one_in_it(stage: Stage, engine: BaseEngine) -> None:
-    stage.engine.script = [Delta(text="a", token_ids=[1]), 60.0]
+    stage.engine.script = [Output(text="a", token_ids=[1]), 60.0]
     seen: list[InferMetrics] = []
     done: list[list[str]] = []
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.engine.stand_in import StandIns
 from tests.engine.test_client import FILES, submitted, until
 from weft.config import SchedulerOptions, load
-from weft.engine.client import EngineClient, check_room
+from weft.engine.client import EngineClient, check_capacity
 from weft.errors import Overloaded
 from weft.types import Pooling, Request, SamplingParams
 
@@ -27,7 +27,7 @@ def admitted(tenants: list[str], limits: SchedulerOptions, num_tokens: int = 1) 
     for i, tenant in enumerate(tenants):
         asked = request(str(i), tenant, num_tokens)
         try:
-            check_room(waiting, asked, limits)
+            check_capacity(waiting, asked, limits)
         except Overloaded:
             continue
         waiting.append(asked)
@@ -52,17 +52,17 @@ def test_a_tenant_below_its_share_gets_in(limits: SchedulerOptions, num_tokens: 
 def test_a_prompt_larger_than_a_share_does_not_get_in() -> None:
     limits = SchedulerOptions(max_queued_tokens=100)
     waiting = [request("a", "a", 100)]
-    check_room(waiting, request("b", "b", 50), limits)
+    check_capacity(waiting, request("b", "b", 50), limits)
     with pytest.raises(Overloaded, match="Prompts of 100 tokens"):
-        check_room(waiting, request("b", "b", 51), limits)
+        check_capacity(waiting, request("b", "b", 51), limits)
 
 
 def test_the_prompt_of_siblings_is_counted_once() -> None:
     limits = SchedulerOptions(max_queued_tokens=100)
     waiting = [request("leader", num_tokens=100)]
-    check_room(waiting, request("sibling", num_tokens=100, sibling_of="leader"), limits)
+    check_capacity(waiting, request("sibling", num_tokens=100, sibling_of="leader"), limits)
     with pytest.raises(Overloaded):
-        check_room(waiting, request("stranger", num_tokens=1), limits)
+        check_capacity(waiting, request("stranger", num_tokens=1), limits)
 
 
 @given(tenants=st.lists(st.sampled_from([*"abcdefgh"]), max_size=200), limit=st.integers(1, 20))

@@ -14,7 +14,7 @@ from tests.engine.stand_in import StandIn, StandIns
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.engine.client import EngineClient
-from weft.engine.wire import Output, Started, Submit
+from weft.engine.wire import Started, StepOutput, Submit
 from weft.types import EngineStats, Event, FinishReason, Request, SamplingParams
 
 FILES = ModelFiles(name="none", kind="gguf", path=Path("none.gguf"), weight_files=[])
@@ -55,10 +55,10 @@ def test_tokens_and_events_reach_their_requests_in_order() -> None:
             last = Event(request_id="a", token_ids=[13], finish=FinishReason.LENGTH)
             launch.launched[0].send(
                 Started(["a", "b"]),
-                Output({"b": 20}, [first], EngineStats(generation_tokens=2)),
-                Output({"a": 11, "b": 21, "gone": 9}, [], EngineStats(generation_tokens=4)),
-                Output({"a": 12}, [], EngineStats(generation_tokens=5)),
-                Output({"b": 22}, [last], EngineStats(generation_tokens=7)),
+                StepOutput({"b": 20}, [first], EngineStats(generation_tokens=2)),
+                StepOutput({"a": 11, "b": 21, "gone": 9}, [], EngineStats(generation_tokens=4)),
+                StepOutput({"a": 12}, [], EngineStats(generation_tokens=5)),
+                StepOutput({"b": 22}, [last], EngineStats(generation_tokens=7)),
             )
             await until(lambda: client.num_open == 1)
             assert a.take() == [first, 11, 12, last] and a.take() == []
@@ -76,7 +76,7 @@ def test_a_listener_hears_of_every_arrival() -> None:
             entry = client.submit(request("a"))
             heard: list[object] = []
             entry.listener = lambda: heard.extend(entry.take())
-            launch.launched[0].send(Output({"a": 1}, [], EngineStats()), Output({"a": 2}, [], EngineStats()))
+            launch.launched[0].send(StepOutput({"a": 1}, [], EngineStats()), StepOutput({"a": 2}, [], EngineStats()))
             await until(lambda: heard == [1, 2])
 
     asyncio.run(scenario())
@@ -88,7 +88,7 @@ def test_requests_that_come_while_a_dead_engine_is_buried_are_served_by_the_next
         async with client_of(launch) as client:
             old = client.submit(request("old"))
             await submitted(launch.launched[0])
-            launch.launched[0].send(Output({"old": 5}, [], EngineStats(generation_tokens=1)))
+            launch.launched[0].send(StepOutput({"old": 5}, [], EngineStats(generation_tokens=1)))
             await until(lambda: old.delivered)
             launch.launched[0].kill()
             await until(lambda: client.state == "restarting")
@@ -99,7 +99,7 @@ def test_requests_that_come_while_a_dead_engine_is_buried_are_served_by_the_next
             await until(lambda: len(launch.launched) == 2 and client.state == "ready")
             # The old one was in the dead engine's steps: it comes back alone, and with what its user has.
             assert [(r.request_id, r.output_token_ids) for r in await submitted(launch.launched[1])] == [("old", [5])]
-            launch.launched[1].send(Output({"old": 6}, [], EngineStats(generation_tokens=1)))
+            launch.launched[1].send(StepOutput({"old": 6}, [], EngineStats(generation_tokens=1)))
             assert [r.request_id for r in await submitted(launch.launched[1])] == ["new"]
             assert client.stats().generation_tokens == 2
 

@@ -13,7 +13,7 @@ from tests.engine.test_client import FILES, client_of, request, until
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.process import EngineProcess
-from weft.engine.wire import Done, Output, ResetCache, frame
+from weft.engine.wire import Done, ResetCache, StepOutput, frame
 from weft.errors import EngineFault
 from weft.types import EngineStats, FinishReason
 
@@ -61,7 +61,7 @@ def test_an_unforeseen_error_ends_requests_and_the_engine(monkeypatch: pytest.Mo
         async with client_of(launch) as client:
             client.submit(request("a"))
             monkeypatch.setattr(EngineClient, "_deliver", fails)
-            launch.launched[0].send(Output({}, [], EngineStats()))
+            launch.launched[0].send(StepOutput({}, [], EngineStats()))
             await until(lambda: client.state == "failed" and client.num_open == 0)
             await asyncio.to_thread(launch.launched[0]._thread.join, 10)
             assert not launch.launched[0]._thread.is_alive()

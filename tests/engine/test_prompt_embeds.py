@@ -23,7 +23,7 @@ from tests.tiny_images import save_image_model
 from weft.backends.contract import failure_of
 from weft.backends.native import NativeEngine, start_native
 from weft.config import SchedulerOptions, load
-from weft.engine.client import EngineClient, check_tensor_room
+from weft.engine.client import EngineClient, check_tensor_capacity
 from weft.engine.process import EngineProcess, EngineThread
 from weft.errors import InvalidRequest, Overloaded
 from weft.hub.resolve import resolve
@@ -73,11 +73,11 @@ def with_tensor(name: str, num_bytes: int) -> Request:
 def test_tensors_of_open_requests_are_bounded() -> None:
     limits = SchedulerOptions(max_embedding_mb=1)
     half = with_tensor("half", 2**19)
-    check_tensor_room([half], half, limits)
-    check_tensor_room([half, half], drawing("none"), limits)
+    check_tensor_capacity([half], half, limits)
+    check_tensor_capacity([half, half], drawing("none"), limits)
     with pytest.raises(Overloaded, match=r"1048576 bytes.*--max-embedding-mb"):
-        check_tensor_room([half, half], with_tensor("more", 4), limits)
-    check_tensor_room([], with_tensor("too large for all", 2**21), limits)
+        check_tensor_capacity([half, half], with_tensor("more", 4), limits)
+    check_tensor_capacity([], with_tensor("too large for all", 2**21), limits)
 
 
 def test_the_client_keeps_tensors_for_the_next_engine_and_lets_in_no_more_than_it_may() -> None:

@@ -23,7 +23,7 @@ from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.engine.process import EngineProcess, EngineThread
 from weft.errors import EngineFault, ModelError, OutOfMemory, Overloaded
-from weft.types import Delta, FinishReason, ImageParams, SamplingParams
+from weft.types import FinishReason, ImageParams, Output, SamplingParams
 
 MAX_TOKENS = 30
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -46,7 +46,7 @@ async def serving(files: ModelFiles, launch=EngineProcess, **settings: object) -
         await engine.close()
 
 
-async def answer(engine: NativeEngine, prompt: str | list[int], params: SamplingParams) -> tuple[str, Delta]:
+async def answer(engine: NativeEngine, prompt: str | list[int], params: SamplingParams) -> tuple[str, Output]:
     tokens = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     text = ""
     async for delta in await engine.submit(tokens, params):

@@ -12,26 +12,26 @@ from hypothesis import strategies as st
 
 from weft.engine.wire import (
     Abort,
-    Beat,
     BrokenFrame,
     FromEngine,
+    Heartbeat,
     Inbox,
-    Output,
     Shutdown,
     Started,
     StartProfile,
+    StepOutput,
     ToEngine,
     frame,
-    output,
     receive_from,
+    step_output,
 )
 from weft.types import EngineStats, Event, FinishReason, TokenLogprob
 
 MESSAGES: list[FromEngine] = [
-    Beat(0.5),
+    Heartbeat(0.5),
     Started(["a", "b"]),
-    Output({"a": 1, "b": 70000}, [Event(request_id="c", token_ids=[5], cached_tokens=0)], EngineStats(running=3)),
-    Output({}, [], EngineStats()),
+    StepOutput({"a": 1, "b": 70000}, [Event(request_id="c", token_ids=[5], cached_tokens=0)], EngineStats(running=3)),
+    StepOutput({}, [], EngineStats()),
 ]
 NO_MESSAGES = [struct.pack("<I", 2**31), struct.pack("<I", 3) + b"\xc1\xc1\xc1"]
 
@@ -64,9 +64,9 @@ def test_messages_come_out_however_their_bytes_are_cut(cuts: list[int]) -> None:
 def test_half_a_frame_at_the_end_is_the_end() -> None:
     async def scenario() -> None:
         inbox = Inbox()
-        inbox.data_received(frame(Beat(1.0)) + frame(Beat(2.0))[:-1])
+        inbox.data_received(frame(Heartbeat(1.0)) + frame(Heartbeat(2.0))[:-1])
         inbox.connection_lost(ConnectionResetError())
-        assert await inbox.read() == Beat(1.0)
+        assert await inbox.read() == Heartbeat(1.0)
         assert await inbox.read() is None
 
     asyncio.run(scenario())
@@ -114,5 +114,5 @@ def test_only_events_that_tell_of_a_token_alone_are_sent_as_a_token() -> None:
         Event(request_id="two", token_ids=[7, 8]),
         Event(request_id="none", finish=FinishReason.ERROR, error="broken"),
     ]
-    sent = output([others[0], plain, *others[1:]], EngineStats(steps=2))
-    assert sent == Output({"plain": 7}, others, EngineStats(steps=2))
+    sent = step_output([others[0], plain, *others[1:]], EngineStats(steps=2))
+    assert sent == StepOutput({"plain": 7}, others, EngineStats(steps=2))

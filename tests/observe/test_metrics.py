@@ -11,7 +11,7 @@ from weft.api.app import build_app
 from weft.config import load
 from weft.errors import Overloaded
 from weft.observe.metrics import Histogram, Metrics, exposition
-from weft.types import Delta, FinishReason
+from weft.types import FinishReason, Output
 
 CONTRACT = {
     "weft_num_requests_running": "gauge",
@@ -160,7 +160,7 @@ def test_every_reason_is_counted() -> None:
 
 
 def test_every_stage_of_a_request_is_timed_and_its_tokens_counted() -> None:
-    first = Delta(text="ab", token_ids=[1, 2], queue_seconds=0.25)
+    first = Output(text="ab", token_ids=[1, 2], queue_seconds=0.25)
     app = build_app(ScriptedEngine([0.3, first, 0.05, *answer("c")]), load(env={}))
     assert request_app(app, "POST", COMPLETIONS, json=PROMPT | {"prompt": "y" * 40}).status_code == 200
     found = samples(request_app(app, "GET", "/metrics").text)
@@ -176,7 +176,7 @@ def test_every_stage_of_a_request_is_timed_and_its_tokens_counted() -> None:
 @pytest.mark.parametrize(("told_last", "num_observed"), [(None, 0), (0.0, 1), (0.25, 1)])
 def test_a_queue_that_nobody_knows_of_is_not_observed(told_last: float | None, num_observed: int) -> None:
     """An engine may tell of it with the end of the answer, or never."""
-    script = [0.3, Delta(text="a", token_ids=[1]), Delta(finish=FinishReason.STOP, queue_seconds=told_last)]
+    script = [0.3, Output(text="a", token_ids=[1]), Output(finish=FinishReason.STOP, queue_seconds=told_last)]
     app = build_app(ScriptedEngine(script), load(env={}))
     answered = request_app(app, "POST", COMPLETIONS, json=PROMPT | {"return_timings": True})
     told_ms = None if told_last is None else 1000 * told_last

@@ -21,11 +21,11 @@ from weft.config import load
 from weft.errors import ConfigError, EngineFault
 from weft.observe.traces import Traces, open_traces
 from weft.serving import admission as gates
-from weft.types import Delta
+from weft.types import Output
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
-SCRIPT: list[Step] = [0.06, Delta(text="ab", token_ids=[1, 2], queue_seconds=0.02), 0.03, *answer("c")]
+SCRIPT: list[Step] = [0.06, Output(text="ab", token_ids=[1, 2], queue_seconds=0.02), 0.03, *answer("c")]
 WITH_TRACES = {"otlp_endpoint": "http://collector/v1/traces"}
 
 
@@ -111,7 +111,7 @@ def test_predictions_have_spans_too(exporter: InMemorySpanExporter) -> None:
 
 
 def test_without_an_endpoint_there_are_none() -> None:
-    assert gates.Gate(load(env={})).traces is None
+    assert gates.Admission(load(env={})).traces is None
 
 
 def test_missing_packages_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:

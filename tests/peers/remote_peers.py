@@ -32,7 +32,7 @@ from weft.config import load
 from weft.errors import InvalidRequest, WeftError
 from weft.text.grammars.compiler import GrammarCompiler
 from weft.text.grammars.specs import JsonSchema, written_down
-from weft.types import Delta, FinishReason, SamplingParams
+from weft.types import FinishReason, Output, SamplingParams
 
 MODEL = "qwen3"
 """Its heads are as wide as vLLM's attention on CPU wants them."""
@@ -63,11 +63,11 @@ def must(true: bool, what: object) -> None:
         raise Failed(str(what))
 
 
-async def all_of(engine: Engine, prompt: Prompt, params: SamplingParams) -> list[Delta]:
+async def all_of(engine: Engine, prompt: Prompt, params: SamplingParams) -> list[Output]:
     return [delta async for delta in await engine.submit(prompt, params)]
 
 
-def text_of(deltas: list[Delta]) -> str:
+def text_of(deltas: list[Output]) -> str:
     return "".join(delta.text for delta in deltas)
 
 

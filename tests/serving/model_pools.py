@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.api.app import gated_app
-from weft.backends.contract import Engine, MakeRoom, Need, StageReport
+from weft.backends.contract import Engine, FreeMemory, Need, StageReport
 from weft.config import Config, ModelEntry, load
 from weft.errors import ConfigError, OutOfMemory
-from weft.serving.admission import Gate
-from weft.serving.model_slot import Slot
+from weft.serving.admission import Admission
+from weft.serving.model_slot import ModelSlot
 
 
 def entry(name: str, config: Config, **fields: Any) -> ModelEntry:
@@ -38,7 +38,7 @@ class ScriptedRoster:
         self.scripts: dict[str, Any] = {}
         self.started: list[str] = []
         self.engines: dict[str, ScriptedEngine] = {}
-        self.make_room: dict[str, MakeRoom] = {}
+        self.make_room: dict[str, FreeMemory] = {}
         self.next: dict[str, ModelEntry] | None = None
         """What the file says when it is read again."""
         self.is_broken = False
@@ -62,7 +62,7 @@ class ScriptedRoster:
     async def need(self, entry: ModelEntry, report: StageReport) -> Need:
         return self.needs.get(entry.name, Need())
 
-    async def start(self, entry: ModelEntry, report: StageReport, make_room: MakeRoom) -> Engine:
+    async def start(self, entry: ModelEntry, report: StageReport, make_room: FreeMemory) -> Engine:
         name = entry.name
         self.started.append(name)
         self.make_room[name] = make_room
@@ -80,12 +80,12 @@ class ScriptedRoster:
 
 
 class House:
-    def __init__(self, gate: Gate, roster: ScriptedRoster, client: httpx.AsyncClient) -> None:
+    def __init__(self, gate: Admission, roster: ScriptedRoster, client: httpx.AsyncClient) -> None:
         self.gate = gate
         self.roster = roster
         self.client = client
 
-    def slot(self, name: str) -> Slot:
+    def slot(self, name: str) -> ModelSlot:
         return self.gate.fleet.named(name)
 
     def states(self) -> dict[str, str]:
@@ -111,7 +111,7 @@ async def house(
     roster = ScriptedRoster(names, config)
     if prepare is not None:
         prepare(roster)
-    gate = Gate(config, roster)
+    gate = Admission(config, roster)
     transport = httpx.ASGITransport(gated_app(gate))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=20) as client:
         starting = asyncio.create_task(gate.fleet.start())

@@ -15,10 +15,10 @@ from tests.serving.model_pools import ScriptedRoster, entry, house, run
 from weft.backends.contract import Health, Need
 from weft.errors import ModelError, OutOfMemory
 from weft.serving import model_slot as slots
-from weft.types import Delta
+from weft.types import Output
 
 GIB = 1 << 30
-ENDLESS = [Delta(text="Hel", token_ids=[1, 2]), 60.0]
+ENDLESS = [Output(text="Hel", token_ids=[1, 2]), 60.0]
 
 
 def test_every_model_answers_by_its_name_and_is_loaded_when_it_is_asked_for() -> None:
@@ -212,7 +212,7 @@ def test_a_busy_model_is_never_unloaded_and_the_new_one_waits() -> None:
     async def scenario() -> None:
         async with house("a", "b", max_loaded_models=1, model_wait_s=0.3) as opened:
             ended = asyncio.Event()
-            opened.roster.scripts["a"] = [Delta(text="x", token_ids=[1]), ended.wait, *answer("y")]
+            opened.roster.scripts["a"] = [Output(text="x", token_ids=[1]), ended.wait, *answer("y")]
             busy = asyncio.create_task(opened.said("a"))
             await eventually(lambda: opened.slot("a").num_inside == 1)
             refused = await opened.ask("b")

@@ -20,7 +20,7 @@ from weft.api.grpc.grpc_server import serve_rpc
 from weft.backends.contract import cannot
 from weft.errors import ModelError
 from weft.serving import model_pool
-from weft.types import Delta
+from weft.types import Output
 
 ADMIN = {"x-api-key": "root"}
 
@@ -43,7 +43,7 @@ def test_new_names_appear_and_removed_ones_drain_and_go() -> None:
     async def scenario() -> None:
         async with house("a", "b") as opened:
             ended = asyncio.Event()
-            opened.roster.scripts["a"] = [Delta(text="x", token_ids=[1]), ended.wait, *answer("y")]
+            opened.roster.scripts["a"] = [Output(text="x", token_ids=[1]), ended.wait, *answer("y")]
             inside = asyncio.create_task(opened.said("a"))
             await eventually(lambda: bool(opened.roster.engines) and opened.slot("a").num_inside == 1)
             going = opened.slot("a")
@@ -65,7 +65,7 @@ def test_new_names_appear_and_removed_ones_drain_and_go() -> None:
 def test_a_server_that_ends_ends_the_models_that_are_going_too(has_begun: bool) -> None:
     async def scenario() -> None:
         async with house("a", "b") as opened:
-            opened.roster.scripts["a"] = [Delta(text="x", token_ids=[1]), 60.0]
+            opened.roster.scripts["a"] = [Output(text="x", token_ids=[1]), 60.0]
             inside = asyncio.create_task(opened.ask("a"))
             await eventually(lambda: "a" in opened.roster.engines and opened.slot("a").num_inside == 1)
             going = opened.slot("a")
@@ -133,7 +133,7 @@ def test_what_has_changed_is_loaded_anew_when_it_is_idle_and_the_rest_stays() ->
         async with house("a", "b") as opened:
             await opened.said("b")
             ended = asyncio.Event()
-            opened.roster.scripts["a"] = [Delta(text="x", token_ids=[1]), ended.wait, *answer("y")]
+            opened.roster.scripts["a"] = [Output(text="x", token_ids=[1]), ended.wait, *answer("y")]
             inside = asyncio.create_task(opened.said("a"))
             await eventually(lambda: "a" in opened.roster.engines and opened.slot("a").num_inside == 1)
             # A line that moves changes nothing.

@@ -16,9 +16,9 @@ from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.api.app import build_app, gated_app
 from weft.api.grpc.grpc_server import serve_rpc
 from weft.config import LimitOptions, load
-from weft.serving.admission import Gate
+from weft.serving.admission import Admission
 from weft.serving.rate_limits import Account, Accounts, Bucket, RateLimited
-from weft.types import Delta
+from weft.types import Output
 
 KEYS = {"api_key": ["a", "b"]}
 
@@ -141,8 +141,8 @@ def test_several_choices_are_charged_with_their_prompt_once() -> None:
 def test_what_was_generated_before_a_hang_up_is_charged() -> None:
     async def scenario() -> None:
         config = load({"max_tokens_per_minute_per_key": 100, "grpc_port": 0}, env={})
-        engine = ScriptedEngine([Delta(text="z", token_ids=[1] * 200), 60.0])
-        gate = Gate(config)
+        engine = ScriptedEngine([Output(text="z", token_ids=[1] * 200), 60.0])
+        gate = Admission(config)
         gate.open(engine)
 
         server = await serve_rpc(gate, config)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weft.text.detokenizer import OutputText
 from weft.text.tokenizer import Tokenizer
-from weft.types import Arrival, Delta, Event, FinishReason, Request, SamplingParams, TokenLogprob, Usage
+from weft.types import Arrival, Event, FinishReason, Output, Request, SamplingParams, TokenLogprob, Usage
 
 token_ids = st.lists(st.integers(min_value=0, max_value=320), min_size=1, max_size=20)
 grouping = st.lists(st.integers(min_value=1, max_value=4), min_size=20, max_size=20)
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 def answer(tokenizer: Tokenizer, groups: Sequence[Sequence[Arrival]], asked: Request) -> Answer:
     """All deltas together; only the last one may have an end."""
     output = OutputText(tokenizer, asked)
-    deltas: list[Delta] = []
+    deltas: list[Output] = []
     for group in groups:
         assert not output.ended
         if (delta := output.push(group)) is not None:

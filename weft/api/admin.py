@@ -14,9 +14,9 @@ from weft.api.error_responses import Conflict, JsonResponse, NoRequest
 from weft.api.middleware import VLLM_LOAD_PATH, VLLM_UNLOAD_PATH
 from weft.api.openai.openai_schema import Fields
 from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, Unavailable, WeftError
-from weft.serving.admission import DRAINING, Gate, Seat
-from weft.serving.model_slot import Slot
-from weft.serving.served_model import Service
+from weft.serving.admission import DRAINING, Admission, RequestContext
+from weft.serving.model_slot import ModelSlot
+from weft.serving.served_model import ServedModel
 
 ENDED = "The operator ended this request."
 
@@ -60,13 +60,13 @@ class CacheReset(Struct, frozen=True, omit_defaults=True):
     """Why models did not, by their names."""
 
 
-def add_admin(app: FastAPI, gate: Gate) -> None:
+def add_admin(app: FastAPI, gate: Admission) -> None:
     _add_requests(app, gate)
     _add_engine(app, gate)
     _add_adapters(app, gate)
 
 
-def _add_requests(app: FastAPI, gate: Gate) -> None:
+def _add_requests(app: FastAPI, gate: Admission) -> None:
     @app.post("/admin/drain", include_in_schema=False)
     async def drain() -> Response:
         gate.drain(DRAINING)
@@ -100,7 +100,7 @@ def _add_requests(app: FastAPI, gate: Gate) -> None:
             raise Conflict(f"The keys stay as they were: {error}") from error
 
 
-def _add_engine(app: FastAPI, gate: Gate) -> None:
+def _add_engine(app: FastAPI, gate: Admission) -> None:
     @app.post("/admin/cache/reset", include_in_schema=False)
     async def reset_cache(model: str = "") -> Response:
         """Of the model that is named, or of all loaded ones that can."""
@@ -133,7 +133,7 @@ def _add_engine(app: FastAPI, gate: Gate) -> None:
             raise Conflict(str(error)) from error
 
 
-def _add_adapters(app: FastAPI, gate: Gate) -> None:
+def _add_adapters(app: FastAPI, gate: Admission) -> None:
     @app.post("/admin/lora/load", include_in_schema=False)
     @app.post(VLLM_LOAD_PATH, include_in_schema=False)
     async def load(request: Request, model: str = "") -> Response:
@@ -156,12 +156,12 @@ def _add_adapters(app: FastAPI, gate: Gate) -> None:
         return JsonResponse({"adapters": service.adapter_names})
 
 
-async def read(request: Request, kind: type[T], gate: Gate) -> T:
+async def read(request: Request, kind: type[T], gate: Admission) -> T:
     body = await read_body(request.scope, request.receive, gate.config.server.max_body_mb << 20)
     return await parse(kind, body or b"{}", gate.config.limits)
 
 
-def _service(gate: Gate, model: str) -> Service:
+def _service(gate: Admission, model: str) -> ServedModel:
     """Of a loaded model, even while the server drains; without a name the default one's."""
     slot = gate.fleet.find(model)
     if slot.service is None:
@@ -171,11 +171,11 @@ def _service(gate: Gate, model: str) -> Service:
     return slot.service
 
 
-def _state(gate: Gate) -> Response:
+def _state(gate: Admission) -> Response:
     return JsonResponse({"state": gate.health().reason or "ready", "open_requests": len(gate.seats())})
 
 
-def _shown_request(seat: Seat) -> OpenRequest:
+def _shown_request(seat: RequestContext) -> OpenRequest:
     return OpenRequest(
         request_id=seat.request_id,
         answer_id=seat.answer_id,
@@ -212,7 +212,7 @@ class Resident(Struct, frozen=True, kw_only=True):
     idle_s: float | None
 
 
-def add_model_admin(app: FastAPI, gate: Gate) -> None:
+def add_model_admin(app: FastAPI, gate: Admission) -> None:
     fleet = gate.fleet
 
     @app.get("/admin/models", include_in_schema=False)
@@ -248,18 +248,18 @@ def add_model_admin(app: FastAPI, gate: Gate) -> None:
         return _all(gate)
 
 
-def _slot(gate: Gate, name: str) -> Slot:
+def _slot(gate: Admission, name: str) -> ModelSlot:
     try:
         return gate.fleet.named(name)
     except InvalidRequest as error:
         raise Conflict(str(error)) from error
 
 
-def _all(gate: Gate) -> Response:
+def _all(gate: Admission) -> Response:
     return JsonResponse({"models": [_shown_model(slot) for slot in gate.fleet.slots]})
 
 
-def _shown_model(slot: Slot) -> Resident:
+def _shown_model(slot: ModelSlot) -> Resident:
     config = slot.entry.config
     is_used = slot.num_claims or slot.service is None
     return Resident(

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from weft import __version__, logs
 from weft.api.admin import add_admin, add_model_admin
-from weft.api.anthropic.messages import count_tokens, messages_door
+from weft.api.anthropic.messages import count_tokens, messages_endpoint
 from weft.api.anthropic.messages_schema import (
     AnthropicError,
     AnthropicErrors,
@@ -28,10 +28,10 @@ from weft.api.anthropic.messages_schema import (
 )
 from weft.api.body import answer_nobody
 from weft.api.error_responses import ErrorBody, JsonResponse, answer_http_exception, answer_weft_error
-from weft.api.handler import Exchange
-from weft.api.middleware import Head, Lock, Shell
-from weft.api.openai.chat import chat_door
-from weft.api.openai.completions import completion_door
+from weft.api.handler import Handler
+from weft.api.middleware import ApiKeyAuth, HeaderLimits, RequestIdMiddleware
+from weft.api.openai.chat import chat_endpoint
+from weft.api.openai.completions import completions_endpoint
 from weft.api.openai.embeddings import EmbeddingList, EmbeddingsExchange, EmbeddingsRequest
 from weft.api.openai.images import ImagesExchange
 from weft.api.openai.images_schema import ImagesAnswer, ImagesRequest
@@ -45,18 +45,18 @@ from weft.api.openai.openai_answers import (
     Version,
 )
 from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from weft.api.openai.response_store import ResponseStore, Shelf
-from weft.api.openai.responses import responses_door
+from weft.api.openai.response_store import ResponseStore, TenantStore
+from weft.api.openai.responses import responses_endpoint
 from weft.api.openai.responses_schema import DeletedResponse, InputItemList, ResponseAnswer, ResponsesRequest
-from weft.api.openai.tokenize import Question, detokenize, tokenize
+from weft.api.openai.tokenize import TokenizeHandler, detokenize, tokenize
 from weft.backends.contract import Engine
 from weft.config import Config
 from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason
 from weft.observe.metrics import CONTENT_TYPE, Residence, exposition
-from weft.serving.admission import Gate
+from weft.serving.admission import Admission
 from weft.serving.guard import ClientGone
-from weft.serving.model_slot import Slot
-from weft.serving.served_model import Service
+from weft.serving.model_slot import ModelSlot
+from weft.serving.served_model import ServedModel
 
 REQUESTS: tuple[type[BaseModel], ...] = (
     ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, MessagesRequest, CountTokensRequest,
@@ -108,12 +108,12 @@ def _reference(schema: type[Struct] | type[BaseModel]) -> dict[str, Any]:
 
 def build_app(engine: Engine, config: Config) -> FastAPI:
     """The application over an engine that is ready."""
-    gate = Gate(config)
+    gate = Admission(config)
     gate.open(engine)
     return gated_app(gate)
 
 
-def gated_app(gate: Gate) -> FastAPI:
+def gated_app(gate: Admission) -> FastAPI:
     """The application of a gate that may open later."""
     app = FastAPI(
         title="Weft", version=__version__, summary="OpenAI's interface, served by Weft.", docs_url=None, redoc_url=None,
@@ -123,9 +123,9 @@ def gated_app(gate: Gate) -> FastAPI:
     app.add_exception_handler(WeftError, answer_weft_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
     app.add_exception_handler(ClientGone, answer_nobody)
-    app.add_middleware(Lock, gate=gate)
-    app.add_middleware(Head, gate=gate)
-    app.add_middleware(Shell)
+    app.add_middleware(ApiKeyAuth, gate=gate)
+    app.add_middleware(HeaderLimits, gate=gate)
+    app.add_middleware(RequestIdMiddleware)
     app.add_middleware(AnthropicErrors)
     _add_generation(app, gate)
     _add_messages(app, gate)
@@ -141,24 +141,24 @@ def gated_app(gate: Gate) -> FastAPI:
     return app
 
 
-def _add_generation(app: FastAPI, gate: Gate) -> None:
+def _add_generation(app: FastAPI, gate: Admission) -> None:
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatRequest), responses=gives(ChatCompletion, streamed=True))
     async def chat_completions() -> Response:
-        return Exchange(gate, chat_door)
+        return Handler(gate, chat_endpoint)
 
     @app.post("/v1/completions", openapi_extra=takes(CompletionRequest), responses=gives(Completion, streamed=True))
     async def completions() -> Response:
-        return Exchange(gate, completion_door)
+        return Handler(gate, completions_endpoint)
 
 
-def _add_messages(app: FastAPI, gate: Gate) -> None:
+def _add_messages(app: FastAPI, gate: Admission) -> None:
     @app.post(
         "/v1/messages",
         openapi_extra=takes(MessagesRequest),
         responses=gives(MessageAnswer, streamed=True, error=AnthropicError),
     )
     async def messages() -> Response:
-        return Exchange(gate, messages_door)
+        return Handler(gate, messages_endpoint)
 
     @app.post(
         "/v1/messages/count_tokens",
@@ -166,19 +166,19 @@ def _add_messages(app: FastAPI, gate: Gate) -> None:
         responses=gives(TokenCount, error=AnthropicError),
     )
     async def messages_count_tokens() -> Response:
-        return Question(gate, count_tokens)
+        return TokenizeHandler(gate, count_tokens)
 
 
-def _add_responses(app: FastAPI, gate: Gate) -> None:
+def _add_responses(app: FastAPI, gate: Admission) -> None:
     options = gate.config.server
     store = ResponseStore(options.responses_store_entries, options.responses_store_mb << 20)
 
-    def shelf() -> Shelf:
-        return Shelf(store, logs.tenant.get())
+    def shelf() -> TenantStore:
+        return TenantStore(store, logs.tenant.get())
 
     @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest), responses=gives(ResponseAnswer, streamed=True))
     async def responses() -> Response:
-        return Exchange(gate, partial(responses_door, shelf=shelf()))
+        return Handler(gate, partial(responses_endpoint, shelf=shelf()))
 
     @app.get("/v1/responses/{response_id}", responses=gives(ResponseAnswer))
     async def response(response_id: str, request: Request) -> Response:
@@ -193,13 +193,13 @@ def _add_responses(app: FastAPI, gate: Gate) -> None:
         return JsonResponse(shelf().input_items(response_id, request.query_params))
 
 
-def _add_embeddings(app: FastAPI, gate: Gate) -> None:
+def _add_embeddings(app: FastAPI, gate: Admission) -> None:
     @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingsRequest), responses=gives(EmbeddingList))
     async def embeddings() -> Response:
         return EmbeddingsExchange(gate)
 
 
-def _add_images(app: FastAPI, gate: Gate) -> None:
+def _add_images(app: FastAPI, gate: Admission) -> None:
     @app.post(
         "/v1/images/generations", openapi_extra=takes(ImagesRequest), responses=gives(ImagesAnswer, streamed=True)
     )
@@ -207,17 +207,17 @@ def _add_images(app: FastAPI, gate: Gate) -> None:
         return ImagesExchange(gate)
 
 
-def _add_tokens(app: FastAPI, gate: Gate) -> None:
+def _add_tokens(app: FastAPI, gate: Admission) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=gives(Tokenized))
     async def to_tokens() -> Response:
-        return Question(gate, tokenize)
+        return TokenizeHandler(gate, tokenize)
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=gives(Detokenized))
     async def from_tokens() -> Response:
-        return Question(gate, detokenize)
+        return TokenizeHandler(gate, detokenize)
 
 
-def _add_models(app: FastAPI, gate: Gate) -> None:
+def _add_models(app: FastAPI, gate: Admission) -> None:
     @app.get("/version", responses=gives(Version))
     async def version() -> Response:
         return JsonResponse(Version(__version__))
@@ -234,7 +234,7 @@ def _add_models(app: FastAPI, gate: Gate) -> None:
         return JsonResponse(cards[model_id])
 
 
-def _add_health(app: FastAPI, gate: Gate) -> None:
+def _add_health(app: FastAPI, gate: Admission) -> None:
     @app.get("/health", responses=errors())
     async def health() -> Response:
         """200 only while requests are taken and an engine's loop beats. Of several models it names those in trouble."""
@@ -256,7 +256,7 @@ def _add_health(app: FastAPI, gate: Gate) -> None:
         return Response(exposition(gate.metrics(), residences), media_type=CONTENT_TYPE)
 
 
-def _all_cards(gate: Gate) -> list[ModelCard]:
+def _all_cards(gate: Admission) -> list[ModelCard]:
     gate.check_open()
     if not gate.fleet.has_many:
         return [card for service in gate.fleet.services() for card in _cards(service)]
@@ -271,7 +271,7 @@ def _all_cards(gate: Gate) -> list[ModelCard]:
     return cards
 
 
-def _residence(slot: Slot) -> Residence:
+def _residence(slot: ModelSlot) -> Residence:
     return Residence(
         model_name=slot.name,
         is_loaded=slot.service is not None,
@@ -281,7 +281,7 @@ def _residence(slot: Slot) -> Residence:
     )
 
 
-def _cards(service: Service) -> list[ModelCard]:
+def _cards(service: ServedModel) -> list[ModelCard]:
     """The model that writes, its adapters, and the one that draws beside it, if any."""
     model = service.engine.model
     writes = ModelCard(

@@ -18,14 +18,14 @@ from starlette.types import Receive, Scope, Send
 from weft.api import sse
 from weft.api.body import read_body
 from weft.api.error_responses import Unexpected
-from weft.api.http_protocol import ShortWay, short_way
-from weft.api.openai.openai_answers import Output
+from weft.api.http_protocol import DirectWriter, direct_writer
+from weft.api.openai.openai_answers import CollectedOutput
 from weft.errors import WeftError
-from weft.serving.admission import Gate, Seat
+from weft.serving.admission import Admission, RequestContext
 from weft.serving.generation import Generation
 from weft.serving.guard import ClientGone, guarded
 from weft.serving.request import Job
-from weft.types import Delta, Usage
+from weft.types import Output, Usage
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Writer(Protocol):
     def opening(self) -> bytes:
         """The chunks before the first delta's."""
 
-    def chunks(self, index: int, delta: Delta) -> bytes:
+    def chunks(self, index: int, delta: Output) -> bytes:
         """The chunks that a delta gives: none, one, or a last one with the reason why it ended."""
 
     def closing(self, usages: Sequence[Usage]) -> bytes:
@@ -49,7 +49,7 @@ class Writer(Protocol):
     def failure(self, error: WeftError) -> bytes:
         """What ends a stream that has begun and cannot go on."""
 
-    def whole(self, outputs: Sequence[Output]) -> bytes:
+    def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         """The answer in one piece."""
 
 
@@ -58,7 +58,7 @@ class Order(Struct, frozen=True):
     writer: Writer
 
 
-Door = Callable[[bytes, Seat], Awaitable[Order]]
+Endpoint = Callable[[bytes, RequestContext], Awaitable[Order]]
 """Reads one kind of request, and chooses its model; raises what is wrong with it."""
 
 
@@ -66,15 +66,15 @@ Guard = Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
 """Runs work for as long as somebody waits for it."""
 
 
-class Reply:
+class StreamedResponse:
     """The answer on its way: headers at the last moment, so that an error before the first token has its status.
 
     Its beginning and its end go through every layer of the application, what comes in between by the short way.
     """
 
-    def __init__(self, send: Send, short_way: ShortWay | None) -> None:
+    def __init__(self, send: Send, direct_writer: DirectWriter | None) -> None:
         self._send = send
-        self._short_way = short_way
+        self._short_way = direct_writer
         self.started = False
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
@@ -103,10 +103,10 @@ class Reply:
         return self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-class Exchange(Response):
+class Handler(Response):
     """A response that does the work itself, next to the socket: it sees the client hang up."""
 
-    def __init__(self, gate: Gate, door: Door) -> None:
+    def __init__(self, gate: Admission, door: Endpoint) -> None:
         super().__init__()
         self._gate = gate
         self._door = door
@@ -124,28 +124,30 @@ class Exchange(Response):
             seat.answer_id = order.writer.answer_id
             generation = Generation(order.job, seat, f"{seat.answer_id}-{uuid.uuid4().hex[:8]}", arrived)
             guard = partial(guarded, receive=receive, aborted=seat.aborted, timeout_s=options.request_timeout_s)
-            reply = Reply(send, short_way(scope))
+            reply = StreamedResponse(send, direct_writer(scope))
             if order.job.stream:
                 await _stream(order, generation, guard, reply, options.keep_alive_s)
             else:
                 await _whole(order, generation, guard, reply)
 
 
-async def _whole(order: Order, generation: Generation, guard: Guard, reply: Reply) -> None:
-    outputs = [Output() for _ in range(order.job.num_choices)]
+async def _whole(order: Order, generation: Generation, guard: Guard, reply: StreamedResponse) -> None:
+    outputs = [CollectedOutput() for _ in range(order.job.num_choices)]
     with _until_hang_up(), generation.counted():
         await guard(generation.run(lambda index, delta: outputs[index].add(delta)))
         await reply.answer(order.writer.whole(outputs))
 
 
-async def _stream(order: Order, generation: Generation, guard: Guard, reply: Reply, keep_alive_s: float) -> None:
+async def _stream(
+    order: Order, generation: Generation, guard: Guard, reply: StreamedResponse, keep_alive_s: float
+) -> None:
     async with told_in_stream(reply, order.writer.failure):
         with _until_hang_up(), generation.counted():
             await guard(_send_chunks(order, generation, reply, keep_alive_s))
 
 
 @asynccontextmanager
-async def told_in_stream(reply: Reply, failure: Callable[[WeftError], bytes]) -> AsyncIterator[None]:
+async def told_in_stream(reply: StreamedResponse, failure: Callable[[WeftError], bytes]) -> AsyncIterator[None]:
     """An error before the first byte is raised and gets its status; a later one becomes the stream's last event."""
     try:
         yield
@@ -172,14 +174,14 @@ def _until_hang_up() -> Iterator[None]:
         log.info("the client hung up")
 
 
-async def _send_chunks(order: Order, generation: Generation, reply: Reply, keep_alive_s: float) -> None:
+async def _send_chunks(order: Order, generation: Generation, reply: StreamedResponse, keep_alive_s: float) -> None:
     writer = order.writer
-    waiting = Waiting(reply, keep_alive_s)
+    waiting = KeepAlive(reply, keep_alive_s)
     opening = asyncio.Lock()
     is_open = False
     usages = [Usage()] * order.job.num_choices
 
-    def take(index: int, delta: Delta) -> Awaitable[None] | None:
+    def take(index: int, delta: Output) -> Awaitable[None] | None:
         if delta.finish:
             usages[index] = delta.usage
         chunks = writer.chunks(index, delta)
@@ -205,11 +207,11 @@ async def _send_chunks(order: Order, generation: Generation, reply: Reply, keep_
     await reply.end(writer.closing(usages))
 
 
-class Waiting:
+class KeepAlive:
     """Tells a client, and whatever stands between, that its stream has not been forgotten; until there is more to
     tell."""
 
-    def __init__(self, reply: Reply, interval_s: float) -> None:
+    def __init__(self, reply: StreamedResponse, interval_s: float) -> None:
         """0: it says nothing."""
         self._task = asyncio.create_task(self._say(reply, interval_s)) if interval_s else None
 
@@ -220,13 +222,13 @@ class Waiting:
             task.cancel()
             await asyncio.wait({task})
 
-    async def _say(self, reply: Reply, interval_s: float) -> None:
+    async def _say(self, reply: StreamedResponse, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
             await reply.start(sse.HEADERS)
             await written(reply, sse.WAITING)
 
 
-async def written(reply: Reply, body: bytes) -> None:
+async def written(reply: StreamedResponse, body: bytes) -> None:
     if body and (writing := reply.write(body)) is not None:
         await writing

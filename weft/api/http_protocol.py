@@ -37,7 +37,7 @@ HEAD_S = 60.0
 _EXTENSION = "weft.short_way"
 
 
-class Round:
+class WriteBatch:
     """The pieces that wait for the end of this round of the event loop, those of one answer joined."""
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class Round:
                 transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
-class ShortWay:
+class DirectWriter:
     """One answer's."""
 
-    def __init__(self, cycle: RequestResponseCycle, this_round: Round) -> None:
+    def __init__(self, cycle: RequestResponseCycle, this_round: WriteBatch) -> None:
         self._cycle = cycle
         self._round = this_round
 
@@ -107,7 +107,7 @@ class Protocol(HttpToolsProtocol):
     """Offers the short way to the application, as an extension of ASGI. Ends connections that would hold memory for
     ever: a head without an end, and an answer that nobody reads."""
 
-    def __init__(self, *args: Any, this_round: Round, settings: Config, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, this_round: WriteBatch, settings: Config, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._round = this_round
         self._limits = settings.limits
@@ -135,7 +135,7 @@ class Protocol(HttpToolsProtocol):
         self._head_timer.cancel()
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope["extensions"] = {_EXTENSION: ShortWay(self.cycle, self._round)}
+        scope["extensions"] = {_EXTENSION: DirectWriter(self.cycle, self._round)}
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
@@ -205,10 +205,10 @@ def _in_kernel(connection: socket.socket) -> int:
 
 def protocol_factory(settings: Config) -> Callable[..., Protocol]:
     """What makes the protocols of one server."""
-    return partial(Protocol, this_round=Round(), settings=settings)
+    return partial(Protocol, this_round=WriteBatch(), settings=settings)
 
 
-def short_way(scope: Scope) -> ShortWay | None:
+def direct_writer(scope: Scope) -> DirectWriter | None:
     """None with a server that has none."""
-    found: ShortWay | None = scope.get("extensions", {}).get(_EXTENSION)
+    found: DirectWriter | None = scope.get("extensions", {}).get(_EXTENSION)
     return found

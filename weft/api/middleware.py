@@ -17,7 +17,7 @@ from weft.api.openai.openai_schema import SANE_ID
 from weft.config import LimitOptions, ServerOptions
 from weft.errors import InvalidRequest
 from weft.observe import traces
-from weft.serving.admission import Gate
+from weft.serving.admission import Admission
 from weft.serving.auth import HOW, presented
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _QUIET_PATHS = frozenset({"/health", "/health/live", "/metrics"})
 _SANE_ID = re.compile(SANE_ID)
 
 
-class Shell:
+class RequestIdMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
@@ -117,8 +117,8 @@ def _name(host: str) -> str:
     return name.lower().removesuffix(".")
 
 
-class Head:
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+class HeaderLimits:
+    def __init__(self, app: ASGIApp, gate: Admission) -> None:
         self._app = app
         self._limits = gate.config.limits
         self._hosts = HostCheck(gate.config.server, keys_required=gate.keys.required)
@@ -157,10 +157,10 @@ VLLM_LOAD_PATH, VLLM_UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_ada
 """What vLLM calls two of the operator's routes."""
 
 
-class Lock:
+class ApiKeyAuth:
     """Admin keys open the operator's routes and nothing else; other keys open everything else."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, gate: Admission) -> None:
         self._app = app
         self._gate = gate
 

@@ -21,10 +21,10 @@ from weft import logs
 from weft.api.app import gated_app
 from weft.api.http_protocol import protocol_factory
 from weft.api.middleware import is_loopback
-from weft.backends.contract import Engine, Roster
+from weft.backends.contract import ConfiguredModels, Engine
 from weft.config import Config, ServerOptions
 from weft.errors import ConfigError, EngineFault, WeftError
-from weft.serving.admission import Gate
+from weft.serving.admission import Admission
 
 if TYPE_CHECKING:
     from weft.api.grpc.grpc_server import RpcServer
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EngineFactory = Callable[[], Awaitable[Engine]]
-StartGate = Callable[[Gate], Coroutine[Any, Any, None]]
+StartGate = Callable[[Admission], Coroutine[Any, Any, None]]
 
 FAREWELL_S = 2
 """How long aborted requests have to tell their clients so, and connections to close."""
@@ -45,22 +45,22 @@ def serve(engine_factory: EngineFactory, config: Config) -> None:
     """Serve one model until a signal says stop. Raises ConfigError when the address cannot be had, and what kept the
     engine from starting."""
 
-    async def start(gate: Gate) -> None:
+    async def start(gate: Admission) -> None:
         gate.open(await engine_factory())
 
     _serve(start, config)
 
 
-def serve_models(roster: Roster, config: Config) -> None:
+def serve_models(roster: ConfiguredModels, config: Config) -> None:
     """The same for several models. What keeps one of them from starting is no error here."""
 
-    async def start(gate: Gate) -> None:
+    async def start(gate: Admission) -> None:
         await gate.fleet.start()
 
     _serve(start, config, roster)
 
 
-def _serve(start: StartGate, config: Config, roster: Roster | None = None) -> None:
+def _serve(start: StartGate, config: Config, roster: ConfiguredModels | None = None) -> None:
     logs.set_up(config.server.log_level, form=config.server.log_format)
     check_reach(config.server)
     allow_many_connections()
@@ -121,10 +121,10 @@ class _Server(uvicorn.Server):
 
 
 class _Life:
-    def __init__(self, config: Config, listener: socket.socket, roster: Roster | None) -> None:
+    def __init__(self, config: Config, listener: socket.socket, roster: ConfiguredModels | None) -> None:
         self._config = config
         self._listener = listener
-        self._gate = Gate(config, roster)
+        self._gate = Admission(config, roster)
         options = uvicorn.Config(
             gated_app(self._gate),
             http=protocol_factory(config),  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, GenerationRequest, Message, NamedTool, Tool
+from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, Message, NamedTool, SamplingFields, Tool
 from weft.backends.contract import (
     ChatPrompt,
     ChatStyles,
@@ -24,7 +24,7 @@ from weft.backends.contract import (
 from weft.errors import InvalidRequest
 from weft.serving.output_reader import Reading
 from weft.serving.request import Job
-from weft.serving.served_model import Service
+from weft.serving.served_model import ServedModel
 from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, ToolCalls, ToolSpec
 from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
 from weft.text.parsers.styles import ToolStyle
@@ -68,7 +68,7 @@ def toolbox(request: ChatRequest, styles: ChatStyles, *, is_read: bool = False) 
     return Toolbox(request.tools, styles.tools, None, choice == "required")
 
 
-def structured_shape(request: GenerationRequest) -> GrammarSpec | None:
+def structured_shape(request: SamplingFields) -> GrammarSpec | None:
     asked, field = request.structured_outputs, "structured_outputs"
     if asked is None:
         return None
@@ -148,7 +148,7 @@ class CompletionJob(Struct, frozen=True, kw_only=True):
     truncated_tokens: int
 
 
-async def chat_job(request: ChatRequest, service: Service) -> ChatJob:
+async def chat_job(request: ChatRequest, service: ServedModel) -> ChatJob:
     engine = service.engine
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
@@ -175,7 +175,7 @@ async def chat_job(request: ChatRequest, service: Service) -> ChatJob:
     return ChatJob(job=job, reading=reading, truncated_tokens=truncated)
 
 
-async def completion_job(request: CompletionRequest, service: Service) -> CompletionJob:
+async def completion_job(request: CompletionRequest, service: ServedModel) -> CompletionJob:
     engine = service.engine
     if request.best_of is not None and request.best_of != request.n:
         raise InvalidRequest("best_of other than n is not supported.", param="best_of")
@@ -245,7 +245,7 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-def _check_tokens(request: GenerationRequest, engine: Engine) -> None:
+def _check_tokens(request: SamplingFields, engine: Engine) -> None:
     """Raise InvalidRequest for a field that needs tokens which are not known."""
     asked = {
         "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
@@ -331,7 +331,7 @@ def given_tokens(token_ids: list[int], engine: Engine, param: str) -> list[int]:
 
 
 def _truncated(
-    prompts: Sequence[Prompt], request: GenerationRequest, params: SamplingParams, engine: Engine
+    prompts: Sequence[Prompt], request: SamplingFields, params: SamplingParams, engine: Engine
 ) -> tuple[Sequence[Prompt], int]:
     """The prompts within the length that the request allows, and how many tokens were cut off in all."""
     longest = request.truncate_prompt_tokens
@@ -352,10 +352,10 @@ def _truncated(
 
 
 def _job(
-    request: GenerationRequest,
+    request: SamplingFields,
     prompts: Sequence[Prompt],
     params: SamplingParams,
-    service: Service,
+    service: ServedModel,
     markers: tuple[str, ...] = (),
 ) -> Job:
     if request.stream_options is not None and not request.stream:
@@ -383,7 +383,7 @@ def _job(
 
 
 def _params(
-    request: GenerationRequest,
+    request: SamplingFields,
     *,
     max_tokens: int | None,
     logprobs: int | None,

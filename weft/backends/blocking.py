@@ -16,15 +16,15 @@ from contextlib import aclosing
 from itertools import repeat
 from typing import Any, TypeVar
 
-from weft.backends.contract import PLAIN_TERMS, Deltas, Engine, Prompt, Terms, failure_of
+from weft.backends.contract import PLAIN_TERMS, Engine, Prompt, Stream, Terms, failure_of
 from weft.errors import InvalidRequest, Unavailable
-from weft.types import Delta, SamplingParams
+from weft.types import Output, SamplingParams
 
 T = TypeVar("T")
 
-Ask = Callable[[Engine], Coroutine[Any, Any, Deltas]]
+Ask = Callable[[Engine], Coroutine[Any, Any, Stream]]
 """Submits one request."""
-Saw = Callable[[Delta], object]
+Saw = Callable[[Output], object]
 
 LETTING_GO_S = 5.0
 """How long a caller that leaves waits until the engine has let go of its request."""
@@ -36,11 +36,11 @@ def submitting(prompt: Prompt, params: SamplingParams, terms: Terms = PLAIN_TERM
     return lambda engine: engine.submit(prompt, params, terms)
 
 
-def _unseen(delta: Delta) -> None:
+def _unseen(delta: Output) -> None:
     pass
 
 
-class LoopedEngine:
+class BlockingEngine:
     """A context manager. Ctrl-C reaches the caller's thread: it ends what is waited for, and not the engine."""
 
     def __init__(self, start: Callable[[], Coroutine[Any, Any, Engine]], *, in_background: bool = False) -> None:
@@ -82,7 +82,7 @@ class LoopedEngine:
             raise error
         raise Unavailable(CLOSED if self._closed else "The engine is still being started.")
 
-    def __enter__(self) -> LoopedEngine:
+    def __enter__(self) -> BlockingEngine:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -113,14 +113,14 @@ class LoopedEngine:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams, terms: Terms = PLAIN_TERMS
-    ) -> Generator[Delta, None, None]:
+    ) -> Generator[Output, None, None]:
         """The answer as it comes; raises the error that it ends with. Leaving the generator early aborts."""
         return self.follow(submitting(prompt, params, terms))
 
-    def follow(self, ask: Ask, name: str = "", saw: Saw = _unseen) -> Generator[Delta, None, None]:
+    def follow(self, ask: Ask, name: str = "", saw: Saw = _unseen) -> Generator[Output, None, None]:
         """The same for a request that is asked in any way; `abort` ends it by its name. `saw` is called with every
         delta when it comes, on the engine's thread."""
-        arrived: queue.SimpleQueue[Delta | None] = queue.SimpleQueue()
+        arrived: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
         pumping = self._start_pump(ask, arrived.put, name, saw)
         try:
             while (delta := arrived.get()) is not None:
@@ -134,12 +134,12 @@ class LoopedEngine:
                     while arrived.get(timeout=LETTING_GO_S) is not None:
                         pass
 
-    async def follow_async(self, ask: Ask, name: str = "", saw: Saw = _unseen) -> AsyncGenerator[Delta, None]:
+    async def follow_async(self, ask: Ask, name: str = "", saw: Saw = _unseen) -> AsyncGenerator[Output, None]:
         """The same for a caller on another event loop, which goes on meanwhile."""
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Delta | None] = asyncio.Queue()
+        arrived: asyncio.Queue[Output | None] = asyncio.Queue()
 
-        def put(delta: Delta | None) -> None:
+        def put(delta: Output | None) -> None:
             loop.call_soon_threadsafe(arrived.put_nowait, delta)
 
         pumping = self._start_pump(ask, put, name, saw)
@@ -164,13 +164,13 @@ class LoopedEngine:
 
     def collect(
         self, asks: Sequence[Ask], saw: Sequence[Saw] = (), names: Sequence[str] = (), name: str = ""
-    ) -> list[list[Delta]]:
+    ) -> list[list[Output]]:
         """All of several answers, asked for at once, in their order; raises the first error that one ends with. `abort`
         ends each by its name of `names`, and all of them by `name`: of those, what had come is returned."""
-        answers: list[list[Delta]] = [[] for _ in asks]
+        answers: list[list[Output]] = [[] for _ in asks]
 
-        async def one(ask: Ask, deltas: list[Delta], saw: Saw) -> None:
-            def take(delta: Delta) -> None:
+        async def one(ask: Ask, deltas: list[Output], saw: Saw) -> None:
+            def take(delta: Output) -> None:
                 saw(delta)
                 deltas.append(_whole(delta))
 
@@ -209,17 +209,17 @@ class LoopedEngine:
         work.close()
         raise Unavailable(CLOSED if self._closed else "The engine's own thread cannot wait for the engine.")
 
-    def _start_pump(self, ask: Ask, put: Callable[[Delta | None], None], name: str, saw: Saw) -> Future[None]:
+    def _start_pump(self, ask: Ask, put: Callable[[Output | None], None], name: str, saw: Saw) -> Future[None]:
         self._check_free(name)
         pumping = self._launch(self._pump(ask, put, saw))
         if name:
             self._following[name] = pumping.cancel
         return pumping
 
-    async def _pump(self, ask: Ask, put: Callable[[Delta | None], None], saw: Saw) -> None:
+    async def _pump(self, ask: Ask, put: Callable[[Output | None], None], saw: Saw) -> None:
         """Give every delta of an answer to `put`, and None when no more will come."""
 
-        def take(delta: Delta) -> None:
+        def take(delta: Output) -> None:
             saw(delta)
             put(delta)
 
@@ -271,7 +271,7 @@ class LoopedEngine:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-def _whole(delta: Delta) -> Delta:
+def _whole(delta: Output) -> Output:
     """The delta, unless it ends an answer that failed."""
     if failure := failure_of(delta):
         raise failure

@@ -8,7 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weft.backends.contract import Engine, MakeRoom, Need, StageReport
+from weft.backends.contract import Engine, FreeMemory, Need, StageReport
 from weft.backends.failover import start_engine
 from weft.backends.preflight import check_engine
 from weft.backends.registry import ALIASES, ORDERED_LIST, engines, engines_in_order, obstacle
@@ -32,7 +32,7 @@ class Checked(Struct, frozen=True):
     """Empty: none."""
 
 
-class FileRoster:
+class ModelsFromFile:
     def __init__(self, config: Config) -> None:
         """Raises ConfigError that names every mistake in the file, and for settings that do not go with one."""
         self._config = config
@@ -102,7 +102,7 @@ class FileRoster:
         problem = "" if plan.problem is None else str(plan.problem)
         return Need(num_bytes=plan.needed_bytes, libraries=plan.room.libraries, problem=problem)
 
-    async def start(self, entry: ModelEntry, report: StageReport, make_room: MakeRoom) -> Engine:
+    async def start(self, entry: ModelEntry, report: StageReport, make_room: FreeMemory) -> Engine:
         async def load(start: Start, config: Config) -> Engine:
             while True:
                 try:

@@ -14,7 +14,17 @@ from weft.text.parsers.pieces import Piece
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle
 from weft.text.tokenizer import Tokenizer
-from weft.types import Adapter, Delta, EngineStats, FinishReason, ImageParams, ModelInfo, Pooling, SamplingParams, Usage
+from weft.types import (
+    Adapter,
+    EngineStats,
+    FinishReason,
+    ImageParams,
+    ModelInfo,
+    Output,
+    Pooling,
+    SamplingParams,
+    Usage,
+)
 
 
 class Health(Struct, frozen=True):
@@ -91,11 +101,11 @@ def num_tokens(prompt: Prompt) -> int:
     return len(prompt) if isinstance(prompt, list) else 0
 
 
-Take = Callable[[Delta], Awaitable[None] | None]
+Take = Callable[[Output], Awaitable[None] | None]
 """Is given a delta. What it returns, if anything, is awaited before it is given the next one."""
 
 
-class ReadDelta(Delta, frozen=True, kw_only=True):
+class ParsedOutput(Output, frozen=True, kw_only=True):
     """Of an answer that was read where it was made: thoughts and calls are told apart already. `text` is the content
     among the pieces."""
 
@@ -120,12 +130,12 @@ class Terms(Struct, frozen=True, kw_only=True):
 PLAIN_TERMS = Terms()
 
 
-class Deltas(Protocol):
+class Stream(Protocol):
     """The answer to one request, as it comes. A delta may carry several tokens: all that came since the last."""
 
-    def __aiter__(self) -> Deltas: ...
+    def __aiter__(self) -> Stream: ...
 
-    async def __anext__(self) -> Delta: ...
+    async def __anext__(self) -> Output: ...
 
     async def follow(self, take: Take) -> None:
         """Give every delta to `take`, to the last one. An engine may call it at once when a token comes, which costs
@@ -271,7 +281,7 @@ class Engine(Protocol):
         *,
         sibling_of: str = "",
         markers: Collection[str] = (),
-    ) -> Deltas:
+    ) -> Stream:
         """Check and queue one request; its deltas follow, the last one with `finish`.
 
         `sibling_of` is the id of a request with the same prompt that was submitted before: the two share its blocks.
@@ -330,11 +340,11 @@ class Need(Struct, frozen=True, kw_only=True):
 
 StageReport = Callable[[str], None]
 """Hears how far a load is."""
-MakeRoom = Callable[[str], Awaitable[bool]]
+FreeMemory = Callable[[str], Awaitable[bool]]
 """Gives up something that holds memory, for the reason it is told; false: there is nothing."""
 
 
-class Roster(Protocol):
+class ConfiguredModels(Protocol):
     """The models that a server has names for, and how each of them is loaded."""
 
     @property
@@ -360,7 +370,7 @@ class Roster(Protocol):
     async def need(self, entry: ModelEntry, report: StageReport) -> Need:
         """Find, fetch and check the model, and plan its load. Raises what is wrong with it."""
 
-    async def start(self, entry: ModelEntry, report: StageReport, make_room: MakeRoom) -> Engine:
+    async def start(self, entry: ModelEntry, report: StageReport, make_room: FreeMemory) -> Engine:
         """Load it: while the memory is short and room can be made, again, and only then with the next engine of a
         list. Raises what keeps it from being loaded."""
 
@@ -375,7 +385,7 @@ def chat_prompt(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> Prompt
     return engine.encode_chat(messages).token_ids if engine.abilities.tokens else Conversation(messages=messages)
 
 
-def failure_of(last: Delta | ImageUpdate) -> WeftError | None:
+def failure_of(last: Output | ImageUpdate) -> WeftError | None:
     """The error that a request's last word stands for; None for an answer that ended as it should."""
     match last.finish:
         case None | FinishReason.STOP | FinishReason.LENGTH:

@@ -21,12 +21,12 @@ from weft.backends.contract import (
     Abilities,
     ChatPrompt,
     ChatStyles,
-    Deltas,
     Embedding,
     Engine,
     Health,
     ImageUpdates,
     Prompt,
+    Stream,
     Take,
     Terms,
     failure_of,
@@ -41,12 +41,12 @@ from weft.text.detokenizer import OutputText
 from weft.text.tokenizer import Tokenizer
 from weft.types import (
     Adapter,
-    Delta,
     EngineStats,
     Event,
     FinishReason,
     ImageParams,
     ModelInfo,
+    Output,
     Pooling,
     Request,
     SamplingParams,
@@ -60,7 +60,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     sibling_of: str = ""
     markers: Collection[str] = ()
 
-    async def submit(self, engine: Engine) -> Deltas:
+    async def submit(self, engine: Engine) -> Stream:
         return await engine.submit(
             self.prompt, self.params, self.terms, sibling_of=self.sibling_of, markers=self.markers
         )
@@ -76,8 +76,8 @@ class Succession(Protocol):
         """The engine that takes the place of a lost one. Raises Unavailable when there is none."""
 
 
-class ContinuedDeltas(Deltas):
-    def __init__(self, succession: Succession, asked: Asked, engine: Engine, answer: Deltas) -> None:
+class FailoverStream(Stream):
+    def __init__(self, succession: Succession, asked: Asked, engine: Engine, answer: Stream) -> None:
         self._succession = succession
         self._asked = asked
         self._engine = engine
@@ -89,10 +89,10 @@ class ContinuedDeltas(Deltas):
         """Since an engine was lost after the answer had begun: it makes the text, from the first token on."""
         self._ended = False
 
-    def __aiter__(self) -> ContinuedDeltas:
+    def __aiter__(self) -> FailoverStream:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> Output:
         while not self._ended:
             delta = await anext(self._answer)
             shown = await self._moved(delta) if self._broke_off(delta) else await self._read(delta)
@@ -101,9 +101,9 @@ class ContinuedDeltas(Deltas):
         raise StopAsyncIteration
 
     async def follow(self, take: Take) -> None:
-        broken_off: list[Delta] = []
+        broken_off: list[Output] = []
 
-        def hear(delta: Delta) -> Awaitable[None] | None:
+        def hear(delta: Output) -> Awaitable[None] | None:
             if self._broke_off(delta):
                 broken_off.append(delta)
                 return None
@@ -122,22 +122,22 @@ class ContinuedDeltas(Deltas):
         self._ended = True
         await self._answer.aclose()
 
-    def _broke_off(self, delta: Delta) -> bool:
+    def _broke_off(self, delta: Output) -> bool:
         return delta.finish is not None and failure_of(delta) is not None and self._succession.lost(self._engine)
 
-    def _note(self, delta: Delta) -> None:
+    def _note(self, delta: Output) -> None:
         self._begun = self._begun or bool(delta.text or delta.token_ids)
         self._delivered += delta.token_ids
         self._ended = delta.finish is not None
 
-    async def _read(self, delta: Delta) -> Delta | None:
+    async def _read(self, delta: Output) -> Output | None:
         """What the reader is shown of a delta; None for nothing."""
         if self._text is not None:
             return await self._continued(self._text, delta)
         self._note(delta)
         return delta
 
-    async def _continued(self, text: OutputText, delta: Delta) -> Delta | None:
+    async def _continued(self, text: OutputText, delta: Output) -> Output | None:
         stop_reason = delta.stop_reason
         self._delivered += delta.token_ids
         shown = text.push(
@@ -157,7 +157,7 @@ class ContinuedDeltas(Deltas):
             await self._answer.aclose()
         return shown
 
-    async def _moved(self, last: Delta) -> Delta | None:
+    async def _moved(self, last: Output) -> Output | None:
         """Go on with another engine. Where that cannot be, the reader is shown how the answer ends."""
         try:
             engine = await self._succession.successor_of(self._engine)
@@ -170,7 +170,7 @@ class ContinuedDeltas(Deltas):
         self._engine = engine
         return None
 
-    async def _go_on(self, engine: Engine, last: Delta) -> Delta | None:
+    async def _go_on(self, engine: Engine, last: Output) -> Output | None:
         prompt, params, delivered = self._asked.prompt, self._asked.params, self._delivered
         if not isinstance(prompt, list) or params.grammar or not _same_words(self._engine, engine, delivered):
             raise Unavailable("What was answered so far cannot be continued by another engine.")
@@ -219,10 +219,10 @@ async def start_engine(config: Config, load: Load[Engine] = load_safely) -> Engi
     if not others:
         return engine
     restart = partial(start_first, config=config, load=load)
-    return HybridEngine(engine, others, restart, patience_s=config.engine.heartbeat_timeout_s)
+    return FailoverEngine(engine, others, restart, patience_s=config.engine.heartbeat_timeout_s)
 
 
-class HybridEngine:
+class FailoverEngine:
     """Its name, its abilities and its model are those of the engine in use."""
 
     def __init__(
@@ -321,10 +321,10 @@ class HybridEngine:
         *,
         sibling_of: str = "",
         markers: Collection[str] = (),
-    ) -> ContinuedDeltas:
+    ) -> FailoverStream:
         asked = Asked(prompt=prompt, params=params, terms=terms, sibling_of=sibling_of, markers=markers)
         engine, answer = await self._ask(asked.submit)
-        return ContinuedDeltas(self, asked, engine, answer)
+        return FailoverStream(self, asked, engine, answer)
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         _, embedding = await self._ask(lambda engine: engine.embed(prompt, pooling, terms))

@@ -24,7 +24,7 @@ STYLE_IN_WORDS = "hermes"
 """How a model writes calls that was told of its tools by its system message."""
 
 
-class TextRoom:
+class ModelText:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, styles: ChatStyles) -> None:
         self.tokenizer = tokenizer
         self.styles = styles
@@ -91,12 +91,12 @@ class TextRoom:
         )
 
 
-def open_text_room(files: ModelFiles, options: ModelOptions) -> TextRoom:
+def open_model_text(files: ModelFiles, options: ModelOptions) -> ModelText:
     """Reads the model's tokenizer and template: takes a while, and may well run in a thread."""
     assets = text_assets(files)
     tokenizer = Tokenizer.from_assets(assets)
     template = ChatTemplate.from_assets(assets, tokenizer) if assets.chat_template else None
-    return TextRoom(tokenizer, template, _styles_of(options, template))
+    return ModelText(tokenizer, template, _styles_of(options, template))
 
 
 def check_prompt(model: ModelInfo, prompt_token_ids: list[int], params: SamplingParams) -> None:

@@ -15,19 +15,19 @@ from weft.backends.adapters import Adapters
 from weft.backends.contract import (
     PLAIN_TERMS,
     Abilities,
-    Deltas,
     Embedding,
     Health,
     ImageUpdate,
     ImageUpdates,
     Prompt,
+    Stream,
     Take,
     Terms,
     check_abilities,
     failure_of,
     tokens_of,
 )
-from weft.backends.model_text import TextRoom, open_text_room
+from weft.backends.model_text import ModelText, open_model_text
 from weft.checkpoint.adapter_files import adapter_paths
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import Config
@@ -42,12 +42,12 @@ from weft.text.grammars.specs import words_of
 from weft.types import (
     Adapter,
     Arrival,
-    Delta,
     EngineStats,
     Event,
     ImageModelInfo,
     ImageParams,
     ModelInfo,
+    Output,
     Pooling,
     Request,
     SamplingParams,
@@ -69,12 +69,12 @@ async def start_native(
     return await open_engine(EngineClient(config, files, launch), NativeEngine)
 
 
-async def open_engine(client: EngineClient, make: Callable[[EngineClient, TextRoom, Adapters], E]) -> E:
+async def open_engine(client: EngineClient, make: Callable[[EngineClient, ModelText, Adapters], E]) -> E:
     """Start an engine process and open the text room side by side, and make an engine of both, with the adapters that
     it is configured with. The first error is raised, at once, and nothing is left behind."""
     config, files = client.config, client.files
     starting = asyncio.create_task(client.start())
-    opening = asyncio.create_task(asyncio.to_thread(open_text_room, files, config.model))
+    opening = asyncio.create_task(asyncio.to_thread(open_model_text, files, config.model))
     try:
         # A thread cannot be cancelled: whoever is waits for the room below, to close it.
         await asyncio.gather(starting, asyncio.shield(opening))
@@ -105,7 +105,7 @@ def refuse(config: Config, files: ModelFiles | None) -> None:
         )
 
 
-class NativeDeltas(Deltas):
+class NativeStream(Stream):
     """The deltas of one request, which is queued when this is made."""
 
     def __init__(self, client: EngineClient, request: Request, text: OutputText) -> None:
@@ -115,10 +115,10 @@ class NativeDeltas(Deltas):
         self._loop = asyncio.get_running_loop()
         self._arrival: asyncio.Future[None]
 
-    def __aiter__(self) -> NativeDeltas:
+    def __aiter__(self) -> NativeStream:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> Output:
         while not self._text.ended:
             if (delta := self._arrived()) is not None:
                 return delta
@@ -162,7 +162,7 @@ class NativeDeltas(Deltas):
         if not self._arrival.done():
             self._arrival.set_result(None)
 
-    def _arrived(self) -> Delta | None:
+    def _arrived(self) -> Output | None:
         """All that has arrived since the last call; None for nothing."""
         arrived = self._entry.take()
         if not arrived:
@@ -231,7 +231,7 @@ class NativeEngine:
     name = "native"
     abilities = Abilities()
 
-    def __init__(self, client: EngineClient, room: TextRoom, adapters: Adapters) -> None:
+    def __init__(self, client: EngineClient, room: ModelText, adapters: Adapters) -> None:
         self.client = client
         self._adapters = adapters
         self.tokenizer = room.tokenizer
@@ -251,16 +251,16 @@ class NativeEngine:
         *,
         sibling_of: str = "",
         markers: Collection[str] = (),
-    ) -> NativeDeltas:
+    ) -> NativeStream:
         request = self._request(prompt, params, terms, sibling_of)
         if params.grammar:
             await self._teach_words()
-        return NativeDeltas(self.client, request, OutputText(self.tokenizer, request, markers))
+        return NativeStream(self.client, request, OutputText(self.tokenizer, request, markers))
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         params = SamplingParams(temperature=0, seed=0, max_tokens=1, ignore_eos=True)
         request = replace(self._request(prompt, params, terms), pooling=pooling)
-        deltas = NativeDeltas(self.client, request, OutputText(self.tokenizer, request))
+        deltas = NativeStream(self.client, request, OutputText(self.tokenizer, request))
         try:
             async for delta in deltas:
                 if failure := failure_of(delta):

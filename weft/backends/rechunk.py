@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
-from weft.backends.contract import Deltas, ReadDelta
+from weft.backends.contract import ParsedOutput, Stream
 from weft.text.parsers.pieces import Content, Piece, Reasoning
-from weft.types import Delta
+from weft.types import Output
 
 _UNSPACED = "\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff"
 """Chinese, Japanese and Korean write a character where others write a word."""
@@ -44,19 +44,19 @@ def _equal_parts(text: str, num: int) -> list[str]:
     return [text[len(text) * at // num : len(text) * (at + 1) // num] for at in range(num)]
 
 
-class CutDeltas(Deltas):
+class RechunkedStream(Stream):
     """An answer of text, in pieces of so many tokens at most. What else a delta tells comes with its last piece."""
 
-    def __init__(self, answer: Deltas, size: int) -> None:
+    def __init__(self, answer: Stream, size: int) -> None:
         self._answer = answer
         self._size = size
-        self._waiting: deque[Delta] = deque()
+        self._waiting: deque[Output] = deque()
         self._num_tokens = 0
 
-    def __aiter__(self) -> CutDeltas:
+    def __aiter__(self) -> RechunkedStream:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> Output:
         if not self._waiting:
             self._waiting.extend(self._cut(await anext(self._answer)))
         return self._waiting.popleft()
@@ -65,9 +65,9 @@ class CutDeltas(Deltas):
         self._waiting.clear()
         await self._answer.aclose()
 
-    def _cut(self, delta: Delta) -> list[Delta]:
+    def _cut(self, delta: Output) -> list[Output]:
         before, self._num_tokens = self._num_tokens, max(self._num_tokens, delta.usage.completion_tokens)
-        whole = delta.pieces if isinstance(delta, ReadDelta) else [Content(delta.text)]
+        whole = delta.pieces if isinstance(delta, ParsedOutput) else [Content(delta.text)]
         # Of several pieces, nobody knows how many tokens each is.
         num_tokens = self._num_tokens - before if len(whole) == 1 else 0
         parts = [part for piece in whole for part in self._parts(piece, num_tokens)]
@@ -83,6 +83,6 @@ class CutDeltas(Deltas):
         return [type(piece)(text) for text in cut_text(piece.text, num_tokens, lambda: self._size)]
 
 
-def _with(delta: Delta, piece: Piece) -> Delta:
+def _with(delta: Output, piece: Piece) -> Output:
     text = piece.text if isinstance(piece, Content) else ""
-    return replace(delta, text=text, pieces=[piece]) if isinstance(delta, ReadDelta) else replace(delta, text=text)
+    return replace(delta, text=text, pieces=[piece]) if isinstance(delta, ParsedOutput) else replace(delta, text=text)

@@ -38,7 +38,7 @@ UNKNOWN_CONTEXT = 16384
 PlanOf = Callable[[Config], Plan | None]
 
 
-def rungs(config: Config, plan_of: PlanOf) -> Iterator[Config]:
+def fallback_configs(config: Config, plan_of: PlanOf) -> Iterator[Config]:
     """What is tried after this, one after the other. Each keeps what those before it changed, and is made when it is
     asked for: by what is free then."""
     for lower in (_own_cache, _free_share, _smaller_share, _contexts, _batches):
@@ -286,7 +286,7 @@ class _Load:
         planner = await _planner(self.asked, self.watch)
         tries: list[str] = []
         await self._look(planner)
-        for config in chain([self.asked], rungs(self.asked, lambda config: self.plan_of(config))):
+        for config in chain([self.asked], fallback_configs(self.asked, lambda config: self.plan_of(config))):
             plan, flags = self.plan_of(config), flags_between(self.asked, config) or "as asked"
             self._tell(plan, flags, is_first=not tries)
             shortage = plan.problem if plan is not None else None
@@ -363,7 +363,7 @@ class _Load:
         return OutOfMemory(shortage.message, hint=hint.strip())
 
     def _fitting(self) -> Iterator[Config]:
-        for config in rungs(self.asked, self.plan_of):
+        for config in fallback_configs(self.asked, self.plan_of):
             plan = self.plan_of(config)
             if plan is not None and plan.problem is None:
                 yield config

@@ -28,7 +28,7 @@ from weft.errors import ConfigError
 from weft.serving.image_generation import draw
 from weft.serving.image_request import ImageJob, drawing_model
 from weft.switches import switched_off, without
-from weft.types import Delta, ImageParams, SamplingParams
+from weft.types import ImageParams, Output, SamplingParams
 
 IMAGE_PROMPT_TOKENS = 12
 
@@ -155,7 +155,7 @@ class Chat(Struct):
     arrivals: list[float] = []
     """Of each token."""
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: Output) -> None:
         if failure := failure_of(delta):
             raise failure
         self.token_ids += delta.token_ids

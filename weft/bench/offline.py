@@ -21,7 +21,7 @@ from weft.backends import start_engine
 from weft.backends.contract import Engine
 from weft.bench.report import Judged, Required, environment
 from weft.config import Config
-from weft.types import Delta, SamplingParams
+from weft.types import Output, SamplingParams
 
 DECODE_PROMPT_TOKENS = 128
 DECODE = "decode"
@@ -158,7 +158,7 @@ class _Bench:
         async def one(prompt: list[int]) -> int:
             count = 0
 
-            def take(delta: Delta) -> None:
+            def take(delta: Output) -> None:
                 nonlocal count
                 count += len(delta.token_ids)
 

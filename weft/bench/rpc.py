@@ -24,7 +24,7 @@ from weft.api.grpc.inference import SERVICE_NAME
 from weft.backends.contract import Engine
 from weft.backends.native import start_native
 from weft.config import Config, LimitOptions
-from weft.serving.admission import Gate
+from weft.serving.admission import Admission
 
 PROMPTS = ("The history of the sea is", "One, two, three, four,", "A recipe for bread begins with", "In the beginning")
 
@@ -96,7 +96,7 @@ async def _pass(engine: Engine, config: Config, work: RpcWork) -> tuple[Passage,
             config.grpc, grpc_port=0, grpc_socket="", grpc_tls_cert="", grpc_tls_key="", grpc_tls_client_ca=""
         ),
     )
-    gate = Gate(config)
+    gate = Admission(config)
     gate.open(engine)
     server = await serve_rpc(gate, config)
     tokens_before = engine.stats().generation_tokens

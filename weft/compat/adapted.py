@@ -20,11 +20,11 @@ from weft.backends.contract import (
     Abilities,
     ChatPrompt,
     ChatStyles,
-    Deltas,
     Embedding,
     Health,
     ImageUpdates,
     Prompt,
+    Stream,
     Terms,
     cannot,
     check_abilities,
@@ -32,14 +32,24 @@ from weft.backends.contract import (
     tokens_unknown,
     unknown_adapter,
 )
-from weft.backends.rechunk import CutDeltas, split_words
+from weft.backends.rechunk import RechunkedStream, split_words
 from weft.checkpoint.adapter_files import DEFAULT_ADAPTER, adapter_paths
 from weft.compat.base_engine import BaseEngine, InferMetrics
 from weft.config import Config, settings
 from weft.errors import InvalidRequest
 from weft.payloads import NO_TEXTS, GivenTexts
 from weft.text.tokenizer import Tokenizer
-from weft.types import Adapter, Delta, EngineStats, FinishReason, ImageParams, ModelInfo, Pooling, SamplingParams, Usage
+from weft.types import (
+    Adapter,
+    EngineStats,
+    FinishReason,
+    ImageParams,
+    ModelInfo,
+    Output,
+    Pooling,
+    SamplingParams,
+    Usage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -84,17 +94,17 @@ class AnswerFigures:
         self._request_id = request_id
         self._num_words = 0
 
-    def piece(self, text: str) -> Delta:
+    def piece(self, text: str) -> Output:
         """A piece is a token at least: engines that stream give one at a time."""
         self._num_words += max(1, len(split_words(text)))
-        return Delta(text=text, usage=Usage(completion_tokens=self._num_words))
+        return Output(text=text, usage=Usage(completion_tokens=self._num_words))
 
-    def last(self) -> Delta:
+    def last(self) -> Output:
         if (told := self._told()) is None:
             usage = Usage(prompt_tokens=len(split_words(self._prompt)), completion_tokens=self._num_words)
-            return Delta(finish=FinishReason.STOP, usage=usage)
+            return Output(finish=FinishReason.STOP, usage=usage)
         usage = Usage(prompt_tokens=told.prompt_tokens, completion_tokens=told.completion_tokens)
-        return Delta(finish=told.finish, usage=usage, queue_seconds=told.queue_seconds)
+        return Output(finish=told.finish, usage=usage, queue_seconds=told.queue_seconds)
 
     def _told(self) -> InferMetrics | None:
         """None: nothing, or of another request that has ended since."""
@@ -104,7 +114,7 @@ class AnswerFigures:
         return told if told is not None and told.request_id == self._request_id else None
 
 
-class AdaptedDeltas(Deltas):
+class AdaptedStream(Stream):
     def __init__(self, engine: AdaptedEngine, prompt: str, words: Mapping[str, Any]) -> None:
         self._engine = engine
         self._figures = AnswerFigures(engine, prompt, words["request_id"])
@@ -112,10 +122,10 @@ class AdaptedDeltas(Deltas):
         self._ended = False
         engine.open.add(self)
 
-    def __aiter__(self) -> AdaptedDeltas:
+    def __aiter__(self) -> AdaptedStream:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> Output:
         if self._ended:
             raise StopAsyncIteration
         try:
@@ -129,7 +139,7 @@ class AdaptedDeltas(Deltas):
         except Exception as error:
             self._end()
             log.exception("the engine %s failed", self._engine.name)
-            return Delta(finish=FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
+            return Output(finish=FinishReason.ERROR, error=f"{type(error).__name__}: {error}")
 
     async def aclose(self) -> None:
         self._end()
@@ -153,7 +163,7 @@ class AdaptedEngine:
         self.abilities = replace(ABILITIES, lora=bool(paths))
         self._chunk_size = config.backend.stream_chunk_size
         self._noted_silence = False
-        self.open: set[AdaptedDeltas] = set()
+        self.open: set[AdaptedStream] = set()
         info = inner.get_model_info()
         self.model = ModelInfo(
             name=str(info.get("name", config.model.model)),
@@ -188,7 +198,7 @@ class AdaptedEngine:
         *,
         sibling_of: str = "",
         markers: Collection[str] = (),
-    ) -> Deltas:
+    ) -> Stream:
         params.check()
         check_abilities(self, params, terms)
         if not isinstance(prompt, str):
@@ -205,8 +215,8 @@ class AdaptedEngine:
         words["request_id"] = terms.request_id or uuid.uuid4().hex
         if terms.adapter is not None and self.adapters:
             words["lora_name"] = terms.adapter
-        answer = AdaptedDeltas(self, prompt, words)
-        return answer if terms.uncut else CutDeltas(answer, self._chunk_size)
+        answer = AdaptedStream(self, prompt, words)
+        return answer if terms.uncut else RechunkedStream(answer, self._chunk_size)
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         raise cannot(self.name, "embed")

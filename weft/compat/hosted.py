@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import Struct
 
 from weft import config as configuration
-from weft.backends.blocking import LoopedEngine
+from weft.backends.blocking import BlockingEngine
 from weft.backends.contract import Engine, Terms, not_taken, text_prompt, unknown_adapter
 from weft.backends.failover import Asked, start_engine
 from weft.backends.model_text import check_prompt
@@ -25,11 +25,11 @@ from weft.backends.safe_loading import LoadStage, Start, load_safely
 from weft.backends.starting import Load
 from weft.checkpoint.adapter_files import DEFAULT_ADAPTER, adapter_settings
 from weft.compat.base_engine import BaseEngine, InferMetrics
-from weft.compat.keywords import LoadWishes, Wishes, load_wishes_of, wishes_of
+from weft.compat.keywords import GenerationKeywords, LoadKeywords, generation_keywords, load_keywords
 from weft.config import Config
 from weft.errors import InvalidRequest, Unavailable
 from weft.machine.memory import GIB
-from weft.types import Delta, FinishReason
+from weft.types import FinishReason, Output
 
 
 class HostedEngine(BaseEngine):
@@ -37,7 +37,7 @@ class HostedEngine(BaseEngine):
         """`settings` are for every model that is loaded; `engine` as in `--engine`, where auto leaves the choice to the
         environment."""
         self._words = settings if engine == "auto" else {**settings, "engine": engine}
-        self._looped: LoopedEngine | None = None
+        self._looped: BlockingEngine | None = None
         self._stage = LoadStage("resolve")
         self._loading = threading.Lock()
         self._configure({})
@@ -49,7 +49,7 @@ class HostedEngine(BaseEngine):
     # The model.
 
     def load_model(self, model_path: str, adapter_path: str | None = None, **kwargs: Any) -> None:
-        """`kwargs` are settings of Weft, and `LoadWishes`. With load_mode async_load it returns at once:
+        """`kwargs` are settings of Weft, and `LoadKeywords`. With load_mode async_load it returns at once:
         `get_model_info` tells the stage, `health_check` when it is done. With check_only what is loaded stays."""
         wishes, config = self._configure({**kwargs, "model": model_path}, adapter_path)
         with self._loading:
@@ -60,10 +60,10 @@ class HostedEngine(BaseEngine):
             self._unload()
             load: Load[Engine] = _as_it_is if wishes.skip_vram_check else partial(load_safely, report=self._note)
             in_background = wishes.load_mode == "async_load"
-            self._looped = LoopedEngine(lambda: start_engine(config, load), in_background=in_background)
+            self._looped = BlockingEngine(lambda: start_engine(config, load), in_background=in_background)
 
-    def _configure(self, words: dict[str, Any], adapter_path: str | None = None) -> tuple[LoadWishes, Config]:
-        wishes, chosen = load_wishes_of({**self._words, **words})
+    def _configure(self, words: dict[str, Any], adapter_path: str | None = None) -> tuple[LoadKeywords, Config]:
+        wishes, chosen = load_keywords({**self._words, **words})
         adapters = wishes.adapters | ({DEFAULT_ADAPTER: adapter_path} if adapter_path else {})
         if adapters:
             chosen["adapter"] = [*chosen.get("adapter", ()), *adapter_settings(adapters)]
@@ -128,7 +128,7 @@ class HostedEngine(BaseEngine):
         looped = self._loaded()
         return self._stream(looped, _question(looped.engine, prompt, kwargs))
 
-    def _stream(self, looped: LoopedEngine, question: _Question) -> Generator[str, None, None]:
+    def _stream(self, looped: BlockingEngine, question: _Question) -> Generator[str, None, None]:
         with (
             self._watched(question) as watch,
             closing(looped.follow(question.asked.submit, question.wishes.request_id, watch.saw)) as deltas,
@@ -178,7 +178,7 @@ class HostedEngine(BaseEngine):
         looped = self._looped
         return looped is not None and looped.abort(request_id)
 
-    def _loaded(self) -> LoopedEngine:
+    def _loaded(self) -> BlockingEngine:
         looped = self._looped
         if looped is None:
             raise Unavailable("No model is loaded.", hint="Call load_model first.")
@@ -213,7 +213,7 @@ class _Question(Struct, frozen=True):
     """A prompt that an engine can be asked to continue."""
 
     asked: Asked
-    wishes: Wishes
+    wishes: GenerationKeywords
 
 
 def _question(engine: Engine, text: str, words: dict[str, Any]) -> _Question:
@@ -222,7 +222,7 @@ def _question(engine: Engine, text: str, words: dict[str, Any]) -> _Question:
         raise InvalidRequest("The prompt is empty.", param="prompt")
     prompt = text_prompt(engine, text)
     room = engine.model.max_model_len - len(prompt) if isinstance(prompt, list) else None
-    wishes = wishes_of(words, engine.abilities, room)
+    wishes = generation_keywords(words, engine.abilities, room)
     if isinstance(prompt, list):
         check_prompt(engine.model, prompt, wishes.params)
     if wishes.lora_name and not engine.abilities.lora:
@@ -244,7 +244,7 @@ class _TokenCount:
 
     num_tokens = 0
 
-    def added_by(self, delta: Delta) -> int:
+    def added_by(self, delta: Output) -> int:
         before = self.num_tokens
         self.num_tokens = max(before + len(delta.token_ids), delta.usage.completion_tokens)
         return self.num_tokens - before
@@ -253,7 +253,7 @@ class _TokenCount:
 class _Watch:
     """The times and the tokens of one answer, when they come: how fast they are read is no matter."""
 
-    def __init__(self, wishes: Wishes) -> None:
+    def __init__(self, wishes: GenerationKeywords) -> None:
         self.wishes = wishes
         self.finish = FinishReason.ABORT
         """Until it is known better."""
@@ -264,7 +264,7 @@ class _Watch:
         self._queue_seconds: float | None = None
         self._num_prompt_tokens = 0
 
-    def saw(self, delta: Delta) -> None:
+    def saw(self, delta: Output) -> None:
         self._count.added_by(delta)
         if delta.text or delta.token_ids:
             self._last = time.perf_counter()

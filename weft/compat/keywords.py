@@ -31,7 +31,7 @@ no penalty, where the engine knows none."""
 SAMPLING_ALIASES = {"max_new_tokens": "max_tokens"}
 
 
-class Wishes(Struct, frozen=True, kw_only=True):
+class GenerationKeywords(Struct, frozen=True, kw_only=True):
     """How one prompt is to be answered."""
 
     params: SamplingParams
@@ -44,10 +44,10 @@ class Wishes(Struct, frozen=True, kw_only=True):
     """A function of InferMetrics."""
 
 
-OWN_WORDS = tuple(name for name in Wishes.__struct_fields__ if name != "params")
+OWN_WORDS = tuple(name for name in GenerationKeywords.__struct_fields__ if name != "params")
 
 
-def wishes_of(words: Mapping[str, Any], abilities: Abilities, room: int | None) -> Wishes:
+def generation_keywords(words: Mapping[str, Any], abilities: Abilities, room: int | None) -> GenerationKeywords:
     """The words of `infer`; `room` is what the context has left for the answer, where that is known."""
     sampling = defaults_for(abilities, room)
     own: dict[str, Any] = {"request_id": uuid.uuid4().hex}
@@ -63,7 +63,7 @@ def wishes_of(words: Mapping[str, Any], abilities: Abilities, room: int | None) 
     stop = sampling.get("stop")
     sampling["stop"] = (stop,) if isinstance(stop, str) else stop or ()
     try:
-        wishes = msgspec.convert({"params": sampling, **own}, Wishes)
+        wishes = msgspec.convert({"params": sampling, **own}, GenerationKeywords)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"{error}.") from error
     wishes.params.check()
@@ -83,7 +83,7 @@ TAKEN_FOR_GRANTED: dict[str, object] = ONE_VALUE | {"interactive": False}
 """Words that have a meaning at one value alone: that of what happens anyway."""
 
 
-class LoadWishes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LoadKeywords(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a model is to be loaded, besides the settings of Weft."""
 
     load_mode: LoadMode = "check_and_load"
@@ -96,7 +96,7 @@ class LoadWishes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The same as quantization="bitsandbytes"."""
 
 
-def load_wishes_of(words: Mapping[str, Any]) -> tuple[LoadWishes, dict[str, Any]]:
+def load_keywords(words: Mapping[str, Any]) -> tuple[LoadKeywords, dict[str, Any]]:
     """The words of `load_model`: how to load, and settings of Weft. None stands for a default. Words that mean nothing
     in a registry file mean nothing here."""
     known = [setting.name for setting in settings()]
@@ -110,15 +110,15 @@ def load_wishes_of(words: Mapping[str, Any]) -> tuple[LoadWishes, dict[str, Any]
         if word in TAKEN_FOR_GRANTED:
             if value not in (None, TAKEN_FOR_GRANTED[word]):
                 raise ConfigError(f"{word} can be {TAKEN_FOR_GRANTED[word]!r} alone, and not {value!r}.")
-        elif word in LoadWishes.__struct_fields__:
+        elif word in LoadKeywords.__struct_fields__:
             wishes |= {word: value} if value is not None else {}
         elif word in known:
             chosen |= {word: value} if value is not None else {}
         else:
-            hint = nearest(word, (*known, *LoadWishes.__struct_fields__, *TAKEN_FOR_GRANTED))
+            hint = nearest(word, (*known, *LoadKeywords.__struct_fields__, *TAKEN_FOR_GRANTED))
             raise ConfigError(f"There is no setting {word!r}.", hint=hint)
     try:
-        wished = msgspec.convert(wishes, LoadWishes)
+        wished = msgspec.convert(wishes, LoadKeywords)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{error}.") from error
     if wished.use_4bit and chosen.setdefault("quantization", FOUR_BIT) != FOUR_BIT:

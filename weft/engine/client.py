@@ -22,17 +22,17 @@ from weft.engine.journal import Entry, Journal, Place
 from weft.engine.process import EngineProcess, LaunchedEngine
 from weft.engine.wire import (
     Abort,
-    Beat,
     BrokenFrame,
+    ControlCall,
     Done,
-    Errand,
     Failed,
+    Heartbeat,
     Inbox,
-    Output,
     Ready,
     Shutdown,
     Start,
     Started,
+    StepOutput,
     Submit,
     ToEngine,
     Vocabulary,
@@ -45,7 +45,7 @@ MOST = 2
 """So many times its limit the queue is full for everybody."""
 
 
-def check_room(waiting: Iterable[Request], request: Request, limits: SchedulerOptions) -> None:
+def check_capacity(waiting: Iterable[Request], request: Request, limits: SchedulerOptions) -> None:
     """Raise Overloaded where the queue has no place for a request."""
     waiting = list(waiting)
     if not _fits(waiting, request, limits.max_queued_requests, lambda _: 1):
@@ -59,7 +59,7 @@ def check_room(waiting: Iterable[Request], request: Request, limits: SchedulerOp
         )
 
 
-def check_tensor_room(others: Iterable[Request], request: Request, limits: SchedulerOptions) -> None:
+def check_tensor_capacity(others: Iterable[Request], request: Request, limits: SchedulerOptions) -> None:
     """Raise Overloaded where the tensors of clients that are kept for open requests, in case that an engine dies, would
     be too many. One that is too large by itself is for the engine to refuse."""
     held = sum(other.given.num_bytes for other in others)
@@ -156,10 +156,10 @@ class EngineClient:
         if request.request_id in self._journal:
             raise InvalidRequest(f"There is a request {request.request_id!r} already.", param="request_id")
         waiting = self._journal.at(Place.HELD, Place.QUEUED)
-        check_room((entry.request for entry in waiting), request, self.config.scheduler)
+        check_capacity((entry.request for entry in waiting), request, self.config.scheduler)
         if request.given.num_bytes:
             everybody = self._journal.at(*Place)
-            check_tensor_room((entry.request for entry in everybody), request, self.config.scheduler)
+            check_tensor_capacity((entry.request for entry in everybody), request, self.config.scheduler)
         entry = self._journal.open(request)
         try:
             self._dispatch()
@@ -176,7 +176,7 @@ class EngineClient:
             self._connection.send(Abort([request_id]))
         self._dispatch()
 
-    async def send_on(self, errand: Callable[[int], Errand]) -> str:
+    async def send_on(self, errand: Callable[[int], ControlCall]) -> str:
         """Have the engine do something between its steps. `errand` is given its number. Raises InvalidRequest when it
         cannot be done, and Unavailable when there is no engine to do it, or not to its end."""
         if self._connection is None:
@@ -318,12 +318,12 @@ class EngineClient:
             while (message := await connection.inbox.read()) is not None:
                 connection.heard = True
                 match message:
-                    case Output():
+                    case StepOutput():
                         connection.stats = message.stats
                         self._deliver(message)
                     case Started(request_ids=request_ids):
                         self._journal.started(request_ids)
-                    case Beat(step_seconds=seconds) if seconds > self.config.engine.step_timeout_s:
+                    case Heartbeat(step_seconds=seconds) if seconds > self.config.engine.step_timeout_s:
                         connection.failure = f"a step took more than {self.config.engine.step_timeout_s:.0f} s"
                         return
                     case Done(number=number) if number in self._errands:
@@ -338,7 +338,7 @@ class EngineClient:
             _answer(answer, Unavailable("The engine ended before it was done."))
         self._errands.clear()
 
-    def _deliver(self, output: Output) -> None:
+    def _deliver(self, output: StepOutput) -> None:
         self._journal.record_tokens(output.tokens)
         for event in output.events:
             self._journal.record(event)

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from msgspec.structs import replace
 
-from weft.engine.pending_resources import Preparing
+from weft.engine.pending_resources import PendingResources
 from weft.engine.wire import Vocabulary
 from weft.errors import InvalidRequest
 from weft.plan import StepPlan
@@ -35,7 +35,7 @@ class EngineCore:
         self.runner = runner
         self._depth = 1 if overlap else 0
         self._under_way: deque[Pending | Deferred] = deque()
-        self._preparing = Preparing(runner)
+        self._preparing = PendingResources(runner)
         self.prepared = False
         """Nothing is left that would make later steps faster."""
 

@@ -16,9 +16,9 @@ from weft.engine.core import EngineCore
 from weft.engine.wire import (
     Abort,
     BrokenFrame,
+    Channel,
+    ControlCall,
     Done,
-    Errand,
-    Line,
     Ready,
     ResetCache,
     Shutdown,
@@ -29,7 +29,7 @@ from weft.engine.wire import (
     Submit,
     ToEngine,
     Vocabulary,
-    output,
+    step_output,
 )
 from weft.errors import InvalidRequest
 from weft.scheduler.scheduler import Scheduler
@@ -73,7 +73,7 @@ QUIET_SECONDS = 0.5
 """Idle for so long, the engine has time for more than the next request."""
 
 
-def serve(start: Start, line: Line) -> None:
+def serve(start: Start, line: Channel) -> None:
     worker = Worker(start.config, start.files)
     core = EngineCore(Scheduler(worker.limits), worker.runner, overlap=worker.info.device != "cpu" and is_on("overlap"))
     gc.collect()
@@ -85,23 +85,23 @@ def serve(start: Start, line: Line) -> None:
         events = core.step(on_start=lambda request_ids: line.send(Started(request_ids)))
         line.step_began = 0.0
         if events:
-            line.send(output(events, core.stats()))
+            line.send(step_output(events, core.stats()))
 
 
-def _idle(core: EngineCore, line: Line) -> ToEngine | None:
+def _idle(core: EngineCore, line: Channel) -> ToEngine | None:
     """Wait for a message. Meanwhile prepare what makes later steps faster; then check the books."""
     if not core.prepared:
         while core.prepare():
             with contextlib.suppress(queue.Empty):
                 return line.inbox.get_nowait()
-        line.send(output([], core.stats()))
+        line.send(step_output([], core.stats()))
     with contextlib.suppress(queue.Empty):
         return line.inbox.get(timeout=QUIET_SECONDS)
     core.settle()
     return line.inbox.get()
 
 
-def _drain(core: EngineCore, line: Line, recorder: Recorder) -> bool:
+def _drain(core: EngineCore, line: Channel, recorder: Recorder) -> bool:
     """Take in every message that waits; with nothing to compute, sleep until one comes. False: stop."""
     while True:
         if core.has_work:
@@ -115,12 +115,12 @@ def _drain(core: EngineCore, line: Line, recorder: Recorder) -> bool:
             case Submit(requests=requests):
                 refused = core.submit(requests)
                 if refused:
-                    line.send(output(refused, core.stats()))
+                    line.send(step_output(refused, core.stats()))
             case Vocabulary():
                 core.learn(message)
             case Abort(request_ids=request_ids):
                 core.abort(request_ids)
-                line.send(output([], core.stats()))
+                line.send(step_output([], core.stats()))
             case Shutdown() | None:
                 return False
             case ResetCache() | StartProfile() | StopProfile():
@@ -129,7 +129,7 @@ def _drain(core: EngineCore, line: Line, recorder: Recorder) -> bool:
                 raise BrokenFrame("a second start")
 
 
-def _errand(errand: Errand, core: EngineCore, recorder: Recorder) -> Done:
+def _errand(errand: ControlCall, core: EngineCore, recorder: Recorder) -> Done:
     try:
         match errand:
             case ResetCache():

@@ -15,7 +15,7 @@ from weft.worker.runner import Runner
 log = logging.getLogger(__name__)
 
 
-class Waiting(NamedTuple):
+class PendingRequest(NamedTuple):
     request: Request
     grammar: Future[Any] | None
     adapter: Future[Any] | None
@@ -25,10 +25,10 @@ class Waiting(NamedTuple):
         return [need for need in (self.grammar, self.adapter) if need is not None]
 
 
-class Preparing:
+class PendingResources:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._waiting: dict[str, Waiting] = {}
+        self._waiting: dict[str, PendingRequest] = {}
         """By id, in the order of arrival."""
 
     def __len__(self) -> int:
@@ -38,7 +38,7 @@ class Preparing:
         """Begin what a request needs; False: nothing. Raises InvalidRequest where it cannot be had."""
         grammar = self._runner.constraints.build(request.params.grammar) if request.params.grammar else None
         adapter = self._runner.adapters.read(request.adapter) if request.adapter is not None else None
-        waiting = Waiting(request, grammar, adapter)
+        waiting = PendingRequest(request, grammar, adapter)
         if waiting.needs:
             self._waiting[request.request_id] = waiting
         return bool(waiting.needs)

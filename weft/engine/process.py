@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from weft import logs
-from weft.engine.wire import Failed, Line, Start
+from weft.engine.wire import Channel, Failed, Start
 from weft.errors import WeftError
 from weft.machine.memory import as_out_of_memory
 
@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 def run_engine(sock: socket.socket, *, owns_process: bool = False) -> int:
     """Serve one api process; the exit code says whether that went well. An engine that owns its process ends it at
     once when the api process is gone, even in the middle of a step."""
-    line = Line(sock)
+    line = Channel(sock)
     if owns_process:
         threading.Thread(target=_leave_when, args=(line.closed,), name="weft-engine-watch", daemon=True).start()
     try:

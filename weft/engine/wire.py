@@ -75,10 +75,10 @@ class StopProfile(Struct, frozen=True, tag=True):
     number: int
 
 
-Errand = ResetCache | StartProfile | StopProfile
+ControlCall = ResetCache | StartProfile | StopProfile
 """What the operator asks of an engine; each has one answer."""
 
-ToEngine = Start | Vocabulary | Submit | Abort | Shutdown | Errand
+ToEngine = Start | Vocabulary | Submit | Abort | Shutdown | ControlCall
 
 
 class Ready(Struct, frozen=True, tag=True):
@@ -99,7 +99,7 @@ class Started(Struct, frozen=True, tag=True):
     request_ids: list[str]
 
 
-class Output(Struct, frozen=True, tag=True):
+class StepOutput(Struct, frozen=True, tag=True):
     """What one step brought."""
 
     tokens: dict[str, int]
@@ -109,7 +109,7 @@ class Output(Struct, frozen=True, tag=True):
     stats: EngineStats
 
 
-class Beat(Struct, frozen=True, tag=True):
+class Heartbeat(Struct, frozen=True, tag=True):
     """Sent every second, whatever the engine does."""
 
     step_seconds: float
@@ -125,7 +125,7 @@ class Done(Struct, frozen=True, tag=True):
     """Why it could not be done, when it could not."""
 
 
-FromEngine = Ready | Failed | Started | Output | Beat | Done
+FromEngine = Ready | Failed | Started | StepOutput | Heartbeat | Done
 
 
 def _plain(value: object) -> str:
@@ -149,7 +149,7 @@ class BrokenFrame(Exception):
     """The other side sent something that is no message."""
 
 
-def output(events: list[Event], stats: EngineStats) -> Output:
+def step_output(events: list[Event], stats: EngineStats) -> StepOutput:
     tokens: dict[str, int] = {}
     rest: list[Event] = []
     for event in events:
@@ -157,7 +157,7 @@ def output(events: list[Event], stats: EngineStats) -> Output:
             tokens[event.request_id] = event.token_ids[0]
         else:
             rest.append(event)
-    return Output(tokens, rest, stats)
+    return StepOutput(tokens, rest, stats)
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
@@ -259,7 +259,7 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 
 
-class Line:
+class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._lock = threading.Lock()
@@ -297,4 +297,4 @@ class Line:
     def _beat_forever(self) -> None:
         while not self.closed.wait(BEAT_SECONDS):
             began = self.step_began
-            self.send(Beat(time.monotonic() - began if began else 0.0))
+            self.send(Heartbeat(time.monotonic() - began if began else 0.0))

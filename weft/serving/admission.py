@@ -12,28 +12,28 @@ from msgspec import Struct
 from starlette.types import Receive
 
 from weft import logs
-from weft.backends.contract import Engine, Health, Roster
+from weft.backends.contract import ConfiguredModels, Engine, Health
 from weft.config import Config
 from weft.errors import Overloaded, Unavailable
 from weft.observe.metrics import Metrics
 from weft.observe.traces import open_traces
 from weft.serving.auth import Keys
 from weft.serving.guard import guarded, no_hang_up
-from weft.serving.model_pool import Fleet
-from weft.serving.model_slot import Slot
+from weft.serving.model_pool import ModelPool
+from weft.serving.model_slot import ModelSlot
 from weft.serving.rate_limits import Account, Accounts
-from weft.serving.served_model import Service, open_service
-from weft.serving.timing import Stopwatch
+from weft.serving.served_model import ServedModel, open_served_model
+from weft.serving.timing import RequestTimer
 
 SHUTTING_DOWN = "The server is shutting down."
 DRAINING = "The server takes no new requests for now."
 
 
-class Seat(Struct, eq=False, kw_only=True):
+class RequestContext(Struct, eq=False, kw_only=True):
     """One request's place in the house. It has a model only when that was chosen."""
 
     config: Config
-    fleet: Fleet
+    fleet: ModelPool
     account: Account
     aborted: asyncio.Future[str]
     """Done, with the reason, when the server will not wait for the request any longer."""
@@ -45,25 +45,25 @@ class Seat(Struct, eq=False, kw_only=True):
     began: float
     answer_id: str = ""
     """Empty until the request was understood."""
-    choices: list[Stopwatch] = []
-    slot: Slot | None = None
-    chosen: Service | None = None
+    choices: list[RequestTimer] = []
+    slot: ModelSlot | None = None
+    chosen: ServedModel | None = None
 
     @property
-    def service(self) -> Service:
+    def service(self) -> ServedModel:
         """Of the model that was chosen."""
         assert self.chosen is not None
         return self.chosen
 
-    async def choose(self, name: str | None) -> Service:
+    async def choose(self, name: str | None) -> ServedModel:
         """The model of this name, loaded; None: the default one. Raises ModelNotFound, Unavailable and ClientGone."""
         return await self._enter(self.fleet.find(name))
 
-    async def choose_painter(self, name: str | None) -> Service:
+    async def choose_painter(self, name: str | None) -> ServedModel:
         """The same for a request that wants something drawn."""
         return await self._enter(self.fleet.find_painter(name))
 
-    async def _enter(self, slot: Slot) -> Service:
+    async def _enter(self, slot: ModelSlot) -> ServedModel:
         slot.claim()
         self.slot = slot
         while not slot.is_open:
@@ -88,23 +88,23 @@ class Seat(Struct, eq=False, kw_only=True):
             self.aborted.set_result(why)
 
 
-class Gate:
-    def __init__(self, config: Config, roster: Roster | None = None) -> None:
+class Admission:
+    def __init__(self, config: Config, roster: ConfiguredModels | None = None) -> None:
         """With a roster its models are served, else the one that `open` brings."""
         options = config.server
         self.config = config
         self.keys = Keys(options.api_key, options.api_key_file)
         self.admin_keys = Keys(options.admin_key, options.admin_key_file)
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
-        self.fleet = Fleet(config, lambda own, engine: open_service(own, engine, self.traces), roster)
+        self.fleet = ModelPool(config, lambda own, engine: open_served_model(own, engine, self.traces), roster)
         self._accounts = Accounts(config.limits)
         self._closed_because = ""
         """Empty: open."""
-        self._seats: set[Seat] = set()
+        self._seats: set[RequestContext] = set()
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def open(self, engine: Engine) -> Service:
+    def open(self, engine: Engine) -> ServedModel:
         """The engine is there: let requests in."""
         return self.fleet.adopt(engine)
 
@@ -129,7 +129,7 @@ class Gate:
         for seat in self._seats:
             seat.abort(SHUTTING_DOWN)
 
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[RequestContext]:
         """The requests inside, the oldest first."""
         return sorted(self._seats, key=lambda seat: seat.began)
 
@@ -151,7 +151,7 @@ class Gate:
             raise Unavailable(self._closed_because)
 
     @contextmanager
-    def admit(self, receive: Receive = no_hang_up) -> Iterator[Seat]:
+    def admit(self, receive: Receive = no_hang_up) -> Iterator[RequestContext]:
         """A seat for as long as one request takes; Unavailable when there is none, RateLimited when its owner has had
         enough for now. `receive` tells when the client hangs up."""
         self.check_open()
@@ -162,7 +162,7 @@ class Gate:
         except Overloaded:
             self._count_rejected()
             raise
-        seat = Seat(
+        seat = RequestContext(
             config=self.config,
             fleet=self.fleet,
             account=account,

@@ -8,18 +8,18 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from weft import logs
-from weft.backends.contract import Conversation, Deltas, Prompt, Terms, failure_of, num_tokens
+from weft.backends.contract import Conversation, Prompt, Stream, Terms, failure_of, num_tokens
 from weft.errors import EngineFault, Overloaded
 from weft.observe.traces import Outcome
-from weft.serving.admission import Seat
+from weft.serving.admission import RequestContext
 from weft.serving.guard import side_by_side
 from weft.serving.request import Choice, Job
-from weft.serving.timing import Stopwatch, all_ended
-from weft.types import Delta
+from weft.serving.timing import RequestTimer, all_ended
+from weft.types import Output
 
 log = logging.getLogger(__name__)
 
-TakeOf = Callable[[int, Delta], Awaitable[None] | None]
+TakeOf = Callable[[int, Output], Awaitable[None] | None]
 """Is given a delta and the index of its choice. What it returns, if anything, is awaited before that choice's next
 delta is made: a slow reader gets larger deltas."""
 
@@ -27,19 +27,19 @@ delta is made: a slow reader gets larger deltas."""
 class Generation:
     """The deltas of every choice of a job. Every one that was submitted is counted as ended exactly once."""
 
-    def __init__(self, job: Job, seat: Seat, engine_id: str, arrived: float) -> None:
+    def __init__(self, job: Job, seat: RequestContext, engine_id: str, arrived: float) -> None:
         self._job = job
         self._seat = seat
         self._service = seat.service
         self._engine_id = engine_id
         self._arrived = arrived
-        self._stopwatches: list[Stopwatch] = []
+        self._stopwatches: list[RequestTimer] = []
         seat.choices = self._stopwatches
 
     async def run(self, take: TakeOf) -> None:
         """Submit the job and give every delta to `take`. Raises what the engine refuses, and the first error that an
         answer ends with. Cancelling it aborts the job."""
-        answers: dict[int, Deltas] = {}
+        answers: dict[int, Stream] = {}
         try:
             await self._submit_all(answers)
             if len(answers) == 1:
@@ -60,10 +60,10 @@ class Generation:
             if self._stopwatches:
                 self._report()
 
-    async def _follow(self, answer: Deltas, index: int, take: TakeOf) -> None:
+    async def _follow(self, answer: Stream, index: int, take: TakeOf) -> None:
         stopwatch = self._stopwatches[index]
 
-        def take_timed(delta: Delta) -> Awaitable[None] | None:
+        def take_timed(delta: Output) -> Awaitable[None] | None:
             delta = stopwatch.saw(delta)
             if delta.finish and (failure := failure_of(delta)):
                 raise failure
@@ -73,8 +73,8 @@ class Generation:
         if not stopwatch.ended:
             raise EngineFault("The engine ended an answer without a reason.")
 
-    def _stopwatch(self, choice: Choice) -> Stopwatch:
-        return Stopwatch(
+    def _stopwatch(self, choice: Choice) -> RequestTimer:
+        return RequestTimer(
             self._service.metrics,
             self._seat.account,
             self._arrived,
@@ -83,7 +83,7 @@ class Generation:
             is_sibling=choice.leader is not None,
         )
 
-    async def _submit_all(self, answers: dict[int, Deltas]) -> None:
+    async def _submit_all(self, answers: dict[int, Stream]) -> None:
         """All choices at once, in their order: an engine elsewhere returns only when it begins to answer. `answers` has
         those that were submitted, whatever is raised."""
         choices = self._job.choices()
@@ -99,7 +99,7 @@ class Generation:
         finally:
             self._stopwatches += [self._stopwatch(choices[index]) for index in sorted(answers)]
 
-    async def _submit(self, choice: Choice, index: int) -> Deltas:
+    async def _submit(self, choice: Choice, index: int) -> Stream:
         try:
             answer = await self._service.engine.submit(
                 choice.prompt,

@@ -14,10 +14,10 @@ from weft import logs
 from weft.backends.contract import Engine, ImageUpdate, ImageUpdates, Terms, failure_of
 from weft.errors import EngineFault, Overloaded
 from weft.observe.traces import Outcome
-from weft.serving.admission import Seat
+from weft.serving.admission import RequestContext
 from weft.serving.guard import side_by_side
 from weft.serving.image_request import Image, ImageJob, drawing_model
-from weft.serving.timing import Stopwatch, all_ended
+from weft.serving.timing import RequestTimer, all_ended
 from weft.types import FinishReason, ImageParams, Usage
 
 Take = Callable[[ImageUpdate], Awaitable[None] | None]
@@ -78,13 +78,13 @@ TakeOf = Callable[[int, Step | Finished], Awaitable[None]]
 class Drawing:
     """Every image that was submitted is counted as ended exactly once."""
 
-    def __init__(self, job: ImageJob, seat: Seat, engine_id: str, arrived: float) -> None:
+    def __init__(self, job: ImageJob, seat: RequestContext, engine_id: str, arrived: float) -> None:
         self._job = job
         self._seat = seat
         self._service = seat.service
         self._engine_id = engine_id
         self._arrived = arrived
-        self._stopwatches: list[Stopwatch] = []
+        self._stopwatches: list[RequestTimer] = []
         self._num_tokens = 0
         seat.choices = self._stopwatches
 
@@ -96,7 +96,7 @@ class Drawing:
             for index, params in enumerate(self._job.images):
                 images.append(await self._submit(index, params))
                 self._stopwatches.append(
-                    Stopwatch(
+                    RequestTimer(
                         self._service.metrics,
                         self._seat.account,
                         self._arrived,

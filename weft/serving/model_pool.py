@@ -14,19 +14,19 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from weft.backends.contract import Engine, Health, Need, Roster
+from weft.backends.contract import ConfiguredModels, Engine, Health, Need
 from weft.config import Config, ModelEntry
 from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, OutOfMemory, Unavailable
-from weft.serving.model_slot import Slot
-from weft.serving.served_model import Service
+from weft.serving.model_slot import ModelSlot
+from weft.serving.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
 
-class Room:
-    def __init__(self, max_loaded: int, limit_bytes: int, slots: Callable[[], Iterable[Slot]]) -> None:
+class PoolMemory:
+    def __init__(self, max_loaded: int, limit_bytes: int, slots: Callable[[], Iterable[ModelSlot]]) -> None:
         """0: no limit but what is free."""
         self._max_loaded = max_loaded
         self._limit_bytes = limit_bytes
@@ -38,7 +38,7 @@ class Room:
         """A model may have become idle, or be gone."""
         self._change.set()
 
-    async def make(self, slot: Slot, ask: Callable[[], Awaitable[Need]]) -> None:
+    async def make(self, slot: ModelSlot, ask: Callable[[], Awaitable[Need]]) -> None:
         """Returns when the model may be loaded; it holds its memory from then on. Idle models are unloaded for it,
         those not used for longest first. While there are only busy ones it waits, and who comes later waits behind it.
 
@@ -60,7 +60,7 @@ class Room:
                 if not await self.unload_one(f"for {slot.name}: {shortage}", keep=slot):
                     await self._change.wait()
 
-    async def unload_one(self, why: str, *, keep: Slot) -> bool:
+    async def unload_one(self, why: str, *, keep: ModelSlot) -> bool:
         """The idle model that was not used for longest; false when there is none but the one to keep."""
         idle = [slot for slot in self._slots() if slot.is_idle and slot is not keep]
         if not idle:
@@ -70,7 +70,7 @@ class Room:
         await victim.unload()
         return True
 
-    def _check_size(self, slot: Slot, need: Need) -> None:
+    def _check_size(self, slot: ModelSlot, need: Need) -> None:
         if self._limit_bytes and need.num_bytes > self._limit_bytes:
             raise OutOfMemory(
                 f"{slot.name} takes {need.num_bytes / GIB:.2f} GiB by its plan, and all models together may take "
@@ -78,7 +78,7 @@ class Room:
                 hint="The setting is --max-models-memory.",
             )
 
-    def _shortage(self, slot: Slot, need: Need) -> str:
+    def _shortage(self, slot: ModelSlot, need: Need) -> str:
         """Why it cannot be loaded now; empty: it can, or unloading others would not help."""
         others = [other for other in self._slots() if other is not slot and other.holds_memory]
         if self._max_loaded and len(others) >= self._max_loaded:
@@ -93,20 +93,20 @@ class Room:
 WATCH_S = 1.0
 ONE_MODEL = "This server has the model that it was started with, and cannot load, unload or replace it while it runs."
 
-OpenService = Callable[[Config, Engine], Service]
+OpenServedModel = Callable[[Config, Engine], ServedModel]
 
 
-class Fleet:
-    def __init__(self, config: Config, open_service: OpenService, roster: Roster | None = None) -> None:
+class ModelPool:
+    def __init__(self, config: Config, open_service: OpenServedModel, roster: ConfiguredModels | None = None) -> None:
         """Without a roster, of the one model that `adopt` takes in."""
         self._options = config.fleet
         self._config = config
         self._open_service = open_service
         self._roster = roster
-        self._slots: dict[str, Slot] = {}
-        self._going: set[Slot] = set()
+        self._slots: dict[str, ModelSlot] = {}
+        self._going: set[ModelSlot] = set()
         """Taken away, but not yet unloaded."""
-        self._room = Room(config.fleet.max_loaded_models, roster.memory_limit if roster else 0, self._all_slots)
+        self._room = PoolMemory(config.fleet.max_loaded_models, roster.memory_limit if roster else 0, self._all_slots)
         self._has_started = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.created = int(time.time())
@@ -114,7 +114,7 @@ class Fleet:
             self._take_in(roster.entries)
 
     @property
-    def slots(self) -> list[Slot]:
+    def slots(self) -> list[ModelSlot]:
         return [*self._slots.values()]
 
     @property
@@ -122,19 +122,19 @@ class Fleet:
         """Whether its models are loaded and unloaded while it runs."""
         return self._roster is not None
 
-    def services(self) -> list[Service]:
+    def services(self) -> list[ServedModel]:
         """Of all models that are loaded."""
         return [slot.service for slot in self._all_slots() if slot.service is not None]
 
     # Which model is meant.
 
-    def default(self) -> Slot:
+    def default(self) -> ModelSlot:
         """The model of requests that name none. Raises Unavailable while there is none yet."""
         if not self._slots:
             raise Unavailable("The model is being loaded.", hint="GET /health tells when it is ready.")
         return self._slots[self._roster.default] if self._roster is not None else next(iter(self._slots.values()))
 
-    def find(self, name: str | None) -> Slot:
+    def find(self, name: str | None) -> ModelSlot:
         """By its own name, or that of an adapter or of a model that draws beside it. None: the default one.
 
         Raises ModelNotFound for a name of none of several; the only one says itself what is wrong with a name."""
@@ -150,12 +150,12 @@ class Fleet:
             f"There is no model {name!r:.200} here; this server has {', '.join(self._slots)}.", param="model"
         )
 
-    def find_painter(self, name: str | None) -> Slot:
+    def find_painter(self, name: str | None) -> ModelSlot:
         """The same for a model that draws. None: one that is loaded, or the default one."""
         drawing = [slot for slot in self._slots.values() if slot.is_open and slot.draws]
         return drawing[0] if name is None and drawing else self.find(name)
 
-    def named(self, name: str) -> Slot:
+    def named(self, name: str) -> ModelSlot:
         """By its own name alone. Raises ModelNotFound, and InvalidRequest in a fleet of one."""
         if not self.has_many:
             raise InvalidRequest(ONE_MODEL)
@@ -183,7 +183,7 @@ class Fleet:
 
     # Its life.
 
-    def adopt(self, engine: Engine) -> Service:
+    def adopt(self, engine: Engine) -> ServedModel:
         """The one model of a fleet of one is loaded."""
         service = self._open_service(self._config, engine)
         slot = self._slot(ModelEntry(name=service.model_name, config=self._config))
@@ -218,7 +218,7 @@ class Fleet:
             await asyncio.wait(self._tasks)
         await asyncio.gather(*(slot.close() for slot in slots))
 
-    async def load(self, slot: Slot) -> None:
+    async def load(self, slot: ModelSlot) -> None:
         """Raises what keeps it from being loaded, or that it takes too long."""
         slot.claim()
         try:
@@ -258,30 +258,30 @@ class Fleet:
                 slot.forgive()
         self._slots = {name: self._slots[name] for name in entries}
 
-    def _let_go(self, slot: Slot) -> None:
+    def _let_go(self, slot: ModelSlot) -> None:
         slot.is_gone = True
         self._going.add(slot)
         self._background(self._unloaded(slot))
 
-    async def _unloaded(self, slot: Slot) -> None:
+    async def _unloaded(self, slot: ModelSlot) -> None:
         try:
             await slot.unload()
         finally:
             self._going.discard(slot)
 
-    async def _renew(self, slot: Slot) -> None:
+    async def _renew(self, slot: ModelSlot) -> None:
         log.info("the model %s is loaded anew: its entry has changed", slot.name)
         await slot.unload()
         slot.begin()
 
-    async def _preload(self, slot: Slot) -> None:
+    async def _preload(self, slot: ModelSlot) -> None:
         slot.begin()
         try:
             await self.load(slot)
         except (ModelNotFound, Unavailable) as error:
             log.warning("the server starts without the model %s: %s", slot.name, error)
 
-    async def _load(self, slot: Slot) -> Service:
+    async def _load(self, slot: ModelSlot) -> ServedModel:
         assert self._roster is not None
         entry, roster = slot.entry, self._roster
         if entry.load_mode == "check_only":
@@ -297,10 +297,10 @@ class Fleet:
         slot.need = _measured(slot.need, engine)
         return self._open_service(entry.config, engine)
 
-    def _slot(self, entry: ModelEntry) -> Slot:
-        return Slot(entry, self._options, self._load, self._room.changed)
+    def _slot(self, entry: ModelEntry) -> ModelSlot:
+        return ModelSlot(entry, self._options, self._load, self._room.changed)
 
-    def _all_slots(self) -> list[Slot]:
+    def _all_slots(self) -> list[ModelSlot]:
         return [*self._slots.values(), *self._going]
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from weft.backends.contract import Need
 from weft.config import FleetOptions, ModelEntry
 from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason
-from weft.serving.served_model import Service
+from weft.serving.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -39,20 +39,20 @@ class Failure(Struct, frozen=True):
         return str(self.error) if isinstance(self.error, WeftError) else f"{type(self.error).__name__}: {self.error}"
 
 
-class Slot:
+class ModelSlot:
     """Whoever wants the model claims it, waits until it is open, enters, leaves and ends the claim (`Seat` does)."""
 
     def __init__(
         self,
         entry: ModelEntry,
         options: FleetOptions,
-        load: Callable[[Slot], Awaitable[Service]],
+        load: Callable[[ModelSlot], Awaitable[ServedModel]],
         changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`changed` hears whenever there may be more room than before."""
         self.entry = entry
-        self.service: Service | None = None
+        self.service: ServedModel | None = None
         self.need = Need()
         """What it takes, planned or measured, while `holds_memory`."""
         self.holds_memory = False
@@ -170,7 +170,7 @@ class Slot:
         except TimeoutError:
             raise self._not_now(f"it is not loaded after {wait_s:g} s ({self.stage or 'waiting for room'})") from None
 
-    def enter(self) -> Service:
+    def enter(self) -> ServedModel:
         """Only while it is open."""
         assert self.service is not None and not self._leaving
         self.num_inside += 1
@@ -185,7 +185,7 @@ class Slot:
 
     # What the fleet does.
 
-    def adopt(self, service: Service, entry: ModelEntry) -> None:
+    def adopt(self, service: ServedModel, entry: ModelEntry) -> None:
         """Take in what was loaded, by this entry."""
         self.service, self._loaded_entry, self.failure = service, entry, None
         painter = service.engine.model.images
@@ -256,7 +256,7 @@ class Slot:
             self._task = None
             self._changed()
 
-    async def _unload(self, service: Service) -> None:
+    async def _unload(self, service: ServedModel) -> None:
         try:
             await self._empty.wait()
             await service.close()

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from weft.backends.contract import ReadDelta
+from weft.backends.contract import ParsedOutput
 from weft.text.grammars.specs import Thinking
 from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Parser, Piece, PlainParser, Reasoning
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle, parser_for
-from weft.types import Delta
+from weft.types import Output
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -64,9 +64,9 @@ class Reader:
         self._reading = reading
         self._parser = reading.parser()
 
-    def read(self, delta: Delta) -> list[Piece]:
+    def read(self, delta: Output) -> list[Piece]:
         """With the last delta, whatever was held back comes too."""
-        if isinstance(delta, ReadDelta):
+        if isinstance(delta, ParsedOutput):
             return self._kept(delta.pieces)
         pieces = self._parser.push(delta.text)
         return self._kept([*pieces, *self._parser.finish()] if delta.finish else pieces)
@@ -84,16 +84,16 @@ class Reader:
                 return True
 
 
-class Kind(enum.StrEnum):
+class BlockKind(enum.StrEnum):
     TEXT = "text"
     THINKING = "thinking"
     CALL = "call"
 
 
-class Block:
+class OutputBlock:
     """One of them, as far as it has come. Of a call, the text is its arguments."""
 
-    def __init__(self, index: int, kind: Kind, call_id: str = "", name: str = "") -> None:
+    def __init__(self, index: int, kind: BlockKind, call_id: str = "", name: str = "") -> None:
         self.index = index
         self.kind = kind
         self.call_id = call_id
@@ -109,31 +109,31 @@ class Block:
 
 
 class Opened(Struct, frozen=True):
-    block: Block
+    block: OutputBlock
 
 
 class Grown(Struct, frozen=True):
-    block: Block
+    block: OutputBlock
     text: str
     """What is new."""
 
 
 class Closed(Struct, frozen=True):
-    block: Block
+    block: OutputBlock
 
 
 Change = Opened | Grown | Closed
 
 
-class Blocks:
+class OutputBlocks:
     """A reader's pieces put together: neighbours of one kind are one block, and a call ends where another begins."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._open: Block | None = None
-        self.all: list[Block] = []
+        self._open: OutputBlock | None = None
+        self.all: list[OutputBlock] = []
 
-    def push(self, delta: Delta) -> list[Change]:
+    def push(self, delta: Output) -> list[Change]:
         """What the next delta of the answer changes; with its end the last block is closed."""
         changes = [change for piece in self._reader.read(delta) for change in self._changes(piece)]
         return changes + self._close() if delta.finish else changes
@@ -141,23 +141,23 @@ class Blocks:
     def _changes(self, piece: Piece) -> list[Change]:
         match piece:
             case CallStarted(_, call_id, name):
-                return self._begin(Kind.CALL, call_id, name)
+                return self._begin(BlockKind.CALL, call_id, name)
             case CallArguments(_, text):
-                return self._grow(Kind.CALL, text)
+                return self._grow(BlockKind.CALL, text)
             case Content(text):
-                return self._grow(Kind.TEXT, text)
+                return self._grow(BlockKind.TEXT, text)
             case Reasoning(text):
-                return self._grow(Kind.THINKING, text)
+                return self._grow(BlockKind.THINKING, text)
 
-    def _grow(self, kind: Kind, text: str) -> list[Change]:
+    def _grow(self, kind: BlockKind, text: str) -> list[Change]:
         changes = [] if self._open is not None and self._open.kind is kind else self._begin(kind)
         block = self.all[-1]
         block.add(text)
         return [*changes, Grown(block, text)]
 
-    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> list[Change]:
+    def _begin(self, kind: BlockKind, call_id: str = "", name: str = "") -> list[Change]:
         changes = self._close()
-        self._open = Block(len(self.all), kind, call_id, name)
+        self._open = OutputBlock(len(self.all), kind, call_id, name)
         self.all.append(self._open)
         return [*changes, Opened(self._open)]
 

@@ -38,7 +38,7 @@ class Grammars:
             await self._compiler.close()
 
 
-class Service(Struct, frozen=True, kw_only=True):
+class ServedModel(Struct, frozen=True, kw_only=True):
     """An engine, and all that the doors need beside it."""
 
     engine: Engine
@@ -97,9 +97,9 @@ class Service(Struct, frozen=True, kw_only=True):
         await self.engine.close()
 
 
-def open_service(config: Config, engine: Engine, traces: Traces | None) -> Service:
+def open_served_model(config: Config, engine: Engine, traces: Traces | None) -> ServedModel:
     name = config.model.served_model_name or engine.model.name
-    return Service(
+    return ServedModel(
         engine=engine,
         model_name=name,
         created=int(time.time()),

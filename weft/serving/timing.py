@@ -8,15 +8,15 @@ from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from weft.backends.contract import ReadDelta
+from weft.backends.contract import ParsedOutput
 from weft.errors import RequestTimeout, Unavailable
 from weft.observe.metrics import Metrics
 from weft.serving.guard import ClientGone
 from weft.serving.rate_limits import Account
-from weft.types import Delta, FinishReason, Timings
+from weft.types import FinishReason, Output, Timings
 
 
-class Stopwatch:
+class RequestTimer:
     """Tells the metrics of everything, and the account of what was generated when it has ended."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Stopwatch:
     def first_token_seconds(self) -> float | None:
         return None if self._first_token is None else self._first_token - self._arrived
 
-    def saw(self, delta: Delta) -> Delta:
+    def saw(self, delta: Output) -> Output:
         """The delta, the last one with the times of all."""
         if delta.queue_seconds is not None:
             self.queue_seconds = delta.queue_seconds
@@ -75,10 +75,10 @@ class Stopwatch:
             return replace(delta, timings=self._timings())
         return delta
 
-    def _saw_text(self, delta: Delta) -> None:
+    def _saw_text(self, delta: Output) -> None:
         """Text of tokens whose ids are not told: the engine's usage counts them, now or at the end."""
         now = time.perf_counter()
-        if delta.text or (isinstance(delta, ReadDelta) and delta.pieces):
+        if delta.text or (isinstance(delta, ParsedOutput) and delta.pieces):
             self._last_token = now
             if self._first_token is None:
                 self._first_token = self._counted_at = now
@@ -122,7 +122,7 @@ class Stopwatch:
 
 
 @contextmanager
-def all_ended(stopwatches: Sequence[Stopwatch]) -> Iterator[None]:
+def all_ended(stopwatches: Sequence[RequestTimer]) -> Iterator[None]:
     """However the work within ends, everything that was submitted meanwhile is counted as ended."""
     reason = FinishReason.ABORT
     try:

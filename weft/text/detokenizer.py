@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from weft.errors import InvalidRequest
 from weft.text.tokenizer import Tokenizer
-from weft.types import Arrival, Delta, Event, FinishReason, Request, TokenLogprob, Usage
+from weft.types import Arrival, Event, FinishReason, Output, Request, TokenLogprob, Usage
 
 _utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -176,11 +176,11 @@ class OutputText:
         self._num_cached = 0
         self.ended = False
 
-    def push(self, arrived: Sequence[Arrival]) -> Delta | None:
+    def push(self, arrived: Sequence[Arrival]) -> Output | None:
         """One delta for all that arrived; None for nothing."""
         if len(arrived) == 1 and self._stops is None and isinstance(token := arrived[0], int):
             self._num_output += 1
-            return Delta(text=self._detokenizer.push_one(token), token_ids=[token], usage=self._usage())
+            return Output(text=self._detokenizer.push_one(token), token_ids=[token], usage=self._usage())
         text, tokens = "", list[int]()
         logprobs: list[TokenLogprob] = []
         first = _NOTHING
@@ -240,8 +240,8 @@ class OutputText:
         finish: FinishReason | None = None,
         stop_reason: str | int | None = None,
         error: str = "",
-    ) -> Delta:
-        return Delta(
+    ) -> Output:
+        return Output(
             text=text,
             token_ids=tokens,
             logprobs=logprobs or None,

@@ -19,7 +19,7 @@ from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.backends.contract import ChatStyles
 from weft.config import load
 from weft.errors import EngineFault, InvalidRequest, Overloaded, RequestTimeout, Unavailable, WeftError
-from weft.types import Delta, FinishReason, SamplingParams
+from weft.types import FinishReason, Output, SamplingParams
 
 MESSAGES = "/v1/messages"
 HELLO = {"model": "scripted", "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
@@ -361,7 +361,7 @@ def test_what_the_engine_refuses(error: WeftError, status: int, kind: str, strea
 
 
 def test_a_stream_that_breaks_ends_with_an_error_event() -> None:
-    engine = ScriptedEngine([Delta(text="Hel", token_ids=[1]), RuntimeError("boom in /usr/lib/secret.py")])
+    engine = ScriptedEngine([Output(text="Hel", token_ids=[1]), RuntimeError("boom in /usr/lib/secret.py")])
     events = named_events(ask(engine, stream=True))
     assert events[-1]["type"] == "error"
     assert events[-1]["error"]["type"] == "api_error"

@@ -24,7 +24,7 @@ from weft.api.grpc.ai_service_pb2 import (
 from weft.api.grpc.grpc_server import RpcServer, serve_rpc
 from weft.backends.contract import Engine
 from weft.config import load
-from weft.serving.admission import Gate
+from weft.serving.admission import Admission
 
 STREAM_PREDICT = "/cy.llm.AiInference/StreamPredict"
 CONTROL = "/cy.llm.AiInference/Control"
@@ -59,7 +59,7 @@ class Client:
 
 
 class Door(Client):
-    def __init__(self, channel: grpc.aio.Channel, gate: Gate, server: RpcServer) -> None:
+    def __init__(self, channel: grpc.aio.Channel, gate: Admission, server: RpcServer) -> None:
         super().__init__(channel)
         self.gate = gate
         self.server = server
@@ -68,7 +68,7 @@ class Door(Client):
 @contextlib.asynccontextmanager
 async def door(engine: Engine | None = None, *, opened: bool = True, **settings: Any) -> AsyncIterator[Door]:
     config = load({"grpc_port": 0, **settings}, env={})
-    gate = Gate(config)
+    gate = Admission(config)
     if opened:
         gate.open(engine or ScriptedEngine())
     server = await serve_rpc(gate, config)

@@ -15,7 +15,7 @@ from tests.api.grpc.calls import answer_to, ask, check_whole, door, failed, refu
 from tests.api.scripted_engine import ScriptedEngine, answer
 from weft import logs
 from weft.errors import ContextTooLong, EngineFault, Overloaded, Unavailable, WeftError
-from weft.types import Delta, FinishReason, SamplingParams, Usage
+from weft.types import FinishReason, Output, SamplingParams, Usage
 
 Code = grpc.StatusCode
 
@@ -155,10 +155,10 @@ def test_what_the_engine_refuses_has_its_status(error: WeftError, code: grpc.Sta
     ],
 )
 def test_an_answer_that_fails_sends_its_text_then_its_status(finish: FinishReason, code: grpc.StatusCode) -> None:
-    script = [Delta(text=text, token_ids=[1]) for text in "abc"]
+    script = [Output(text=text, token_ids=[1]) for text in "abc"]
 
     async def scenario() -> None:
-        engine = ScriptedEngine([*script, Delta(finish=finish, error="So it is.")])
+        engine = ScriptedEngine([*script, Output(finish=finish, error="So it is.")])
         async with door(engine) as opened:
             received, told, details = await failed(opened.predict([ask()]))
             assert told is code
@@ -171,7 +171,7 @@ def test_an_answer_that_fails_sends_its_text_then_its_status(finish: FinishReaso
 
 def test_a_defect_tells_no_secrets() -> None:
     engine = ScriptedEngine(
-        [Delta(text="a", token_ids=[1]), RuntimeError("boom in /home/secret/weft.py at 0xdeadbeef")]
+        [Output(text="a", token_ids=[1]), RuntimeError("boom in /home/secret/weft.py at 0xdeadbeef")]
     )
     code, details = refusal(engine, ask(trace_id="t-1"))
     assert code is Code.INTERNAL
@@ -181,7 +181,7 @@ def test_a_defect_tells_no_secrets() -> None:
 
 
 def test_a_request_that_takes_too_long_is_ended() -> None:
-    engine = ScriptedEngine([Delta(text="a", token_ids=[1]), 60.0])
+    engine = ScriptedEngine([Output(text="a", token_ids=[1]), 60.0])
     code, details = refusal(engine, ask(), request_timeout_s=0.1)
     assert code is Code.DEADLINE_EXCEEDED
     assert "0.1 s" in details
@@ -193,9 +193,9 @@ def test_the_times_are_true_and_counted_in_tokens() -> None:
     usage = Usage(completion_tokens=3)
     script = [
         0.1,
-        Delta(text="a long first text", token_ids=[1]),
+        Output(text="a long first text", token_ids=[1]),
         0.2,
-        Delta(text="and another", token_ids=[2, 3], finish=FinishReason.STOP, usage=usage),
+        Output(text="and another", token_ids=[2, 3], finish=FinishReason.STOP, usage=usage),
     ]
     began = time.perf_counter()
     last = predict(ScriptedEngine(script), ask())[-1]
@@ -263,7 +263,7 @@ def test_predictions_are_counted_by_how_they_ended() -> None:
             await answer_to(opened, ask())
             engine.script = answer("x", finish=FinishReason.LENGTH)
             await answer_to(opened, ask())
-            engine.script = [Delta(finish=FinishReason.ERROR)]
+            engine.script = [Output(finish=FinishReason.ERROR)]
             await refused(opened.predict([ask()]))
             engine.refuse = Overloaded("full")
             await refused(opened.predict([ask()]))

@@ -26,8 +26,8 @@ from weft.api.grpc.grpc_server import SERVICES, serve_rpc
 from weft.backends.contract import Health
 from weft.config import load
 from weft.errors import ConfigError
-from weft.serving.admission import Gate
-from weft.types import Delta
+from weft.serving.admission import Admission
+from weft.types import Output
 
 Code = grpc.StatusCode
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
@@ -36,7 +36,7 @@ KEYS = {"api_key": ["first-key", "second-key"]}
 
 async def open_and_close(**settings: Any) -> None:
     config = load({"grpc_port": 0, **settings}, env={})
-    server = await serve_rpc(Gate(config), config)
+    server = await serve_rpc(Admission(config), config)
     await server.stop(0)
 
 
@@ -385,7 +385,7 @@ async def check(channel: grpc.aio.Channel, service: str = "") -> int:
 
 def test_health_is_the_truth_of_the_moment() -> None:
     async def scenario() -> None:
-        engine = ScriptedEngine([Delta(text="a", token_ids=[1]), 60.0])
+        engine = ScriptedEngine([Output(text="a", token_ids=[1]), 60.0])
         async with door(opened=False) as opened:
 
             async def seen() -> tuple[bool, str, int, int, int]:
@@ -471,7 +471,7 @@ def test_it_closes_at_once_when_streams_only_wait() -> None:
 
 def test_it_waits_for_answers_as_long_as_the_grace() -> None:
     async def scenario() -> None:
-        engine = ScriptedEngine([Delta(text="a", token_ids=[1]), 0.3, *answer("b")])
+        engine = ScriptedEngine([Output(text="a", token_ids=[1]), 0.3, *answer("b")])
         async with door(engine) as opened:
             running = asyncio.create_task(answer_to(opened, ask()))
             await eventually(lambda: bool(engine.open))
@@ -479,7 +479,7 @@ def test_it_waits_for_answers_as_long_as_the_grace() -> None:
             responses = await running
             check_whole(responses)
 
-        engine = ScriptedEngine([Delta(text="a", token_ids=[1]), 60.0])
+        engine = ScriptedEngine([Output(text="a", token_ids=[1]), 60.0])
         async with door(engine) as opened:
             call = opened.predict([ask()])
             await call.read()

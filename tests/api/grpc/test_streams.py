@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tests.api.grpc.calls import Client, answer_to, ask, check_whole, door, eventually, failed, refused, text_of
 from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from weft.api.grpc.stream_predict import MAX_OPEN
-from weft.types import Delta, SamplingParams
+from weft.types import Output, SamplingParams
 
 Code = grpc.StatusCode
-FIRST = Delta(text="a", token_ids=[1])
+FIRST = Output(text="a", token_ids=[1])
 
 
 class ByPrompt(ScriptedEngine):
@@ -67,7 +67,7 @@ def test_predictions_of_one_stream_run_side_by_side() -> None:
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.002, 0.02, "x", "世", "\n"]), max_size=12), min_size=1, max_size=8))
 def test_any_mixture_comes_out_in_order(scripts: list[list[Any]]) -> None:
     def played(script: list[Any]) -> list[Step]:
-        steps = [Delta(text=step, token_ids=[1]) if isinstance(step, str) else step for step in script]
+        steps = [Output(text=step, token_ids=[1]) if isinstance(step, str) else step for step in script]
         return [*steps, *answer("!")]
 
     async def scenario() -> None:
@@ -219,7 +219,7 @@ def test_a_client_that_stops_reading_is_not_read_ahead_for() -> None:
             nonlocal taken
             while True:
                 taken += 1
-                yield Delta(text="x" * 10_000, token_ids=[1])
+                yield Output(text="x" * 10_000, token_ids=[1])
 
     async def scenario() -> None:
         engine = Endless()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.api.http import chat, complete, events
 from tests.api.scripted_engine import ScriptedEngine, answer, with_logprobs
 from weft import __version__
-from weft.types import Delta, FinishReason, Usage
+from weft.types import FinishReason, Output, Usage
 
 
 def test_a_chat_answer_has_openai_s_shape() -> None:
@@ -85,7 +85,7 @@ def test_include_usage_adds_one_chunk_without_choices() -> None:
 
 
 def test_a_delta_without_text_gives_no_chunk() -> None:
-    script = [Delta(token_ids=[1]), Delta(text="x", token_ids=[2], finish=FinishReason.STOP)]
+    script = [Output(token_ids=[1]), Output(text="x", token_ids=[2], finish=FinishReason.STOP)]
     assert len(events(complete(ScriptedEngine(script), stream=True))) == 1
     assert len(events(chat(ScriptedEngine(script), stream=True))) == 3
 
@@ -156,8 +156,8 @@ def test_the_pieces_of_a_stream_are_the_whole(texts: list[str]) -> None:
 
 def test_usage_is_the_last_delta_s() -> None:
     script = [
-        Delta(text="a", token_ids=[1], usage=Usage(prompt_tokens=1, completion_tokens=1)),
-        Delta(text="b", token_ids=[2], usage=Usage(prompt_tokens=1, completion_tokens=2), finish=FinishReason.STOP),
+        Output(text="a", token_ids=[1], usage=Usage(prompt_tokens=1, completion_tokens=1)),
+        Output(text="b", token_ids=[2], usage=Usage(prompt_tokens=1, completion_tokens=2), finish=FinishReason.STOP),
     ]
     assert chat(ScriptedEngine(script)).json()["usage"]["total_tokens"] == 3
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.api.http import chat, complete, events
 from tests.api.scripted_engine import ScriptedEngine, answer
-from weft.types import Delta, FinishReason, TokenLogprob, Usage
+from weft.types import FinishReason, Output, TokenLogprob, Usage
 
 CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 
@@ -16,8 +16,8 @@ def with_prompt_logprobs(num_prompt: int) -> list[Any]:
     figures = [TokenLogprob(-1.0 - i, [(120, -0.5)]) for i in range(num_prompt - 1)]
     usage = Usage(prompt_tokens=num_prompt, completion_tokens=2)
     return [
-        Delta(text="a", token_ids=[97], logprobs=[TokenLogprob(-0.1)], prompt_logprobs=figures, queue_seconds=0.25),
-        Delta(text="b", token_ids=[98], logprobs=[TokenLogprob(-0.2)], finish=FinishReason.LENGTH, usage=usage),
+        Output(text="a", token_ids=[97], logprobs=[TokenLogprob(-0.1)], prompt_logprobs=figures, queue_seconds=0.25),
+        Output(text="b", token_ids=[98], logprobs=[TokenLogprob(-0.2)], finish=FinishReason.LENGTH, usage=usage),
     ]
 
 
@@ -54,7 +54,7 @@ def test_choices_stream_side_by_side_each_with_its_role() -> None:
 
 def test_usage_goes_with_every_chunk_when_asked() -> None:
     script = [
-        Delta(text="a", token_ids=[97], usage=Usage(prompt_tokens=3, completion_tokens=1)),
+        Output(text="a", token_ids=[97], usage=Usage(prompt_tokens=3, completion_tokens=1)),
         *answer("b"),
     ]
     for door in (chat, complete):
@@ -76,7 +76,7 @@ def test_token_ids_of_prompt_and_answer() -> None:
 
 
 def test_timings_come_with_the_end_when_asked() -> None:
-    script = [Delta(text="a", token_ids=[97], queue_seconds=0.25), *answer("b")]
+    script = [Output(text="a", token_ids=[97], queue_seconds=0.25), *answer("b")]
     for door in (chat, complete):
         [choice] = door(ScriptedEngine(script), return_timings=True).json()["choices"]
         assert choice["timings"]["queue_ms"] == 250
@@ -87,7 +87,7 @@ def test_timings_come_with_the_end_when_asked() -> None:
 
 
 def test_the_stop_string_is_told() -> None:
-    script = [Delta(text="a", token_ids=[97], finish=FinishReason.STOP, stop_reason="\n")]
+    script = [Output(text="a", token_ids=[97], finish=FinishReason.STOP, stop_reason="\n")]
     for door in (chat, complete):
         assert door(ScriptedEngine(script)).json()["choices"][0]["stop_reason"] == "\n"
         assert events(door(ScriptedEngine(script), stream=True))[-1]["choices"][0]["stop_reason"] == "\n"

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.api.clock import Clock
-from weft.api.openai.response_store import Kept, ResponseStore
+from weft.api.openai.response_store import ResponseStore, StoredResponse
 
 
-def kept(text: str) -> Kept:
-    return Kept(text.encode(), [], [])
+def kept(text: str) -> StoredResponse:
+    return StoredResponse(text.encode(), [], [])
 
 
 SIZE = 100
@@ -32,7 +32,7 @@ def test_bytes_are_bounded_whatever_holds_them() -> None:
     for name in "abcd":
         store.put("", name, kept(TEXT))
     assert (len(store), store.num_bytes) == (3, 3 * SIZE)
-    store.put("", "e", Kept(b"", [{"text": TEXT}], [{"content": TEXT}]))
+    store.put("", "e", StoredResponse(b"", [{"text": TEXT}], [{"content": TEXT}]))
     assert store.get("", "e") is not None
     assert len(store) < 3, "input and conversation count as well"
 

@@ -19,7 +19,7 @@ from tests.api.scripted_engine import ScriptedEngine
 from weft.api.app import build_app
 from weft.config import load
 from weft.errors import EngineFault, Overloaded
-from weft.types import Delta, FinishReason, SamplingParams
+from weft.types import FinishReason, Output, SamplingParams
 
 RESPONSES = "/v1/responses"
 HELLO = {"model": "scripted", "input": "hi"}
@@ -352,7 +352,7 @@ def test_what_the_engine_refuses_keeps_its_status() -> None:
 
 
 def test_a_stream_that_breaks_says_so_and_is_not_kept() -> None:
-    engine = ScriptedEngine([Delta(text="Hel", token_ids=[1]), EngineFault("NaN logits")])
+    engine = ScriptedEngine([Output(text="Hel", token_ids=[1]), EngineFault("NaN logits")])
     client = Client(engine)
     *_, error, failed = named_events(client.ask(stream=True))
     for event in (error, failed):

@@ -14,7 +14,7 @@ from tests.api.http import chat, events
 from tests.api.scripted_engine import ScriptedEngine
 from weft.backends.contract import ChatStyles
 from weft.text.parsers.styles import REASONING_STYLES, TOOL_STYLES
-from weft.types import Delta, FinishReason, Usage
+from weft.types import FinishReason, Output, Usage
 
 HERMES = next(style for style in TOOL_STYLES if style.name == "hermes")
 THINK = REASONING_STYLES[0]
@@ -34,9 +34,9 @@ TEXT = f"<think>Which city?</think>Let me look.{CALLS}"
 def engine_that_says(text: str, *, cuts: list[int] | None = None, finish: FinishReason = FinishReason.STOP) -> Any:
     edges = sorted({0, len(text), *(cut for cut in cuts or () if cut < len(text))})
     parts = [text[a:b] for a, b in pairwise(edges)]
-    script = [Delta(text=part, token_ids=[65]) for part in parts]
+    script = [Output(text=part, token_ids=[65]) for part in parts]
     usage = Usage(prompt_tokens=3, completion_tokens=len(parts))
-    engine = ScriptedEngine([*script, Delta(finish=finish, usage=usage)])
+    engine = ScriptedEngine([*script, Output(finish=finish, usage=usage)])
     engine.styles = ChatStyles(HERMES, THINK)
     return engine
 

@@ -14,7 +14,7 @@ from weft.backends.contract import Engine, Prompt
 from weft.backends.openai_server.remote_engine import RemoteEngine
 from weft.backends.openai_server.start import start
 from weft.config import load
-from weft.types import Delta, SamplingParams
+from weft.types import Output, SamplingParams
 
 DONE = b"data: [DONE]\n\n"
 
@@ -142,7 +142,7 @@ async def connected(peer: ScriptedPeer, **settings: Any) -> AsyncIterator[Remote
         await engine.close()
 
 
-async def all_of(engine: Engine, prompt: Prompt, params: SamplingParams) -> list[Delta]:
+async def all_of(engine: Engine, prompt: Prompt, params: SamplingParams) -> list[Output]:
     return [delta async for delta in await engine.submit(prompt, params)]
 
 

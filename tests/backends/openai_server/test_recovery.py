@@ -34,7 +34,7 @@ from weft.errors import (
     Unavailable,
     WeftError,
 )
-from weft.types import Delta, FinishReason, SamplingParams
+from weft.types import FinishReason, Output, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0)
 CHAT = Conversation(messages=[{"role": "user", "content": "hi"}])
@@ -54,7 +54,7 @@ def answers(
 ) -> tuple[list[Any], list[Asked]]:
     """The deltas, and what the peer was asked, when it answers so to one try after another."""
 
-    async def go() -> tuple[list[Delta], list[Asked]]:
+    async def go() -> tuple[list[Output], list[Asked]]:
         async with ScriptedPeer(settings.pop("owner", "vllm")) as peer:
             tries = iter(handlers)
 
@@ -96,7 +96,7 @@ async def never_answers(reply: Reply, asked: Asked) -> None:
     await reply.gone()
 
 
-def text_of(deltas: list[Delta]) -> str:
+def text_of(deltas: list[Output]) -> str:
     return "".join(delta.text for delta in deltas)
 
 

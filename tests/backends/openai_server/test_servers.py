@@ -12,13 +12,13 @@ import pytest
 from msgspec import Struct
 
 from tests.backends.openai_server.peer import Asked, Reply, ScriptedPeer, all_of, connected
-from weft.backends.contract import FIELD_RULES, Abilities, Conversation, ReadDelta, Terms, check_abilities
-from weft.backends.openai_server.requests import Asker
-from weft.backends.openai_server.servers import KINDS, OTHER, Kind, abilities_of, kind_of
+from weft.backends.contract import FIELD_RULES, Abilities, Conversation, ParsedOutput, Terms, check_abilities
+from weft.backends.openai_server.requests import PeerRequestWriter
+from weft.backends.openai_server.servers import KINDS, OTHER, ServerKind, abilities_of, kind_of
 from weft.errors import InvalidRequest
 from weft.text.grammars.specs import Choice, JsonObject, JsonSchema, Lark, OutputSpec, Regex, written_down
 from weft.text.parsers.pieces import collect
-from weft.types import Delta, FinishReason, SamplingParams
+from weft.types import FinishReason, Output, SamplingParams
 
 RECORDINGS = Path(__file__).parent / "recordings"
 FOLDERS = ("vllm", "llama_cpp", "tensorrt", "mindie")
@@ -55,8 +55,8 @@ async def peer_of(folder: str) -> ScriptedPeer:
     return peer
 
 
-def played(folder: str, prompt: Any, **settings: Any) -> tuple[list[Delta], Asked]:
-    async def go() -> tuple[list[Delta], Asked]:
+def played(folder: str, prompt: Any, **settings: Any) -> tuple[list[Output], Asked]:
+    async def go() -> tuple[list[Output], Asked]:
         async with await peer_of(folder) as peer, connected(peer, **settings) as engine:
             return await all_of(engine, prompt, PARAMS), peer.generations()[0]
 
@@ -84,7 +84,7 @@ def test_a_recorded_chat(folder: str) -> None:
     deltas, asked = played(folder, CHAT)
     assert asked.body["tools"] == [WEATHER]
     assert asked.body["tool_choice"] == "auto", "some servers take silence for none"
-    answer = collect(piece for delta in deltas if isinstance(delta, ReadDelta) for piece in delta.pieces)
+    answer = collect(piece for delta in deltas if isinstance(delta, ParsedOutput) for piece in delta.pieces)
     assert deltas[-1].finish is FinishReason.STOP
     assert deltas[-1].usage.completion_tokens > 0
     assert answer.content == "Let me look."
@@ -157,13 +157,13 @@ class Able(Struct, frozen=True):
 by_name = pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: kind.name)
 
 
-def asked_as_text(kind: Kind, params: SamplingParams, **more: Any) -> dict[str, Any]:
+def asked_as_text(kind: ServerKind, params: SamplingParams, **more: Any) -> dict[str, Any]:
     told = {"priority": 0, "cache_salt": ""} | more
-    return Asker("remote", kind, "model").text("hi", params, **told).body
+    return PeerRequestWriter("remote", kind, "model").text("hi", params, **told).body
 
 
 @by_name
-def test_what_a_kind_takes_is_said_under_its_name_and_nothing_else_is(kind: Kind) -> None:
+def test_what_a_kind_takes_is_said_under_its_name_and_nothing_else_is(kind: ServerKind) -> None:
     body = asked_as_text(kind, EVERYTHING, priority=3, cache_salt="salt")
     own = {field: getattr(EVERYTHING, name, None) for name, field in kind.fields.items()}
     own |= {
@@ -181,7 +181,7 @@ def test_what_a_kind_takes_is_said_under_its_name_and_nothing_else_is(kind: Kind
 
 
 @by_name
-def test_neutral_values_are_said_too(kind: Kind) -> None:
+def test_neutral_values_are_said_too(kind: ServerKind) -> None:
     """A server has defaults of its own: llama.cpp keeps 40 tokens, vLLM reads the model's generation config."""
     body = asked_as_text(kind, SamplingParams(max_tokens=1))
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
@@ -194,7 +194,7 @@ def test_neutral_values_are_said_too(kind: Kind) -> None:
 
 @by_name
 @pytest.mark.parametrize("tokens", [True, False])
-def test_what_a_kind_does_not_take_is_refused(kind: Kind, tokens: bool) -> None:
+def test_what_a_kind_does_not_take_is_refused(kind: ServerKind, tokens: bool) -> None:
     engine = Able(name="remote", abilities=abilities_of(kind, tokens=tokens))
     changes = {
         name: getattr(EVERYTHING, name)
@@ -241,9 +241,9 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCH
 OBJECT = {"response_format": {"type": "json_object"}}
 
 
-def shape(kind: Kind, spec: str, *, chat: bool) -> dict[str, Any] | None:
+def shape(kind: ServerKind, spec: str, *, chat: bool) -> dict[str, Any] | None:
     params = SamplingParams(max_tokens=9, grammar=written_down(SPECS[spec], 64))
-    asker = Asker("remote", kind, "model")
+    asker = PeerRequestWriter("remote", kind, "model")
     try:
         if chat:
             question = asker.chat(CHAT, params, priority=0, cache_salt="")
@@ -256,7 +256,7 @@ def shape(kind: Kind, spec: str, *, chat: bool) -> dict[str, Any] | None:
     return {name: value for name, value in question.body.items() if name not in plain}
 
 
-def vars_of(asker: Asker, chat: bool) -> dict[str, Any]:
+def vars_of(asker: PeerRequestWriter, chat: bool) -> dict[str, Any]:
     params = SamplingParams(max_tokens=9)
     if chat:
         return asker.chat(CHAT, params, priority=0, cache_salt="").body
@@ -292,9 +292,9 @@ def test_templates_are_told_only_what_a_kind_passes_on() -> None:
     thinking = Conversation(messages=CHAT.messages, template_variables={"enable_thinking": False})
     odd = Conversation(messages=CHAT.messages, template_variables={"colour": "red"})
 
-    def told(kind: Kind, chat: Conversation) -> set[str]:
+    def told(kind: ServerKind, chat: Conversation) -> set[str]:
         plain = Conversation(messages=CHAT.messages)
-        asker = Asker("remote", kind, "model")
+        asker = PeerRequestWriter("remote", kind, "model")
         bodies = [asker.chat(c, PARAMS, priority=0, cache_salt="").body for c in (chat, plain)]
         return bodies[0].keys() - bodies[1].keys()
 

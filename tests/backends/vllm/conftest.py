@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.backends.blocking import LoopedEngine
+from weft.backends.blocking import BlockingEngine
 from weft.backends.native import start_native
 
 
@@ -39,9 +39,9 @@ def adapters(vllm_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.fixture(scope="session")
-def native(vllm_model: Path) -> Iterator[LoopedEngine]:
+def native(vllm_model: Path) -> Iterator[BlockingEngine]:
     from tests.backends.vllm.real import config_of
 
     config = config_of(vllm_model, device="cpu", threads=1)
-    with LoopedEngine(lambda: start_native(config)) as looped:
+    with BlockingEngine(lambda: start_native(config)) as looped:
         yield looped

@@ -18,11 +18,11 @@ from msgspec import Struct
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from weft.backends.blocking import LoopedEngine
+from weft.backends.blocking import BlockingEngine
 from weft.backends.contract import Engine, Terms
 from weft.config import Config, load
 from weft.machine.devices import accelerator
-from weft.types import Delta, SamplingParams
+from weft.types import Output, SamplingParams
 
 needs_vllm = [
     pytest.mark.vllm,
@@ -44,7 +44,7 @@ def config_of(model: Path, **flags: Any) -> Config:
 
 
 class Answered(Struct, frozen=True):
-    deltas: list[Delta]
+    deltas: list[Output]
 
     @property
     def text(self) -> str:
@@ -55,7 +55,7 @@ class Answered(Struct, frozen=True):
         return [token for delta in self.deltas for token in delta.token_ids]
 
     @property
-    def last(self) -> Delta:
+    def last(self) -> Output:
         return self.deltas[-1]
 
     @property
@@ -67,7 +67,7 @@ async def answer(engine: Engine, prompt: list[int], params: SamplingParams, **te
     return Answered([delta async for delta in await engine.submit(prompt, params, Terms(**terms))])
 
 
-def ask(looped: LoopedEngine, prompt: list[int], params: SamplingParams, **terms: Any) -> Answered:
+def ask(looped: BlockingEngine, prompt: list[int], params: SamplingParams, **terms: Any) -> Answered:
     return looped.wait(answer(looped.engine, prompt, params, **terms))
 
 
@@ -117,7 +117,7 @@ def engine_core(host: int) -> int:
     return core
 
 
-def host_of(looped: LoopedEngine) -> int:
+def host_of(looped: BlockingEngine) -> int:
     pid: int | None = looped.engine.client.engine_pid  # type: ignore[attr-defined]
     assert pid is not None
     return pid

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.backends.vllm.arguments import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, Kind, arguments_of, refuse
+from weft.backends.vllm.arguments import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, VllmKind, arguments_of, refuse
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.errors import ConfigError, ModelError
@@ -16,7 +16,7 @@ FILES = ModelFiles(name="tiny", kind="huggingface", path=Path("/models/tiny"), w
 GGUF = ModelFiles(name="smollm2", kind="gguf", path=Path("/models/smollm2.gguf"), weight_files=[])
 
 
-def arguments(kind: Kind = CUDA_ASYNC, **flags: Any) -> dict[str, Any]:
+def arguments(kind: VllmKind = CUDA_ASYNC, **flags: Any) -> dict[str, Any]:
     return arguments_of(load(flags, env={}), FILES, kind)
 
 

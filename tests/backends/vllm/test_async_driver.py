@@ -27,7 +27,7 @@ from tests.backends.vllm.real import (
     save_merged,
     wait_until,
 )
-from weft.backends.blocking import LoopedEngine
+from weft.backends.blocking import BlockingEngine
 from weft.backends.contract import NotSupported
 from weft.backends.native import start_native
 from weft.backends.vllm.vllm_engine import start
@@ -48,15 +48,15 @@ def greedy(**fields: Any) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def vllm(vllm_model: Path, adapters: dict[str, str]) -> Iterator[LoopedEngine]:
+def vllm(vllm_model: Path, adapters: dict[str, str]) -> Iterator[BlockingEngine]:
     restore = eager()
     config = config_of(vllm_model, engine="cpu-vllm", max_num_seqs=16, adapter=adapter_settings(adapters))
-    with LoopedEngine(lambda: start(config)) as looped:
+    with BlockingEngine(lambda: start(config)) as looped:
         yield looped
     restore()
 
 
-def test_it_says_what_it_is(vllm: LoopedEngine) -> None:
+def test_it_says_what_it_is(vllm: BlockingEngine) -> None:
     engine, model = vllm.engine, vllm.engine.model
     assert engine.name == "cpu-vllm" and engine.health().ready
     assert (model.device, model.dtype, model.max_model_len, model.logits_width) == ("cpu", "float32", 512, 320)
@@ -66,7 +66,7 @@ def test_it_says_what_it_is(vllm: LoopedEngine) -> None:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=["short", "specials", "long"])
-def test_greedy_answers_are_the_native_engines(vllm: LoopedEngine, native: LoopedEngine, prompt: list[int]) -> None:
+def test_greedy_answers_are_the_native_engines(vllm: BlockingEngine, native: BlockingEngine, prompt: list[int]) -> None:
     mine, theirs = ask(vllm, prompt, GREEDY), ask(native, prompt, GREEDY)
     assert mine.token_ids == theirs.token_ids and mine.text == theirs.text
     assert mine.last.finish is FinishReason.LENGTH
@@ -90,7 +90,7 @@ def test_greedy_answers_are_the_native_engines(vllm: LoopedEngine, native: Loope
     ids=lambda asked: ",".join(asked),
 )
 def test_every_parameter_means_what_it_means_to_the_native_engine(
-    vllm: LoopedEngine, native: LoopedEngine, asked: dict[str, Any]
+    vllm: BlockingEngine, native: BlockingEngine, asked: dict[str, Any]
 ) -> None:
     params, plain = greedy(**asked), ask(vllm, PROMPTS[0], GREEDY)
     mine, theirs = ask(vllm, PROMPTS[0], params), ask(native, PROMPTS[0], params)
@@ -100,7 +100,7 @@ def test_every_parameter_means_what_it_means_to_the_native_engine(
     assert mine.token_ids != plain.token_ids, "the parameter was not tested"
 
 
-def test_log_probabilities_are_the_native_engines(vllm: LoopedEngine, native: LoopedEngine) -> None:
+def test_log_probabilities_are_the_native_engines(vllm: BlockingEngine, native: BlockingEngine) -> None:
     params = greedy(logprobs=3, prompt_logprobs=2, max_tokens=6)
     mine, theirs = (ask(engine, PROMPTS[1], params) for engine in (vllm, native))
     first, other = mine.deltas[0].prompt_logprobs, theirs.deltas[0].prompt_logprobs
@@ -111,7 +111,7 @@ def test_log_probabilities_are_the_native_engines(vllm: LoopedEngine, native: Lo
         assert [value for _, value in score.top] == pytest.approx([value for _, value in wanted.top], abs=1e-4)
 
 
-def test_a_seed_repeats_an_answer(vllm: LoopedEngine) -> None:
+def test_a_seed_repeats_an_answer(vllm: BlockingEngine) -> None:
     def drawn(seed: int | None) -> list[int]:
         return ask(vllm, PROMPTS[0], SamplingParams(temperature=1, seed=seed, max_tokens=12, ignore_eos=True)).token_ids
 
@@ -120,7 +120,7 @@ def test_a_seed_repeats_an_answer(vllm: LoopedEngine) -> None:
     assert drawn(None) != drawn(None)
 
 
-def test_a_stop_string_ends_it_here_and_in_vllm(vllm: LoopedEngine) -> None:
+def test_a_stop_string_ends_it_here_and_in_vllm(vllm: BlockingEngine) -> None:
     plain = ask(vllm, PROMPTS[0], greedy(max_tokens=200))
     stop = next(pair for i in range(8, 100) if (pair := plain.text[i : i + 2]).isascii())
     cut = ask(vllm, PROMPTS[0], greedy(max_tokens=200, stop=(stop,)))
@@ -130,7 +130,7 @@ def test_a_stop_string_ends_it_here_and_in_vllm(vllm: LoopedEngine) -> None:
     wait_until(lambda: vllm.engine.stats().running == 0)
 
 
-def test_structured_output_keeps_to_its_form(vllm: LoopedEngine) -> None:
+def test_structured_output_keeps_to_its_form(vllm: BlockingEngine) -> None:
     writer = GrammarWriter({}, max_schema_depth=8)
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     for spec, fits in (
@@ -144,12 +144,12 @@ def test_structured_output_keeps_to_its_form(vllm: LoopedEngine) -> None:
         assert re.fullmatch(fits, got.text), got.text
 
 
-def test_a_form_that_is_none_is_the_requests_fault(vllm: LoopedEngine) -> None:
+def test_a_form_that_is_none_is_the_requests_fault(vllm: BlockingEngine) -> None:
     got = ask(vllm, PROMPTS[0], SamplingParams(max_tokens=5, grammar="start: missing_rule\n%llguidance {}\n"))
     assert got.last.finish is FinishReason.REJECTED and "missing_rule" in got.last.error
 
 
-def test_leaving_ends_a_request_at_once(vllm: LoopedEngine) -> None:
+def test_leaving_ends_a_request_at_once(vllm: BlockingEngine) -> None:
     async def leave() -> None:
         deltas = await vllm.engine.submit(PROMPTS[0], greedy(max_tokens=400))
         async for _ in deltas:
@@ -163,7 +163,7 @@ def test_leaving_ends_a_request_at_once(vllm: LoopedEngine) -> None:
     assert vllm.engine.stats().generation_tokens < before + 100, "it went on"
 
 
-def test_sixteen_at_once_are_batched_and_each_is_as_alone(vllm: LoopedEngine) -> None:
+def test_sixteen_at_once_are_batched_and_each_is_as_alone(vllm: BlockingEngine) -> None:
     prompts = [[5 + i, 6, 7] for i in range(16)]
     alone = [ask(vllm, prompt, GREEDY).token_ids for prompt in prompts]
     before = vllm.engine.stats()
@@ -177,7 +177,7 @@ def test_sixteen_at_once_are_batched_and_each_is_as_alone(vllm: LoopedEngine) ->
     assert now.steps - before.steps < 16 * 24 / 4, "they were computed one after the other"
 
 
-def test_prompts_that_begin_alike_share_their_beginning_unless_salted(vllm: LoopedEngine) -> None:
+def test_prompts_that_begin_alike_share_their_beginning_unless_salted(vllm: BlockingEngine) -> None:
     prompt = [(11 * i + 3) % 256 for i in range(300)]
 
     def cached(**more: Any) -> int:
@@ -190,7 +190,7 @@ def test_prompts_that_begin_alike_share_their_beginning_unless_salted(vllm: Loop
 
 
 def test_tc_008_adapters_are_switched_by_the_request(
-    vllm: LoopedEngine, vllm_model: Path, adapters: dict[str, str], tmp_path: Path
+    vllm: BlockingEngine, vllm_model: Path, adapters: dict[str, str], tmp_path: Path
 ) -> None:
     def told(adapter: str) -> list[int]:
         return ask(vllm, PROMPTS[0], GREEDY, adapter=adapter).token_ids
@@ -205,11 +205,11 @@ def test_tc_008_adapters_are_switched_by_the_request(
 
     assert [got.token_ids for got in vllm.wait(together())] == [red, plain, blue, red], "in one batch"
     merged = save_merged(tmp_path / "merged", vllm_model, Path(adapters["red"]))
-    with LoopedEngine(lambda: start_native(config_of(merged, device="cpu", threads=1))) as weighed:
+    with BlockingEngine(lambda: start_native(config_of(merged, device="cpu", threads=1))) as weighed:
         assert ask(weighed, PROMPTS[0], GREEDY).token_ids == red, "W + 2BA"
 
 
-def test_adapters_come_and_go(vllm: LoopedEngine, vllm_model: Path, tmp_path: Path) -> None:
+def test_adapters_come_and_go(vllm: BlockingEngine, vllm_model: Path, tmp_path: Path) -> None:
     vllm.wait(vllm.engine.load_adapter("green", str(save_adapter(tmp_path / "green", vllm_model, 7))))
     assert [adapter.number for adapter in vllm.engine.adapters] == [1, 2, 3]
     assert ask(vllm, PROMPTS[0], GREEDY, adapter="green").last.finish is FinishReason.LENGTH
@@ -225,7 +225,7 @@ def test_adapters_come_and_go(vllm: LoopedEngine, vllm_model: Path, tmp_path: Pa
     assert vllm.engine.restarts() == 0, "and nobody else's"
 
 
-def test_what_it_cannot_is_refused(vllm: LoopedEngine) -> None:
+def test_what_it_cannot_is_refused(vllm: BlockingEngine) -> None:
     with pytest.raises(NotSupported):
         vllm.wait(vllm.engine.embed(PROMPTS[0], Pooling.MEAN))
     with pytest.raises(InvalidRequest, match="empty"):
@@ -236,12 +236,12 @@ def test_what_it_cannot_is_refused(vllm: LoopedEngine) -> None:
         vllm.wait(vllm.engine.start_profile("/nowhere"))
 
 
-def test_priorities_and_times_are_told(vllm: LoopedEngine) -> None:
+def test_priorities_and_times_are_told(vllm: BlockingEngine) -> None:
     got = ask(vllm, PROMPTS[0], GREEDY, priority=-3)
     assert got.deltas[0].queue_seconds is not None and got.deltas[0].queue_seconds >= 0
 
 
-def test_a_core_that_is_killed_is_replaced_and_the_stream_goes_on(vllm: LoopedEngine) -> None:
+def test_a_core_that_is_killed_is_replaced_and_the_stream_goes_on(vllm: BlockingEngine) -> None:
     """The last of this file: another vLLM answers from here on."""
     params = greedy(max_tokens=300)
     whole = ask(vllm, PROMPTS[0], params)

@@ -22,7 +22,7 @@ from tests.backends.vllm.groups import group_of
 from tests.backends.vllm.real import ask, eager, engine_core, needs_vllm, wait_until
 from tests.e2e.server import Server
 from weft.backends import create_engine
-from weft.backends.blocking import LoopedEngine
+from weft.backends.blocking import BlockingEngine
 from weft.types import SamplingParams
 
 pytestmark = needs_vllm
@@ -79,7 +79,7 @@ def test_a_chat_is_streamed_as_it_is_answered_whole(server: VllmServer) -> None:
     assert got[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"] == 30
 
 
-def test_the_answer_is_the_native_engines(server: VllmServer, native: LoopedEngine) -> None:
+def test_the_answer_is_the_native_engines(server: VllmServer, native: BlockingEngine) -> None:
     prompt = [5, 6, 7]
     body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 2, "ignore_eos": True}
     choice = server.post("/v1/completions", **body).json()["choices"][0]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.backends.vllm.failure_causes import Cause, cause_of, load_failure, logging_config, noted
+from weft.backends.vllm.failure_causes import FailureCause, cause_of, load_failure, logging_config, noted
 from weft.errors import ModelError, OutOfMemory
 
 
@@ -65,9 +65,9 @@ def test_words_are_no_reason(error: BaseException) -> None:
 
 
 def test_the_first_error_is_told_and_a_shortage_before_all() -> None:
-    first, second = Cause(message="KeyError: 'a'"), Cause(message="RuntimeError: b")
+    first, second = FailureCause(message="KeyError: 'a'"), FailureCause(message="RuntimeError: b")
     assert "KeyError" in load_failure(RuntimeError("c"), [first, second]).message
-    shortage = load_failure(RuntimeError("c"), [first, Cause(message="x", is_out_of_memory=True), second])
+    shortage = load_failure(RuntimeError("c"), [first, FailureCause(message="x", is_out_of_memory=True), second])
     assert isinstance(shortage, OutOfMemory) and "x" in shortage.message
 
 

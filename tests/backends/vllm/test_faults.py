@@ -15,8 +15,8 @@ import pytest
 from tests.backends.vllm.groups import group_of
 from tests.backends.vllm.real import Heard, config_of, eager, needs_vllm
 from weft.backends import start_engine
-from weft.backends.blocking import LoopedEngine
-from weft.backends.failover import HybridEngine
+from weft.backends.blocking import BlockingEngine
+from weft.backends.failover import FailoverEngine
 from weft.types import FinishReason, SamplingParams
 
 pytestmark = needs_vllm
@@ -35,26 +35,26 @@ def heard() -> Iterator[Heard]:
 
 
 @pytest.fixture(scope="module")
-def served(long_model: Path, heard: Heard) -> Iterator[LoopedEngine]:
+def served(long_model: Path, heard: Heard) -> Iterator[BlockingEngine]:
     """Asked for a context for which there is no memory. Its process may not be replaced; native stands behind it."""
     restore = eager()
     more = {"max_model_len": TOO_LONG, "kv_cache_memory_mb": 16, "max_restarts": 0, "image_model": "none"}
     config = config_of(long_model, engine="cpu-vllm,native", **more)
-    with LoopedEngine(lambda: start_engine(config)) as looped:
+    with BlockingEngine(lambda: start_engine(config)) as looped:
         yield looped
     restore()
 
 
-def test_short_of_memory_it_is_tried_with_less(served: LoopedEngine, heard: Heard) -> None:
+def test_short_of_memory_it_is_tried_with_less(served: BlockingEngine, heard: Heard) -> None:
     assert served.engine.name == "cpu-vllm"
     assert 300 < served.engine.model.max_model_len < TOO_LONG
     assert any(said.startswith("It does not fit (as asked)") for said in heard.said)
     assert any(said.startswith("It is tried with less: --max-model-len") for said in heard.said)
 
 
-def test_killed_for_good_in_mid_stream_the_next_engine_goes_on(served: LoopedEngine, heard: Heard) -> None:
+def test_killed_for_good_in_mid_stream_the_next_engine_goes_on(served: BlockingEngine, heard: Heard) -> None:
     hybrid = served.engine
-    assert isinstance(hybrid, HybridEngine)
+    assert isinstance(hybrid, FailoverEngine)
     host: int = hybrid._engine.client.engine_pid  # type: ignore[attr-defined]
 
     async def answered(*, kill: bool) -> list[int]:

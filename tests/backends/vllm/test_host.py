@@ -15,18 +15,18 @@ import pytest
 from tests.backends.vllm.real import save_adapter
 from weft.backends.adapters import Adapters
 from weft.backends.contract import NotSupported, Terms
-from weft.backends.model_text import open_text_room
+from weft.backends.model_text import open_model_text
 from weft.backends.native import find_model
 from weft.backends.vllm import host
-from weft.backends.vllm.arguments import CPU, Orders
-from weft.backends.vllm.open_requests import Desk
+from weft.backends.vllm.arguments import CPU, DriverOptions
+from weft.backends.vllm.open_requests import OpenRequests
 from weft.backends.vllm.vllm_engine import VllmEngine
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.wire import Start, receive
 from weft.errors import InvalidRequest, ModelError
 from weft.serving.image_request import drawing_model
-from weft.types import Delta, Event, FinishReason, ImageParams, ModelInfo, Pooling, Request, SamplingParams
+from weft.types import Event, FinishReason, ImageParams, ModelInfo, Output, Pooling, Request, SamplingParams
 
 DEADLY = 99
 """A prompt that begins so kills the first driver after two tokens."""
@@ -37,7 +37,7 @@ class CountingDriver:
 
     made: list[CountingDriver]
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: OpenRequests) -> None:
         self.desk = desk
         self.requests: dict[str, Request] = {}
         self.aborted: list[str] = []
@@ -97,7 +97,7 @@ class HostThread:
     def _run(self) -> None:
         start = receive(self._theirs)
         assert isinstance(start, Start)
-        orders = Orders(kind=CPU, folder=self._folder.name)
+        orders = DriverOptions(kind=CPU, folder=self._folder.name)
         asyncio.run(host.serve(self._theirs, orders, start))
 
     def kill(self) -> None:
@@ -130,7 +130,7 @@ def in_a_house(
             files = find_model(config)
             client = EngineClient(config, files, HostThread)
             await client.start()
-            room = open_text_room(files, config.model)
+            room = open_model_text(files, config.model)
             adapters = Adapters("tiny", files)
             engine = VllmEngine(CPU, client, room, adapters, takes_adapters=True, has_grammars=True)
             try:
@@ -144,12 +144,12 @@ def in_a_house(
     return run
 
 
-async def told(engine: VllmEngine, prompt: list[int], max_tokens: int = 5, **terms: Any) -> list[Delta]:
+async def told(engine: VllmEngine, prompt: list[int], max_tokens: int = 5, **terms: Any) -> list[Output]:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return [delta async for delta in await engine.submit(prompt, params, Terms(**terms))]
 
 
-def tokens(deltas: list[Delta]) -> list[int]:
+def tokens(deltas: list[Output]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from weft.backends.vllm.open_requests import Desk
-from weft.backends.vllm.stats import Figures
-from weft.engine.wire import FromEngine, Output, Started
+from weft.backends.vllm.open_requests import OpenRequests
+from weft.backends.vllm.stats import VllmStats
+from weft.engine.wire import FromEngine, Started, StepOutput
 from weft.errors import EngineFault, InvalidRequest
 from weft.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
 
 
-class Sent(Desk):
+class Sent(OpenRequests):
     """Keeps what it would send."""
 
     def __init__(self, max_running: int = 2) -> None:
-        super().__init__(None, Figures(), max_running)  # type: ignore[arg-type]
+        super().__init__(None, VllmStats(), max_running)  # type: ignore[arg-type]
         self.sent: list[FromEngine] = []
 
     def send(self, message: FromEngine) -> None:
@@ -28,8 +28,8 @@ class Sent(Desk):
         return [message.request_ids for message in self.sent if isinstance(message, Started)]
 
     @property
-    def outputs(self) -> list[Output]:
-        return [message for message in self.sent if isinstance(message, Output)]
+    def outputs(self) -> list[StepOutput]:
+        return [message for message in self.sent if isinstance(message, StepOutput)]
 
 
 def requests(*names: str) -> list[Request]:
@@ -152,8 +152,8 @@ def test_it_dies_once() -> None:
     at_a_desk(scenario)
 
 
-def figures_of(**stats: Any) -> Figures:
-    figures = Figures()
+def figures_of(**stats: Any) -> VllmStats:
+    figures = VllmStats()
     figures.logger(Named(cache_config=Named(num_gpu_blocks=200)), 0)
     figures.record(Named(**stats["scheduler"]), Named(**stats["iteration"]))
     return figures

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.backends.vllm.sampling_params import Answer, prompt_of, sampling_of
+from weft.backends.vllm.sampling_params import VllmAnswer, prompt_of, sampling_of
 from weft.errors import EngineFault
 from weft.types import FinishReason, Request, SamplingParams, TokenLogprob
 
@@ -91,7 +91,7 @@ def scored(logprob: float, rank: int) -> Any:
 
 
 def test_only_the_first_event_tells_of_the_prompt() -> None:
-    answer = Answer(request())
+    answer = VllmAnswer(request())
     times = SimpleNamespace(queued_ts=10.0, scheduled_ts=10.25)
     first, second = answer.event(output([5], metrics=times)), answer.event(output([6], metrics=times))
     assert (first.cached_tokens, first.queue_seconds) == (16, 0.25)
@@ -109,20 +109,20 @@ def test_only_the_first_event_tells_of_the_prompt() -> None:
     ],
 )
 def test_how_it_ends(said: str, reason: FinishReason, stop_token: int | None) -> None:
-    event = Answer(request()).event(output([9], finish=said))
+    event = VllmAnswer(request()).event(output([9], finish=said))
     assert event.finish is reason and event.stop_token_id == stop_token
     assert bool(event.error) == (reason is FinishReason.ERROR)
 
 
 def test_log_probabilities_are_the_chosen_tokens_and_the_likeliest_by_rank() -> None:
     table = {7: scored(-5.0, 40), 3: scored(-0.1, 1), 4: scored(-2.0, 2)}
-    event = Answer(request(logprobs=2)).event(output([7], logprobs=[table]))
+    event = VllmAnswer(request(logprobs=2)).event(output([7], logprobs=[table]))
     assert event.logprobs == [TokenLogprob(-5.0, [(3, -0.1), (4, -2.0)])]
-    alone = Answer(request(logprobs=0)).event(output([7], logprobs=[{7: scored(-5.0, 40)}]))
+    alone = VllmAnswer(request(logprobs=0)).event(output([7], logprobs=[{7: scored(-5.0, 40)}]))
     assert alone.logprobs == [TokenLogprob(-5.0, [])]
 
 
 def test_log_probabilities_of_a_prompt_are_of_all_its_tokens_but_the_first() -> None:
     tables = [None, {2: scored(-1.0, 1)}, {3: scored(-3.0, 2), 8: scored(-0.5, 1)}]
-    event = Answer(request(prompt_logprobs=1)).event(output([7], prompt_logprobs=tables))
+    event = VllmAnswer(request(prompt_logprobs=1)).event(output([7], prompt_logprobs=tables))
     assert event.prompt_logprobs == [TokenLogprob(-1.0, [(2, -1.0)]), TokenLogprob(-3.0, [(8, -0.5)])]

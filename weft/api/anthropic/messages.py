@@ -29,16 +29,16 @@ from weft.api.anthropic.messages_schema import (
 from weft.api.body import parse
 from weft.api.error_responses import error_body
 from weft.api.handler import Order
-from weft.api.openai.openai_answers import Output
+from weft.api.openai.openai_answers import CollectedOutput
 from weft.api.openai.openai_schema import ChatRequest
 from weft.api.sse import named_event
 from weft.api.translate import ChatJob, chat_job
 from weft.backends.contract import num_tokens, tokens_of, tokens_unknown
 from weft.errors import InvalidRequest, WeftError
-from weft.serving.admission import Seat
-from weft.serving.output_reader import Blocks, Change, Closed, Grown, Kind, Opened
-from weft.serving.served_model import Service
-from weft.types import Delta, FinishReason, Usage
+from weft.serving.admission import RequestContext
+from weft.serving.output_reader import BlockKind, Change, Closed, Grown, Opened, OutputBlocks
+from weft.serving.served_model import ServedModel
+from weft.types import FinishReason, Output, Usage
 
 
 def chat_request(request: MessagesRequest) -> ChatRequest:
@@ -157,14 +157,14 @@ class MessagesWriter:
     def __init__(self, chat: ChatJob) -> None:
         self.answer_id = f"msg_{uuid.uuid4().hex}"
         self._model_name = chat.job.model_name
-        self._blocks = Blocks(chat.reading.reader())
+        self._blocks = OutputBlocks(chat.reading.reader())
         self._usage = Usage(prompt_tokens=num_tokens(chat.job.prompts[0]))
 
     def opening(self) -> bytes:
         message = self._message(None, None, self._usage)
         return named_event("message_start", {"type": "message_start", "message": message})
 
-    def chunks(self, index: int, delta: Delta) -> bytes:
+    def chunks(self, index: int, delta: Output) -> bytes:
         if delta.usage.prompt_tokens:
             self._usage = delta.usage
         changes = self._blocks.push(delta)
@@ -179,7 +179,7 @@ class MessagesWriter:
     def failure(self, error: WeftError) -> bytes:
         return named_event("error", anthropic_error(error.status, error_body(error).error.message))
 
-    def whole(self, outputs: Sequence[Output]) -> bytes:
+    def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         [output] = outputs
         self._blocks.push(output.whole)
         stop_reason, stop_sequence = self._stop(output.finish, output.stop_reason)
@@ -214,7 +214,7 @@ class MessagesWriter:
             return "max_tokens", None
         if isinstance(matched, str):
             return "stop_sequence", matched
-        called = any(block.kind is Kind.CALL for block in self._blocks.all)
+        called = any(block.kind is BlockKind.CALL for block in self._blocks.all)
         return "tool_use" if called else "end_turn", None
 
 
@@ -233,17 +233,17 @@ def _event(change: Change) -> bytes:
             return named_event(name, {"type": name, "index": index})
 
 
-def _delta(kind: Kind, text: str) -> dict[str, str]:
+def _delta(kind: BlockKind, text: str) -> dict[str, str]:
     match kind:
-        case Kind.TEXT:
+        case BlockKind.TEXT:
             return {"type": "text_delta", "text": text}
-        case Kind.THINKING:
+        case BlockKind.THINKING:
             return {"type": "thinking_delta", "thinking": text}
-        case Kind.CALL:
+        case BlockKind.CALL:
             return {"type": "input_json_delta", "partial_json": text}
 
 
-async def messages_door(body: bytes, seat: Seat) -> Order:
+async def messages_endpoint(body: bytes, seat: RequestContext) -> Order:
     request = await parse(MessagesRequest, body, seat.config.limits)
     service = await seat.choose(request.model)
     _check(request, service)
@@ -251,7 +251,7 @@ async def messages_door(body: bytes, seat: Seat) -> Order:
     return Order(chat.job, MessagesWriter(chat))
 
 
-async def count_tokens(body: bytes, seat: Seat) -> TokenCount:
+async def count_tokens(body: bytes, seat: RequestContext) -> TokenCount:
     request = await parse(CountTokensRequest, body, seat.config.limits)
     service = await seat.choose(request.model)
     _check(request, service)
@@ -261,7 +261,7 @@ async def count_tokens(body: bytes, seat: Seat) -> TokenCount:
     return TokenCount(len(tokens_of(chat.job.prompts[0])))
 
 
-def _check(request: CountTokensRequest, service: Service) -> None:
+def _check(request: CountTokensRequest, service: ServedModel) -> None:
     service.check_model(request.model)
     wants_thoughts = request.thinking is not None and request.thinking.type == "enabled"
     # An engine that is given text tells thoughts apart itself, where there are any.

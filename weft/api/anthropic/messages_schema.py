@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.api.error_responses import ErrorBody
 from weft.api.openai.openai_schema import TOOL_NAME, Fields, NotYet
-from weft.serving.output_reader import Block, Kind
+from weft.serving.output_reader import BlockKind, OutputBlock
 from weft.types import Usage
 
 
@@ -274,14 +274,14 @@ def message_usage(usage: Usage) -> MessageUsage:
     )
 
 
-def answer_block(block: Block, text: str) -> AnswerBlock:
+def answer_block(block: OutputBlock, text: str) -> AnswerBlock:
     """The block with this text, as far as it is known."""
     match block.kind:
-        case Kind.TEXT:
+        case BlockKind.TEXT:
             return TextAnswer(text)
-        case Kind.THINKING:
+        case BlockKind.THINKING:
             return ThinkingAnswer(text)
-        case Kind.CALL:
+        case BlockKind.CALL:
             return ToolUseAnswer(block.call_id, block.name, _input(text))
 
 

@@ -27,7 +27,7 @@ from weft.api.grpc.status import Status, refuse
 from weft.config import Config, GrpcOptions
 from weft.errors import ConfigError
 from weft.observe import traces
-from weft.serving.admission import Gate
+from weft.serving.admission import Admission
 from weft.serving.auth import HOW, presented
 
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -127,7 +127,7 @@ NO_KEY = Status(grpc.StatusCode.UNAUTHENTICATED, f"This server wants an API key:
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Admission) -> None:
         self._gate = gate
         # Whatever kind of method was called: this kind can end a call that sends nothing.
         self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refuse)
@@ -168,7 +168,7 @@ Context = grpc.aio.ServicerContext[HealthCheckRequest, HealthCheckResponse]
 
 
 class Probes(health_pb2_grpc.HealthServicer):
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Admission) -> None:
         self._gate = gate
         self._closing = asyncio.Event()
 
@@ -225,7 +225,7 @@ class RpcServer:
         await self._server.stop(grace_s)
 
 
-async def serve_rpc(gate: Gate, config: Config) -> RpcServer:
+async def serve_rpc(gate: Admission, config: Config) -> RpcServer:
     """Open the door, on the running event loop. Raises ConfigError when it cannot be where it is told to be."""
     options = config.grpc
     server = grpc.aio.server(interceptors=[KeyCheck(gate)], options=_channel_options(config))

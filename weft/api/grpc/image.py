@@ -18,11 +18,11 @@ from weft.api.grpc.prediction import SERVED_MODEL
 from weft.api.openai.images_schema import job_from
 from weft.errors import InvalidRequest
 from weft.payloads import AdditionalInformation, InfoEntry, PromptEmbeds, Tensor, Value
-from weft.serving.admission import Seat
+from weft.serving.admission import RequestContext
 from weft.serving.guard import guarded, no_hang_up
 from weft.serving.image_generation import Drawing, Finished, Step
 from weft.serving.image_request import ImageJob, Wish, check_allowed, check_image_model, sampler_named
-from weft.serving.served_model import Service
+from weft.serving.served_model import ServedModel
 
 Send = Callable[[GenerateImageUpdate], Awaitable[None]]
 
@@ -30,7 +30,7 @@ OPTIONAL = ("seed", "steps", "guidance_scale", "width", "height")
 
 
 class ImageCall:
-    def __init__(self, trace_id: str, seat: Seat, send: Send, arrived: float) -> None:
+    def __init__(self, trace_id: str, seat: RequestContext, send: Send, arrived: float) -> None:
         self._trace_id = trace_id
         self._seat = seat
         self._send = send
@@ -71,7 +71,7 @@ class ImageCall:
         await self._send(update)
 
 
-async def image_job(request: GenerateImageRequest, service: Service) -> ImageJob:
+async def image_job(request: GenerateImageRequest, service: ServedModel) -> ImageJob:
     """The request as the engine understands it; raises what is wrong with it."""
     name = None if request.model_id in SERVED_MODEL else request.model_id
     check_image_model(name, service.model_name, service.engine)

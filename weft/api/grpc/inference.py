@@ -29,14 +29,14 @@ from weft.api.grpc.stream_predict import PredictionStream, in_time
 from weft.config import GrpcOptions
 from weft.errors import InvalidRequest, Overloaded, WeftError
 from weft.observe.metrics import Metrics
-from weft.serving.admission import Gate
+from weft.serving.admission import Admission
 from weft.serving.auth import presented
-from weft.serving.model_slot import Slot
+from weft.serving.model_slot import ModelSlot
 from weft.types import FinishReason
 
 
 class Commands:
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Admission) -> None:
         self._gate = gate
 
     async def obey(self, request: ControlMessage, keys: Iterable[str]) -> dict[str, str]:
@@ -71,7 +71,7 @@ class Commands:
             names["loaded"] = ",".join(slot.name for slot in slots if slot.is_open)
         return names
 
-    def _slot(self, request: ControlMessage, keys: Iterable[str]) -> Slot:
+    def _slot(self, request: ControlMessage, keys: Iterable[str]) -> ModelSlot:
         self._check_admin(keys)
         return self._gate.fleet.named(request.payload.get("model_id", ""))
 
@@ -121,7 +121,7 @@ Context = grpc.aio.ServicerContext[bytes, Message]
 
 
 class Inference:
-    def __init__(self, gate: Gate, options: GrpcOptions) -> None:
+    def __init__(self, gate: Admission, options: GrpcOptions) -> None:
         self._gate = gate
         self._options = options
         self._commands = Commands(gate)

@@ -13,12 +13,12 @@ from weft.api.translate import LONG_PROMPT
 from weft.backends.contract import text_prompt
 from weft.config import GrpcOptions
 from weft.errors import InvalidRequest
-from weft.serving.admission import Seat
+from weft.serving.admission import RequestContext
 from weft.serving.generation import Generation
 from weft.serving.guard import guarded, no_hang_up
 from weft.serving.request import Job
-from weft.serving.served_model import Service
-from weft.types import Delta, SamplingParams
+from weft.serving.served_model import ServedModel
+from weft.types import Output, SamplingParams
 
 
 class ChunkBuffer:
@@ -94,7 +94,7 @@ PARAMETERS = {
 
 
 class Prediction:
-    def __init__(self, trace_id: str, seat: Seat, options: GrpcOptions, send: Send, arrived: float) -> None:
+    def __init__(self, trace_id: str, seat: RequestContext, options: GrpcOptions, send: Send, arrived: float) -> None:
         self.num_tokens = 0
         self._begun = False
         self._trace_id = trace_id
@@ -143,7 +143,7 @@ class Prediction:
         finally:
             self._buffer.end()
 
-    def _take(self, _: int, delta: Delta) -> Awaitable[None] | None:
+    def _take(self, _: int, delta: Output) -> Awaitable[None] | None:
         if delta.token_ids or delta.text:
             self._last_token = time.perf_counter()
             if not self._begun:
@@ -160,7 +160,7 @@ class Prediction:
         await self._send(response)
 
 
-async def job_of(request: StreamPredictRequest, service: Service) -> Job:
+async def job_of(request: StreamPredictRequest, service: ServedModel) -> Job:
     """The request as the engine understands it; raises what is wrong with it."""
     model_name = service.model_name if request.model_id in SERVED_MODEL else request.model_id
     service.check_model(model_name)

@@ -16,7 +16,7 @@ from weft.api.grpc.prediction import Prediction, Send
 from weft.api.grpc.status import MAX_TRACE_ID, Status, parse, status_of, take_up
 from weft.config import GrpcOptions
 from weft.errors import InvalidRequest, RequestTimeout, Unavailable
-from weft.serving.admission import Gate
+from weft.serving.admission import Admission
 
 
 async def in_time(sending: Awaitable[None], patience_s: float) -> None:
@@ -37,7 +37,7 @@ MAX_OPEN = 128
 class PredictionStream:
     """A failure ends the call, but not the predictions that were begun before it: they are finished first."""
 
-    def __init__(self, gate: Gate, options: GrpcOptions, send: Send) -> None:
+    def __init__(self, gate: Admission, options: GrpcOptions, send: Send) -> None:
         self._gate = gate
         self._options = options
         self._send_now = send

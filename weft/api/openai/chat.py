@@ -20,8 +20,8 @@ from weft.api.openai.openai_answers import (
     ChatCompletion,
     ChatLogprobs,
     ChatMessage,
+    CollectedOutput,
     MadeCall,
-    Output,
     UsageBody,
     timings_body,
     usage_body,
@@ -31,12 +31,12 @@ from weft.api.sse import ChunkFrame, ChunkHead
 from weft.api.translate import ChatJob, chat_job
 from weft.backends.contract import Engine, tokens_of
 from weft.errors import WeftError
-from weft.serving.admission import Seat
+from weft.serving.admission import RequestContext
 from weft.text.parsers.pieces import Answer, CallArguments, CallStarted, Content, Piece, Reasoning, collect
-from weft.types import Delta, FinishReason, TokenLogprob, Usage
+from weft.types import FinishReason, Output, TokenLogprob, Usage
 
 
-async def chat_door(body: bytes, seat: Seat) -> Order:
+async def chat_endpoint(body: bytes, seat: RequestContext) -> Order:
     request = await parse(ChatRequest, body, seat.config.limits)
     service = await seat.choose(request.model)
     service.check_model(request.model)
@@ -81,7 +81,7 @@ class ChatWriter:
         first, *others = self._before_delta
         return first + role + self._frame.after_with(fields) + b"".join(b + role + self._frame.after for b in others)
 
-    def chunks(self, index: int, delta: Delta) -> bytes:
+    def chunks(self, index: int, delta: Output) -> bytes:
         if self._is_simple and not (delta.logprobs or delta.finish or delta.prompt_logprobs):
             return self._before_text[index] + msgspec.json.encode(delta.text) + self._after_text if delta.text else b""
         self._usages[index] = delta.usage
@@ -103,7 +103,7 @@ class ChatWriter:
     def failure(self, error: WeftError) -> bytes:
         return sse.error_event(error)
 
-    def whole(self, outputs: Sequence[Output]) -> bytes:
+    def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         first = outputs[0]
         asked = self._request.return_token_ids
         return msgspec.json.encode(
@@ -121,7 +121,7 @@ class ChatWriter:
             )
         )
 
-    def _chunk(self, index: int, body: dict[str, object], delta: Delta | None) -> bytes:
+    def _chunk(self, index: int, body: dict[str, object], delta: Output | None) -> bytes:
         """A chunk of one piece; the first one that a delta gives has the figures of the delta's tokens."""
         choice: dict[str, object] = {"logprobs": None, "finish_reason": None}
         if delta is not None and delta.logprobs:
@@ -133,7 +133,7 @@ class ChatWriter:
             fields["prompt_logprobs"] = prompt_logprobs(self._engine.tokenizer, self._prompt, delta.prompt_logprobs)
         return self._written(index, body, choice, fields)
 
-    def _last_chunk(self, index: int, delta: Delta) -> bytes:
+    def _last_chunk(self, index: int, delta: Output) -> bytes:
         choice: dict[str, object] = {"logprobs": None, "finish_reason": self._finish(index, delta.finish)}
         if delta.stop_reason is not None:
             choice["stop_reason"] = delta.stop_reason
@@ -151,7 +151,7 @@ class ChatWriter:
         rest = b"," + msgspec.json.encode(choice)[1:]
         return self._before_delta[index] + msgspec.json.encode(body) + rest + self._frame.after_with(fields)
 
-    def _choice(self, index: int, output: Output) -> ChatChoice:
+    def _choice(self, index: int, output: CollectedOutput) -> ChatChoice:
         answer = collect(self._readers[index].read(output.whole))
         self._has_called[index] = bool(answer.tool_calls)
         timed = self._request.return_timings and output.timings is not None

@@ -15,10 +15,10 @@ from weft.api.handler import Order
 from weft.api.openai.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
+    CollectedOutput,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    Output,
     PromptLogprobs,
     UsageBody,
     timings_body,
@@ -29,11 +29,11 @@ from weft.api.sse import ChunkFrame, ChunkHead
 from weft.api.translate import CompletionJob, completion_job
 from weft.backends.contract import Engine, tokens_of
 from weft.errors import WeftError
-from weft.serving.admission import Seat
-from weft.types import Delta, TokenLogprob, Usage
+from weft.serving.admission import RequestContext
+from weft.types import Output, TokenLogprob, Usage
 
 
-async def completion_door(body: bytes, seat: Seat) -> Order:
+async def completions_endpoint(body: bytes, seat: RequestContext) -> Order:
     request = await parse(CompletionRequest, body, seat.config.limits)
     service = await seat.choose(request.model)
     service.check_model(request.model)
@@ -74,7 +74,7 @@ class CompletionWriter:
     def opening(self) -> bytes:
         return b""
 
-    def chunks(self, index: int, delta: Delta) -> bytes:
+    def chunks(self, index: int, delta: Output) -> bytes:
         if self._is_simple and not (delta.logprobs or delta.finish or delta.prompt_logprobs):
             return self._before_text[index] + msgspec.json.encode(delta.text) + self._after_text if delta.text else b""
         self._usages[index] = delta.usage
@@ -114,7 +114,7 @@ class CompletionWriter:
     def failure(self, error: WeftError) -> bytes:
         return sse.error_event(error)
 
-    def whole(self, outputs: Sequence[Output]) -> bytes:
+    def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         return msgspec.json.encode(
             Completion(
                 id=self.answer_id,
@@ -126,7 +126,7 @@ class CompletionWriter:
             )
         )
 
-    def _choice(self, index: int, output: Output) -> CompletionChoice:
+    def _choice(self, index: int, output: CollectedOutput) -> CompletionChoice:
         request = self._request
         self._note(index, output.prompt_logprobs)
         text, logprobs = self._shown(output.text), None

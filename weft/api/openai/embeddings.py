@@ -21,9 +21,9 @@ from weft.api.openai.openai_schema import Fields, prompts
 from weft.api.translate import LONG_PROMPT, given_tokens
 from weft.backends.contract import Embedding, Engine, Prompt, Terms, num_tokens, tokens_unknown
 from weft.errors import InvalidRequest, Overloaded
-from weft.serving.admission import Gate, Seat
+from weft.serving.admission import Admission, RequestContext
 from weft.serving.guard import ClientGone, guarded, side_by_side
-from weft.serving.timing import Stopwatch, all_ended
+from weft.serving.timing import RequestTimer, all_ended
 from weft.types import FinishReason, Pooling
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class EmbeddingList(Struct, frozen=True, kw_only=True):
 class EmbeddingsExchange(Response):
     """A response that does the work itself, next to the socket: it sees the client hang up."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Admission) -> None:
         super().__init__()
         self._gate = gate
 
@@ -98,14 +98,14 @@ class EmbeddingsExchange(Response):
 class Batch:
     """The inputs of one request at the engine. Every one that it took is counted as ended exactly once."""
 
-    def __init__(self, request: EmbeddingsRequest, inputs: list[Prompt], seat: Seat, arrived: float) -> None:
+    def __init__(self, request: EmbeddingsRequest, inputs: list[Prompt], seat: RequestContext, arrived: float) -> None:
         self._request = request
         self._inputs = inputs
         self._seat = seat
         self._arrived = arrived
         self._room = asyncio.Semaphore(MAX_AT_ONCE)
         self._vectors: dict[int, Embedding] = {}
-        self.stopwatches: list[Stopwatch] = []
+        self.stopwatches: list[RequestTimer] = []
         seat.answer_id = f"embd-{uuid.uuid4().hex}"
         seat.choices = self.stopwatches
 
@@ -128,7 +128,9 @@ class Batch:
     async def _embed(self, index: int, given: Prompt) -> None:
         service, request = self._seat.service, self._request
         async with self._room:
-            stopwatch = Stopwatch(service.metrics, self._seat.account, self._arrived, num_tokens(given), request.model)
+            stopwatch = RequestTimer(
+                service.metrics, self._seat.account, self._arrived, num_tokens(given), request.model
+            )
             self.stopwatches.append(stopwatch)
             try:
                 vector = await service.engine.embed(
@@ -158,7 +160,7 @@ class Batch:
         self._vectors[index] = vector
 
 
-async def _batch(body: bytes, seat: Seat, arrived: float) -> Batch:
+async def _batch(body: bytes, seat: RequestContext, arrived: float) -> Batch:
     request = await parse(EmbeddingsRequest, body, seat.config.limits)
     service = await seat.choose(request.model)
     service.check_model(request.model)

@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 from weft.api import sse
 from weft.api.body import parse, read_body
 from weft.api.error_responses import error_body
-from weft.api.handler import Guard, Reply, Waiting, told_in_stream, written
-from weft.api.http_protocol import short_way
+from weft.api.handler import Guard, KeepAlive, StreamedResponse, told_in_stream, written
+from weft.api.http_protocol import direct_writer
 from weft.api.openai.images_schema import (
     CompletedImage,
     DrawnImage,
@@ -33,7 +33,7 @@ from weft.api.openai.images_schema import (
 )
 from weft.api.sse import named_event
 from weft.errors import WeftError
-from weft.serving.admission import Gate, Seat
+from weft.serving.admission import Admission, RequestContext
 from weft.serving.guard import ClientGone, guarded
 from weft.serving.image_generation import Drawing, Finished, Step
 from weft.serving.image_request import ImageJob, Wish, check_image_model, sides
@@ -106,7 +106,7 @@ class Order(Struct, frozen=True):
 class ImagesExchange(Response):
     """A response that does the work itself, next to the socket: it sees the client hang up."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Admission) -> None:
         super().__init__()
         self._gate = gate
 
@@ -120,7 +120,7 @@ class ImagesExchange(Response):
                 seat.answer_id = f"img-{uuid.uuid4().hex}"
                 drawing = Drawing(order.job, seat, seat.answer_id, arrived)
                 guard = partial(guarded, receive=receive, aborted=seat.aborted, timeout_s=options.request_timeout_s)
-                reply = Reply(send, short_way(scope))
+                reply = StreamedResponse(send, direct_writer(scope))
                 if order.stream:
                     await _stream(order.job, drawing, guard, reply, options.keep_alive_s)
                 else:
@@ -129,7 +129,7 @@ class ImagesExchange(Response):
                 log.info("the client hung up")
 
 
-async def _order(body: bytes, seat: Seat) -> Order:
+async def _order(body: bytes, seat: RequestContext) -> Order:
     request = await parse(ImagesRequest, body, seat.config.limits)
     service = await seat.choose_painter(request.model)
     check_image_model(request.model, service.model_name, service.engine)
@@ -154,7 +154,7 @@ async def _order(body: bytes, seat: Seat) -> Order:
     return Order(job, request.stream)
 
 
-async def _whole(job: ImageJob, drawing: Drawing, guard: Guard, reply: Reply) -> None:
+async def _whole(job: ImageJob, drawing: Drawing, guard: Guard, reply: StreamedResponse) -> None:
     writer = ImagesWriter(job)
     finished: dict[int, Finished] = {}
 
@@ -167,16 +167,16 @@ async def _whole(job: ImageJob, drawing: Drawing, guard: Guard, reply: Reply) ->
         await reply.answer(writer.whole(finished))
 
 
-async def _stream(job: ImageJob, drawing: Drawing, guard: Guard, reply: Reply, keep_alive_s: float) -> None:
+async def _stream(job: ImageJob, drawing: Drawing, guard: Guard, reply: StreamedResponse, keep_alive_s: float) -> None:
     async with told_in_stream(reply, _failure):
         with drawing.counted():
             await guard(_send_events(job, drawing, reply, keep_alive_s))
 
 
-async def _send_events(job: ImageJob, drawing: Drawing, reply: Reply, keep_alive_s: float) -> None:
+async def _send_events(job: ImageJob, drawing: Drawing, reply: StreamedResponse, keep_alive_s: float) -> None:
     writer = ImagesWriter(job)
     sending = asyncio.Lock()
-    waiting = Waiting(reply, keep_alive_s)
+    waiting = KeepAlive(reply, keep_alive_s)
 
     async def take(index: int, news: Step | Finished) -> None:
         events = writer.events(index, news)

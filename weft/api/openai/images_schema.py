@@ -25,7 +25,7 @@ from weft.serving.image_request import (
     check_allowed,
     job_of,
 )
-from weft.serving.served_model import Service
+from weft.serving.served_model import ServedModel
 from weft.types import MAX_DENOISE_STEPS, MAX_GUIDANCE, FlowSampler, Usage
 
 Base64 = Annotated[str, Field(description="base64 of the values row by row, little-endian.")]
@@ -174,7 +174,7 @@ def images_usage(usages: Sequence[Usage]) -> ImagesUsage:
     )
 
 
-async def job_from(wish: Wish, service: Service, *, cache_salt: str = "", priority: int = 0) -> ImageJob:
+async def job_from(wish: Wish, service: ServedModel, *, cache_salt: str = "", priority: int = 0) -> ImageJob:
     """As `job_of`."""
     if wish.prompt_embeds is None and wish.additional_information is None:
         return job_of(wish, service.engine, cache_salt=cache_salt, priority=priority)

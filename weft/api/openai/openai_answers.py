@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from msgspec import UNSET, Struct, UnsetType
 
 from weft import __version__
-from weft.backends.contract import ReadDelta
+from weft.backends.contract import ParsedOutput
 from weft.text.parsers.pieces import Piece
-from weft.types import Delta, FinishReason, Timings, TokenLogprob, Usage
+from weft.types import FinishReason, Output, Timings, TokenLogprob, Usage
 
 SYSTEM_FINGERPRINT = f"weft-{__version__}"
 
@@ -174,7 +174,7 @@ class Version(Struct, frozen=True):
     version: str
 
 
-class Output:
+class CollectedOutput:
     """All that came of one choice, gathered for an answer in one piece."""
 
     def __init__(self) -> None:
@@ -189,9 +189,9 @@ class Output:
         self.usage = Usage()
         self.timings: Timings | None = None
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: Output) -> None:
         self._texts.append(delta.text)
-        if isinstance(delta, ReadDelta):
+        if isinstance(delta, ParsedOutput):
             self._pieces = [*(self._pieces or ()), *delta.pieces]
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
@@ -208,11 +208,11 @@ class Output:
         return "".join(self._texts)
 
     @property
-    def whole(self) -> Delta:
+    def whole(self) -> Output:
         """All of it, as one delta."""
         if self._pieces is not None:
-            return ReadDelta(text=self.text, pieces=self._pieces, finish=self.finish)
-        return Delta(text=self.text, finish=self.finish)
+            return ParsedOutput(text=self.text, pieces=self._pieces, finish=self.finish)
+        return Output(text=self.text, finish=self.finish)
 
 
 def usage_body(usages: Sequence[Usage], n: int = 1, truncated_tokens: int = 0) -> UsageBody:

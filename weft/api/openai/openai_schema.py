@@ -257,7 +257,7 @@ _LOGPROBS = _within(0, MAX_LOGPROBS)
 _POSITIVE = _within(1, 2**31 - 1)
 
 
-class GenerationRequest(Fields):
+class SamplingFields(Fields):
     """What chat and plain completions have in common."""
 
     model: str
@@ -309,7 +309,7 @@ class GenerationRequest(Fields):
     request_id: str | None = Field(None, pattern=SANE_ID, description="Becomes part of the answer's id.")
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(SamplingFields):
     """POST /v1/chat/completions"""
 
     not_yet: ClassVar[NotYet] = {
@@ -350,7 +350,7 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the model's chat template.")
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(SamplingFields):
     """POST /v1/completions"""
 
     not_yet: ClassVar[NotYet] = {"suffix": [""]}

@@ -18,7 +18,7 @@ from weft.errors import InvalidRequest
 TTL_S = 24 * 3600.0
 
 
-class Kept(Struct, frozen=True, eq=False):
+class StoredResponse(Struct, frozen=True, eq=False):
     answer: bytes
     """As it was given, in JSON."""
     input_items: list[dict[str, Any]]
@@ -27,7 +27,7 @@ class Kept(Struct, frozen=True, eq=False):
 
 
 class _Entry(Struct, frozen=True, eq=False):
-    kept: Kept
+    kept: StoredResponse
     num_bytes: int
     expires: float
 
@@ -48,7 +48,7 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def put(self, owner: str, response_id: str, kept: Kept) -> None:
+    def put(self, owner: str, response_id: str, kept: StoredResponse) -> None:
         """Keep it, unless it is larger than all the room there is."""
         size = len(kept.answer) + len(msgspec.json.encode([kept.input_items, kept.messages]))
         now = self._clock()
@@ -61,7 +61,7 @@ class ResponseStore:
         while len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes:
             self._drop(next(iter(self._entries)))
 
-    def get(self, owner: str, response_id: str) -> Kept | None:
+    def get(self, owner: str, response_id: str) -> StoredResponse | None:
         entry = self._entries.get((owner, response_id))
         if entry is None or entry.expires <= self._clock():
             return None
@@ -91,12 +91,12 @@ class PreviousNotFound(InvalidRequest):
     kind = "previous_response_not_found"
 
 
-class Shelf:
+class TenantStore:
     def __init__(self, store: ResponseStore, owner: str) -> None:
         self._store = store
         self._owner = owner
 
-    def put(self, response_id: str, kept: Kept) -> None:
+    def put(self, response_id: str, kept: StoredResponse) -> None:
         self._store.put(self._owner, response_id, kept)
 
     def messages_of(self, response_id: str) -> ChatMessages:
@@ -134,7 +134,7 @@ class Shelf:
             raise _not_found(response_id)
         return DeletedResponse(id=response_id)
 
-    def _found(self, response_id: str) -> Kept:
+    def _found(self, response_id: str) -> StoredResponse:
         kept = self._store.get(self._owner, response_id)
         if kept is None:
             raise _not_found(response_id)

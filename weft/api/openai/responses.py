@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from weft.api.body import parse
 from weft.api.error_responses import error_body
 from weft.api.handler import Order
-from weft.api.openai.openai_answers import Output
+from weft.api.openai.openai_answers import CollectedOutput
 from weft.api.openai.openai_schema import Fields
-from weft.api.openai.response_store import Kept, Shelf
+from weft.api.openai.response_store import StoredResponse, TenantStore
 from weft.api.openai.responses_schema import (
     IncompleteDetails,
     InputTokensDetails,
@@ -39,15 +39,15 @@ from weft.api.sse import named_event
 from weft.api.translate import ChatJob, chat_job
 from weft.backends.contract import Engine
 from weft.errors import InvalidRequest, Overloaded, WeftError
-from weft.serving.admission import Seat
-from weft.serving.output_reader import Block, Blocks, Change, Closed, Grown, Kind, Opened
-from weft.serving.served_model import Service
-from weft.types import Delta, FinishReason, Usage
+from weft.serving.admission import RequestContext
+from weft.serving.output_reader import BlockKind, Change, Closed, Grown, Opened, OutputBlock, OutputBlocks
+from weft.serving.served_model import ServedModel
+from weft.types import FinishReason, Output, Usage
 
-Keep = Callable[[bytes, Sequence[Block]], None]
+Keep = Callable[[bytes, Sequence[OutputBlock]], None]
 """Is given the finished answer, in JSON and as its blocks."""
 
-_PREFIXES = {Kind.TEXT: "msg", Kind.THINKING: "rs", Kind.CALL: "fc"}
+_PREFIXES = {BlockKind.TEXT: "msg", BlockKind.THINKING: "rs", BlockKind.CALL: "fc"}
 
 
 class ResponsesWriter:
@@ -56,7 +56,7 @@ class ResponsesWriter:
         self._begun = begun
         self._engine = engine
         self._keep = keep
-        self._blocks = Blocks(chat.reading.reader())
+        self._blocks = OutputBlocks(chat.reading.reader())
         self._finish: FinishReason | None = None
         self._num_events = 0
         # Numbered before all others, although the first delta is written before the opening is asked for.
@@ -66,7 +66,7 @@ class ResponsesWriter:
     def opening(self) -> bytes:
         return self._opening
 
-    def chunks(self, index: int, delta: Delta) -> bytes:
+    def chunks(self, index: int, delta: Output) -> bytes:
         self._finish = delta.finish
         changes = self._blocks.push(delta)
         return b"".join(self._event_of(change) for change in changes)
@@ -83,7 +83,7 @@ class ResponsesWriter:
             "response.failed", response=failed
         )
 
-    def whole(self, outputs: Sequence[Output]) -> bytes:
+    def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         [output] = outputs
         self._finish = output.finish
         self._blocks.push(output.whole)
@@ -98,9 +98,9 @@ class ResponsesWriter:
                 return self._item_event("response.output_item.added", block, "in_progress") + self._part_event(
                     "response.content_part.added", block, ""
                 )
-            case Grown(_, text) if block.kind is Kind.TEXT:
+            case Grown(_, text) if block.kind is BlockKind.TEXT:
                 return self._block_event("response.output_text.delta", block, delta=text, logprobs=[], content_index=0)
-            case Grown(_, text) if block.kind is Kind.THINKING:
+            case Grown(_, text) if block.kind is BlockKind.THINKING:
                 return self._block_event("response.reasoning_text.delta", block, delta=text, content_index=0)
             case Grown(_, text):
                 return self._block_event("response.function_call_arguments.delta", block, delta=text)
@@ -111,39 +111,39 @@ class ResponsesWriter:
                     + self._item_event("response.output_item.done", block, self._status(block))
                 )
 
-    def _done_event(self, block: Block) -> bytes:
+    def _done_event(self, block: OutputBlock) -> bytes:
         match block.kind:
-            case Kind.TEXT:
+            case BlockKind.TEXT:
                 return self._block_event(
                     "response.output_text.done", block, text=block.text, logprobs=[], content_index=0
                 )
-            case Kind.THINKING:
+            case BlockKind.THINKING:
                 return self._block_event("response.reasoning_text.done", block, text=block.text, content_index=0)
-            case Kind.CALL:
+            case BlockKind.CALL:
                 return self._block_event(
                     "response.function_call_arguments.done", block, name=block.name, arguments=block.text
                 )
 
-    def _item_event(self, name: str, block: Block, status: str) -> bytes:
+    def _item_event(self, name: str, block: OutputBlock, status: str) -> bytes:
         return self._event(name, output_index=block.index, item=output_item(block, self._item_id(block), status))
 
-    def _part_event(self, name: str, block: Block, text: str) -> bytes:
+    def _part_event(self, name: str, block: OutputBlock, text: str) -> bytes:
         """A call has no parts."""
-        if block.kind is Kind.CALL:
+        if block.kind is BlockKind.CALL:
             return b""
         return self._block_event(name, block, part=part_of(block, text), content_index=0)
 
-    def _block_event(self, event: str, block: Block, /, **fields: object) -> bytes:
+    def _block_event(self, event: str, block: OutputBlock, /, **fields: object) -> bytes:
         return self._event(event, item_id=self._item_id(block), output_index=block.index, **fields)
 
     def _event(self, event: str, /, **fields: object) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
         return named_event(event, {"type": event, "sequence_number": number, **fields})
 
-    def _item_id(self, block: Block) -> str:
+    def _item_id(self, block: OutputBlock) -> str:
         return f"{_PREFIXES[block.kind]}_{self.answer_id.removeprefix('resp_')}{block.index:04x}"
 
-    def _status(self, block: Block) -> str:
+    def _status(self, block: OutputBlock) -> str:
         """Of a block that is closed: only the last one can have been cut off."""
         is_cut = self._finish is FinishReason.LENGTH and block is self._blocks.all[-1]
         return "incomplete" if is_cut else "completed"
@@ -166,7 +166,7 @@ class ResponsesWriter:
         return len(self._engine.tokenizer.encode(text, add_special_tokens=False))
 
     def _usage(self, usage: Usage) -> ResponseUsage:
-        thoughts = "".join(block.text for block in self._blocks.all if block.kind is Kind.THINKING)
+        thoughts = "".join(block.text for block in self._blocks.all if block.kind is BlockKind.THINKING)
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(usage.cached_tokens),
@@ -183,7 +183,7 @@ def _failure_code(error: WeftError) -> str:
     return "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"
 
 
-async def responses_door(body: bytes, seat: Seat, shelf: Shelf) -> Order:
+async def responses_endpoint(body: bytes, seat: RequestContext, shelf: TenantStore) -> Order:
     request = await parse(ResponsesRequest, body, seat.config.limits)
     service = await seat.choose(request.model)
     service.check_model(request.model)
@@ -192,15 +192,15 @@ async def responses_door(body: bytes, seat: Seat, shelf: Shelf) -> Order:
     chat = await _chat_job(request, conversation, service)
     begun = _begun(request)
 
-    def keep(answer: bytes, blocks: Sequence[Block]) -> None:
+    def keep(answer: bytes, blocks: Sequence[OutputBlock]) -> None:
         if request.store:
             items = listed_items(request.input, begun.id.removeprefix("resp_") + "1")
-            shelf.put(begun.id, Kept(answer, items, [*conversation, answer_message(blocks)]))
+            shelf.put(begun.id, StoredResponse(answer, items, [*conversation, answer_message(blocks)]))
 
     return Order(chat.job, ResponsesWriter(begun, chat, service.engine, keep))
 
 
-async def _chat_job(request: ResponsesRequest, conversation: ChatMessages, service: Service) -> ChatJob:
+async def _chat_job(request: ResponsesRequest, conversation: ChatMessages, service: ServedModel) -> ChatJob:
     try:
         return await chat_job(chat_request(request, conversation), service)
     except InvalidRequest as error:

@@ -8,7 +8,7 @@ from msgspec import Struct
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from weft.api.openai.openai_schema import TOOL_NAME, Fields, NotYet
-from weft.serving.output_reader import Block, Kind
+from weft.serving.output_reader import BlockKind, OutputBlock
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -352,20 +352,20 @@ class InputItemList(Struct, frozen=True, kw_only=True):
     has_more: bool
 
 
-def part_of(block: Block, text: str) -> OutputTextPart | ReasoningPart:
+def part_of(block: OutputBlock, text: str) -> OutputTextPart | ReasoningPart:
     """The one part that a block of text or of reasoning has."""
-    return OutputTextPart(text) if block.kind is Kind.TEXT else ReasoningPart(text)
+    return OutputTextPart(text) if block.kind is BlockKind.TEXT else ReasoningPart(text)
 
 
-def output_item(block: Block, item_id: str, status: str) -> OutputItem:
+def output_item(block: OutputBlock, item_id: str, status: str) -> OutputItem:
     """As far as the block has come; what is in progress has nothing yet."""
     begun = status == "in_progress"
     match block.kind:
-        case Kind.TEXT:
+        case BlockKind.TEXT:
             return OutputMessage(id=item_id, status=status, content=[] if begun else [OutputTextPart(block.text)])
-        case Kind.THINKING:
+        case BlockKind.THINKING:
             return OutputReasoning(id=item_id, status=status, content=[] if begun else [ReasoningPart(block.text)])
-        case Kind.CALL:
+        case BlockKind.CALL:
             return OutputCall(
                 id=item_id,
                 status=status,

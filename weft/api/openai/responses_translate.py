@@ -18,7 +18,7 @@ from weft.api.openai.responses_schema import (
     ResponsesRequest,
     TextFormat,
 )
-from weft.serving.output_reader import Block, Kind
+from weft.serving.output_reader import BlockKind, OutputBlock
 
 ChatMessages = list[dict[str, Any]]
 
@@ -89,17 +89,19 @@ def chat_messages(items: Sequence[AnyItem]) -> ChatMessages:
     return messages
 
 
-def answer_message(blocks: Sequence[Block]) -> dict[str, Any]:
+def answer_message(blocks: Sequence[OutputBlock]) -> dict[str, Any]:
     """An answer as the message that it is for the next request."""
 
-    def text_of(kind: Kind) -> str:
+    def text_of(kind: BlockKind) -> str:
         return "".join(block.text for block in blocks if block.kind is kind)
 
     return {
         "role": "assistant",
-        "content": text_of(Kind.TEXT),
-        "reasoning_content": text_of(Kind.THINKING) or None,
-        "tool_calls": [_call(block.call_id, block.name, block.text) for block in blocks if block.kind is Kind.CALL],
+        "content": text_of(BlockKind.TEXT),
+        "reasoning_content": text_of(BlockKind.THINKING) or None,
+        "tool_calls": [
+            _call(block.call_id, block.name, block.text) for block in blocks if block.kind is BlockKind.CALL
+        ],
     }
 
 

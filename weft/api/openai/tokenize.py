@@ -15,17 +15,17 @@ from weft.api.openai.openai_answers import Detokenized, Tokenized
 from weft.api.openai.openai_schema import DetokenizeRequest, TokenizeRequest
 from weft.api.translate import template_message, template_tools
 from weft.errors import InvalidRequest
-from weft.serving.admission import Gate, Seat
+from weft.serving.admission import Admission, RequestContext
 from weft.serving.guard import ClientGone
 from weft.types import check_token_ids
 
-Asked = Callable[[bytes, Seat], Awaitable[Struct]]
+Asked = Callable[[bytes, RequestContext], Awaitable[Struct]]
 
 
-class Question(Response):
+class TokenizeHandler(Response):
     """A response that reads its own body, and is answered in one piece without the engine."""
 
-    def __init__(self, gate: Gate, asked: Asked) -> None:
+    def __init__(self, gate: Admission, asked: Asked) -> None:
         super().__init__()
         self._gate = gate
         self._asked = asked
@@ -41,7 +41,7 @@ class Question(Response):
         await response(scope, receive, send)
 
 
-async def tokenize(body: bytes, seat: Seat) -> Tokenized:
+async def tokenize(body: bytes, seat: RequestContext) -> Tokenized:
     request = await parse(TokenizeRequest, body, seat.config.limits)
     service = await seat.choose(request.model)
     service.check_model(request.model or service.model_name)
@@ -68,7 +68,7 @@ async def tokenize(body: bytes, seat: Seat) -> Tokenized:
     )
 
 
-async def detokenize(body: bytes, seat: Seat) -> Detokenized:
+async def detokenize(body: bytes, seat: RequestContext) -> Detokenized:
     request = await parse(DetokenizeRequest, body, seat.config.limits)
     service = await seat.choose(request.model)
     service.check_model(request.model or service.model_name)

@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
-from weft.backends.openai_server.peer_errors import Lost
+from weft.backends.openai_server.peer_errors import PeerLost
 from weft.types import TokenLogprob, Usage
 
 TOKEN_ID = "token_id:"
@@ -37,7 +37,7 @@ class PeerTimings(Struct, frozen=True):
     queue_ms: float | None = None
 
 
-class Figures(Struct, frozen=True):
+class PeerLogprobs(Struct, frozen=True):
     """The log probabilities of a completion's tokens, which are named by their ids."""
 
     token_logprobs: list[float | None]
@@ -47,7 +47,7 @@ class Figures(Struct, frozen=True):
         """`most`: so many of the likeliest. A peer may add the chosen one to them."""
         tops = self.top_logprobs or [None] * len(self.token_logprobs)
         if len(tops) != len(self.token_logprobs):
-            raise Lost("it told log probabilities of more tokens than there are, or of fewer")
+            raise PeerLost("it told log probabilities of more tokens than there are, or of fewer")
         return [
             TokenLogprob(LOWEST if chosen is None else chosen, _likeliest(top or {}, most))
             for chosen, top in zip(self.token_logprobs, tops, strict=True)
@@ -61,7 +61,7 @@ class PromptFigure(Struct, frozen=True):
 class TextChoice(Struct, frozen=True):
     text: str | None = ""
     token_ids: list[int] | None = None
-    logprobs: Figures | None = None
+    logprobs: PeerLogprobs | None = None
     prompt_logprobs: list[dict[str, PromptFigure] | None] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -94,7 +94,7 @@ class ChatDelta(Struct, frozen=True):
     tool_calls: list[CallDelta] | None = None
 
 
-class ChatChoice(Struct, frozen=True):
+class PeerChatChoice(Struct, frozen=True):
     delta: ChatDelta
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -102,7 +102,7 @@ class ChatChoice(Struct, frozen=True):
 
 
 class ChatChunk(Struct, frozen=True):
-    choices: list[ChatChoice]
+    choices: list[PeerChatChoice]
     usage: PeerUsage | None = None
 
 
@@ -138,18 +138,18 @@ def read(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:
-        raise Lost(f"it sent what is no answer: {error}") from error
+        raise PeerLost(f"it sent what is no answer: {error}") from error
 
 
 def prompt_figures(figures: list[dict[str, PromptFigure] | None], prompt: list[int], most: int) -> list[TokenLogprob]:
     """Of every token of the prompt but the first. Raises Lost where figures are missing."""
     if len(figures) != len(prompt):
-        raise Lost(f"it told {len(figures)} log probabilities of a prompt of {len(prompt)} tokens")
+        raise PeerLost(f"it told {len(figures)} log probabilities of a prompt of {len(prompt)} tokens")
     found = []
     for token, entries in zip(prompt[1:], figures[1:], strict=True):
         named = {TOKEN_ID + token_id: figure.logprob for token_id, figure in (entries or {}).items()}
         if (own := named.get(f"{TOKEN_ID}{token}")) is None:
-            raise Lost(f"it told no log probability of the prompt's token {token}")
+            raise PeerLost(f"it told no log probability of the prompt's token {token}")
         found.append(TokenLogprob(own, _likeliest(named, most)))
     return found
 
@@ -162,5 +162,5 @@ def _likeliest(named: dict[str, float], most: int) -> list[tuple[int, float]]:
 def _token_id(name: str) -> int:
     text = name.removeprefix(TOKEN_ID)
     if not (text.isascii() and text.isdigit()):
-        raise Lost(f"it named a token {name!r:.40} and not by its id")
+        raise PeerLost(f"it named a token {name!r:.40} and not by its id")
     return int(text)

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from weft import __version__
-from weft.backends.openai_server.peer_errors import Lost, Refused, error_of
+from weft.backends.openai_server.peer_errors import PeerLost, PeerRefused, error_of
 from weft.backends.openai_server.servers import Body
 from weft.errors import ConfigError, EngineFault, InvalidRequest, RequestTimeout
 
@@ -90,7 +90,7 @@ MAX_REFUSAL_BYTES = 1 << 20
 IDLE_CONNECTIONS = 100
 
 
-class Reply(Struct, frozen=True):
+class PeerResponse(Struct, frozen=True):
     """In one piece."""
 
     status: int
@@ -98,7 +98,7 @@ class Reply(Struct, frozen=True):
     headers: Mapping[str, str]
 
 
-class Line:
+class PeerClient:
     def __init__(self, url: str, api_key: str) -> None:
         """Raises ConfigError for what is no address."""
         self.url = _address(url)
@@ -137,7 +137,7 @@ class Line:
             raise
         return EventStream(response)
 
-    async def ask(self, path: str, body: Body | None = None, *, timeout_s: float = ASK_S) -> Reply:
+    async def ask(self, path: str, body: Body | None = None, *, timeout_s: float = ASK_S) -> PeerResponse:
         """The answer in one piece, whatever its status. `path` begins with a slash for what stands outside of the
         interface. Raises Lost and RequestTimeout."""
         try:
@@ -151,7 +151,7 @@ class Line:
             raise RequestTimeout(f"The remote engine did not answer in {timeout_s:g} s.") from error
         except httpx.HTTPError as error:
             raise _lost(error) from error
-        return Reply(response.status_code, content, response.headers)
+        return PeerResponse(response.status_code, content, response.headers)
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -186,9 +186,9 @@ class EventStream:
                     return None
                 self._events += self._reader.push(more)
             except TimeoutError as error:
-                raise Lost(f"nothing came for {BETWEEN_BYTES_S:g} s") from error
+                raise PeerLost(f"nothing came for {BETWEEN_BYTES_S:g} s") from error
             except EventTooLong as error:
-                raise Lost(str(error)) from error
+                raise PeerLost(str(error)) from error
             except httpx.HTTPError as error:
                 raise _lost(error) from error
         return self._events.popleft()
@@ -209,12 +209,12 @@ async def _read(response: httpx.Response, limit: int) -> bytes:
     async for piece in response.aiter_bytes():
         content += piece
         if len(content) > limit:
-            raise Lost(f"an answer has more than {limit >> 20} MiB")
+            raise PeerLost(f"an answer has more than {limit >> 20} MiB")
     return bytes(content)
 
 
-def _lost(error: httpx.HTTPError) -> Lost:
-    kind = Refused if isinstance(error, httpx.ConnectError) else Lost
+def _lost(error: httpx.HTTPError) -> PeerLost:
+    kind = PeerRefused if isinstance(error, httpx.ConnectError) else PeerLost
     return kind(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 

@@ -49,11 +49,11 @@ class Detail(Struct, frozen=True, kw_only=True):
     """Its code and its type."""
 
 
-class Lost(Exception):
+class PeerLost(Exception):
     """The connection broke, or what came over it made no sense. Asking again may help."""
 
 
-class Refused(Lost):
+class PeerRefused(PeerLost):
     """There was no connection at all: nobody listens at that address."""
 
 

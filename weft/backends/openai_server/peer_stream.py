@@ -8,12 +8,12 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from weft.backends.contract import Deltas, ReadDelta
+from weft.backends.contract import ParsedOutput, Stream
 from weft.backends.openai_server.chunks import (
     CallDelta,
-    ChatChoice,
     ChatChunk,
     ChatDelta,
+    PeerChatChoice,
     PeerUsage,
     TextChoice,
     TextChunk,
@@ -21,12 +21,12 @@ from weft.backends.openai_server.chunks import (
     read,
 )
 from weft.backends.openai_server.http_client import EventStream
-from weft.backends.openai_server.peer_errors import Lost, error_in_stream, finish_of
-from weft.backends.openai_server.requests import Question
+from weft.backends.openai_server.peer_errors import PeerLost, error_in_stream, finish_of
+from weft.backends.openai_server.requests import PeerRequest
 from weft.errors import EngineFault, WeftError
 from weft.text.detokenizer import OutputText
 from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Piece, Reasoning
-from weft.types import Delta, Event, FinishReason, Request, TokenLogprob, Usage
+from weft.types import Event, FinishReason, Output, Request, TokenLogprob, Usage
 
 FINISHES = {
     "stop": FinishReason.STOP,
@@ -37,11 +37,11 @@ FINISHES = {
     "timeout": FinishReason.TIMEOUT,
 }
 
-GoOn = Callable[[list[int]], Question | None]
+GoOn = Callable[[list[int]], PeerRequest | None]
 """What to ask to go on behind these tokens; None: that cannot be asked."""
 
 
-class Answer(Protocol):
+class PeerAnswer(Protocol):
     """One answer on its way."""
 
     @property
@@ -52,17 +52,17 @@ class Answer(Protocol):
     def ended(self) -> bool:
         """Whether it is over on this side, whatever the peer would still send."""
 
-    def take(self, data: bytes) -> Delta | None:
+    def take(self, data: bytes) -> Output | None:
         """What a chunk adds; the last delta is held back. Raises Lost."""
 
-    def last(self) -> Delta | None:
+    def last(self) -> Output | None:
         """With `finish`; None while no chunk has told how it ended."""
 
-    def rest(self) -> Question | None:
+    def rest(self) -> PeerRequest | None:
         """What to ask for the rest of it, after the connection broke; None: it cannot be had."""
 
 
-class TokenAnswer:
+class PeerTokenAnswer:
     """Of token ids: stop strings, text and usage are made here, as with every engine of tokens."""
 
     def __init__(self, text: OutputText, request: Request, go_on: GoOn) -> None:
@@ -76,7 +76,7 @@ class TokenAnswer:
         """The peer takes a part of the answer for its prompt, and finds that in its cache. How long the first part
         waited is not told."""
         self._queue_seconds: float | None = None
-        self._last: Delta | None = None
+        self._last: Output | None = None
         self._peer_ended = False
 
     @property
@@ -87,7 +87,7 @@ class TokenAnswer:
     def ended(self) -> bool:
         return self._text.ended and not self._peer_ended
 
-    def take(self, data: bytes) -> Delta | None:
+    def take(self, data: bytes) -> Output | None:
         chunk = read(data, TextChunk)
         if chunk.usage is not None:
             self._num_cached = 0 if self._is_continued else chunk.usage.usage().cached_tokens
@@ -97,7 +97,7 @@ class TokenAnswer:
                 return self._taken(choice)
         return None
 
-    def last(self) -> Delta | None:
+    def last(self) -> Output | None:
         if self._last is None and len(self._delivered) == self._request.params.max_tokens:
             # All that was asked for has come, if not the word that it was all.
             self._last = self._text.push([Event(request_id="", finish=FinishReason.LENGTH)])
@@ -106,13 +106,13 @@ class TokenAnswer:
         usage = replace(self._last.usage, cached_tokens=self._num_cached)
         return replace(self._last, usage=usage, queue_seconds=self._queue_seconds)
 
-    def rest(self) -> Question | None:
+    def rest(self) -> PeerRequest | None:
         self._is_continued = True
         return self._go_on(self._delivered)
 
-    def _taken(self, choice: TextChoice) -> Delta | None:
+    def _taken(self, choice: TextChoice) -> Output | None:
         if choice.token_ids is None and choice.text:
-            raise Lost("it does not tell the ids of its tokens: a newer version may, or leave --tokenizer away")
+            raise PeerLost("it does not tell the ids of its tokens: a newer version may, or leave --tokenizer away")
         ids = choice.token_ids or []
         finish, error = finish_named(choice.finish_reason)
         self._peer_ended = finish is not None
@@ -145,7 +145,7 @@ class TokenAnswer:
             return None
         figures = choice.logprobs.logprobs(most) if choice.logprobs is not None else []
         if len(figures) < num_tokens:
-            raise Lost("it told fewer log probabilities than tokens")
+            raise PeerLost("it told fewer log probabilities than tokens")
         return figures[:num_tokens]
 
     def _prompt_logprobs(self, choice: TextChoice) -> list[TokenLogprob] | None:
@@ -155,27 +155,27 @@ class TokenAnswer:
         return prompt_figures(choice.prompt_logprobs, self._request.prompt_token_ids, most)
 
 
-class TextAnswer:
+class PeerTextAnswer:
     """Of text, which the peer has made and ended. How many tokens it is, the peer counts."""
 
     def __init__(self, num_prompt_tokens: int = 0) -> None:
         self._usage = Usage(prompt_tokens=num_prompt_tokens)
-        self._last: Delta | None = None
+        self._last: Output | None = None
         self.begun = False
         self.ended = False
 
-    def take(self, data: bytes) -> Delta | None:
+    def take(self, data: bytes) -> Output | None:
         chunk = read(data, TextChunk)
         self._count(chunk.usage)
         for choice in chunk.choices:
-            delta = Delta(text=choice.text or "")
+            delta = Output(text=choice.text or "")
             return self._shown(delta, bool(delta.text), choice)
         return None
 
-    def last(self) -> Delta | None:
+    def last(self) -> Output | None:
         return None if self._last is None else replace(self._last, usage=self._usage)
 
-    def rest(self) -> Question | None:
+    def rest(self) -> PeerRequest | None:
         return None
 
     def _count(self, usage: PeerUsage | None) -> None:
@@ -183,7 +183,7 @@ class TextAnswer:
             told = usage.usage()
             self._usage = replace(told, prompt_tokens=told.prompt_tokens or self._usage.prompt_tokens)
 
-    def _shown(self, delta: Delta, is_something: bool, choice: TextChoice | ChatChoice) -> Delta | None:
+    def _shown(self, delta: Output, is_something: bool, choice: TextChoice | PeerChatChoice) -> Output | None:
         finish, error = finish_named(choice.finish_reason)
         if finish is not None and self._last is None:
             self._last = replace(
@@ -200,20 +200,20 @@ class TextAnswer:
         return replace(delta, usage=self._usage)
 
 
-class ChatAnswer(TextAnswer):
+class PeerChatAnswer(PeerTextAnswer):
     """Of a conversation: the peer tells content, thoughts and calls apart."""
 
     def __init__(self) -> None:
         super().__init__()
         self._calls = Calls()
 
-    def take(self, data: bytes) -> Delta | None:
+    def take(self, data: bytes) -> Output | None:
         chunk = read(data, ChatChunk)
         self._count(chunk.usage)
         for choice in chunk.choices:
             pieces = self._pieces(choice.delta)
             text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-            delta = ReadDelta(text=text, pieces=pieces)
+            delta = ParsedOutput(text=text, pieces=pieces)
             return self._shown(delta, bool(pieces), choice)
         return None
 
@@ -247,12 +247,12 @@ class Calls:
             pieces.append(CallStarted(number, self._ids.get(call.index) or f"call_{number}", name))
         if arguments:
             if call.index not in self._numbers:
-                raise Lost("it wrote the arguments of a call before its name")
+                raise PeerLost("it wrote the arguments of a call before its name")
             pieces.append(CallArguments(self._numbers[call.index], arguments))
         return pieces
 
 
-def _queue_seconds(choice: TextChoice | ChatChoice) -> float | None:
+def _queue_seconds(choice: TextChoice | PeerChatChoice) -> float | None:
     timings = choice.timings
     return None if timings is None or timings.queue_ms is None else timings.queue_ms / 1000
 
@@ -271,13 +271,18 @@ DONE = b"[DONE]"
 MAX_TRIES = 3
 """Of one answer that breaks again and again, although a part of it comes every time."""
 
-Open = Callable[[Question], Awaitable[EventStream]]
+Open = Callable[[PeerRequest], Awaitable[EventStream]]
 """Asks; raises a WeftError when the peer cannot be reached or refuses."""
 
 
-class RemoteDeltas(Deltas):
+class RemoteStream(Stream):
     def __init__(
-        self, question: Question, stream: EventStream, answer: Answer, ask: Open, ended: Callable[[Delta | None], None]
+        self,
+        question: PeerRequest,
+        stream: EventStream,
+        answer: PeerAnswer,
+        ask: Open,
+        ended: Callable[[Output | None], None],
     ) -> None:
         """`ended` is told the last delta, or nothing when the answer was closed before; once."""
         self._question = question
@@ -288,10 +293,10 @@ class RemoteDeltas(Deltas):
         self._num_tries = 1
         self._ended = False
 
-    def __aiter__(self) -> RemoteDeltas:
+    def __aiter__(self) -> RemoteStream:
         return self
 
-    async def __anext__(self) -> Delta:
+    async def __anext__(self) -> Output:
         while not self._ended:
             delta = await self._next()
             if delta is not None:
@@ -301,7 +306,7 @@ class RemoteDeltas(Deltas):
     async def aclose(self) -> None:
         await self._end(None)
 
-    async def _next(self) -> Delta | None:
+    async def _next(self) -> Output | None:
         try:
             data = await self._stream.next()
             is_done = data is not None and data.strip() == DONE
@@ -312,18 +317,18 @@ class RemoteDeltas(Deltas):
             if (error := error_in_stream(data)) is not None:
                 return await self._failed(error)
             delta = self._answer.take(data)
-        except Lost as lost:
+        except PeerLost as lost:
             return await self._over(str(lost))
         return await self._over("") if self._answer.ended else delta
 
-    async def _over(self, why: str) -> Delta | None:
+    async def _over(self, why: str) -> Output | None:
         """No more comes: the last delta, or another try when there is none."""
         if (last := self._answer.last()) is not None:
             await self._end(last)
             return last
         return await self._try_again(why)
 
-    async def _try_again(self, why: str) -> Delta | None:
+    async def _try_again(self, why: str) -> Output | None:
         await self._stream.aclose()
         fault = EngineFault(f"The remote engine was lost in the middle of the answer: {why}.")
         question = self._answer.rest() if self._answer.begun else self._question
@@ -337,12 +342,12 @@ class RemoteDeltas(Deltas):
             return await self._failed(EngineFault(f"{fault.message} {error}"))
         return None
 
-    async def _failed(self, error: WeftError) -> Delta:
-        last = Delta(finish=finish_of(error), error=str(error))
+    async def _failed(self, error: WeftError) -> Output:
+        last = Output(finish=finish_of(error), error=str(error))
         await self._end(last)
         return last
 
-    async def _end(self, last: Delta | None) -> None:
+    async def _end(self, last: Output | None) -> None:
         if self._ended:
             return
         self._ended = True

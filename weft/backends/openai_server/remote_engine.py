@@ -18,11 +18,11 @@ from weft.backends.contract import (
     ChatPrompt,
     ChatStyles,
     Conversation,
-    Deltas,
     Embedding,
     Health,
     ImageUpdates,
     Prompt,
+    Stream,
     Terms,
     cannot,
     check_abilities,
@@ -30,25 +30,32 @@ from weft.backends.contract import (
     tokens_of,
     tokens_unknown,
 )
-from weft.backends.model_text import TextRoom
+from weft.backends.model_text import ModelText
 from weft.backends.openai_server.chunks import PeerVectors, read
-from weft.backends.openai_server.http_client import FIRST_BYTE_S, EventStream, Line
-from weft.backends.openai_server.peer_errors import Lost, Refused, error_of
-from weft.backends.openai_server.peer_stream import Answer, ChatAnswer, GoOn, RemoteDeltas, TextAnswer, TokenAnswer
-from weft.backends.openai_server.requests import Asker, Question
-from weft.backends.openai_server.servers import Body, Kind, abilities_of
-from weft.backends.rechunk import CutDeltas
+from weft.backends.openai_server.http_client import FIRST_BYTE_S, EventStream, PeerClient
+from weft.backends.openai_server.peer_errors import PeerLost, PeerRefused, error_of
+from weft.backends.openai_server.peer_stream import (
+    GoOn,
+    PeerAnswer,
+    PeerChatAnswer,
+    PeerTextAnswer,
+    PeerTokenAnswer,
+    RemoteStream,
+)
+from weft.backends.openai_server.requests import PeerRequest, PeerRequestWriter
+from weft.backends.openai_server.servers import Body, ServerKind, abilities_of
+from weft.backends.rechunk import RechunkedStream
 from weft.errors import EngineFault, RequestTimeout, Unavailable
 from weft.payloads import NO_TEXTS, GivenTexts
 from weft.text.detokenizer import OutputText
 from weft.text.tokenizer import Tokenizer
 from weft.types import (
     Adapter,
-    Delta,
     EngineStats,
     FinishReason,
     ImageParams,
     ModelInfo,
+    Output,
     Pooling,
     Request,
     SamplingParams,
@@ -66,7 +73,7 @@ TIMEOUT_S = 5.0
 
 
 class Watch:
-    def __init__(self, line: Line, path: str) -> None:
+    def __init__(self, line: PeerClient, path: str) -> None:
         """`path` is what is asked for."""
         self._line = line
         self._path = path
@@ -76,9 +83,9 @@ class Watch:
         self.num_returns = 0
         """How often the peer came back."""
 
-    def suspect(self, why: Lost) -> None:
+    def suspect(self, why: PeerLost) -> None:
         """A request was not answered."""
-        self._found(str(why), gone=isinstance(why, Refused))
+        self._found(str(why), gone=isinstance(why, PeerRefused))
         self.look()
 
     def look(self) -> None:
@@ -108,7 +115,7 @@ class Watch:
         """Why the peer is not ready; empty: it is."""
         try:
             answer = await self._line.ask(self._path, timeout_s=TIMEOUT_S)
-        except (Lost, RequestTimeout) as error:
+        except (PeerLost, RequestTimeout) as error:
             return str(error)
         return "" if answer.status == 200 else f"it answers with status {answer.status}"
 
@@ -131,7 +138,7 @@ RETRY_S = 0.2
 class Peer(Struct, frozen=True, kw_only=True):
     """What was found out of it at the start."""
 
-    kind: Kind
+    kind: ServerKind
     model: str
     """Its own name for the model."""
     health_path: str
@@ -143,7 +150,7 @@ class RemoteEngine:
     adapters: Collection[Adapter] = ()
 
     def __init__(
-        self, name: str, line: Line, peer: Peer, model: ModelInfo, room: TextRoom | None, *, chunk_size: int
+        self, name: str, line: PeerClient, peer: Peer, model: ModelInfo, room: ModelText | None, *, chunk_size: int
     ) -> None:
         """`chunk_size`: tokens in a piece of an answer that comes as text."""
         self.name = name
@@ -153,7 +160,7 @@ class RemoteEngine:
         self._peer = peer
         self._room = room
         self._chunk_size = chunk_size
-        self._asker = Asker(name, peer.kind, peer.model)
+        self._asker = PeerRequestWriter(name, peer.kind, peer.model)
         self._watch = Watch(line, peer.health_path)
         self._num_open = 0
         self._num_prompt_tokens = 0
@@ -196,7 +203,7 @@ class RemoteEngine:
         *,
         sibling_of: str = "",
         markers: Collection[str] = (),
-    ) -> Deltas:
+    ) -> Stream:
         """Returns when the peer begins to answer: until then its refusals are raised."""
         check_abilities(self, params, terms)
         check_priority(terms.priority)
@@ -211,8 +218,8 @@ class RemoteEngine:
         except BaseException:
             self._num_open -= 1
             raise
-        deltas = RemoteDeltas(question, stream, answer, self._open, self._ended)
-        return deltas if terms.uncut or self.abilities.answer_tokens else CutDeltas(deltas, self._chunk_size)
+        deltas = RemoteStream(question, stream, answer, self._open, self._ended)
+        return deltas if terms.uncut or self.abilities.answer_tokens else RechunkedStream(deltas, self._chunk_size)
 
     async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
         if not self.abilities.embeddings:
@@ -233,7 +240,7 @@ class RemoteEngine:
             if reply.status != 200:
                 raise error_of(reply.status, reply.body, reply.headers)
             vectors = read(reply.body, PeerVectors)
-        except Lost as lost:
+        except PeerLost as lost:
             raise self._not_there(lost) from lost
         finally:
             self._num_open -= 1
@@ -285,30 +292,30 @@ class RemoteEngine:
             self._room.close()
 
     def _about_tokens(
-        self, room: TextRoom, request: Request, seed: int | None, markers: Collection[str]
-    ) -> tuple[Question, Answer]:
+        self, room: ModelText, request: Request, seed: int | None, markers: Collection[str]
+    ) -> tuple[PeerRequest, PeerAnswer]:
         """`seed`: that of the client. One that was drawn here is told only to a peer that can go on with it: others
         sample requests with seeds at a price."""
         if not self._peer.kind.seeds_by_position:
             request = replace(request, params=replace(request.params, seed=seed))
         question = self._ask_tokens(request, request.prompt_token_ids, request.params)
         if not self.abilities.answer_tokens:
-            return question, TextAnswer(len(request.prompt_token_ids))
+            return question, PeerTextAnswer(len(request.prompt_token_ids))
         text = OutputText(room.tokenizer, request, markers)
-        return question, TokenAnswer(text, request, self._go_on(request))
+        return question, PeerTokenAnswer(text, request, self._go_on(request))
 
-    def _about_text(self, prompt: Prompt, params: SamplingParams, terms: Terms) -> tuple[Question, Answer]:
+    def _about_text(self, prompt: Prompt, params: SamplingParams, terms: Terms) -> tuple[PeerRequest, PeerAnswer]:
         params.check()
         asked: dict[str, Any] = {"priority": terms.priority, "cache_salt": terms.cache_salt}
         match prompt:
             case Conversation():
-                return self._asker.chat(prompt, params, **asked), ChatAnswer()
+                return self._asker.chat(prompt, params, **asked), PeerChatAnswer()
             case str():
-                return self._asker.text(prompt, params, **asked), TextAnswer()
+                return self._asker.text(prompt, params, **asked), PeerTextAnswer()
             case _:
                 raise tokens_unknown(self, "A prompt of token ids", "prompt")
 
-    def _ask_tokens(self, request: Request, prompt: list[int], params: SamplingParams) -> Question:
+    def _ask_tokens(self, request: Request, prompt: list[int], params: SamplingParams) -> PeerRequest:
         return self._asker.tokens(prompt, params, priority=request.priority, cache_salt=request.cache_salt)
 
     def _go_on(self, request: Request) -> GoOn:
@@ -318,7 +325,7 @@ class RemoteEngine:
         looks_back = bool(params.grammar or params.presence_penalty or params.frequency_penalty)
         is_seeded = params.seed is not None and params.temperature > 0 and not self._peer.kind.seeds_by_position
 
-        def question(delivered: list[int]) -> Question | None:
+        def question(delivered: list[int]) -> PeerRequest | None:
             rest = (params.max_tokens or 0) - len(delivered)
             if looks_back or is_seeded or rest <= 0:
                 return None
@@ -328,22 +335,22 @@ class RemoteEngine:
 
         return question
 
-    async def _open(self, question: Question) -> EventStream:
+    async def _open(self, question: PeerRequest) -> EventStream:
         """Ask, and once more when nobody is there. Raises what the peer says, and Unavailable."""
         try:
             return await self._line.stream(question.path, question.body)
-        except Lost:
+        except PeerLost:
             await asyncio.sleep(RETRY_S)
         try:
             return await self._line.stream(question.path, question.body)
-        except Lost as lost:
+        except PeerLost as lost:
             raise self._not_there(lost) from lost
 
-    def _not_there(self, lost: Lost) -> Unavailable:
+    def _not_there(self, lost: PeerLost) -> Unavailable:
         self._watch.suspect(lost)
         return Unavailable("The remote engine does not answer.", hint="The log of this server says more.")
 
-    def _ended(self, last: Delta | None) -> None:
+    def _ended(self, last: Output | None) -> None:
         self._num_open -= 1
         if last is not None:
             if last.finish is FinishReason.ERROR:

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from weft.backends.contract import Conversation, not_taken
-from weft.backends.openai_server.servers import Body, Kind
+from weft.backends.openai_server.servers import Body, ServerKind
 from weft.errors import InvalidRequest
 from weft.text.grammars.specs import read_back
 from weft.types import SamplingParams
@@ -25,20 +25,20 @@ WHEN_ASKED = (
 )
 
 
-class Question(Struct, frozen=True):
+class PeerRequest(Struct, frozen=True):
     path: str
     body: Body
 
 
-class Asker:
+class PeerRequestWriter:
     """Writes requests for one model of one peer."""
 
-    def __init__(self, engine_name: str, kind: Kind, model: str) -> None:
+    def __init__(self, engine_name: str, kind: ServerKind, model: str) -> None:
         self._engine_name = engine_name
         self._kind = kind
         self._model = model
 
-    def tokens(self, prompt: list[int], params: SamplingParams, *, priority: int, cache_salt: str) -> Question:
+    def tokens(self, prompt: list[int], params: SamplingParams, *, priority: int, cache_salt: str) -> PeerRequest:
         """Continue these tokens. Where the answer tells its tokens, it is ended and made text on this side."""
         body = self._body(params, priority, cache_salt)
         body["prompt"] = prompt
@@ -52,9 +52,9 @@ class Asker:
             body["prompt_logprobs"] = params.prompt_logprobs
         if params.grammar:
             body["structured_outputs"] = {"grammar": params.grammar}
-        return Question("completions", body)
+        return PeerRequest("completions", body)
 
-    def text(self, prompt: str, params: SamplingParams, *, priority: int, cache_salt: str) -> Question:
+    def text(self, prompt: str, params: SamplingParams, *, priority: int, cache_salt: str) -> PeerRequest:
         if not prompt:
             raise InvalidRequest("The prompt is empty.", param="prompt")
         if params.max_tokens is None:
@@ -65,9 +65,9 @@ class Asker:
                 param="max_tokens",
             )
         body = self._body(params, priority, cache_salt) | self._shape(params, in_chat=False)
-        return Question("completions", body | {"prompt": prompt})
+        return PeerRequest("completions", body | {"prompt": prompt})
 
-    def chat(self, chat: Conversation, params: SamplingParams, *, priority: int, cache_salt: str) -> Question:
+    def chat(self, chat: Conversation, params: SamplingParams, *, priority: int, cache_salt: str) -> PeerRequest:
         body = self._body(params, priority, cache_salt) | self._shape(params, in_chat=True)
         body["messages"] = list(chat.messages)
         if chat.tools:
@@ -75,7 +75,7 @@ class Asker:
             body["tool_choice"] = chat.tool_choice or "auto"
             if not chat.parallel_tool_calls:
                 body["parallel_tool_calls"] = False
-        return Question("chat/completions", body | self._template(chat))
+        return PeerRequest("chat/completions", body | self._template(chat))
 
     def _body(self, params: SamplingParams, priority: int, cache_salt: str) -> Body:
         options = {"include_usage": True} | ({"continuous_usage_stats": True} if self._kind.running_usage else {})

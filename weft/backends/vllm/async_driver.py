@@ -10,15 +10,15 @@ from typing import Any
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from weft.backends.vllm.open_requests import Desk
-from weft.backends.vllm.sampling_params import REFUSALS, Answer, adapter_request, sampling_params, tokens_prompt
-from weft.backends.vllm.stats import Figures
+from weft.backends.vllm.open_requests import OpenRequests
+from weft.backends.vllm.sampling_params import REFUSALS, VllmAnswer, adapter_request, sampling_params, tokens_prompt
+from weft.backends.vllm.stats import VllmStats
 from weft.errors import EngineFault, InvalidRequest, WeftError
 from weft.types import Adapter, Request
 
 
 class AsyncDriver:
-    def __init__(self, vllm_config: Any, figures: Figures, desk: Desk) -> None:
+    def __init__(self, vllm_config: Any, figures: VllmStats, desk: OpenRequests) -> None:
         """Loads the model: takes long."""
         self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[figures.logger])
         self._desk = desk
@@ -50,7 +50,7 @@ class AsyncDriver:
         del self._answering[request_id]
 
     async def _answer(self, request: Request) -> None:
-        answer, desk = Answer(request), self._desk
+        answer, desk = VllmAnswer(request), self._desk
         try:
             lora_request = None if request.adapter is None else await self._adapted(request.adapter)
             outputs = self._llm.generate(

@@ -28,14 +28,14 @@ MEMORY_CHECKS = {
 """Where vLLM raises a plain ValueError, and means that the memory does not suffice."""
 
 
-class Cause(Struct, frozen=True, kw_only=True):
+class FailureCause(Struct, frozen=True, kw_only=True):
     message: str
     is_out_of_memory: bool = False
     at: float = 0.0
     """On the clock that all processes share, time.monotonic's."""
 
 
-class Causes(logging.Handler):
+class FailureCauses(logging.Handler):
     """Notes the errors that are logged in a file, one a line."""
 
     def __init__(self, path: str) -> None:
@@ -74,15 +74,15 @@ def logging_config(level: str, form: LogFormat, causes: Path) -> str:
     )
 
 
-def noted(path: Path, since: float = 0.0) -> list[Cause]:
+def noted(path: Path, since: float = 0.0) -> list[FailureCause]:
     """Those of that time, in the order in which they were logged."""
     if not path.exists():
         return []
-    causes = [msgspec.json.decode(line, type=Cause) for line in path.read_bytes().splitlines()]
+    causes = [msgspec.json.decode(line, type=FailureCause) for line in path.read_bytes().splitlines()]
     return [cause for cause in causes if cause.at >= since]
 
 
-def load_failure(error: BaseException, causes: list[Cause]) -> WeftError:
+def load_failure(error: BaseException, causes: list[FailureCause]) -> WeftError:
     """What is told of an engine that did not start. The first error is the reason for those after it."""
     own = cause_of(error)
     short = next((cause for cause in (*causes, own) if cause.is_out_of_memory), None)
@@ -97,9 +97,9 @@ def load_failure(error: BaseException, causes: list[Cause]) -> WeftError:
     )
 
 
-def cause_of(error: BaseException) -> Cause:
+def cause_of(error: BaseException) -> FailureCause:
     links = list(_chain(error))
-    return Cause(
+    return FailureCause(
         message=f"{type(error).__name__}: {_in_one_line(error)}",
         is_out_of_memory=any(as_out_of_memory(link) is not None or _is_memory_check(link) for link in links),
         at=time.monotonic(),

@@ -27,18 +27,18 @@ import uvloop
 from pydantic import ValidationError
 
 from weft import logs
-from weft.backends.vllm.arguments import Kind, Orders, arguments_of
-from weft.backends.vllm.failure_causes import Cause, load_failure, logging_config, noted
-from weft.backends.vllm.open_requests import Desk
-from weft.backends.vllm.stats import Figures, model_info
+from weft.backends.vllm.arguments import DriverOptions, VllmKind, arguments_of
+from weft.backends.vllm.failure_causes import FailureCause, load_failure, logging_config, noted
+from weft.backends.vllm.open_requests import OpenRequests
+from weft.backends.vllm.stats import VllmStats, model_info
 from weft.backends.vllm.vllm_process import end_group
 from weft.config import Config
 from weft.engine.wire import (
     Abort,
-    Beat,
+    ControlCall,
     Done,
-    Errand,
     Failed,
+    Heartbeat,
     Ready,
     ResetCache,
     Shutdown,
@@ -78,7 +78,7 @@ class Driver(Protocol):
     def close(self) -> None: ...
 
 
-async def serve(sock: socket.socket, orders: Orders, start: Start) -> int:
+async def serve(sock: socket.socket, orders: DriverOptions, start: Start) -> int:
     """Serve one api process; the exit code says whether that went well."""
     reader, writer = await asyncio.open_unix_connection(sock=sock)
     try:
@@ -96,13 +96,15 @@ async def serve(sock: socket.socket, orders: Orders, start: Start) -> int:
     return 1
 
 
-async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, orders: Orders, start: Start) -> None:
+async def _serve(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, orders: DriverOptions, start: Start
+) -> None:
     began, causes = time.monotonic(), Path(orders.folder) / "causes.jsonl"
     _import_vllm(start.config, orders, causes)
     plan = plan_load(start.config, start.files, inspect_machine(), engine=orders.kind.name)
     arguments = arguments_of(start.config, start.files, orders.kind)
-    figures = Figures()
-    desk = Desk(writer, figures, arguments["max_num_seqs"])
+    figures = VllmStats()
+    desk = OpenRequests(writer, figures, arguments["max_num_seqs"])
     vllm_config = _configured(arguments, orders.kind)
     driver = _load(vllm_config, figures, desk, orders.kind, causes)
     seconds = time.monotonic() - began
@@ -118,13 +120,13 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ord
     driver.close()
 
 
-def _death_of(error: BaseException, causes: list[Cause]) -> EngineFault:
+def _death_of(error: BaseException, causes: list[FailureCause]) -> EngineFault:
     """vLLM's own error says only that there was one."""
     log.error("vLLM died.", exc_info=error)
     return EngineFault(f"vLLM died of {causes[0].message}" if causes else f"vLLM died: {error}")
 
 
-def _import_vllm(config: Config, orders: Orders, causes: Path) -> None:
+def _import_vllm(config: Config, orders: DriverOptions, causes: Path) -> None:
     """What the operator has set in the environment is kept."""
     kind, logging_file = orders.kind, Path(orders.folder) / "logging.json"
     logging_file.write_text(logging_config(config.server.log_level, config.server.log_format, causes))
@@ -151,7 +153,7 @@ def _import_vllm(config: Config, orders: Orders, causes: Path) -> None:
         )
 
 
-def _configured(arguments: dict[str, Any], kind: Kind) -> Any:
+def _configured(arguments: dict[str, Any], kind: VllmKind) -> Any:
     """vLLM's configuration: it reads the model's own, and checks one against the other."""
     from vllm.engine.arg_utils import EngineArgs
 
@@ -164,7 +166,7 @@ def _configured(arguments: dict[str, Any], kind: Kind) -> Any:
         raise ConfigError(f"{kind.name} cannot be started so: {type(error).__name__}: {error}") from error
 
 
-def _load(vllm_config: Any, figures: Figures, desk: Desk, kind: Kind, causes: Path) -> Driver:
+def _load(vllm_config: Any, figures: VllmStats, desk: OpenRequests, kind: VllmKind, causes: Path) -> Driver:
     kills = oom_kills()
     try:
         if kind.synchronous:
@@ -181,7 +183,7 @@ def _load(vllm_config: Any, figures: Figures, desk: Desk, kind: Kind, causes: Pa
         raise load_failure(error, noted(causes)) from error
 
 
-async def _listen(reader: asyncio.StreamReader, driver: Driver, desk: Desk) -> None:
+async def _listen(reader: asyncio.StreamReader, driver: Driver, desk: OpenRequests) -> None:
     while (message := await receive_from(reader)) is not None:
         match message:
             case Submit(requests=requests):
@@ -198,7 +200,7 @@ async def _listen(reader: asyncio.StreamReader, driver: Driver, desk: Desk) -> N
                 raise EngineFault(f"vLLM was sent a message that is not for it: {type(message).__name__}.")
 
 
-async def _errand(errand: Errand, driver: Driver) -> Done:
+async def _errand(errand: ControlCall, driver: Driver) -> Done:
     match errand:
         case ResetCache(number=number):
             if await driver.forget_prompts():
@@ -208,12 +210,12 @@ async def _errand(errand: Errand, driver: Driver) -> Done:
             return Done(number, error="vLLM's steps are not recorded: it has a profiler of its own.")
 
 
-async def _beat(driver: Driver, desk: Desk) -> None:
+async def _beat(driver: Driver, desk: OpenRequests) -> None:
     while True:
         await asyncio.sleep(BEAT_SECONDS)
         if (failure := driver.failure()) is not None:
             desk.died(failure)
-        desk.send(Beat(desk.silence_seconds))
+        desk.send(Heartbeat(desk.silence_seconds))
 
 
 def _end_with(sock: socket.socket, folder: str) -> None:
@@ -240,7 +242,7 @@ def _let_go(sock: socket.socket) -> None:
 
 
 def main() -> None:
-    orders = msgspec.json.decode(sys.argv[1], type=Orders)
+    orders = msgspec.json.decode(sys.argv[1], type=DriverOptions)
     sock = socket.socket(fileno=int(sys.argv[2]))
     os.register_at_fork(after_in_child=partial(_let_go, sock))
     threading.Thread(target=_end_with, args=(sock, orders.folder), name="weft-vllm-watch", daemon=True).start()

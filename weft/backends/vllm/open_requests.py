@@ -8,16 +8,16 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from weft.backends.vllm.stats import Figures
-from weft.engine.wire import FromEngine, Started, frame, output
+from weft.backends.vllm.stats import VllmStats
+from weft.engine.wire import FromEngine, Started, frame, step_output
 from weft.errors import EngineFault, WeftError
 from weft.types import Event, FinishReason, Request
 
 
-class Desk:
+class OpenRequests:
     """Belongs to its event loop's thread."""
 
-    def __init__(self, writer: asyncio.StreamWriter, figures: Figures, max_running: int) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, figures: VllmStats, max_running: int) -> None:
         self._writer = writer
         self._figures = figures
         self._max_running = max_running
@@ -96,7 +96,7 @@ class Desk:
     def _send_brought(self) -> None:
         self._is_sending = False
         brought, self._brought = self._brought, {}
-        self.send(output(list(brought.values()), self._figures.stats(len(self._running) + len(self._waiting))))
+        self.send(step_output(list(brought.values()), self._figures.stats(len(self._running) + len(self._waiting))))
 
 
 def _joined(earlier: Event, later: Event) -> Event:

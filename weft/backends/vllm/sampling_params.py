@@ -67,7 +67,7 @@ def _seed(request: Request) -> int | None:
     return (seed + len(request.output_token_ids)) % 2**63
 
 
-class Answer:
+class VllmAnswer:
     """What vLLM gives for one request, as events."""
 
     def __init__(self, request: Request) -> None:

@@ -26,7 +26,7 @@ def model_info(name: str, vllm_config: Any, device: str, plan: Plan, load_second
     )
 
 
-class Figures:
+class VllmStats:
     """A stat logger, as vLLM calls it: is told of every step."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Figures:
         self._running = 0
         self._usage = 0.0
 
-    def logger(self, vllm_config: Any, engine_index: int) -> Figures:
+    def logger(self, vllm_config: Any, engine_index: int) -> VllmStats:
         """What vLLM calls to get its logger, once it knows its cache."""
         self._num_blocks = vllm_config.cache_config.num_gpu_blocks or 0
         return self

@@ -14,20 +14,20 @@ from typing import Any
 
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from weft.backends.vllm.open_requests import Desk
-from weft.backends.vllm.sampling_params import REFUSALS, Answer, adapter_request, sampling_params, tokens_prompt
-from weft.backends.vllm.stats import Figures
+from weft.backends.vllm.open_requests import OpenRequests
+from weft.backends.vllm.sampling_params import REFUSALS, VllmAnswer, adapter_request, sampling_params, tokens_prompt
+from weft.backends.vllm.stats import VllmStats
 from weft.errors import InvalidRequest, WeftError
 from weft.types import Adapter, Request
 
 
 class SyncDriver:
-    def __init__(self, vllm_config: Any, figures: Figures, desk: Desk) -> None:
+    def __init__(self, vllm_config: Any, figures: VllmStats, desk: OpenRequests) -> None:
         """Loads the model: takes long."""
         self._engine = LLMEngine.from_vllm_config(vllm_config, stat_loggers=[figures.logger])
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """What is done between two steps; None: no more."""
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, VllmAnswer] = {}
         self._adapters: set[int] = set()
         self._desk = desk
         self._loop = asyncio.get_running_loop()
@@ -87,7 +87,7 @@ class SyncDriver:
                 lora_request=None if request.adapter is None else self._adapted(request.adapter),
                 priority=request.priority,
             )
-            self._answers[request.request_id] = Answer(request)
+            self._answers[request.request_id] = VllmAnswer(request)
         except WeftError as error:
             self._loop.call_soon_threadsafe(self._desk.fail, request.request_id, error)
         except REFUSALS as error:

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from weft.backends.adapters import Adapters
 from weft.backends.contract import PLAIN_TERMS, Abilities, Embedding, Prompt, Terms, cannot
-from weft.backends.model_text import TextRoom
+from weft.backends.model_text import ModelText
 from weft.backends.native import NativeEngine, NativeImageUpdates, open_engine
-from weft.backends.vllm.arguments import KINDS, Kind, refuse
+from weft.backends.vllm.arguments import KINDS, VllmKind, refuse
 from weft.backends.vllm.vllm_process import VllmProcess
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import Config
@@ -32,9 +32,9 @@ ABILITIES = Abilities(embeddings=False, images=False)
 class VllmEngine(NativeEngine):
     def __init__(
         self,
-        kind: Kind,
+        kind: VllmKind,
         client: EngineClient,
-        room: TextRoom,
+        room: ModelText,
         adapters: Adapters,
         *,
         takes_adapters: bool,
@@ -82,7 +82,7 @@ def refuse_load(config: Config, files: ModelFiles) -> None:
     refuse(config, files, KINDS[config.backend.engine])
 
 
-async def start_kind(config: Config, kind: Kind) -> VllmEngine:
+async def start_kind(config: Config, kind: VllmKind) -> VllmEngine:
     files = await asyncio.to_thread(find_model, config)
     refuse(config, files, kind)
     if safe_share(config.cache) != config.cache.gpu_memory_utilization:

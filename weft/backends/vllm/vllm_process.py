@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from weft.backends.vllm.arguments import Kind, Orders
+from weft.backends.vllm.arguments import DriverOptions, VllmKind
 
 TRACKER = "multiprocessing.resource_tracker"
 LAST_SECONDS = 10.0
@@ -64,9 +64,9 @@ def _is_tracker(folder: Path) -> bool:
 class VllmProcess:
     """The first of a process group."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: VllmKind) -> None:
         self._folder = tempfile.mkdtemp(prefix="weft-vllm-")
-        orders = Orders(kind=kind, folder=self._folder)
+        orders = DriverOptions(kind=kind, folder=self._folder)
         self.socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
