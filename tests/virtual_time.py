@@ -57,9 +57,3 @@ async def sleep(seconds: float) -> None:
     """Let time pass, which is possible on the clock that jumps alone: a test never waits for real time."""
     assert isinstance(asyncio.get_running_loop(), _Loop), "only `virtual_time.run` lets time pass"
     await asyncio.sleep(seconds)
-
-
-async def sleep(seconds: float) -> None:
-    """Let so much time pass on the clock that jumps, and on no other."""
-    assert isinstance(asyncio.get_running_loop(), _Loop), "only on the virtual clock"
-    await asyncio.sleep(seconds)
