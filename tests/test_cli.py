@@ -19,8 +19,8 @@ from tests.api.scripted_engine import ScriptedEngine, answer
 from weft import __version__, cli, terminal
 from weft.api import server
 from weft.backends.blocking import LoopedEngine
-from weft.config import Config, settings
 from weft.errors import InvalidRequest, ModelError
+from weft.options import Config, settings
 from weft.terminal import LocalEngine
 from weft.types import Delta, SamplingParams
 

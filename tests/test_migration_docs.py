@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from weft.backends.registry import BUILT_IN, OLD_NAMES
-from weft.config import ENV_ALIASES, RESERVED_ENV, settings
+from weft.config import ENV_ALIASES, RESERVED_ENV
 from weft.models_file import MEANINGLESS, OLD_KEYS
+from weft.options import settings
 
 PAGE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
 VARIABLES = """

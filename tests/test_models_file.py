@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from weft.config import BackendOptions, Config, ModelOptions
 from weft.errors import ConfigError
 from weft.models_file import ModelRegistry, read_registry
+from weft.options import BackendOptions, Config, ModelOptions
 
 ENGINES = ["native", "cuda-vllm", "cuda-vllm-async", "remote"]
 SERVER = Config(

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from weft import __version__
-from weft.config import Config, Setting, load, settings
+from weft.config import load
 from weft.errors import ConfigError, Unavailable, WeftError
+from weft.options import Config, Setting, settings
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -22,9 +22,10 @@ from msgspec.structs import replace
 
 from weft.checkpoint.adapter_files import DEFAULT_ADAPTER, adapter_settings
 from weft.checkpoint.model_files import SOURCES
-from weft.config import Config, LoadMode, ModelEntry, Setting, nearest, settings
+from weft.config import nearest
 from weft.errors import ConfigError
 from weft.hub.hub_api import HUB_ID
+from weft.options import Config, LoadMode, ModelEntry, Setting, settings
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 4

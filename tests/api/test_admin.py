@@ -16,7 +16,8 @@ from tests.api.grpc.calls import Client, ask, door, eventually, failed
 from tests.api.http import CHAT, HELLO, error_of, request
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, answer
 from weft.api.app import build_app, gated_app
-from weft.config import Config, load
+from weft.config import load
+from weft.options import Config
 from weft.serving.admission import Gate
 from weft.types import Delta
 

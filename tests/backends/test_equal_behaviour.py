@@ -21,9 +21,10 @@ from weft.backends.vllm.vllm_engine import ABILITIES as VLLM
 from weft.backends.vllm.vllm_engine import VllmEngine
 from weft.checkpoint.model_files import ModelFiles
 from weft.compat.hosted import HostedEngine
-from weft.config import CacheOptions, load
+from weft.config import load
 from weft.errors import ConfigError
 from weft.machine.planner import AUTO_DTYPE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from weft.options import CacheOptions
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/backends.md").read_text()

@@ -9,10 +9,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from weft.backends.safe_loading import HALVINGS, LEAST_CONTEXT, flags_between, rungs
-from weft.config import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.errors import OutOfMemory
 from weft.machine.memory import GIB, Room
 from weft.machine.planner import Place, Plan
+from weft.options import CacheOptions, Config, ModelOptions, SchedulerOptions
 
 TOO_MUCH = OutOfMemory("Too much.")
 """What the plan says, before any engine does."""

@@ -14,11 +14,11 @@ from weft import cli
 from weft.backends import preflight
 from weft.backends.preflight import findings, machine_findings
 from weft.backends.registry import EngineInfo, list_engines
-from weft.config import BackendOptions, Config, ModelOptions
 from weft.errors import ConfigError
 from weft.machine.devices import Device
 from weft.machine.hardware import Cpu, Machine, Memory, MemoryLimit
 from weft.machine.memory import GIB
+from weft.options import BackendOptions, Config, ModelOptions
 
 CPU = Cpu(cores=16, usable_cores=4, features=("avx2", "amx_tile"))
 BARE = Machine(cpu=CPU, memory=Memory(total=64 * GIB, free=60 * GIB))

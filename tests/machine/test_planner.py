@@ -15,7 +15,6 @@ from msgspec.structs import replace
 from tests.tiny_adapters import EVERY_PART, lora_tensors, save_adapter
 from weft.checkpoint.adapter_files import MAX_RANK
 from weft.checkpoint.model_files import ModelFiles, dummy_files, model_at
-from weft.config import Config, ModelOptions
 from weft.errors import ConfigError
 from weft.machine import planner
 from weft.machine.devices import Device
@@ -25,6 +24,7 @@ from weft.machine.model_size import size_of
 from weft.machine.planner import HABITS, plan_lines, plan_load
 from weft.model.loader import open_model
 from weft.model.lora import read_adapter
+from weft.options import Config, ModelOptions
 from weft.worker.graphs import graph_shapes
 from weft.worker.worker import Worker
 

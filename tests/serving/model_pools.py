@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.api.app import gated_app
 from weft.backends.contract import Engine, MakeRoom, Need, StageReport
-from weft.config import Config, ModelEntry, load
+from weft.config import load
 from weft.errors import ConfigError, OutOfMemory
+from weft.options import Config, ModelEntry
 from weft.serving.admission import Gate
 from weft.serving.model_slot import Slot
 

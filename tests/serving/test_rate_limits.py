@@ -15,7 +15,8 @@ from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, request_a
 from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.api.app import build_app, gated_app
 from weft.api.grpc.grpc_server import serve_rpc
-from weft.config import LimitOptions, load
+from weft.config import load
+from weft.options import LimitOptions
 from weft.serving.admission import Gate
 from weft.serving.rate_limits import Account, Accounts, Bucket, RateLimited
 from weft.types import Delta

@@ -10,7 +10,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from weft.config import CacheOptions
 from weft.errors import OutOfMemory
 from weft.machine.memory import (
     GIB,
@@ -24,6 +23,7 @@ from weft.machine.memory import (
     plan_memory,
 )
 from weft.model.dense import DenseConfig
+from weft.options import CacheOptions
 from weft.types import MemoryLedger
 from weft.worker.graphs import graph_shapes
 from weft.worker.memory_profile import available_cpu_bytes, cache_shape, gpu_share, ledger_table

@@ -17,8 +17,8 @@ from tests.tiny_images import save_image_model
 from tests.tiny_models import END_OF_TURN, VOCAB_SIZE, tokenizer_json
 from tests.worker.driving import Driven, load, request, run
 from tests.worker.test_denoise import TEXTS, WIDTH, assert_as_alone, image, images
-from weft.config import Config, LimitOptions, ModelOptions, SchedulerOptions
 from weft.hub.resolve import resolve
+from weft.options import Config, LimitOptions, ModelOptions, SchedulerOptions
 from weft.payloads import GivenTexts, PromptEmbeds
 from weft.plan import Held
 from weft.text.grammars.specs import Regex, words_of

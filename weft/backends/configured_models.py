@@ -14,13 +14,14 @@ from weft.backends.preflight import check_engine
 from weft.backends.registry import ALIASES, ORDERED_LIST, engines, engines_in_order, obstacle
 from weft.backends.safe_loading import LoadStage, Start, load_safely, plan_safely
 from weft.backends.starting import are_elsewhere, without_servers_own
-from weft.config import Config, ModelEntry, ModelOptions, nearest
+from weft.config import nearest
 from weft.errors import ConfigError, OutOfMemory, WeftError
 from weft.hub.resolve import resolve
 from weft.machine.hardware import inspect_machine
 from weft.machine.memory import GIB
 from weft.machine.planner import HABITS
 from weft.models_file import ModelRegistry
+from weft.options import Config, ModelEntry, ModelOptions
 
 
 class Checked(Struct, frozen=True):

@@ -30,12 +30,12 @@ from weft.backends.contract import (
 from weft.backends.model_text import TextRoom, open_text_room
 from weft.checkpoint.adapter_files import adapter_paths
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.engine.process import EngineProcess, LaunchedEngine
 from weft.engine.wire import ResetCache, StartProfile, StopProfile, Vocabulary
 from weft.errors import ConfigError, ContextTooLong, EngineFault, InvalidRequest, ModelError, WeftError
 from weft.hub.resolve import find_model
+from weft.options import Config
 from weft.payloads import NO_TEXTS, GivenTexts
 from weft.text.detokenizer import OutputText
 from weft.text.grammars.specs import words_of

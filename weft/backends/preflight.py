@@ -17,13 +17,13 @@ from weft.backends.safe_loading import Start, check_load, in_daemon_thread
 from weft.backends.starting import chosen_engines, refusal_of, start_first
 from weft.checkpoint.adapter_files import adapter_paths
 from weft.checkpoint.model_files import dummy_files
-from weft.config import Config
 from weft.errors import ConfigError
 from weft.hub.resolve import find_model, resolve
 from weft.machine.devices import Device
 from weft.machine.hardware import Machine, Memory, inspect_machine
 from weft.machine.memory import GIB
 from weft.machine.planner import HABITS, Plan, plan_load
+from weft.options import Config
 
 PEER_PATIENCE_S = 10.0
 """For a server that says that it is starting."""

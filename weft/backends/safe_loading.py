@@ -18,13 +18,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.backends.contract import Engine
-from weft.config import CacheOptions, Config, settings
 from weft.errors import EngineFault, OutOfMemory, Unavailable
 from weft.hub.progress import Progress
 from weft.hub.resolve import find_model
 from weft.machine.hardware import Machine, inspect_machine, oom_kills
 from weft.machine.memory import MIB, as_out_of_memory, safe_share
 from weft.machine.planner import CPU_CACHE_BYTES, HABITS, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Plan, Planner
+from weft.options import CacheOptions, Config, settings
 
 SHARE_STEP = 0.10
 """Of a GPU: what an engine that ran out of memory is given less."""

@@ -23,8 +23,8 @@ from weft.backends.contract import Engine, Terms, failure_of
 from weft.backends.native import start_native
 from weft.bench.report import environment
 from weft.bench.serve import FIRST_TOKEN_ID
-from weft.config import Config
 from weft.errors import ConfigError
+from weft.options import Config
 from weft.serving.image_generation import draw
 from weft.serving.image_request import ImageJob, drawing_model
 from weft.switches import switched_off, without

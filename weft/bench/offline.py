@@ -20,7 +20,7 @@ from msgspec import Struct
 from weft.backends import start_engine
 from weft.backends.contract import Engine
 from weft.bench.report import Judged, Required, environment
-from weft.config import Config
+from weft.options import Config
 from weft.types import Delta, SamplingParams
 
 DECODE_PROMPT_TOKENS = 128

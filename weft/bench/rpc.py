@@ -23,7 +23,7 @@ from weft.api.grpc.grpc_server import serve_rpc
 from weft.api.grpc.inference import SERVICE_NAME
 from weft.backends.contract import Engine
 from weft.backends.native import start_native
-from weft.config import Config, LimitOptions
+from weft.options import Config, LimitOptions
 from weft.serving.admission import Gate
 
 PROMPTS = ("The history of the sea is", "One, two, three, four,", "A recipe for bread begins with", "In the beginning")

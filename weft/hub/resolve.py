@@ -8,12 +8,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from weft.checkpoint.model_files import SOURCES, ModelFiles, dummy_files, model_at, models_folder
-from weft.config import Config
 from weft.errors import ModelError
 from weft.hub.catalog import CATALOGUE, installed, is_installed, pull
 from weft.hub.hub_api import HUB_ID
 from weft.hub.progress import Progress, Report, unheard, with_bars
 from weft.hub.snapshots import HubModel, check_snapshot, find_cached, find_snapshot, list_models, pull_snapshot
+from weft.options import Config
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from weft.config import CacheOptions
 from weft.errors import OutOfMemory
+from weft.options import CacheOptions
 from weft.types import MemoryLedger
 
 MIB = 2**20

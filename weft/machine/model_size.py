@@ -18,9 +18,9 @@ from weft.checkpoint.adapter_files import HELD_PER_NUMBER, WEIGHTS_FILE, adapter
 from weft.checkpoint.gguf import GgufFile, read_gguf
 from weft.checkpoint.model_files import ModelFiles
 from weft.checkpoint.tokenizer_assets import model_facts
-from weft.config import Config
 from weft.errors import ModelError
 from weft.machine.memory import NumberType, num_parameters
+from weft.options import Config
 
 PLAIN_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """What an engine may hold as another type, and the bytes of each in a file."""

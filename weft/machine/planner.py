@@ -20,7 +20,6 @@ from rich.text import Text
 
 from weft.checkpoint.adapter_files import MAX_RANK
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import Config
 from weft.errors import ConfigError, OutOfMemory
 from weft.machine.hardware import Machine
 from weft.machine.memory import (
@@ -37,6 +36,7 @@ from weft.machine.memory import (
     safe_share,
 )
 from weft.machine.model_size import Geometry, Weights, adapters_bytes, safetensors_weights, size_of
+from weft.options import Config
 from weft.types import MemoryLedger
 
 Place = Literal["cpu", "cuda", "ascend"]

@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.backends.contract import Need
-from weft.config import FleetOptions, ModelEntry
 from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason
+from weft.options import FleetOptions, ModelEntry
 from weft.serving.served_model import Service
 
 log = logging.getLogger(__name__)

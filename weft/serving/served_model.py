@@ -7,10 +7,10 @@ import time
 from msgspec import Struct
 
 from weft.backends.contract import Engine, unknown_adapter
-from weft.config import Config, LimitOptions, ServerOptions
 from weft.errors import InvalidRequest, ModelNotFound
 from weft.observe.metrics import Metrics
 from weft.observe.traces import Traces
+from weft.options import Config, LimitOptions, ServerOptions
 from weft.text.grammars.compiler import GrammarCompiler
 from weft.text.grammars.specs import GrammarSpec, Thinking, ToolCalls, written_down
 

@@ -8,11 +8,11 @@ import logging
 import torch
 from msgspec.structs import replace
 
-from weft.config import CacheOptions
 from weft.errors import OutOfMemory
 from weft.machine.hardware import read_memory
 from weft.machine.memory import GIB, Room, Shape, safe_share
 from weft.model.dense import DenseModel
+from weft.options import CacheOptions
 from weft.plan import Admission, Denoise, DenoiseAdmission, ImageLimits, Limits, PlacedText, Row, StepPlan
 from weft.types import MAX_LOGPROBS, ImageParams, MemoryLedger, SamplingParams
 from weft.worker.diffusion.denoiser import Denoiser

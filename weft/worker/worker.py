@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import CacheOptions, Config
 from weft.errors import ConfigError
 from weft.kernels import ops_for
 from weft.kernels.cpu import native_step
@@ -20,6 +19,7 @@ from weft.machine.memory import MemoryPlan, Room, graphs_bytes, num_parameters, 
 from weft.machine.model_size import adapters_bytes
 from weft.model.dense import DenseConfig, DenseModel
 from weft.model.loader import load_weights, open_model
+from weft.options import CacheOptions, Config
 from weft.plan import Limits
 from weft.switches import is_on
 from weft.types import ModelInfo

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from weft.backends.blocking import LoopedEngine
 from weft.backends.contract import Engine, Terms
-from weft.config import Config, load
+from weft.config import load
 from weft.machine.devices import accelerator
+from weft.options import Config
 from weft.types import Delta, SamplingParams
 
 needs_vllm = [

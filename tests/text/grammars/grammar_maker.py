@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from weft.config import ServerOptions
+from weft.options import ServerOptions
 from weft.text.grammars.compiler import GrammarCompiler
 from weft.text.grammars.specs import GrammarSpec, Thinking
 from weft.text.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from tests.text.grammars.grammar_maker import grammars
 from tests.tiny_models import END_OF_TURN, tokenizer_json
-from weft.config import ServerOptions
 from weft.errors import InvalidRequest, Overloaded
+from weft.options import ServerOptions
 from weft.text.grammars import compiler as compiler_module
 from weft.text.grammars.compiler import GrammarCompiler
 from weft.text.grammars.specs import (

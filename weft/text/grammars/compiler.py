@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from weft.config import ServerOptions
 from weft.errors import EngineFault, InvalidRequest, Overloaded
+from weft.options import ServerOptions
 from weft.text.grammars.lark import GrammarWriter
 from weft.text.grammars.specs import GrammarSpec, Thinking, Words, words_of
 from weft.text.tokenizer import Tokenizer
