@@ -282,7 +282,7 @@ class GrpcOptions(Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
 
 
-class FleetOptions(Struct, frozen=True, forbid_unknown_fields=True):
+class ModelPoolOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Several models behind one door."""
 
     models_file: Annotated[
@@ -317,7 +317,7 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     server: ServerOptions = ServerOptions()
     limits: LimitOptions = LimitOptions()
     grpc: GrpcOptions = GrpcOptions()
-    fleet: FleetOptions = FleetOptions()
+    fleet: ModelPoolOptions = ModelPoolOptions()
 
 
 LoadMode = Literal["check_only", "check_and_load", "async_load"]

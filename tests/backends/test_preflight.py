@@ -152,4 +152,4 @@ def test_the_engine_says_what_the_device_is_that_has_the_memory(
 def test_memory_of_another_size_without_a_gpu(shape: Path) -> None:
     model = ModelOptions(model=str(shape), load_format="dummy", image_model="none", device="cpu")
     made = preflight.planned(Config(model=model), 16)
-    assert made.place == "cpu" and made.room.total == 16 * GIB and made.is_final
+    assert made.place == "cpu" and made.memory.total == 16 * GIB and made.is_final

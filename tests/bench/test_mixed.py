@@ -19,7 +19,7 @@ from weft.bench import mixed
 from weft.bench.commands import app as bench
 from weft.bench.mixed import (
     Chat,
-    Figures,
+    MixedFigures,
     MixedReport,
     MixedWork,
     ModeReport,
@@ -220,7 +220,7 @@ def test_figures_are_of_the_times_that_things_came() -> None:
         Picture(arrived=0.0, asked=1.0, ended=3.0, rgb=b""),
         Picture(arrived=1.0, asked=2.25, ended=4.0, rgb=b""),
     ]
-    assert figures_of(Served(began=0.0, chats=chats, images=images)) == Figures(
+    assert figures_of(Served(began=0.0, chats=chats, images=images)) == MixedFigures(
         seconds=6.0,
         output_tokens_per_s=8 / 6,
         decode_tokens_per_s=3 / 2,  # from 2, where both decode, to 4, where the last image ends

@@ -21,7 +21,7 @@ from weft.machine.devices import Device
 from weft.machine.hardware import Cpu, Machine, Memory
 from weft.machine.memory import GIB, MIB, graphs_bytes
 from weft.machine.model_size import size_of
-from weft.machine.planner import HABITS, plan_lines, plan_load
+from weft.machine.planner import MEMORY_PROFILES, plan_lines, plan_load
 from weft.model.loader import open_model
 from weft.model.lora import read_adapter
 from weft.options import Config, ModelOptions
@@ -84,7 +84,7 @@ def test_the_cache_is_by_key_value_heads(llama_8b: ModelFiles) -> None:
 
 def test_the_parts_of_the_device_add_up(llama_8b: ModelFiles) -> None:
     ledger = plan_load(config(), llama_8b, gpus(80, 78)).ledger
-    assert ledger.total == 80 * GIB and ledger.others == 2 * GIB + HABITS["native"].framework_bytes
+    assert ledger.total == 80 * GIB and ledger.others == 2 * GIB + MEMORY_PROFILES["native"].framework_bytes
     # Three quarters are Weft's: what is left of them is less than a block.
     rest = ledger.spare - 18 * GIB
     assert 0 <= rest < 2 * MIB + 2, rest
@@ -152,10 +152,10 @@ def test_adapters_are_counted_as_no_less_than_they_hold(tiny_directory: Callable
 
 
 def test_the_room_that_vllm_makes_for_adapters_is_estimated(tiny_directory: Callable[[str], Path]) -> None:
-    model, framework = model_at(tiny_directory("smollm2")), HABITS["cuda-vllm"].framework_bytes
+    model, framework = model_at(tiny_directory("smollm2")), MEMORY_PROFILES["cuda-vllm"].framework_bytes
 
     def libraries(**settings: Any) -> int:
-        return plan_load(config(dtype="float32", **settings), model, gpus(16), engine="cuda-vllm").room.libraries
+        return plan_load(config(dtype="float32", **settings), model, gpus(16), engine="cuda-vllm").memory.libraries
 
     largest = sum(4 * tensor.numel() for tensor in lora_tensors("smollm2", 1, rank=MAX_RANK).values())
     assert libraries(max_loras=3) == framework
@@ -289,7 +289,7 @@ def test_the_estimate_of_graphs_covers_those_that_are_captured(llama_8b: ModelFi
     geometry = size_of(llama_8b).geometry
     assert geometry is not None
     captured = graphs_bytes(geometry, torch.bfloat16, graph_shapes(seqs))
-    estimated = plan_load(config(max_num_seqs=seqs), llama_8b, gpus(80)).room.graphs
+    estimated = plan_load(config(max_num_seqs=seqs), llama_8b, gpus(80)).memory.graphs
     assert captured <= estimated < 1.6 * captured
 
 

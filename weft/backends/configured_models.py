@@ -19,7 +19,7 @@ from weft.errors import ConfigError, OutOfMemory, WeftError
 from weft.hub.resolve import resolve
 from weft.machine.hardware import inspect_machine
 from weft.machine.memory import GIB
-from weft.machine.planner import HABITS
+from weft.machine.planner import MEMORY_PROFILES
 from weft.models_file import ModelRegistry
 from weft.options import Config, ModelEntry, ModelOptions
 
@@ -94,14 +94,14 @@ class FileRoster:
         config = entry.config
         specs = engines_in_order(config.backend.engine, config.model.device)
         engine = next((spec.name for spec in specs if not obstacle(spec, config)), "")
-        if engine not in HABITS:
+        if engine not in MEMORY_PROFILES:
             return Need()
         own = replace(config, backend=replace(config.backend, engine=engine))
         plan = await plan_safely(own, report=_heard(report))
         if plan is None:
             return Need()
         problem = "" if plan.problem is None else str(plan.problem)
-        return Need(num_bytes=plan.needed_bytes, libraries=plan.room.libraries, problem=problem)
+        return Need(num_bytes=plan.needed_bytes, libraries=plan.memory.libraries, problem=problem)
 
     async def start(self, entry: ModelEntry, report: StageReport, make_room: MakeRoom) -> Engine:
         async def load(start: Start, config: Config) -> Engine:

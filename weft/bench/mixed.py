@@ -81,7 +81,7 @@ PEERS = (
 MODES = (CHATS_ALONE, IMAGES_ALONE, TEXT_ONLY, IMAGES_ONLY, TOGETHER, *PEERS)
 
 
-class Figures(Struct, frozen=True, kw_only=True):
+class MixedFigures(Struct, frozen=True, kw_only=True):
     """One mode, once, or the medians of its runs. None: there was nothing of that kind."""
 
     seconds: float
@@ -105,13 +105,13 @@ class ModeReport(Struct, frozen=True, kw_only=True):
     name: str
     without: list[str]
     """All that was switched off."""
-    median: Figures
+    median: MixedFigures
     spread: float
     """Of the seconds: (largest - smallest) / median."""
     same_texts: int | None
     """Chats that gave in every run what they give alone; None: the mode has none."""
     same_images: int | None
-    runs: list[Figures]
+    runs: list[MixedFigures]
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
@@ -326,14 +326,14 @@ def _num_same(alone: Sequence[object], runs: list[Any]) -> int:
     return sum(all(given == expected for given in all_given) for expected, *all_given in zip(alone, *runs, strict=True))
 
 
-def figures_of(served: Served) -> Figures:
+def figures_of(served: Served) -> MixedFigures:
     began, chats, images = served.began, served.chats, served.images
     chats_end = max((chat.arrivals[-1] for chat in chats), default=began)
     images_end = max((picture.ended for picture in images), default=began)
     first = [1000 * (chat.arrivals[0] - chat.asked) for chat in chats]
     gaps = [1000 * (later - sooner) for chat in chats for sooner, later in pairwise(dict.fromkeys(chat.arrivals))]
     latencies = [picture.ended - picture.arrived for picture in images]
-    return Figures(
+    return MixedFigures(
         seconds=max(chats_end, images_end) - began,
         output_tokens_per_s=sum(map(len, served.texts)) / (chats_end - began) if chats else None,
         decode_tokens_per_s=_decode_speed(chats, images) if chats else None,
@@ -361,12 +361,12 @@ def _quantile(values: list[float], share: float) -> float | None:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
 
 
-def _median(runs: list[Figures]) -> Figures:
+def _median(runs: list[MixedFigures]) -> MixedFigures:
     medians: dict[str, float | None] = {}
     for name in asdict(runs[0]):
         known = [value for once in runs if (value := asdict(once)[name]) is not None]
         medians[name] = statistics.median(known) if known else None
-    return convert(medians, Figures)
+    return convert(medians, MixedFigures)
 
 
 def _verdict(modes: dict[str, ModeReport]) -> Verdict:

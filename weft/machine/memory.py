@@ -62,7 +62,7 @@ class GraphShape(Protocol):
     def samples(self) -> int: ...
 
 
-class Room(Struct, frozen=True, kw_only=True):
+class DeviceMemory(Struct, frozen=True, kw_only=True):
     """A device's memory, and what of it is neither weights nor cache. All in bytes but the share."""
 
     total: int
@@ -108,7 +108,7 @@ class MemoryPlan(Struct, frozen=True, kw_only=True):
     max_model_len: int
 
 
-def adapter_room_bytes(config: Shape, rank: int, dtype: NumberType) -> int:
+def adapter_bytes(config: Shape, rank: int, dtype: NumberType) -> int:
     """For one adapter of this rank to every weight of every layer."""
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     widths = 7 * config.hidden_size + 2 * heads + 2 * kv_heads + 3 * config.intermediate_size
@@ -118,7 +118,7 @@ def adapter_room_bytes(config: Shape, rank: int, dtype: NumberType) -> int:
 def plan_memory(
     config: Shape,
     cache: CacheOptions,
-    room: Room,
+    memory: DeviceMemory,
     *,
     max_model_len: int,
     dtype: NumberType,
@@ -134,7 +134,7 @@ def plan_memory(
     if cache.kv_cache_memory_mb:
         kv_memory_bytes = cache.kv_cache_memory_mb * MIB
     elif kv_memory_bytes is None:
-        kv_memory_bytes = max(0, room.available - weights_bytes)
+        kv_memory_bytes = max(0, memory.available - weights_bytes)
     num_blocks = cache.num_blocks or max(2, kv_memory_bytes // block_bytes)
     capacity = (num_blocks - 1) * cache.block_size
     wanted = max_model_len or min(config.max_position, capacity)
@@ -153,31 +153,31 @@ def plan_memory(
         needed = -(-wanted // cache.block_size) + 1
         needed_mib = -(-needed * block_bytes // MIB)
         ways = [f"--max-model-len {capacity} or less"]
-        missing = weights_bytes + needed_mib * MIB - room.available
+        missing = weights_bytes + needed_mib * MIB - memory.available
         if missing <= 0:
             ways.append(f"--num-blocks {needed} or more")
             if not cache.num_blocks:
                 ways.append(f"--kv-cache-memory-mb {needed_mib} or more")
-        ways += _more_share(room, missing)
+        ways += _more_share(memory, missing)
         raise OutOfMemory(
             f"A context of {wanted} tokens needs {needed} cache blocks; there are {num_blocks}.",
             hint=f"Set {', or '.join(ways)}.",
         )
     kv_bytes = num_blocks * block_bytes
-    missing = weights_bytes + kv_bytes - room.available
+    missing = weights_bytes + kv_bytes - memory.available
     if missing > 0:
-        ways = _more_share(room, missing) + _smaller_cache(cache, room.available - weights_bytes, block_bytes)
+        ways = _more_share(memory, missing) + _smaller_cache(cache, memory.available - weights_bytes, block_bytes)
         raise OutOfMemory(
             f"The weights need {weights_bytes / MIB:.0f} MiB and the cache {kv_bytes / MIB:.0f} MiB; "
-            f"{room.available / MIB:.0f} MiB are free for them.",
+            f"{memory.available / MIB:.0f} MiB are free for them.",
             hint=f"Set {', or '.join(ways)}, or serve a smaller model." if ways else "Serve a smaller model.",
         )
     return MemoryPlan(kv_bytes=kv_bytes, num_blocks=num_blocks, max_model_len=wanted)
 
 
-def _more_share(room: Room, missing: int) -> list[str]:
+def _more_share(memory: DeviceMemory, missing: int) -> list[str]:
     """The flags that give Weft so many bytes more of a GPU, where there are that many."""
-    share = room.share_for(missing) if missing > 0 else None
+    share = memory.share_for(missing) if missing > 0 else None
     if share is None:
         return []
     insisted = " with --insist-gpu-memory" if share > HIGHEST_SHARE else ""

@@ -2,7 +2,7 @@
 
 Weights are counted by the headers of the files and held as the engine holds them; the cache by the model's real
 geometry. Those are known. What a step, graphs and libraries take is estimated. A load is refused by what is known
-alone; the largest context and batch that the plan names leave room for the rest.
+alone; the largest context and batch that the plan names leave memory for the rest.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from weft.machine.memory import (
     GRAPH_SLACK_BYTES,
     HIGHEST_SHARE,
     MIB,
+    DeviceMemory,
     MemoryPlan,
-    Room,
     activations_bytes,
-    adapter_room_bytes,
+    adapter_bytes,
     kv_bytes_per_token,
     plan_memory,
     safe_share,
@@ -67,7 +67,7 @@ AUTO_DTYPE: dict[Place, str] = {"cpu": "float32", "cuda": "bfloat16", "ascend": 
 """What engines take where nothing is asked for: the same, whichever engine it is."""
 
 
-class Habits(Struct, frozen=True, kw_only=True):
+class MemoryProfile(Struct, frozen=True, kw_only=True):
     """How an engine holds a model."""
 
     place: Place | None = None
@@ -78,17 +78,17 @@ class Habits(Struct, frozen=True, kw_only=True):
     """Quantised weights stay as they are in the files."""
     takes_whole_share: bool = False
     """It does not start on a GPU where its share of it is not free."""
-    makes_room_for_adapters: bool = False
+    reserves_adapters: bool = False
     """For the largest, and for as many as there may be at once, when it starts."""
-    draws: bool = False
+    has_image_model: bool = False
     """It holds an image model as well."""
 
 
-NATIVE = Habits(framework_bytes=GIB, draws=True)
-VLLM = Habits(
-    place="cuda", framework_bytes=2 * GIB, keeps_packed=True, takes_whole_share=True, makes_room_for_adapters=True
+NATIVE = MemoryProfile(framework_bytes=GIB, has_image_model=True)
+VLLM = MemoryProfile(
+    place="cuda", framework_bytes=2 * GIB, keeps_packed=True, takes_whole_share=True, reserves_adapters=True
 )
-HABITS = {
+MEMORY_PROFILES = {
     "native": NATIVE,
     "cuda-vllm-async": VLLM,
     "cuda-vllm": VLLM,
@@ -105,7 +105,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     device: str
     """What it is called."""
     dtype: str
-    room: Room
+    memory: DeviceMemory
     """With the estimates. Its total is 0 where the device's memory is not known."""
     weights: int
     kv: int
@@ -132,18 +132,18 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def ledger(self) -> MemoryLedger:
-        return self.room.ledger(self.weights, self.kv)
+        return self.memory.ledger(self.weights, self.kv)
 
     @property
     def needed_bytes(self) -> int:
         """Of the device, in all."""
-        room = self.room
-        return self.weights + self.kv + room.activations + room.graphs + room.libraries
+        memory = self.memory
+        return self.weights + self.kv + memory.activations + memory.graphs + memory.libraries
 
 
 def plan_load(config: Config, files: ModelFiles, machine: Machine, *, engine: str = "native") -> Plan:
-    """The plan for an engine of HABITS. Raises ModelError for files that cannot be read, and ConfigError for a device
-    that is not there. What does not fit is no error here: `Plan.problem`."""
+    """Plan a load by an engine of MEMORY_PROFILES. Raises ModelError for files that cannot be read and ConfigError for
+    a device that is not there; a model that does not fit is reported in `Plan.problem`."""
     return Planner(files, engine).plan(config, machine)
 
 
@@ -174,8 +174,8 @@ class _Planning:
         self.config = config
         self.machine = machine
         self.planner = planner
-        self.habits = HABITS[planner.engine]
-        self.place = _place(config, self.habits, machine)
+        self.profile = MEMORY_PROFILES[planner.engine]
+        self.place = _place(config, self.profile, machine)
         dtype = config.model.dtype
         self.dtype = TYPES[AUTO_DTYPE[self.place] if dtype == "auto" else dtype]
         self.parts = config.backend.tensor_parallel_size if self.place != "cpu" else 1
@@ -186,16 +186,16 @@ class _Planning:
 
     def plan(self) -> Plan:
         config, geometry = self.config, self.planner.size.geometry
-        known = self._known_room()
+        known = self._known_memory()
         context = config.model.max_model_len or (geometry.max_position if geometry is not None else 0)
-        room = self._with_estimates(known, context)
+        memory = self._with_estimates(known, context)
         plan = Plan(
             model=self.planner.files.name,
             engine=self.planner.engine,
             place=self.place,
             device=self._device_name(),
             dtype=self.dtype.name,
-            room=room,
+            memory=memory,
             weights=self.weights,
             kv=0,
             kv_per_token=0,
@@ -215,11 +215,11 @@ class _Planning:
             return replace(plan, warning="The model's description does not tell how large its cache is.")
         return self._with_cache(plan, geometry, known)
 
-    def _with_cache(self, plan: Plan, geometry: Geometry, known: Room) -> Plan:
+    def _with_cache(self, plan: Plan, geometry: Geometry, known: DeviceMemory) -> Plan:
         geometry = replace(geometry, num_kv_heads=max(1, geometry.num_kv_heads // self.parts))
         per_token = kv_bytes_per_token(geometry, self.dtype)
         block_size = self.config.cache.block_size
-        free_tokens = max(0, plan.room.available - plan.weights) // (per_token * block_size) * block_size - block_size
+        free_tokens = max(0, plan.memory.available - plan.weights) // (per_token * block_size) * block_size - block_size
         plan = replace(
             plan,
             kv_per_token=per_token,
@@ -227,7 +227,7 @@ class _Planning:
         )
         problem, warning, made = None, "", None
         try:
-            made = self._cache(geometry, plan.room)
+            made = self._cache(geometry, plan.memory)
         except OutOfMemory as error:
             warning = f"By what steps and libraries are estimated to take, it is too much: {error.message}"
             try:
@@ -248,12 +248,12 @@ class _Planning:
         is_final = asked != 0 and not 2 <= asked <= geometry.max_position
         return replace(plan, problem=problem, warning=warning, is_final=is_final)
 
-    def _cache(self, geometry: Geometry, room: Room) -> MemoryPlan:
+    def _cache(self, geometry: Geometry, memory: DeviceMemory) -> MemoryPlan:
         """The cache that the engine will make, by its own arithmetic."""
         return plan_memory(
             geometry,
             self.config.cache,
-            room,
+            memory,
             max_model_len=self.config.model.max_model_len,
             dtype=self.dtype,
             weights_bytes=self.weights,
@@ -262,29 +262,29 @@ class _Planning:
 
     def _held_weights(self) -> int:
         weights, quantization = self.planner.size.weights, self.config.backend.quantization
-        held = weights.held_bytes(self.dtype, unpacked=not self.habits.keeps_packed)
-        if self.habits.keeps_packed and not weights.packed and quantization in ONLINE_BYTES:
+        held = weights.held_bytes(self.dtype, unpacked=not self.profile.keeps_packed)
+        if self.profile.keeps_packed and not weights.packed and quantization in ONLINE_BYTES:
             held = int(weights.floats * ONLINE_BYTES[quantization])
-        drawing = _image_weights(self.config.model.image_model) if self.habits.draws else Weights()
-        adapters = 0 if self.habits.makes_room_for_adapters else adapters_bytes(self.config, self.dtype)
+        drawing = _image_weights(self.config.model.image_model) if self.profile.has_image_model else Weights()
+        adapters = 0 if self.profile.reserves_adapters else adapters_bytes(self.config, self.dtype)
         return held // self.parts + drawing.held_bytes(self.dtype, unpacked=True) + adapters
 
-    def _known_room(self) -> Room:
+    def _known_memory(self) -> DeviceMemory:
         """The device as it is now."""
         if self.place == "cpu":
-            return Room(total=self.machine.memory.available)
+            return DeviceMemory(total=self.machine.memory.available)
         devices = self.machine.devices_of(self.place)[: self.parts]
         total, free = min(device.total for device in devices), min(device.free for device in devices)
-        return Room(total=total, share=safe_share(self.config.cache), others=total - free)
+        return DeviceMemory(total=total, share=safe_share(self.config.cache), others=total - free)
 
-    def _with_estimates(self, known: Room, context: int) -> Room:
+    def _with_estimates(self, known: DeviceMemory, context: int) -> DeviceMemory:
         geometry = self.planner.size.geometry
-        libraries = self.habits.framework_bytes // (2 if self.place == "cpu" else 1)
-        if geometry is not None and self.habits.makes_room_for_adapters and self.config.model.wants_adapters:
-            libraries += self.config.scheduler.max_loras * adapter_room_bytes(geometry, MAX_RANK, self.dtype)
-        room = replace(known, libraries=libraries, others=known.others + libraries)
+        libraries = self.profile.framework_bytes // (2 if self.place == "cpu" else 1)
+        if geometry is not None and self.profile.reserves_adapters and self.config.model.wants_adapters:
+            libraries += self.config.scheduler.max_loras * adapter_bytes(geometry, MAX_RANK, self.dtype)
+        memory = replace(known, libraries=libraries, others=known.others + libraries)
         if geometry is None:
-            return room
+            return memory
         logits = geometry.vocab_size * self.seqs * 4 * SAMPLING_COPIES
         tables = (self.seqs + 1) * context * 8
         step = activations_bytes(geometry, self.dtype, self.budget) // self.parts
@@ -293,7 +293,7 @@ class _Planning:
             rows = GRAPH_ROWS * self.seqs + GRAPH_ROWS_BESIDES
             graphs = geometry.vocab_size * rows * self.dtype.itemsize + GRAPH_SLACK_BYTES
             graphs += activations_bytes(geometry, self.dtype, self.seqs + GRAPH_PROMPT_TOKENS) // self.parts
-        return replace(room, activations=step + logits + tables, graphs=graphs)
+        return replace(memory, activations=step + logits + tables, graphs=graphs)
 
     def _device_name(self) -> str:
         if self.place == "cpu":
@@ -301,7 +301,7 @@ class _Planning:
         device = self.machine.devices_of(self.place)[0]
         return device.name if self.parts == 1 else f"{device.name}, each of {self.parts}"
 
-    def _too_heavy(self, known: Room) -> OutOfMemory:
+    def _too_heavy(self, known: DeviceMemory) -> OutOfMemory:
         smaller = " or held as --dtype bfloat16" if self.dtype.itemsize == 4 else ""
         return OutOfMemory(
             f"The weights of {self.planner.files.name} take {self.weights / GIB:.1f} GiB as {self.dtype.name}; "
@@ -309,9 +309,9 @@ class _Planning:
             hint=f"Serve a smaller model, one that is quantised{smaller}, or free memory: no other setting helps.",
         )
 
-    def _share_not_free(self, plan: Plan, known: Room) -> OutOfMemory | None:
+    def _share_not_free(self, plan: Plan, known: DeviceMemory) -> OutOfMemory | None:
         share, free = int(known.total * known.share), known.total - known.others
-        if not self.habits.takes_whole_share or self.place == "cpu" or share <= free:
+        if not self.profile.takes_whole_share or self.place == "cpu" or share <= free:
             return None
         return OutOfMemory(
             f"--gpu-memory-utilization {known.share:g} is {share / GIB:.1f} GiB; {free / GIB:.1f} GiB are free.",
@@ -319,8 +319,8 @@ class _Planning:
         )
 
 
-def _place(config: Config, habits: Habits, machine: Machine) -> Place:
-    wanted = habits.place or config.model.device
+def _place(config: Config, profile: MemoryProfile, machine: Machine) -> Place:
+    wanted = profile.place or config.model.device
     if wanted == "auto":
         wanted = "cuda" if machine.devices_of("cuda") else "cpu"
     if wanted == "cpu":
@@ -333,7 +333,7 @@ def _place(config: Config, habits: Habits, machine: Machine) -> Place:
     return "cuda" if wanted == "cuda" else "ascend"
 
 
-def _free_share(config: Config, known: Room) -> float:
+def _free_share(config: Config, known: DeviceMemory) -> float:
     """Up to what is free, and no further than is safe unless the operator insists."""
     if known.total == 0:
         return 0.0
@@ -346,7 +346,7 @@ LOG_WIDTH = 100
 
 def plan_table(plan: Plan) -> RenderableType:
     """The memory as a table, and below it what fits."""
-    ledger, room = plan.ledger, plan.room
+    ledger, memory = plan.ledger, plan.memory
     table = Table(box=None, pad_edge=False, title=_title(plan), title_justify="left", title_style="bold")
     table.add_column("memory")
     table.add_column("GiB", justify="right")
@@ -357,10 +357,10 @@ def plan_table(plan: Plan) -> RenderableType:
         ("KV cache", ledger.kv, _cache_source(plan)),
         ("activations", ledger.activations, f"estimated: {plan.max_num_batched_tokens} tokens a step"),
         ("graphs", ledger.graphs, f"estimated: {plan.max_num_seqs} requests at a time"),
-        ("libraries", room.libraries, "estimated"),
-        ("others", ledger.others - room.libraries, "in use now"),
+        ("libraries", memory.libraries, "estimated"),
+        ("others", ledger.others - memory.libraries, "in use now"),
         ("spare", ledger.spare, _spare_source(plan)),
-        ("total", ledger.total, "free now" if room.share == 1.0 else "of the device"),
+        ("total", ledger.total, "free now" if memory.share == 1.0 else "of the device"),
     ):
         share = f"{size / ledger.total:.1%}" if ledger.total else "?"
         table.add_row(name, f"{size / GIB:.2f}", share, source)
@@ -386,7 +386,7 @@ def _cache_source(plan: Plan) -> str:
 
 
 def _spare_source(plan: Plan) -> str:
-    return "" if plan.room.share == 1.0 else f"--gpu-memory-utilization is {plan.room.share:g}"
+    return "" if plan.memory.share == 1.0 else f"--gpu-memory-utilization is {plan.memory.share:g}"
 
 
 def _verdict(plan: Plan) -> list[str]:

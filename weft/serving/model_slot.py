@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from weft.backends.contract import Need
 from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason
-from weft.options import FleetOptions, ModelEntry
+from weft.options import ModelEntry, ModelPoolOptions
 from weft.serving.served_model import Service
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Slot:
     def __init__(
         self,
         entry: ModelEntry,
-        options: FleetOptions,
+        options: ModelPoolOptions,
         load: Callable[[Slot], Awaitable[Service]],
         changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,

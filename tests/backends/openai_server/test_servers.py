@@ -16,7 +16,15 @@ from weft.backends.contract import FIELD_RULES, Abilities, Conversation, ReadDel
 from weft.backends.openai_server.requests import Asker
 from weft.backends.openai_server.servers import KINDS, OTHER, Kind, abilities_of, kind_of
 from weft.errors import InvalidRequest
-from weft.text.grammars.specs import Choice, JsonObject, JsonSchema, Lark, OutputSpec, Regex, written_down
+from weft.text.grammars.specs import (
+    ChoiceSpec,
+    JsonObjectSpec,
+    JsonSchemaSpec,
+    LarkSpec,
+    OutputSpec,
+    RegexSpec,
+    encode_spec,
+)
 from weft.text.parsers.pieces import collect
 from weft.types import Delta, FinishReason, SamplingParams
 
@@ -231,18 +239,18 @@ def test_every_ability_of_sampling_is_asked_about() -> None:
 # What an output must be.
 
 SPECS: dict[str, OutputSpec] = {
-    "object": JsonObject(),
-    "schema": JsonSchema(schema=SCHEMA),
-    "regex": Regex(pattern="a+"),
-    "choice": Choice(options=["a", "b"]),
-    "lark": Lark(text='start: "a"'),
+    "object": JsonObjectSpec(),
+    "schema": JsonSchemaSpec(schema=SCHEMA),
+    "regex": RegexSpec(pattern="a+"),
+    "choice": ChoiceSpec(options=["a", "b"]),
+    "lark": LarkSpec(text='start: "a"'),
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
 OBJECT = {"response_format": {"type": "json_object"}}
 
 
 def shape(kind: Kind, spec: str, *, chat: bool) -> dict[str, Any] | None:
-    params = SamplingParams(max_tokens=9, grammar=written_down(SPECS[spec], 64))
+    params = SamplingParams(max_tokens=9, grammar=encode_spec(SPECS[spec], 64))
     asker = Asker("remote", kind, "model")
     try:
         if chat:

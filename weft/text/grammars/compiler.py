@@ -15,7 +15,7 @@ import msgspec
 from weft.errors import EngineFault, InvalidRequest, Overloaded
 from weft.options import ServerOptions
 from weft.text.grammars.lark import GrammarWriter
-from weft.text.grammars.specs import GrammarSpec, Thinking, Words, words_of
+from weft.text.grammars.specs import GrammarSpec, GrammarVocabulary, ThinkingSpec, vocabulary_of
 from weft.text.tokenizer import Tokenizer
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -27,9 +27,13 @@ _MEMORY_BYTES = 4 * 2**30
 class GrammarProcess:
     """One child process, of one event loop."""
 
-    def __init__(self, words: Words, seconds: float) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary, seconds: float) -> None:
         """`seconds`: for one grammar."""
-        self._settings = {"words": words, "memory_bytes": _MEMORY_BYTES, "alarm_seconds": math.ceil(seconds) + 1}
+        self._settings = {
+            "vocabulary": vocabulary,
+            "memory_bytes": _MEMORY_BYTES,
+            "alarm_seconds": math.ceil(seconds) + 1,
+        }
         self._seconds = seconds
         self._process: asyncio.subprocess.Process | None = None
 
@@ -95,7 +99,7 @@ class GrammarCompiler:
         self._problems: OrderedDict[str, str] = OrderedDict()
         """Of the last grammars that were tried: why each cannot be built, or nothing."""
 
-    async def compile(self, spec: GrammarSpec, thinking: Thinking | None = None) -> str:
+    async def compile(self, spec: GrammarSpec, thinking: ThinkingSpec | None = None) -> str:
         """The grammar of what a request asks for, and of the thoughts before it; InvalidRequest names its field and
         what is wrong with it."""
         if not self._tokenizer.eos_token_ids:
@@ -129,7 +133,7 @@ class GrammarCompiler:
             raise Overloaded("The grammars of other requests are still being compiled.", hint="Try again.") from None
         try:
             if self._process is None:
-                self._process = GrammarProcess(await asyncio.to_thread(words_of, self._tokenizer), limit)
+                self._process = GrammarProcess(await asyncio.to_thread(vocabulary_of, self._tokenizer), limit)
             return await self._process.ask(grammar)
         except TimeoutError:
             raise InvalidRequest(

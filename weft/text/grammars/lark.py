@@ -10,14 +10,14 @@ from typing import Any
 from weft.errors import InvalidRequest
 from weft.text.grammars.json_schema import check_schema
 from weft.text.grammars.specs import (
-    Choice,
+    ChoiceSpec,
     GrammarSpec,
-    JsonObject,
-    JsonSchema,
-    Lark,
-    Regex,
-    Thinking,
-    ToolCalls,
+    JsonObjectSpec,
+    JsonSchemaSpec,
+    LarkSpec,
+    RegexSpec,
+    ThinkingSpec,
+    ToolCallsSpec,
     ToolSpec,
 )
 
@@ -39,30 +39,30 @@ class GrammarWriter:
         )
         self._max_schema_depth = max_schema_depth
 
-    def write(self, spec: GrammarSpec, thinking: Thinking | None = None) -> str:
+    def write(self, spec: GrammarSpec, thinking: ThinkingSpec | None = None) -> str:
         match spec:
-            case JsonObject():
+            case JsonObjectSpec():
                 lines = ["start: " + self._json({"type": "object"}, spec.param)]
-            case JsonSchema(schema=schema, param=param):
+            case JsonSchemaSpec(schema=schema, param=param):
                 lines = ["start: " + self._json(schema, param)]
-            case Regex(pattern=pattern):
+            case RegexSpec(pattern=pattern):
                 from llguidance import regex_to_lark  # costs nothing before it is needed
 
                 lines = [f"start: /{regex_to_lark(pattern, '')}/"]
-            case Choice(options=options, param=param):
+            case ChoiceSpec(options=options, param=param):
                 if not options:
                     raise InvalidRequest("There is nothing to choose from.", param=param)
                 lines = ["start: CHOICE", "CHOICE: " + " | ".join(json.dumps(option) for option in options)]
-            case Lark(text=text, param=param):
+            case LarkSpec(text=text, param=param):
                 _check_lark(text, param)
                 lines = [text]
-            case ToolCalls():
+            case ToolCallsSpec():
                 lines = self._tool_calls(spec)
         if thinking is not None:
             lines = self._after_thoughts(thinking, lines)
         return "\n".join(lines) + _OPTIONS
 
-    def _after_thoughts(self, thinking: Thinking, lines: list[str]) -> list[str]:
+    def _after_thoughts(self, thinking: ThinkingSpec, lines: list[str]) -> list[str]:
         ends = ["thoughts"] + ([f"TEXT {self._token(thinking.end)}"] if thinking.end in self._specials else [])
         thoughts = f"({' | '.join(ends)}) GAP"
         if not thinking.is_open:
@@ -84,7 +84,7 @@ class GrammarWriter:
         except (RecursionError, TypeError, ValueError) as error:
             raise InvalidRequest(f"The schema is no JSON: {error}.", param=param) from error
 
-    def _tool_calls(self, spec: ToolCalls) -> list[str]:
+    def _tool_calls(self, spec: ToolCallsSpec) -> list[str]:
         if not spec.tools:
             raise InvalidRequest("There are no tools to call.", param=spec.param)
         shape = spec.shape

@@ -33,10 +33,10 @@ def problem_of(grammar: str, tokenizer: LLTokenizer) -> str:
 
 def _tokenizer(*, tokens: list[bytes], special_ids: list[int], eos_token_ids: list[int]) -> LLTokenizer:
     """It can only read tokens. Grammars do not ask it to make any."""
-    words = SimpleNamespace(
+    vocabulary = SimpleNamespace(
         tokens=tokens, special_token_ids=special_ids, eos_token_id=eos_token_ids[0], bos_token_id=None
     )
-    return LLTokenizer(TokenizerWrapper(words), eos_token=eos_token_ids)
+    return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=eos_token_ids)
 
 
 def _read(requests: BinaryIO) -> Any:
@@ -54,7 +54,7 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
     settings = _read(requests)
     if settings is None:
         return
-    tokenizer = _tokenizer(**settings["words"])
+    tokenizer = _tokenizer(**settings["vocabulary"])
     resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"],) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _write(replies, "")

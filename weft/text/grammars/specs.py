@@ -13,34 +13,34 @@ from weft.text.parsers.pieces import CallShape
 from weft.text.tokenizer import Tokenizer
 
 
-class JsonObject(Struct, frozen=True, kw_only=True, tag=True):
+class JsonObjectSpec(Struct, frozen=True, kw_only=True, tag=True):
     """Any JSON object."""
 
     param: str = "response_format"
 
 
-class JsonSchema(Struct, frozen=True, kw_only=True, tag=True):
+class JsonSchemaSpec(Struct, frozen=True, kw_only=True, tag=True):
     """JSON that fits a schema."""
 
     schema: Mapping[str, Any]
     param: str = "response_format"
 
 
-class Regex(Struct, frozen=True, kw_only=True, tag=True):
+class RegexSpec(Struct, frozen=True, kw_only=True, tag=True):
     """Text that a regular expression matches from its beginning to its end."""
 
     pattern: str
     param: str = "regex"
 
 
-class Choice(Struct, frozen=True, kw_only=True, tag=True):
+class ChoiceSpec(Struct, frozen=True, kw_only=True, tag=True):
     """One of these texts."""
 
     options: Sequence[str]
     param: str = "choice"
 
 
-class Lark(Struct, frozen=True, kw_only=True, tag=True):
+class LarkSpec(Struct, frozen=True, kw_only=True, tag=True):
     """A context-free grammar in llguidance's variant of Lark."""
 
     text: str
@@ -53,7 +53,7 @@ class ToolSpec(Struct, frozen=True, kw_only=True):
     """A schema of an object; None: the tool takes no arguments."""
 
 
-class ToolCalls(Struct, frozen=True, kw_only=True):
+class ToolCallsSpec(Struct, frozen=True, kw_only=True):
     """Calls of these tools, written as a model writes them."""
 
     shape: CallShape
@@ -65,7 +65,7 @@ class ToolCalls(Struct, frozen=True, kw_only=True):
     param: str = "tools"
 
 
-class Thinking(Struct, frozen=True, kw_only=True):
+class ThinkingSpec(Struct, frozen=True, kw_only=True):
     """What a model may write before the output that is in form."""
 
     begin: str
@@ -74,11 +74,11 @@ class Thinking(Struct, frozen=True, kw_only=True):
     """The prompt has opened the thoughts; else the model may do so, or not think at all."""
 
 
-OutputSpec = JsonObject | JsonSchema | Regex | Choice | Lark
-GrammarSpec = OutputSpec | ToolCalls
+OutputSpec = JsonObjectSpec | JsonSchemaSpec | RegexSpec | ChoiceSpec | LarkSpec
+GrammarSpec = OutputSpec | ToolCallsSpec
 
 
-def written_down(spec: OutputSpec, max_kb: int) -> str:
+def encode_spec(spec: OutputSpec, max_kb: int) -> str:
     """For `SamplingParams.grammar`; InvalidRequest when it has more than so many KiB of characters."""
     try:
         text = msgspec.json.encode(spec).decode()
@@ -93,13 +93,13 @@ def written_down(spec: OutputSpec, max_kb: int) -> str:
     return text
 
 
-def read_back(grammar: str) -> OutputSpec:
-    """What `written_down` wrote."""
+def decode_spec(grammar: str) -> OutputSpec:
+    """What `encode_spec` wrote."""
     spec: OutputSpec = msgspec.json.decode(grammar, type=OutputSpec)
     return spec
 
 
-class Words(Struct, frozen=True, kw_only=True):
+class GrammarVocabulary(Struct, frozen=True, kw_only=True):
     tokens: list[bytes]
     """By id; empty for an id without a token."""
     special_ids: list[int]
@@ -107,9 +107,9 @@ class Words(Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int]
 
 
-def words_of(tokenizer: Tokenizer) -> Words:
+def vocabulary_of(tokenizer: Tokenizer) -> GrammarVocabulary:
     """Takes a fraction of a second."""
-    return Words(
+    return GrammarVocabulary(
         tokens=[tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)],
         special_ids=sorted(tokenizer.special_ids | set(tokenizer.eos_token_ids)),
         eos_token_ids=list(tokenizer.eos_token_ids),

@@ -71,7 +71,7 @@ class ToolCall(Struct, frozen=True):
     """JSON text as the model wrote it: not JSON when the model wrote none, or was cut off."""
 
 
-class Answer(Struct, frozen=True):
+class ParsedAnswer(Struct, frozen=True):
     """The pieces of one answer, put together."""
 
     content: str = ""
@@ -79,7 +79,7 @@ class Answer(Struct, frozen=True):
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-def collect(pieces: Iterable[Piece]) -> Answer:
+def collect(pieces: Iterable[Piece]) -> ParsedAnswer:
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[CallStarted] = []
@@ -95,7 +95,7 @@ def collect(pieces: Iterable[Piece]) -> Answer:
                 arguments.append([])
             case CallArguments(index, text):
                 arguments[index].append(text)
-    return Answer(
+    return ParsedAnswer(
         content="".join(content),
         reasoning="".join(reasoning),
         tool_calls=tuple(
