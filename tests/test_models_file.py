@@ -193,7 +193,7 @@ def test_every_mistake_is_told_with_its_line(tmp_path: Path, suffix: str) -> Non
         ("a.json", '{"a": {"path": "x", "use_4bit": true, "quantization": "awq"}}', "and quantization is 'awq'"),
         ("a.json", '{"a": {"path": "/x", "model_source": "huggingface"}}', "'/x' is no model of huggingface"),
         ("a.json", '{"a": {"path": "x", "model_source": "local"}}', "x: there is no such file or directory"),
-        ("a.ini", "", "a.ini: what kind of file it is is told by its end"),
+        ("a.ini", "", "a.ini: the suffix does not tell the format"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_wrong(

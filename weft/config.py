@@ -1,4 +1,4 @@
-"""Loading the configuration. Precedence: flag, then environment (WEFT_MAX_NUM_SEQS), then file, then default."""
+"""Loads the configuration. Precedence: flag, then environment (WEFT_MAX_NUM_SEQS), then file, then default."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENV_ALIASES = {
 """Variables of the CY-LLM Engine that are honoured; Weft's own (WEFT_ENGINE) wins."""
 
 RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_WITHOUT"})
-"""No settings of the server: WEFT_HOME moves the folder of pulled models, WEFT_WITHOUT names what to switch off
+"""Variables that are no settings: WEFT_HOME moves the folder of pulled models, WEFT_WITHOUT names what to switch off
 (weft/switches.py)."""
 
 
@@ -33,7 +33,8 @@ def load(
     file: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Config:
-    """The configuration from flags (by field name), environment and file; refuses what it does not know."""
+    """Load the configuration from flags (by field name), environment and file. Raises ConfigError for unknown
+    settings."""
     known = {setting.name: setting for setting in settings()}
     raw: dict[str, dict[str, Any]] = {}
     places: dict[str, str] = {}
@@ -46,7 +47,7 @@ def load(
 
     for section, name, value, place in _from_file(file):
         if name in known and known[name].section != section:
-            raise ConfigError(f"{place}: {name} stands in [{section}].", hint=f"It belongs in [{known[name].section}].")
+            raise ConfigError(f"{place}: {name} is in [{section}].", hint=f"It belongs in [{known[name].section}].")
         put(name, value, place)
     environment = os.environ if env is None else env
     switched_off(environment)
@@ -85,7 +86,7 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, str, Any, str]]:
 
 
 def _parse(setting: Setting, text: str) -> Any:
-    """A string from the environment as the value it means; a wrong one is left for the check to name."""
+    """Parse a string from the environment as the setting's type; a wrong one is left for the check to report."""
     if setting.type is bool:
         return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}.get(text.lower(), text)
     if setting.type == list[str]:
@@ -111,6 +112,6 @@ def _convert(raw: dict[str, dict[str, Any]], places: dict[str, str]) -> Config:
 
 
 def nearest(word: str, known: Any) -> str:
-    """A hint for who gave a name that is not among the known ones."""
+    """Return a hint for a name that is not among the known ones."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"Did you mean {close[0]!r}?" if close else f"Possible: {', '.join(sorted({*known}))}."

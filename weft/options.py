@@ -1,4 +1,4 @@
-"""Every setting of Weft: a few frozen structs, each field with its line of documentation.
+"""The settings of Weft are a few frozen structs, each field with its line of documentation.
 
 Flags, environment variables and TOML keys are generated from these fields, so a setting exists in all
 three or in none.
@@ -20,7 +20,7 @@ def _doc(text: str, **limits: Any) -> Meta:
 
 
 class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which model, and how it is held."""
+    """Which model is loaded, and how."""
 
     model: Annotated[
         str, _doc("A name from `weft models`, a GGUF file, a Hugging Face directory or hub id, or modelscope:ORG/NAME.")
@@ -33,7 +33,7 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
     image_model: Annotated[
         str,
         _doc(
-            "The model that draws: auto (the one that comes with Weft, if it is for this language model), none, or a "
+            "The image model: auto (the one that comes with Weft, if it is for this language model), none, or a "
             "directory: of a model like that one, or of a pipeline of diffusers."
         ),
     ] = "auto"
@@ -44,8 +44,10 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
             "the adapter of requests that name none."
         ),
     ] = []
-    enable_lora: Annotated[bool, _doc("Make room for adapters that are loaded later; vLLM has none without.")] = False
-    device: Annotated[Device, _doc("Where the model runs: auto takes a GPU when there is one.")] = "auto"
+    enable_lora: Annotated[
+        bool, _doc("Reserve memory for adapters that are loaded later; vLLM takes none without.")
+    ] = False
+    device: Annotated[Device, _doc("The device: auto takes a GPU when there is one.")] = "auto"
     dtype: Annotated[Dtype, _doc("The type of weights and activations; auto: float32 on CPU, bfloat16 on GPU.")] = (
         "auto"
     )
@@ -68,7 +70,7 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which engine computes, and what it is told."""
+    """Which engine runs the model, and its settings."""
 
     engine: Annotated[
         str,
@@ -139,7 +141,9 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     max_loras: Annotated[
         int, _doc("LoRA adapters that are in use at the same time; requests for others wait.", ge=1)
     ] = 8
-    max_num_images: Annotated[int, _doc("Images that are drawn at the same time; 0: 16 on CPU, 64 on GPU.", ge=0)] = 0
+    max_num_images: Annotated[
+        int, _doc("Images that are generated at the same time; 0: 16 on CPU, 64 on GPU.", ge=0)
+    ] = 0
     max_mixed_denoise: Annotated[
         int,
         _doc(
@@ -174,7 +178,7 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """How the engine process is watched."""
+    """How the engine process is supervised."""
 
     start_timeout_s: Annotated[float, _doc("The engine must be ready by then.", gt=0)] = 600.0
     heartbeat_timeout_s: Annotated[float, _doc("An engine silent for so long is replaced.", gt=0)] = 10.0
@@ -185,10 +189,10 @@ class EngineOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """The HTTP door."""
+    """The HTTP server."""
 
-    host: Annotated[str, _doc("Address to listen on; one that others can reach needs --api-key.")] = "127.0.0.1"
-    insecure: Annotated[bool, _doc("Let others reach --host without a key.")] = False
+    host: Annotated[str, _doc("Address to listen on; one that other machines can reach needs --api-key.")] = "127.0.0.1"
+    insecure: Annotated[bool, _doc("Let other machines reach --host without a key.")] = False
     port: Annotated[int, _doc("Port to listen on; 0: any free one.", ge=0, le=65535)] = 8000
     drain_timeout_s: Annotated[float, _doc("How long running requests may go on after SIGTERM.", ge=0)] = 30.0
     request_timeout_s: Annotated[float, _doc("A request is ended after so long; 0: never.", ge=0)] = 0.0
@@ -203,15 +207,15 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     max_schema_depth: Annotated[int, _doc("Deepest nesting of schemas in a request's JSON schema.", ge=1)] = 32
     grammar_timeout_s: Annotated[float, _doc("A schema or grammar must be compiled by then.", gt=0)] = 5.0
     api_key: Annotated[
-        list[str], _doc("Clients must show one of these keys; none: everybody comes in. WEFT_API_KEY takes a,b.")
+        list[str], _doc("Clients must send one of these keys; none: no key is required. WEFT_API_KEY takes a,b.")
     ] = []
     api_key_file: Annotated[
         str, _doc("More keys, one a line, with or without a name before it; read again whenever it changes.")
     ] = ""
-    admin_key: Annotated[list[str], _doc("Keys that open /admin, and nothing else; none: there is no /admin.")] = []
+    admin_key: Annotated[list[str], _doc("Keys for /admin, and for nothing else; none: there is no /admin.")] = []
     admin_key_file: Annotated[str, _doc("More admin keys, in a file like --api-key-file.")] = ""
     allowed_host: Annotated[
-        list[str], _doc("Names besides localhost that clients may call a server by that has no keys.")
+        list[str], _doc("Host names other than localhost that clients may use for a server without keys.")
     ] = []
     keep_alive_s: Annotated[
         float, _doc("A stream that waits for its first token says so every so often; 0: never.", ge=0)
@@ -229,7 +233,7 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """How much clients may ask for, the same at both doors."""
+    """How much clients may ask for, over HTTP and gRPC alike."""
 
     max_requests_per_minute_per_key: Annotated[
         int, _doc("More are answered 429; without keys it holds for all clients together; 0: no limit.", ge=0)
@@ -251,20 +255,20 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
     max_n: Annotated[int, _doc("Choices of one prompt (n); more are answered 400.", ge=1)] = 128
     max_stop: Annotated[int, _doc("Stop strings of one request; more are answered 400.", ge=1, le=16)] = 16
     max_logprobs: Annotated[
-        int, _doc("Likeliest tokens that are told for each one; more are answered 400.", ge=0, le=20)
+        int, _doc("Likeliest tokens that are reported for each one; more are answered 400.", ge=0, le=20)
     ] = 20
     max_logit_bias: Annotated[int, _doc("Entries of logit_bias; more are answered 400.", ge=0, le=1024)] = 1024
     allow_prompt_embeds: Annotated[
-        bool, _doc("Take tensors from clients: prompts that were encoded elsewhere, and what else a model may be told.")
+        bool, _doc("Take tensors from clients: encoded prompts, and other conditioning of a model.")
     ] = False
 
 
 class GrpcOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """The gRPC door."""
+    """The gRPC server."""
 
     grpc: Annotated[bool, _doc("Answer gRPC as well, on the same --host.")] = True
     grpc_port: Annotated[int, _doc("Port for gRPC; 0: any free one.", ge=0, le=65535)] = 50051
-    grpc_socket: Annotated[str, _doc("A unix socket for gRPC besides the port; empty: none.")] = ""
+    grpc_socket: Annotated[str, _doc("A unix socket for gRPC in addition to the port; empty: none.")] = ""
     grpc_buffer_size: Annotated[
         int, _doc("Chunks of text joined into one message at most; 1: every chunk is a message.", ge=1)
     ] = 8
@@ -283,7 +287,7 @@ class GrpcOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ModelPoolOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """Several models behind one door."""
+    """Several models behind one server."""
 
     models_file: Annotated[
         str, _doc("A file that names the models to serve: JSON, TOML or YAML; read again whenever it changes.")
@@ -321,11 +325,11 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 LoadMode = Literal["check_only", "check_and_load", "async_load"]
-"""check_only: find, fetch and check the model, and load nothing; async_load: do not wait until it is loaded."""
+"""check_only finds, fetches and checks the model and loads nothing; async_load does not wait until it is loaded."""
 
 
 class ModelEntry(Struct, frozen=True, kw_only=True):
-    """One of several models: what clients call it, and all its settings."""
+    """One of several models: the name that clients use, and all its settings."""
 
     name: str
     config: Config
@@ -333,13 +337,13 @@ class ModelEntry(Struct, frozen=True, kw_only=True):
     """LoRA directories by the names that requests give."""
     load_mode: LoadMode = "check_and_load"
     preload: bool = False
-    """Load it when the server starts, and not only when it is asked for."""
+    """True to load it when the server starts, and not only when a request asks for it."""
     place: str = ""
-    """Where it is written: a file and a line."""
+    """The file and the line where it is written."""
 
 
 class Setting(Struct, frozen=True):
-    """One field of the configuration, as the doors to it need to know it."""
+    """One field of the configuration, as flags, environment and files need to know it."""
 
     section: str
     name: str
@@ -358,7 +362,7 @@ class Setting(Struct, frozen=True):
 
 
 def settings(*sections: str) -> Iterator[Setting]:
-    """Every setting of the named sections, or of all of them."""
+    """Yield every setting of the named sections, or of all of them."""
     for section, options in get_type_hints(Config).items():
         if sections and section not in sections:
             continue

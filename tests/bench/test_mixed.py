@@ -24,7 +24,7 @@ from weft.bench.mixed import (
     MixedWork,
     ModeReport,
     Picture,
-    Served,
+    WorkResult,
     figures_of,
     num_runs,
     run_mixed,
@@ -220,7 +220,7 @@ def test_figures_are_of_the_times_that_things_came() -> None:
         Picture(arrived=0.0, asked=1.0, ended=3.0, rgb=b""),
         Picture(arrived=1.0, asked=2.25, ended=4.0, rgb=b""),
     ]
-    assert figures_of(Served(began=0.0, chats=chats, images=images)) == MixedFigures(
+    assert figures_of(WorkResult(began=0.0, chats=chats, images=images)) == MixedFigures(
         seconds=6.0,
         output_tokens_per_s=8 / 6,
         decode_tokens_per_s=3 / 2,  # from 2, where both decode, to 4, where the last image ends
@@ -233,10 +233,12 @@ def test_figures_are_of_the_times_that_things_came() -> None:
         image_p50_s=3.0,
         image_max_s=3.0,
     )
-    text = figures_of(Served(began=0.0, chats=chats, images=[]))
+    text = figures_of(WorkResult(began=0.0, chats=chats, images=[]))
     assert text.decode_tokens_per_s == 4 / 3 and text.images_per_s is None and text.image_max_s is None
     later = [Picture(arrived=0.0, asked=6.0, ended=7.0, rgb=b"")]
-    assert figures_of(Served(began=0.0, chats=chats, images=later)).decode_tokens_per_s is None, "no chat decodes then"
+    assert figures_of(WorkResult(began=0.0, chats=chats, images=later)).decode_tokens_per_s is None, (
+        "no chat decodes then"
+    )
 
 
 def test_the_command_measures_real_engines(tiny_model: Path, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_what_comes_again_and_again_is_no_progress(hub: FakeHub, monkeypatch: py
 
 def test_a_file_larger_than_promised_is_not_taken(hub: FakeHub) -> None:
     hub.lies["config.json"] = b" " * 1000
-    with pytest.raises(ModelError, match=r"config\.json is larger than the \d+ bytes that the hub told"):
+    with pytest.raises(ModelError, match=r"config\.json is larger than the \d+ bytes that the hub announced"):
         pull()
 
 

@@ -1,4 +1,4 @@
-"""The header of a GGUF file (versions 2 and 3, little endian), read as untrusted input.
+"""Reads the header of a GGUF file (versions 2 and 3, little endian) as untrusted input.
 
 A file is either read to the last field or refused with a ModelError; what is allocated is proportional to the bytes
 that are really there.
@@ -23,7 +23,7 @@ _U64 = struct.Struct("<Q")
 
 
 class ByteReader:
-    """A position in a mapped file, of which only the bytes up to `end` may be read."""
+    """A reader of a mapped file, of which only the bytes up to `end` may be read."""
 
     def __init__(self, data: mmap.mmap, end: int, path: Path) -> None:
         self.data = data
@@ -42,7 +42,7 @@ class ByteReader:
         self.position = start + size
         return start
 
-    def room_for(self, count: int, least_bytes: int, what: str) -> None:
+    def check_count(self, count: int, least_bytes: int, what: str) -> None:
         """Refuse a count whose items cannot all be in the bytes that are left."""
         left = self.end - self.position
         if count * least_bytes > left:
@@ -65,8 +65,8 @@ class ByteReader:
             self.fail(f"{what} at offset {start} is not UTF-8 text.")
 
     def strings(self, count: int, what: str) -> list[str]:
-        """An array of strings, in one tight loop: vocabularies have 10^5 of them."""
-        self.room_for(count, 8, f"strings of {what}")
+        """Read an array of strings in one tight loop: vocabularies have 10^5 of them."""
+        self.check_count(count, 8, f"strings of {what}")
         data, end, position = self.data, self.end, self.position
         length_at = _U64.unpack_from
         pieces: list[bytes] = []
@@ -88,7 +88,7 @@ class ByteReader:
             self.fail(f"{what} holds a string that is not UTF-8 text.")
 
     def numbers(self, dtype: np.dtype[np.generic], count: int, what: str) -> list[int] | list[float]:
-        self.room_for(count, dtype.itemsize, f"numbers of {what}")
+        self.check_count(count, dtype.itemsize, f"numbers of {what}")
         start = self.take(count * dtype.itemsize, what)
         values: list[int] | list[float] = np.frombuffer(self.data[start : self.position], dtype).tolist()
         return values
@@ -176,9 +176,9 @@ class GgufTensor(Struct, frozen=True):
     name: str
     type: TensorType
     shape: tuple[int, ...]
-    """Row-major, the last dimension contiguous: the reverse of the order in the file."""
+    """The shape, row-major with the last dimension contiguous: the reverse of the order in the file."""
     offset: int
-    """From the beginning of the file."""
+    """The offset from the beginning of the file."""
     nbytes: int
 
 
@@ -191,7 +191,7 @@ class GgufFile(Struct, frozen=True):
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The metadata and the table of tensors. The weights themselves are not read."""
+    """Read the metadata and the table of tensors, but not the weights themselves."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -204,7 +204,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def map_tensors(file: GgufFile) -> dict[str, npt.NDArray[np.uint8]]:
-    """The bytes of every tensor, mapped and not copied. Writing to them does not change the file."""
+    """Map the bytes of every tensor without copying. Writing to them does not change the file."""
     try:
         data = np.memmap(file.path, dtype=np.uint8, mode="c")
     except (OSError, ValueError) as error:
@@ -226,8 +226,8 @@ def _header(reader: ByteReader, file_size: int) -> GgufFile:
     if version not in (2, 3):
         reader.fail(f"GGUF version {version} is not supported; supported: 2, 3.")
     num_tensors, num_pairs = reader.u64("the number of tensors"), reader.u64("the number of metadata keys")
-    reader.room_for(num_pairs, 13, "metadata keys")
-    reader.room_for(num_tensors, 32, "tensors")
+    reader.check_count(num_pairs, 13, "metadata keys")
+    reader.check_count(num_tensors, 32, "tensors")
     metadata = _metadata(reader, num_pairs)
     alignment = _alignment(reader, metadata)
     parts = metadata.get("split.count", 1)
@@ -245,7 +245,7 @@ def _metadata(reader: ByteReader, count: int) -> dict[str, Value]:
             reader.fail(f"metadata key {index} is empty.")
         what = f"metadata {_quote(key)}"
         if key in metadata:
-            reader.fail(f"{what} stands twice in the file.")
+            reader.fail(f"{what} is in the file twice.")
         code = reader.u32(f"the type of {what}")
         metadata[key] = _array(reader, what) if code == _ARRAY else _scalar(reader, code, what)
     return metadata
@@ -290,12 +290,12 @@ def _alignment(reader: ByteReader, metadata: dict[str, Value]) -> int:
 
 
 def _tensors(reader: ByteReader, count: int, alignment: int, file_size: int) -> dict[str, GgufTensor]:
-    reader.room_for(count, 32, "tensors")
+    reader.check_count(count, 32, "tensors")
     tensors: dict[str, GgufTensor] = {}
     for index in range(count):
         tensor = _tensor(reader, index, alignment)
         if tensor.name in tensors:
-            reader.fail(f"tensor {_quote(tensor.name)} stands twice in the file.")
+            reader.fail(f"tensor {_quote(tensor.name)} is in the file twice.")
         tensors[tensor.name] = tensor
     data_start = -(-reader.position // alignment) * alignment
     placed = {
@@ -311,13 +311,13 @@ def _tensors(reader: ByteReader, count: int, alignment: int, file_size: int) -> 
                 hint="The file is cut short; fetch it again.",
             )
         if tensor.offset < free_from:
-            reader.fail(f"tensor {_quote(tensor.name)} lies over the bytes of another.")
+            reader.fail(f"tensor {_quote(tensor.name)} overlaps the bytes of another.")
         free_from = stop
     return placed
 
 
 def _tensor(reader: ByteReader, index: int, alignment: int) -> GgufTensor:
-    """One entry of the table, its offset still counted from the beginning of the weights."""
+    """Read one entry of the table, its offset still counted from the beginning of the weights."""
     name = reader.string(f"the name of tensor {index}")
     if not name:
         reader.fail(f"tensor {index} has no name.")

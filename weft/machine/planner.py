@@ -1,4 +1,4 @@
-"""The plan of a load, before anything is allocated: what the model will take of a device, what fits, and what would.
+"""Plans a load before anything is allocated: what the model will take of a device, and what fits.
 
 Weights are counted by the headers of the files and held as the engine holds them; the cache by the model's real
 geometry. Those are known. What a step, graphs and libraries take is estimated. A load is refused by what is known
@@ -42,11 +42,11 @@ from weft.types import MemoryLedger
 Place = Literal["cpu", "cuda", "ascend"]
 
 SAMPLING_COPIES = 6
-"""Of the logits, as float32: what the costliest way to sample holds at once."""
+"""Copies of the logits, as float32, that the costliest way to sample holds at once."""
 GRAPH_ROWS, GRAPH_ROWS_BESIDES = 16, 128
-"""Rows of logits that all graphs hold together: so many for each running request, and so many besides."""
+"""Rows of logits that all graphs hold together: so many for each running request, and so many more."""
 GRAPH_PROMPT_TOKENS = 384
-"""In the largest graph."""
+"""Prompt tokens in the largest graph."""
 ONLINE_BYTES = {"fp8": 1.0, "bitsandbytes": 0.5}
 """Bytes of a number that an engine quantises while it loads."""
 PACKAGED_IMAGE_MODEL = Path(__file__).parents[1] / "data" / "shapes"
@@ -64,24 +64,25 @@ MAX_NUM_SEQS: dict[Place, int] = {"cpu": 32, "cuda": 256, "ascend": 256}
 MAX_NUM_BATCHED_TOKENS: dict[Place, int] = {"cpu": 2048, "cuda": 8192, "ascend": 8192}
 CPU_CACHE_BYTES = 512 * MIB
 AUTO_DTYPE: dict[Place, str] = {"cpu": "float32", "cuda": "bfloat16", "ascend": "bfloat16"}
-"""What engines take where nothing is asked for: the same, whichever engine it is."""
+"""The dtype where none is asked for; it is the same for every engine."""
 
 
 class MemoryProfile(Struct, frozen=True, kw_only=True):
-    """How an engine holds a model."""
+    """The memory profile of an engine: how it stores a model."""
 
     place: Place | None = None
-    """Where it runs; None: where --device says."""
+    """The kind of device that it runs on; None for what --device says."""
     framework_bytes: int
-    """Of libraries and the device's context: an estimate. A CPU has half of it."""
+    """An estimate of the memory of libraries and the device's context. A CPU has half of it."""
     keeps_packed: bool = False
-    """Quantised weights stay as they are in the files."""
+    """True when quantised weights stay as they are in the files."""
     takes_whole_share: bool = False
-    """It does not start on a GPU where its share of it is not free."""
+    """True when it does not start on a GPU where its share of it is not free."""
     reserves_adapters: bool = False
-    """For the largest, and for as many as there may be at once, when it starts."""
+    """True when it reserves memory for the largest adapter, as often as there may be adapters at once, when it
+    starts."""
     has_image_model: bool = False
-    """It holds an image model as well."""
+    """True when it loads an image model as well."""
 
 
 NATIVE = MemoryProfile(framework_bytes=GIB, has_image_model=True)
@@ -95,7 +96,7 @@ MEMORY_PROFILES = {
     "cpu-vllm": replace(VLLM, place="cpu"),
     "ascend-vllm": replace(VLLM, place="ascend"),
 }
-"""The engines that hold a model on this machine. Of others there is no plan."""
+"""The engines that load a model on this machine. There is no plan for others."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -103,32 +104,33 @@ class Plan(Struct, frozen=True, kw_only=True):
     engine: str
     place: Place
     device: str
-    """What it is called."""
+    """The device's name."""
     dtype: str
     memory: DeviceMemory
-    """With the estimates. Its total is 0 where the device's memory is not known."""
+    """The device's memory with the estimates. Its total is 0 where it is not known."""
     weights: int
     kv: int
-    """What the cache will have."""
+    """Bytes of the cache."""
     kv_per_token: int
-    """0 where the geometry is not known."""
+    """Bytes of one token in the cache; 0 where the geometry is not known."""
     num_blocks: int
     max_model_len: int
-    """The context that is asked for, or that comes of itself; 0: not known."""
+    """The context that is asked for, or the default; 0 where it is not known."""
     max_num_seqs: int
     max_num_batched_tokens: int
     free_share: float
-    """Of the device's memory, in hundredths: what could be asked for now."""
+    """The share of the device's memory that could be asked for now, in hundredths."""
     largest_context: int
-    """Of one request, with a cache as large as can be had; 0: none, or not known."""
+    """The longest context of one request, with the largest possible cache; 0 for none, or where it is not known."""
     largest_batch: int
-    """Requests of `max_model_len` tokens side by side, in the same cache."""
+    """Requests of `max_model_len` tokens that the same cache holds at once."""
     problem: OutOfMemory | None = None
-    """Why it cannot be loaded so."""
+    """Why the model cannot be loaded with these settings."""
     is_final: bool = False
-    """Less would not help: the weights alone are too much, or the context is none that the model has."""
+    """True when smaller settings would not help: the weights alone are too large, or the model does not have the
+    context."""
     warning: str = ""
-    """Why it may not be: by the estimates it does not fit."""
+    """Why the load may fail: by the estimates it does not fit."""
 
     @property
     def ledger(self) -> MemoryLedger:
@@ -136,7 +138,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @property
     def needed_bytes(self) -> int:
-        """Of the device, in all."""
+        """Return the bytes that the load takes of the device in all."""
         memory = self.memory
         return self.weights + self.kv + memory.activations + memory.graphs + memory.libraries
 
@@ -148,7 +150,7 @@ def plan_load(config: Config, files: ModelFiles, machine: Machine, *, engine: st
 
 
 class Planner:
-    """Plans for one model and one engine. The files are read once."""
+    """A planner makes plans for one model and one engine. The files are read once."""
 
     def __init__(self, files: ModelFiles, engine: str = "native") -> None:
         self.files = files
@@ -160,7 +162,7 @@ class Planner:
 
 
 def _image_weights(wanted: str) -> Weights:
-    """Of the model that draws beside the other."""
+    """Count the weights of the image model beside the language model."""
     if wanted == "none":
         return Weights()
     folder = PACKAGED_IMAGE_MODEL if wanted == "auto" else Path(wanted).expanduser()
@@ -168,7 +170,7 @@ def _image_weights(wanted: str) -> Weights:
 
 
 class _Planning:
-    """One plan in the making."""
+    """The computation of one plan."""
 
     def __init__(self, config: Config, machine: Machine, planner: Planner) -> None:
         self.config = config
@@ -179,7 +181,7 @@ class _Planning:
         dtype = config.model.dtype
         self.dtype = TYPES[AUTO_DTYPE[self.place] if dtype == "auto" else dtype]
         self.parts = config.backend.tensor_parallel_size if self.place != "cpu" else 1
-        """Devices that hold the model together: the plan is of one of them."""
+        """Devices that share the model; the plan is for one of them."""
         self.weights = self._held_weights()
         self.seqs = config.scheduler.max_num_seqs or MAX_NUM_SEQS[self.place]
         self.budget = config.scheduler.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[self.place]
@@ -249,7 +251,7 @@ class _Planning:
         return replace(plan, problem=problem, warning=warning, is_final=is_final)
 
     def _cache(self, geometry: Geometry, memory: DeviceMemory) -> MemoryPlan:
-        """The cache that the engine will make, by its own arithmetic."""
+        """Plan the cache that the engine will make, by its own arithmetic."""
         return plan_memory(
             geometry,
             self.config.cache,
@@ -265,12 +267,12 @@ class _Planning:
         held = weights.held_bytes(self.dtype, unpacked=not self.profile.keeps_packed)
         if self.profile.keeps_packed and not weights.packed and quantization in ONLINE_BYTES:
             held = int(weights.floats * ONLINE_BYTES[quantization])
-        drawing = _image_weights(self.config.model.image_model) if self.profile.has_image_model else Weights()
+        image_model = _image_weights(self.config.model.image_model) if self.profile.has_image_model else Weights()
         adapters = 0 if self.profile.reserves_adapters else adapters_bytes(self.config, self.dtype)
-        return held // self.parts + drawing.held_bytes(self.dtype, unpacked=True) + adapters
+        return held // self.parts + image_model.held_bytes(self.dtype, unpacked=True) + adapters
 
     def _known_memory(self) -> DeviceMemory:
-        """The device as it is now."""
+        """Return the device's memory as it is now."""
         if self.place == "cpu":
             return DeviceMemory(total=self.machine.memory.available)
         devices = self.machine.devices_of(self.place)[: self.parts]
@@ -334,7 +336,7 @@ def _place(config: Config, profile: MemoryProfile, machine: Machine) -> Place:
 
 
 def _free_share(config: Config, known: DeviceMemory) -> float:
-    """Up to what is free, and no further than is safe unless the operator insists."""
+    """Return the share that is free, and no more than is safe unless the operator insists."""
     if known.total == 0:
         return 0.0
     highest = 1.0 if config.cache.insist_gpu_memory else HIGHEST_SHARE
@@ -345,7 +347,7 @@ LOG_WIDTH = 100
 
 
 def plan_table(plan: Plan) -> RenderableType:
-    """The memory as a table, and below it what fits."""
+    """Show the memory as a table, and below it what fits."""
     ledger, memory = plan.ledger, plan.memory
     table = Table(box=None, pad_edge=False, title=_title(plan), title_justify="left", title_style="bold")
     table.add_column("memory")
@@ -368,7 +370,7 @@ def plan_table(plan: Plan) -> RenderableType:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The same for a log."""
+    """Show the same as lines of a log."""
     console = Console(file=io.StringIO(), width=LOG_WIDTH, color_system=None)
     with console.capture() as captured:
         console.print(plan_table(plan))

@@ -1,4 +1,4 @@
-"""From what a request asks to the text of a grammar, in llguidance's variant of Lark."""
+"""Writes the text of a grammar for what a request asks, in llguidance's variant of Lark."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from weft.text.grammars.specs import (
 )
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-"""The model decides how a text is cut into tokens. Behind the grammar, so that errors count its own lines."""
+"""Lets the model decide how a text is cut into tokens. It stands behind the grammar, so that errors count the grammar's
+own lines."""
 _JSON_STYLE = {"whitespace_pattern": r"\x20|\n[\x20\t]{0,64}"}
-"""Between two parts of JSON: nothing, a space, or a line's end and indentation. Of more, a model may find no end."""
+"""White space between two parts of JSON is nothing, a space, or a line's end and indentation: with more, a model may
+never end."""
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 _RULE_OPTION = re.compile(r"^\s*[?!]*[\w-]+\s*\[[^\]]*\b(stop|temperature)\s*=", re.MULTILINE)
@@ -32,7 +34,7 @@ _RULE_OPTION = re.compile(r"^\s*[?!]*[\w-]+\s*\[[^\]]*\b(stop|temperature)\s*=",
 
 class GrammarWriter:
     def __init__(self, specials: Mapping[str, int], *, max_schema_depth: int) -> None:
-        """`specials`: the tokenizer's special tokens, which never are a part of text."""
+        """`specials` are the tokenizer's special tokens, which are never a part of text."""
         self._specials = specials
         self._special = re.compile(
             "|".join(re.escape(text) for text in sorted(specials, key=len, reverse=True)) or "$^"
@@ -118,7 +120,7 @@ class GrammarWriter:
         ]
 
     def _literal(self, text: str) -> str:
-        """A text as it is; what is a special token in it may be written as that token, or be spelled."""
+        """Return a text as it is; a special token in it may be written as that token, or be spelled out."""
         parts, at = [], 0
         for found in self._special.finditer(text):
             parts += [text[at : found.start()], found.group()]

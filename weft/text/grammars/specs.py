@@ -1,4 +1,4 @@
-"""What a request may ask of its output's form. `param` is the request's field, for errors to name."""
+"""The forms that a request may ask of its output. `param` is the request's field, for errors to name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class JsonObjectSpec(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class JsonSchemaSpec(Struct, frozen=True, kw_only=True, tag=True):
-    """JSON that fits a schema."""
+    """JSON that is valid for a schema."""
 
     schema: Mapping[str, Any]
     param: str = "response_format"
@@ -34,7 +34,7 @@ class RegexSpec(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ChoiceSpec(Struct, frozen=True, kw_only=True, tag=True):
-    """One of these texts."""
+    """Exactly one of these texts."""
 
     options: Sequence[str]
     param: str = "choice"
@@ -50,7 +50,7 @@ class LarkSpec(Struct, frozen=True, kw_only=True, tag=True):
 class ToolSpec(Struct, frozen=True, kw_only=True):
     name: str
     parameters: Mapping[str, Any] | None = None
-    """A schema of an object; None: the tool takes no arguments."""
+    """The schema of the arguments, an object; None when the tool takes no arguments."""
 
 
 class ToolCallsSpec(Struct, frozen=True, kw_only=True):
@@ -59,19 +59,19 @@ class ToolCallsSpec(Struct, frozen=True, kw_only=True):
     shape: CallShape
     tools: Sequence[ToolSpec]
     at_least_one: bool = True
-    """False: text, and calls behind it or none."""
+    """False when text may stand before the calls, or instead of them."""
     parallel: bool = True
-    """False: no more than one call."""
+    """False when there may be no more than one call."""
     param: str = "tools"
 
 
 class ThinkingSpec(Struct, frozen=True, kw_only=True):
-    """What a model may write before the output that is in form."""
+    """The reasoning that a model may write before the constrained output."""
 
     begin: str
     end: str
     is_open: bool
-    """The prompt has opened the thoughts; else the model may do so, or not think at all."""
+    """True when the prompt has opened the reasoning; else the model may open it, or write none."""
 
 
 OutputSpec = JsonObjectSpec | JsonSchemaSpec | RegexSpec | ChoiceSpec | LarkSpec
@@ -79,7 +79,8 @@ GrammarSpec = OutputSpec | ToolCallsSpec
 
 
 def encode_spec(spec: OutputSpec, max_kb: int) -> str:
-    """For `SamplingParams.grammar`; InvalidRequest when it has more than so many KiB of characters."""
+    """Encode a spec for `SamplingParams.grammar`. Raises InvalidRequest when it has more than `max_kb` KiB of
+    characters."""
     try:
         text = msgspec.json.encode(spec).decode()
     except RecursionError:
@@ -94,21 +95,21 @@ def encode_spec(spec: OutputSpec, max_kb: int) -> str:
 
 
 def decode_spec(grammar: str) -> OutputSpec:
-    """What `encode_spec` wrote."""
+    """Decode what `encode_spec` wrote."""
     spec: OutputSpec = msgspec.json.decode(grammar, type=OutputSpec)
     return spec
 
 
 class GrammarVocabulary(Struct, frozen=True, kw_only=True):
     tokens: list[bytes]
-    """By id; empty for an id without a token."""
+    """The bytes of every token by id; empty for an id without a token."""
     special_ids: list[int]
-    """Tokens that no text is made of."""
+    """Ids of tokens that are never a part of text."""
     eos_token_ids: list[int]
 
 
 def vocabulary_of(tokenizer: Tokenizer) -> GrammarVocabulary:
-    """Takes a fraction of a second."""
+    """Collect the vocabulary of a tokenizer, which takes a fraction of a second."""
     return GrammarVocabulary(
         tokens=[tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)],
         special_ids=sorted(tokenizer.special_ids | set(tokenizer.eos_token_ids)),
