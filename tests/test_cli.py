@@ -1,4 +1,4 @@
-"""The command line: its flags, its refusals, its manners."""
+"""Tests the command line: its flags, its errors and its exit codes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def weft(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Compl
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """The configurations that `weft serve` would have served."""
+    """Return the configurations that `weft serve` would have served."""
     for name in [name for name in os.environ if name.startswith("WEFT_")]:
         monkeypatch.delenv(name)
     seen: list[Config] = []

@@ -1,4 +1,4 @@
-"""Where a setting comes from, and how a wrong one is refused."""
+"""Tests where a setting comes from, and how a wrong one is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/migration.md: no name of the source system is left out, and none of Weft's is made up."""
+"""docs/migration.md names every name of the source system, and only names that Weft has."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def section(heading: str) -> str:
 
 
 def rows(heading: str) -> dict[str, str]:
-    """What is said here of every name in the first column."""
+    """Return the row of every name in the first column."""
     lines = re.findall(r"^\| (.+?) \| (.+?) \|$", section(heading), re.MULTILINE)
     return {name: here for there, here in lines for name in re.findall(r"`([^`]+)`", there)}
 

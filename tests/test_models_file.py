@@ -1,5 +1,5 @@
-"""The registry file: settings over the server's, every mistake with its line in all three formats, and read again when
-it changes."""
+"""The registry file overrides the server's settings, reports every mistake with its line in all three formats, and is
+read again when it changes."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ class Clock:
 
 
 def put(file: Path, models: dict[str, dict[str, Any]] | str) -> None:
-    """As editors do it: a new file in place of the old."""
+    """Replace the file by a new one, as editors do."""
     fresh = file.with_suffix(".new")
     fresh.write_text(models if isinstance(models, str) else as_toml(models))
     fresh.replace(file)

@@ -162,8 +162,8 @@ def without_type_checking(tree: ast.Module) -> ast.Module:
 
 
 def dependencies(path: Path) -> set[str]:
-    """The modules of weft that a module imports anywhere in its text. The names that a package offers for type checkers
-    are loaded when they are asked for, and do not count."""
+    """Return the modules of weft that a module imports anywhere in its text. The names that a package offers for type
+    checkers are loaded when they are asked for, and do not count."""
     tree = ast.parse(path.read_text())
     if path.name == "__init__.py":
         tree = without_type_checking(tree)

@@ -23,8 +23,7 @@ ENV_ALIASES = {
 """Variables of the CY-LLM Engine that are honoured; Weft's own (WEFT_ENGINE) wins."""
 
 RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_WITHOUT"})
-"""Variables that are no settings: WEFT_HOME moves the folder of pulled models, WEFT_WITHOUT names what to switch off
-(weft/switches.py)."""
+"""Variables that are no settings: the folder of pulled models, and weft/switches.py's."""
 
 
 def load(
@@ -33,8 +32,7 @@ def load(
     file: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Config:
-    """Load the configuration from flags (by field name), environment and file. Raises ConfigError for unknown
-    settings."""
+    """Load the configuration from flags by field name, environment and file. Raises ConfigError."""
     known = {setting.name: setting for setting in settings()}
     raw: dict[str, dict[str, Any]] = {}
     places: dict[str, str] = {}

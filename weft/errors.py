@@ -55,8 +55,7 @@ class Overloaded(WeftError):
 
 
 class Unavailable(WeftError):
-    """The server cannot take requests now: starting, draining, or its engine cannot be started. `retry_after_s`
-    estimates when it can."""
+    """The server cannot take requests now. `retry_after_s` estimates when it can."""
 
     status = 503
     grpc_code = "UNAVAILABLE"

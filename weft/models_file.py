@@ -45,8 +45,7 @@ class Located(Struct, frozen=True):
 
 
 def read_located(file: Path) -> Located:
-    """Read a file and the line of every key. Raises ConfigError for a file that cannot be read or parsed, or that has a
-    key twice."""
+    """Read a file and the line of every key. Raises ConfigError for one that is unreadable or has a key twice."""
     parse = _PARSERS.get(file.suffix.lower())
     if parse is None:
         raise ConfigError(f"{file}: the suffix does not tell the format.", hint=f"Known: {', '.join(_PARSERS)}.")

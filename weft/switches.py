@@ -30,8 +30,7 @@ def is_on(name: str) -> bool:
 
 
 def switched_off(environment: Mapping[str, str]) -> set[str]:
-    """Return the names that are switched off. Raises ConfigError for an unknown name: a typing error must not be
-    measured as a switch."""
+    """Return the names that are switched off. Raises ConfigError for an unknown name."""
     names = {name.strip() for name in environment.get(VARIABLE, "").split(",") if name.strip()}
     if unknown := names - SWITCHES.keys():
         raise ConfigError(f"{VARIABLE}: there is no switch {min(unknown)!r}.", hint=f"Known: {', '.join(SWITCHES)}.")

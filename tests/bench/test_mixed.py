@@ -1,4 +1,4 @@
-"""Chats and images at once: which modes there are, what they count, and how the command ends."""
+"""Tests the modes of the mixed benchmark, what they count, and the command's exit code."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ ODD: list[Step] = [0.01, *answer("Hello", ", ", "World", finish=FinishReason.LEN
 
 
 class Scripted(ScriptedEngine):
-    """Notes for every request how many chats and images are under way when it comes."""
+    """An engine that notes for every request how many chats and images are running when it comes."""
 
     def __init__(self) -> None:
         super().__init__(USUAL, images=PAINTER)
         self.odd_chats: set[int] = set()
-        """Those, by their number, that are answered otherwise."""
+        """Numbers of the chats that get another answer."""
         self.odd_images: set[int] = set()
         self.chats_came: list[tuple[int, int]] = []
         self.images_came: list[tuple[int, int]] = []
@@ -78,7 +78,7 @@ class Scripted(ScriptedEngine):
 
 
 class Engines:
-    """Those that a benchmark starts, and what is switched off when it does."""
+    """The engines that a benchmark starts, and what is switched off when it does."""
 
     def __init__(self) -> None:
         self.first = Scripted()
@@ -236,9 +236,8 @@ def test_figures_are_of_the_times_that_things_came() -> None:
     text = figures_of(WorkResult(began=0.0, chats=chats, images=[]))
     assert text.decode_tokens_per_s == 4 / 3 and text.images_per_s is None and text.image_max_s is None
     later = [Picture(arrived=0.0, asked=6.0, ended=7.0, rgb=b"")]
-    assert figures_of(WorkResult(began=0.0, chats=chats, images=later)).decode_tokens_per_s is None, (
-        "no chat decodes then"
-    )
+    late = figures_of(WorkResult(began=0.0, chats=chats, images=later))
+    assert late.decode_tokens_per_s is None, "no chat decodes then"
 
 
 def test_the_command_measures_real_engines(tiny_model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The GGUF reader: what is right is read, what is wrong is refused by name, and no lie costs memory."""
+"""The GGUF reader reads valid files, refuses others with the reason, and allocates nothing for false sizes."""
 
 from __future__ import annotations
 

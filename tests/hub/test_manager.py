@@ -1,4 +1,4 @@
-"""The model of a configuration: found for every engine alike, with the stages that a load tells."""
+"""The model of a configuration is found for every engine alike, with the stages that a load reports."""
 
 from __future__ import annotations
 

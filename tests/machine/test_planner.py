@@ -1,4 +1,4 @@
-"""The plan of a load: what it says of this and that machine, and that the engine then takes as much."""
+"""Tests the plan of a load on several machines, and that the engine then takes as much."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 
 def config(**settings: Any) -> Config:
-    """By setting name, whatever the section. Nothing draws."""
+    """Make a configuration by setting names, whatever the section, without an image model."""
     made = Config(model=ModelOptions(image_model="none"))
     for section in ("model", "backend", "cache", "scheduler"):
         options = getattr(made, section)
@@ -75,7 +75,7 @@ def test_weights_are_held_as_the_place_has_it(llama_8b: ModelFiles) -> None:
 
 
 def test_the_cache_is_by_key_value_heads(llama_8b: ModelFiles) -> None:
-    """A quarter of what 32 heads would take: 128 KiB a token, so 16 GiB for a whole context."""
+    """The cache is a quarter of what 32 heads would take: 128 KiB a token, so 16 GiB for a whole context."""
     plan = plan_load(config(max_model_len=131072), llama_8b, gpus(80))
     assert plan.kv_per_token == 32 * 2 * 8 * 128 * 2 == 128 * 1024
     assert plan.problem is None and plan.max_model_len == 131072
@@ -91,7 +91,7 @@ def test_the_parts_of_the_device_add_up(llama_8b: ModelFiles) -> None:
 
 
 def test_what_fits_fits_and_no_more(llama_8b: ModelFiles) -> None:
-    """The largest context is found again by asking for it, but for the tables that a shorter one saves."""
+    """The largest context fits when it is asked for; a shorter one saves only its tables."""
     machine = gpus(28)
     plan = plan_load(config(), llama_8b, machine)
     assert 2048 < plan.largest_context < 131072 and plan.max_model_len == plan.largest_context
@@ -187,7 +187,7 @@ def test_a_cache_that_is_too_large_is_refused_with_the_size_that_fits(llama_8b: 
 
 
 def test_estimates_alone_warn_and_do_not_refuse(llama_8b: ModelFiles) -> None:
-    """The weights and one request fit; what steps and libraries take is not known for certain."""
+    """The weights and one request fit; only the estimates of steps and libraries exceed the memory."""
     plan = plan_load(config(max_model_len=2048, gpu_memory_utilization=0.9), llama_8b, gpus(17.5))
     assert plan.problem is None and "estimated" in plan.warning and plan.largest_context == 0
 
@@ -244,7 +244,7 @@ def test_a_table_says_what_and_how_it_is_known(llama_8b: ModelFiles) -> None:
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is computed here."""
+    """Skip compilation: no step is computed here."""
     monkeypatch.setattr("weft.worker.worker._native_step", lambda model, kv_cache: None)
 
 

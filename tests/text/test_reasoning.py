@@ -1,4 +1,4 @@
-"""Reasoning and answer, told apart."""
+"""Reasoning and answer are told apart."""
 
 from __future__ import annotations
 

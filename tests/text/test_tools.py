@@ -1,4 +1,4 @@
-"""What holds for every style of tool calls, however the text is cut."""
+"""Properties that hold for every style of tool calls, however the text is cut."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pieces_of(parser: Parser, chunks: Iterable[str]) -> list[Piece]:
 
 
 def parse(name: str, text: str) -> ParsedAnswer:
-    """The unstreamed answer, which is the streamed one."""
+    """Parse an answer without streaming, and check that streaming gives the same."""
     answer = collect(pieces_of(parser_of(name), [text]))
     assert collect(pieces_of(parser_of(name), text)) == answer
     return answer

@@ -1,4 +1,4 @@
-"""Each style of tool calls, by example, and how a style is chosen."""
+"""Tests each style of tool calls by example, and how a style is chosen."""
 
 from __future__ import annotations
 

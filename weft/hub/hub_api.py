@@ -1,5 +1,4 @@
-"""The files that a hub has of a model, and requests to a hub. No client library is needed, and no code is fetched
-unless the operator trusts it."""
+"""The files that a hub has of a model, and requests to a hub, without a client library."""
 
 from __future__ import annotations
 

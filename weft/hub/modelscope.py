@@ -51,8 +51,8 @@ def look_up(hub_id: str, revision: str, *, with_code: bool) -> RemoteModel:
         if file.Type != "tree"
     ]
     chosen = wanted(hub_id, files, with_code=with_code)
-    listed = sorted(f"{file.name} {file.size} {file.digest}" for file in wanted(hub_id, files, with_code=False))
-    commit = hashlib.sha256("\n".join(listed).encode()).hexdigest()[:40]
+    contents = sorted(f"{file.name} {file.size} {file.digest}" for file in wanted(hub_id, files, with_code=False))
+    commit = hashlib.sha256("\n".join(contents).encode()).hexdigest()[:40]
     return RemoteModel(hub_id=hub_id, commit=commit, files=chosen, headers=headers)
 
 

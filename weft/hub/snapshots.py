@@ -114,8 +114,7 @@ def check_snapshot(model: HubModel, report: Report) -> None:
 
 
 def _fetch(remote: RemoteModel, final: Path, report: Report) -> None:
-    """Fetch into the partial folder, and then move the snapshot whole; fetch files that a snapshot lacks into the
-    snapshot itself."""
+    """Fetch into the partial folder and move the snapshot whole; files that a snapshot lacks go into it directly."""
     is_new = not final.is_dir()
     folder = partial_folder() / final.parent.parent.name / final.parent.name / remote.commit if is_new else final
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,7 @@ from weft.types import MemoryLedger
 MIB = 2**20
 GIB = 2**30
 HIGHEST_SHARE, SAFE_SHARE = 0.90, 0.85
-"""A GPU filled above the first share has no reserve for allocations that were not planned; it is filled to the second
-instead."""
+"""A GPU filled above the first share has no reserve for unplanned allocations: it is filled to the second."""
 GRAPH_SLACK_BYTES = 256 * MIB
 """Memory of graphs besides activations: their nodes, the libraries' workspaces, partial results of attention."""
 
@@ -84,8 +83,7 @@ class DeviceMemory(Struct, frozen=True, kw_only=True):
         return min(allowed, self.total - self.others) - self.activations - self.graphs
 
     def share_for(self, missing: int) -> float | None:
-        """Return the share, in hundredths, with which `missing` more bytes are available; None when no share has
-        them."""
+        """Return the share, in hundredths, with which `missing` more bytes are available, or None."""
         needed = self.available + missing + self.activations + self.graphs
         if needed > self.total - self.others:
             return None
@@ -196,8 +194,7 @@ def _smaller_cache(cache: CacheOptions, most_bytes: int, block_bytes: int) -> li
 
 
 def kv_bytes_per_token(config: Shape, dtype: NumberType) -> int:
-    """Return the bytes of one token's keys and values in every layer: by the key-value heads, which may be fewer than
-    the heads."""
+    """Return the bytes of one token's keys and values in every layer, by the number of key-value heads."""
     return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 

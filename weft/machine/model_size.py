@@ -114,8 +114,7 @@ def _gguf_weights(file: GgufFile) -> Weights:
 
 
 def _from_config(facts: Mapping[str, Any]) -> Geometry | None:
-    """Read the geometry from a config.json. A model of several parts describes the one that generates in
-    text_config."""
+    """Read the geometry from a config.json. A model of several parts has that of its decoder in text_config."""
     text = facts.get("text_config")
     facts = {**facts, **text} if isinstance(text, dict) else facts
     kinds = facts.get("layer_types")
@@ -174,8 +173,7 @@ def _whole(geometry: Geometry) -> Geometry | None:
 
 
 def adapters_bytes(config: Config, dtype: NumberType) -> int:
-    """Return the bytes of the largest adapters that may be loaded at once, as this type. One whose file is missing is
-    not counted."""
+    """Return the bytes of the largest adapters that may be loaded at once. One without a file is not counted."""
     files = [Path(path).expanduser() / WEIGHTS_FILE for path in adapter_paths(config).values()]
     sizes = [safetensors_weights([file]).held_bytes(dtype, unpacked=True) for file in files if file.is_file()]
     return HELD_PER_NUMBER * sum(sorted(sizes, reverse=True)[: config.scheduler.max_loras])

@@ -79,8 +79,7 @@ class MemoryProfile(Struct, frozen=True, kw_only=True):
     takes_whole_share: bool = False
     """True when it does not start on a GPU where its share of it is not free."""
     reserves_adapters: bool = False
-    """True when it reserves memory for the largest adapter, as often as there may be adapters at once, when it
-    starts."""
+    """True when it reserves memory at its start for the largest adapter, --max-loras times."""
     has_image_model: bool = False
     """True when it loads an image model as well."""
 
@@ -127,8 +126,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     problem: OutOfMemory | None = None
     """Why the model cannot be loaded with these settings."""
     is_final: bool = False
-    """True when smaller settings would not help: the weights alone are too large, or the model does not have the
-    context."""
+    """True when smaller settings would not help: the weights are too large, or the context is not the model's."""
     warning: str = ""
     """Why the load may fail: by the estimates it does not fit."""
 

@@ -105,8 +105,7 @@ WEFT_ALONE = frozenset(
         "weft_image_denoise_seconds",
     }
 )
-"""Metrics without an alias. The others are exported a second time, under the names that dashboards and autoscalers made
-for vLLM look for."""
+"""Metrics without an alias; the others are exported a second time, under the names that vLLM gives them."""
 
 
 class StatsSource(Protocol):
@@ -118,8 +117,7 @@ class StatsSource(Protocol):
 
 
 class Metrics(Collector):
-    """The metrics of one served model. Names of models and adapters are the operator's: a client's string never becomes
-    a label."""
+    """The metrics of one served model. A client's string never becomes a label: names are the operator's."""
 
     def __init__(self, model_name: str, source: StatsSource) -> None:
         self._model_name = model_name

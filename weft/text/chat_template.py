@@ -19,8 +19,7 @@ _COMPLETIONS_HINT = "Send a plain prompt to /v1/completions instead."
 
 
 class ChatTemplate:
-    """A chat template is compiled once, in a process of its own (see `template_sandbox`), and may be rendered from
-    several threads."""
+    """A template is compiled once, in a process of its own, and may be rendered from several threads."""
 
     def __init__(
         self, source: str, *, bos_token: str | None, eos_token: str | None, limits: TemplateLimits | None = None

@@ -130,8 +130,7 @@ def byte_level(assets: TextAssets) -> tokenizers.Tokenizer:
 
 
 def sentencepiece(assets: TextAssets) -> tokenizers.Tokenizer:
-    """Build a tokenizer of kind llama: BPE over characters, bytes for the characters it lacks, merges implied by the
-    scores."""
+    """Build a tokenizer of kind llama: BPE over characters with a fallback to bytes, merges implied by the scores."""
     vocab = _vocab(assets)
     merges = _read_merges(assets.merges, vocab) if assets.merges else _merges_from_scores(assets, vocab)
     unknown = None if assets.unk_token_id is None else assets.tokens[assets.unk_token_id]
@@ -202,8 +201,7 @@ def _merges_from_scores(assets: TextAssets, vocab: dict[str, int]) -> list[Merge
 
 
 def _with_added_tokens(built: tokenizers.Tokenizer, assets: TextAssets) -> tokenizers.Tokenizer:
-    """Add the special tokens: control tokens match whole in the text and are not shown; user-defined ones match whole
-    and are shown."""
+    """Add control tokens, which match whole and are not shown, and user-defined ones, which are shown."""
     special = {assets.bos_token_id, assets.eos_token_id}
     plain = set()
     for token_id, token_type in enumerate(assets.token_types):

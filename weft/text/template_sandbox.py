@@ -48,8 +48,7 @@ class RenderDied(Exception):
 
 
 def to_line(message: object) -> bytes:
-    """Encode one JSON document on one line. Raises TypeError, ValueError or RecursionError for what JSON cannot
-    hold."""
+    """Encode JSON on one line. Raises TypeError, ValueError or RecursionError for what JSON cannot hold."""
     return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
@@ -123,8 +122,7 @@ class RenderProcess:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment that Python needs to start, and the time zone. Other variables stay here: they may hold
-    keys."""
+    """Return the environment that Python needs to start, and the time zone. Other variables may hold keys."""
     kept = {name: os.environ[name] for name in ("TZ", "PYTHONHOME", "LD_LIBRARY_PATH") if name in os.environ}
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **kept}
 

@@ -39,8 +39,7 @@ class OutputTooLong(Exception):
 
 
 class GenerationBlocks(Extension):
-    """An extension for {% generation %}, which marks the assistant's text for training; serving renders what is
-    inside."""
+    """The tag {% generation %}, which marks the assistant's text for training, renders what is inside."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
@@ -125,8 +124,7 @@ def _failure(error: Exception) -> dict[str, str]:
 
 
 def bound_resources(memory_bytes: int) -> None:
-    """Bound the process: from here on it can grow no further than this, open no file or connection, and leave no core
-    dump."""
+    """Let the process grow no further than this, open no file or connection, and leave no core dump."""
     for limit, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, 0),

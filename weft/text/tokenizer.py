@@ -15,8 +15,7 @@ from weft.types import TextAssets
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the characters that byte-level vocabularies write bytes with: printable bytes as themselves, others from
-    256."""
+    """Return the alphabet of byte-level vocabularies: printable bytes as themselves, others from 256."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -26,8 +25,7 @@ _BYTE_ALPHABET = _byte_alphabet()
 
 
 class Spelling(Struct, frozen=True, kw_only=True):
-    """A spelling is how a vocabulary writes bytes: by an alphabet of its own, or as text with marks for spaces and lone
-    bytes."""
+    """How a vocabulary writes bytes: by an alphabet of its own, or as text with marks for spaces and lone bytes."""
 
     byte_level: bool = False
     byte_fallback: bool = False
@@ -136,8 +134,7 @@ class Tokenizer:
         return cls(build(assets), assets)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text. Special tokens written out in it become their ids; `add_special_tokens` frames it with bos and
-        eos."""
+        """Encode a text, in which special tokens become their ids; `add_special_tokens` frames it with bos and eos."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -153,8 +150,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that the token adds to a text: not always whole characters, and none for an id without a
-        token."""
+        """Return the bytes of a token: not always whole characters, and none for an id without a token."""
         known = self._bytes.get(token_id)
         if known is None:
             token = self._inner.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None

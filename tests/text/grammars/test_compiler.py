@@ -1,4 +1,4 @@
-"""From what a request asks to a grammar: what each kind lets through, and what is refused, with which words."""
+"""Tests the grammars of requests: what each kind allows, and what is refused with which message."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def plain() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def marked() -> Tokenizer:
-    """Markers of tool calls are special tokens."""
+    """A tokenizer in which the markers of tool calls are special tokens."""
     return tokenizer_with(MARKERS)
 
 
 class Judge:
-    """What the engine would say of outputs."""
+    """The judge decides as the engine would which outputs fit."""
 
     def __init__(self, tokenizer: Tokenizer, spec: GrammarSpec, thinking: ThinkingSpec | None = None) -> None:
         words = vocabulary_of(tokenizer)
@@ -82,7 +82,7 @@ class Judge:
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
     def spelled(self, text: str) -> list[int]:
-        """A token for each byte."""
+        """Return one token for each byte."""
         return [self._of_byte[byte] for byte in text.encode()]
 
 
@@ -321,7 +321,7 @@ def test_a_model_without_an_end_is_told_so() -> None:
     compiling(tokenizer, work)
 
 
-# What could take for ever.
+# Grammars that could take very long.
 
 HOSTILE: dict[str, GrammarSpec] = {
     "huge enum": JsonSchemaSpec(schema={"enum": [f"{i:x}{i * 7919 % 1000}" for i in range(4000)]}),

@@ -1,4 +1,4 @@
-"""Whatever a model's logits are, what is sampled within a schema's grammar fits the schema.
+"""Output sampled within a schema's grammar fits the schema, whatever a model's logits are.
 
 Random logits stand for a model that knows nothing; the sampler and the constraints are the engine's own.
 """
@@ -28,7 +28,7 @@ MOST_TOKENS = 150
 
 @pytest.fixture(scope="module")
 def outputs(smollm2_assets: TextAssets) -> dict[str, list[str]]:
-    """What each schema's grammar let random logits write, at temperatures from 1 to 2."""
+    """Sample what each schema's grammar allows from random logits, at temperatures from 1 to 2."""
     tokenizer = Tokenizer.from_assets(smollm2_assets)
     made = grammars(tokenizer, [JsonSchemaSpec(schema=schema) for schema in SCHEMAS.values()])
     end = tokenizer.eos_token_ids[0]
@@ -77,5 +77,5 @@ def test_every_output_fits(outputs: dict[str, list[str]], name: str) -> None:
 
 
 def test_outputs_differ(outputs: dict[str, list[str]]) -> None:
-    """Or the tests above would prove little."""
+    """Different outputs are needed for the tests above to prove anything."""
     assert sum(len(set(texts)) > 1 for texts in outputs.values()) > len(SCHEMAS) // 2

@@ -29,16 +29,13 @@ class GrammarProcess:
 
     def __init__(self, vocabulary: GrammarVocabulary, seconds: float) -> None:
         """`seconds` is the time limit of one grammar."""
-        self._settings = {
-            "vocabulary": vocabulary,
-            "memory_bytes": _MEMORY_BYTES,
-            "alarm_seconds": math.ceil(seconds) + 1,
-        }
+        alarm = math.ceil(seconds) + 1
+        self._settings = {"vocabulary": vocabulary, "memory_bytes": _MEMORY_BYTES, "alarm_seconds": alarm}
         self._seconds = seconds
         self._process: asyncio.subprocess.Process | None = None
 
     async def ask(self, grammar: str) -> str:
-        """Return why a grammar cannot be built; empty when it can. Raises TimeoutError, and EOFError when the process
+        """Return why a grammar cannot be built, or nothing. Raises TimeoutError, and EOFError when the process
         ended."""
         if self._process is None:
             await self._start()
@@ -104,9 +101,7 @@ class GrammarCompiler:
         """Return the grammar of what a request asks for, and of the reasoning before it. Raises InvalidRequest that
         names the request's field and what is wrong with it."""
         if not self._tokenizer.eos_token_ids:
-            raise InvalidRequest(
-                "This model has no end-of-sequence token; constrained output needs one.", param=spec.param
-            )
+            raise InvalidRequest("This model has no end-of-sequence token: no grammar can end.", param=spec.param)
         if self._writer is None:
             specials = {self._tokenizer.token_text(i): i for i in sorted(self._tokenizer.special_ids)}
             self._writer = GrammarWriter(specials, max_schema_depth=self._options.max_schema_depth)

@@ -81,8 +81,7 @@ def _is_extension(name: str) -> bool:
 
 
 def _inner(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas inside a schema, each with its place. Values of the wrong type are left for the compiler to
-    name."""
+    """Yield the schemas inside a schema, each with its place. The compiler reports values of the wrong type."""
     for name, value in part.items():
         if name in _OF_NAMES and isinstance(value, Mapping):
             yield from ((f"/{name}/{inner}", schema) for inner, schema in value.items())

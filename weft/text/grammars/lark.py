@@ -22,11 +22,9 @@ from weft.text.grammars.specs import (
 )
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-"""Lets the model decide how a text is cut into tokens. It stands behind the grammar, so that errors count the grammar's
-own lines."""
+"""Lets the model decide how text is cut into tokens. It follows the grammar, whose lines errors count."""
 _JSON_STYLE = {"whitespace_pattern": r"\x20|\n[\x20\t]{0,64}"}
-"""White space between two parts of JSON is nothing, a space, or a line's end and indentation: with more, a model may
-never end."""
+"""White space in JSON is a space, or a line's end and indentation: with more, a model may never end."""
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 _RULE_OPTION = re.compile(r"^\s*[?!]*[\w-]+\s*\[[^\]]*\b(stop|temperature)\s*=", re.MULTILINE)

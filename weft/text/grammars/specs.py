@@ -79,8 +79,7 @@ GrammarSpec = OutputSpec | ToolCallsSpec
 
 
 def encode_spec(spec: OutputSpec, max_kb: int) -> str:
-    """Encode a spec for `SamplingParams.grammar`. Raises InvalidRequest when it has more than `max_kb` KiB of
-    characters."""
+    """Encode a spec for `SamplingParams.grammar`. Raises InvalidRequest above `max_kb` KiB of characters."""
     try:
         text = msgspec.json.encode(spec).decode()
     except RecursionError:

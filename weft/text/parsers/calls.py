@@ -49,8 +49,7 @@ class CallParser(TextMachine):
     """The style's markers: each begins with `<` or `[`, and ends any arguments that it stands in, outside a string."""
 
     def __init__(self, new_id: Callable[[], str], declared: Collection[str] | None = None) -> None:
-        """`declared` are the request's tools, for a style that could take a JSON answer for a call; None allows any
-        name."""
+        """`declared` are the request's tools, where a JSON answer could be taken for a call; None allows any name."""
         super().__init__()
         self._new_id = new_id
         self._declared = declared

@@ -1,5 +1,4 @@
-"""Runs a parser of streamed text that is written as if all text were there: a generator that waits where the text
-ends."""
+"""Runs a parser of streamed text, written as if all text were there: a generator that waits where it ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The styles of tool calls and reasoning, by name or by what a model's chat template shows, and the parser of an
-answer."""
+"""The styles of tool calls and reasoning, by name or by a model's chat template, and the parser of an answer."""
 
 from __future__ import annotations
 
@@ -116,8 +115,7 @@ REASONING_STYLES = (
 
 
 def tool_style(name: str | None, chat_template: str | None) -> ToolStyle | None:
-    """Return the style of this name; without a name, the one that the template shows. None for "none", or when no style
-    fits."""
+    """Return the style of this name; without one, that of the template. None for "none", or when no style fits."""
     if name is None:
         return next((style for style in TOOL_STYLES if style.fits(chat_template or "")), None)
     return _named("tool", TOOL_STYLES, name)

@@ -11,8 +11,7 @@ TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(CallParser):
-    """The parser of Hermes and Qwen: `<tool_call>`, a JSON object, `</tool_call>`; any number of them, with text
-    around."""
+    """The parser of Hermes and Qwen: any number of `<tool_call>`, a JSON object, `</tool_call>`, with text around."""
 
     markers = (TOOL_CALL, TOOL_CALL_END)
 
