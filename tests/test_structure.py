@@ -78,10 +78,10 @@ SMALL_ON_PURPOSE = {
 """Modules below SMALL_LINES with one importer, and why each stands alone."""
 
 FILES = sorted(PACKAGE.rglob("*.py"))
-ROOMS = {path.stem for path in PACKAGE.iterdir()}
+TOP_NAMES = {path.stem for path in PACKAGE.iterdir()}
 
 
-def room_of(path: Path) -> str:
+def top_name(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
@@ -96,14 +96,14 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_run_one_way(path: Path) -> None:
-    room = room_of(path)
-    if room == "__init__" or path == PACKAGE / "backends/__init__.py":  # their names are lazy
+    package = top_name(path)
+    if package == "__init__" or path == PACKAGE / "backends/__init__.py":  # their names are lazy
         return
-    allowed = GROUND | {room} | MAY_IMPORT.get(room, set())
+    allowed = GROUND | {package} | MAY_IMPORT.get(package, set())
     for module in imported_modules(ast.parse(path.read_text())):
         parts = module.split(".")
-        if parts[0] == "weft" and len(parts) > 1 and parts[1] in ROOMS:
-            assert parts[1] in allowed, f"{room} imports {module}"
+        if parts[0] == "weft" and len(parts) > 1 and parts[1] in TOP_NAMES:
+            assert parts[1] in allowed, f"{package} imports {module}"
         assert parts[0] not in FORBIDDEN_MODULES, f"{path.name} imports {module}"
 
 
@@ -115,9 +115,9 @@ def test_nothing_executes_data(path: Path) -> None:
             assert name not in FORBIDDEN_CALLS, f"line {node.lineno}: {name}"
 
 
-@pytest.mark.parametrize("room", ["api", "serving"])
-def test_the_api_knows_only_the_contract_of_an_engine(room: str) -> None:
-    for path in (PACKAGE / room).rglob("*.py"):
+@pytest.mark.parametrize("package", ["api", "serving"])
+def test_the_api_knows_only_the_contract_of_an_engine(package: str) -> None:
+    for path in (PACKAGE / package).rglob("*.py"):
         for module in imported_modules(ast.parse(path.read_text())):
             if module.startswith("weft.backends"):
                 assert module.startswith("weft.backends.contract"), f"{path.name} imports {module}"
@@ -129,11 +129,11 @@ def test_the_api_process_never_imports_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("room", ["scheduler", "kernels", "model", "worker"])
-def test_what_a_gpu_runs_needs_no_front_end_package(room: str) -> None:
+@pytest.mark.parametrize("package", ["scheduler", "kernels", "model", "worker"])
+def test_what_a_gpu_runs_needs_no_front_end_package(package: str) -> None:
     modules = [
         ".".join(("weft", *path.relative_to(PACKAGE).with_suffix("").parts))
-        for path in sorted((PACKAGE / room).rglob("*.py"))
+        for path in sorted((PACKAGE / package).rglob("*.py"))
         if path.name != "__init__.py" and not {"cpu", "triton"} & set(path.parts)
     ]
     script = (
