@@ -1,4 +1,4 @@
-"""The command line: its flags, its refusals, its manners."""
+"""Tests the command line: its flags, its errors and its exit codes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.api.scripted_engine import ScriptedEngine, answer, forever
 from weft import __version__, cli, terminal
 from weft.api import server
 from weft.backends.blocking import BlockingEngine
-from weft.config import Config, settings
 from weft.errors import InvalidRequest, ModelError
+from weft.options import Config, settings
 from weft.terminal import LocalEngine
 from weft.types import Output, SamplingParams
 
@@ -35,7 +35,7 @@ def weft(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Compl
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """The configurations that `weft serve` would have served."""
+    """Return the configurations that `weft serve` would have served."""
     for name in [name for name in os.environ if name.startswith("WEFT_")]:
         monkeypatch.delenv(name)
     seen: list[Config] = []

@@ -1,4 +1,4 @@
-"""`weft image` and `LLM.draw`: the same image by both ways, and what they refuse."""
+"""`weft image` and `LLM.draw` give the same image, and refuse the same requests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WIDE = {"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
-    """What every command and every LLM starts."""
+    """The engine that every command and every LLM starts."""
     engine = ScriptedEngine(images=PAINTER)
 
     async def start(*_: Any) -> ScriptedEngine:
@@ -143,7 +143,7 @@ def test_the_python_api_draws(engine: ScriptedEngine, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_it_without_a_word_and_without_a_file(smollm2_files: ModelFiles, tmp_path: Path) -> None:
-    """As a terminal does it: the whole group of processes is interrupted, in the midst of the image."""
+    """The whole process group is interrupted during the image, as a terminal does it."""
     file, begun = tmp_path / "out.png", tmp_path / "begun"
     words = ("image", "a red circle", "--steps", "1000", "-o", str(file))
     process = subprocess.Popen(

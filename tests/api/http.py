@@ -17,7 +17,8 @@ from tests.api.scripted_engine import ScriptedEngine
 from tests.waiting import wait_until
 from weft.api.app import build_app
 from weft.api.http_protocol import protocol_factory
-from weft.config import Config, load
+from weft.config import load
+from weft.options import Config
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -18,7 +18,8 @@ from tests.api.http import CHAT, HELLO, error_of, request
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, answer, forever
 from tests.waiting import until
 from weft.api.app import build_app, gated_app
-from weft.config import Config, load
+from weft.config import load
+from weft.options import Config
 from weft.serving.admission import Admission
 from weft.types import Output
 

@@ -20,8 +20,9 @@ from weft.api import http_protocol
 from weft.api.app import build_app
 from weft.api.body import CAPS, check_caps, check_depth, parse
 from weft.api.openai.openai_schema import ChatRequest
-from weft.config import LimitOptions, load
+from weft.config import load
 from weft.errors import InvalidRequest
+from weft.options import LimitOptions
 from weft.types import Output
 
 USER = {"role": "user", "content": "hi"}

@@ -29,9 +29,10 @@ from weft.backends.native import start_native
 from weft.backends.registry import BUILT_IN, EngineSpec
 from weft.backends.vllm.arguments import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, VllmKind, arguments_of
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import CacheOptions, Config, load
+from weft.config import load
 from weft.errors import ConfigError, InvalidRequest
 from weft.machine.planner import AUTO_DTYPE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from weft.options import CacheOptions, Config
 from weft.types import FinishReason, Output, SamplingParams
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,10 @@ from tests.waiting import PATIENCE, until
 from weft.backends import native
 from weft.backends.model_text import ModelText, open_model_text
 from weft.backends.native import start_native
-from weft.config import Config, load
+from weft.config import load
 from weft.engine.process import LaunchedEngine
 from weft.errors import EngineFault, ModelError
+from weft.options import Config
 
 
 class SilentEngine:

@@ -26,13 +26,13 @@ from weft.backends.contract import Engine, Health
 from weft.backends.native import start_native
 from weft.backends.safe_loading import Loading, LoadStage, check_load, load_safely
 from weft.checkpoint.model_files import ModelFiles, dummy_files
-from weft.config import BackendOptions, CacheOptions, Config, EngineOptions, ModelOptions
 from weft.engine.process import EngineProcess
 from weft.errors import EngineFault, ModelError, OutOfMemory, Unavailable, WeftError
 from weft.hub.progress import Report
 from weft.machine.devices import Device
 from weft.machine.hardware import Cpu, Machine, Memory
 from weft.machine.memory import GIB
+from weft.options import BackendOptions, CacheOptions, Config, EngineOptions, ModelOptions
 from weft.types import SamplingParams
 
 LLAMA_8B = {

@@ -1,4 +1,4 @@
-"""The benchmark's client: what it reads does not depend on how the bytes come."""
+"""What the benchmark's client reads does not depend on how the bytes are split."""
 
 from __future__ import annotations
 

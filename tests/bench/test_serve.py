@@ -1,4 +1,4 @@
-"""The load benchmark against real servers: what it counts, what it calls a failure, and how the command ends."""
+"""Tests the load benchmark against real servers: what it counts, what it calls a failure, and its exit code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def measure(engine: ScriptedEngine, *loads: Load, runs: int = 1) -> ServeReport:
 
 
 async def _without_warm_up(url: str, work: ServeWork) -> ServeReport:
-    """The warm-up wants 4 tokens, and the scripts give others."""
+    """Skip the warm-up, which asks for 4 tokens where the scripts give others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve._Bench, "warm_up", lambda self: asyncio.sleep(0))
         return await run_serve(url, work)

@@ -11,8 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from weft.bench.commands import app as bench
-from weft.config import Config
 from weft.errors import ConfigError
+from weft.options import Config
 
 RUNNERS = {
     "offline": "weft.bench.commands.run_offline",

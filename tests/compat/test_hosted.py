@@ -22,9 +22,9 @@ from weft.checkpoint.adapter_files import adapter_paths
 from weft.compat import hosted
 from weft.compat.hosted import HostedEngine
 from weft.compat.keywords import SAMPLING_DEFAULTS
-from weft.config import Config
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, OutOfMemory, Unavailable
 from weft.models_file import MEANINGLESS
+from weft.options import Config
 from weft.types import Adapter, FinishReason, MemoryLedger, Output, SamplingParams, Usage
 
 pytestmark = pytest.mark.usefixtures("no_weft_environment")

@@ -12,10 +12,10 @@ import pytest
 
 from tests.waiting import PATIENCE
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import Config
 from weft.engine import loop
 from weft.engine.process import EngineProcess, run_engine
 from weft.engine.wire import Failed, Inbox, Start, frame
+from weft.options import Config
 
 NO_MODEL = Start(Config(), ModelFiles(name="none", kind="gguf", path=Path("none.gguf"), weight_files=[]))
 HANGS_AT_ITS_END = """

@@ -1,5 +1,5 @@
-"""Hub models, from a hub on this machine: pinned to a commit, filtered, resumed, checked, and clear when it fails. And
-the cache of the hub's own client, which is run against the same hub."""
+"""Hub models are pinned to a commit, filtered, resumed and checked, and failures are explained. The hub's own client
+runs against the same local hub, and its cache is read."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_what_comes_again_and_again_is_no_progress(hub: FakeHub, monkeypatch: py
 
 def test_a_file_larger_than_promised_is_not_taken(hub: FakeHub) -> None:
     hub.lies["config.json"] = b" " * 1000
-    with pytest.raises(ModelError, match=r"config\.json is larger than the \d+ bytes that the hub told"):
+    with pytest.raises(ModelError, match=r"config\.json is larger than the \d+ bytes announced"):
         pull()
 
 

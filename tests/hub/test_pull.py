@@ -1,4 +1,4 @@
-"""Pulling: idempotent, checked, resumable after a kill, safe for two processes, and clear when it fails."""
+"""A pull is idempotent, checked, resumable after a kill and safe for two processes, and explains failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names, types and labels that dashboards rely on."""
+"""Tests the names, types and labels that dashboards rely on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ WEFT_ALONE = {"weft_prepared", "weft_engine_restarts_total", "weft_num_requests_
 
 
 def samples(text: str) -> dict[str, float]:
-    """Every sample by its name and its labels, the model's own label left out."""
+    """Return every sample by its name and its labels, the model's own label left out."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -179,7 +179,7 @@ def test_every_stage_of_a_request_is_timed_and_its_tokens_counted() -> None:
 
 @pytest.mark.parametrize(("told_last", "num_observed"), [(None, 0), (0.0, 1), (0.25, 1)])
 def test_a_queue_that_nobody_knows_of_is_not_observed(told_last: float | None, num_observed: int) -> None:
-    """An engine may tell of it with the end of the answer, or never."""
+    """An engine may report its queue time with the end of the answer, or never."""
     script = [0.3, Output(text="a", token_ids=[1]), Output(finish=FinishReason.STOP, queue_seconds=told_last)]
     app = build_app(ScriptedEngine(script), load(env={}))
     body = PROMPT | {"return_timings": True}

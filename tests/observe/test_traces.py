@@ -1,4 +1,4 @@
-"""A span for every request, part of the client's own trace where it has one."""
+"""Every request gets a span, part of the client's own trace where it has one."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from weft.backends.openai_server.start import start
 from weft.config import load
 from weft.errors import InvalidRequest, WeftError
 from weft.text.grammars.compiler import GrammarCompiler
-from weft.text.grammars.specs import JsonSchema, written_down
+from weft.text.grammars.specs import JsonSchemaSpec, encode_spec
 from weft.types import FinishReason, Output, SamplingParams
 
 MODEL = "qwen3"
@@ -133,13 +133,13 @@ class Checks:
         return ""
 
     async def form(self) -> str:
-        spec = JsonSchema(schema={"enum": ["yes", "no"]})
+        spec = JsonSchemaSpec(schema={"enum": ["yes", "no"]})
         if self.engine.abilities.tokens:
             compiler = GrammarCompiler(self.engine.tokenizer)
             grammar = await compiler.compile(spec)
             await compiler.close()
         else:
-            grammar = written_down(spec, 64)
+            grammar = encode_spec(spec, 64)
         params = SamplingParams(max_tokens=40, temperature=0, grammar=grammar)
         try:
             deltas = await all_of(self.engine, self.prompt, params)

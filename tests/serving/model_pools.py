@@ -17,8 +17,9 @@ from tests.api.scripted_engine import ScriptedEngine, answer
 from tests.waiting import until
 from weft.api.app import gated_app
 from weft.backends.contract import Engine, FreeMemory, Need, StageReport
-from weft.config import Config, ModelEntry, load
+from weft.config import load
 from weft.errors import ConfigError, OutOfMemory
+from weft.options import Config, ModelEntry
 from weft.serving import model_pool
 from weft.serving.admission import Admission
 from weft.serving.model_slot import ModelSlot

@@ -20,8 +20,9 @@ from tests.api.test_server import address_of, process
 from tests.waiting import wait_until
 from weft.api.app import build_app
 from weft.api.server import check_reach
-from weft.config import ServerOptions, load
+from weft.config import load
 from weft.errors import ConfigError
+from weft.options import ServerOptions
 from weft.serving.auth import POLL_S, Keys
 
 

@@ -16,7 +16,8 @@ from tests.api.scripted_engine import ScriptedEngine, answer, forever
 from tests.waiting import until
 from weft.api.app import build_app, gated_app
 from weft.api.grpc.grpc_server import serve_rpc
-from weft.config import LimitOptions, load
+from weft.config import load
+from weft.options import LimitOptions
 from weft.serving.admission import Admission
 from weft.serving.rate_limits import Account, Accounts, Bucket, RateLimited
 from weft.types import Output

@@ -12,7 +12,7 @@ from weft.text.detokenizer import StopMatch, StopStrings
 
 
 def oracle(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, str | None]:
-    """The first stop string to be complete, character by character; of several, the longest."""
+    """Find the first stop string to be complete, character by character; of several, the longest."""
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

@@ -1,4 +1,4 @@
-"""`weft bench`: measure this machine."""
+"""The commands of `weft bench` measure this machine."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from weft.bench.offline import judge as judge_offline
 from weft.bench.report import Judged, Required
 from weft.bench.serve import DEFAULT_LOADS, Load, ServeReport, ServeWork, own_server, run_serve
 from weft.bench.serve import judge as judge_serve
-from weft.config import Config
 from weft.errors import ConfigError
+from weft.options import Config
 
 if TYPE_CHECKING:
     from weft.bench.rpc import RpcReport
@@ -102,7 +102,7 @@ def offline(
     require_tokens_per_s: RequiredSpeed = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Decode speed, time to the first token and throughput of one engine, without a server.
+    """Measure decode speed, time to the first token and throughput of one engine, without a server.
 
     What is required holds for every line of its kind: --require-first-token-ms for each prompt length,
     --require-tokens-per-s for decoding at each batch size.
@@ -128,7 +128,7 @@ def offline(
 
 @app.command(
     help="Throughput and latency of a server under load, over HTTP: any server that speaks OpenAI's interface.\n\n"
-    "Without --url it starts `weft serve` itself, on a free port, and tells how long that took; settings of "
+    "Without --url it starts `weft serve` itself, on a free port, and reports how long that took; settings of "
     "`weft serve` may follow the model.\n\n"
     "A server that is ready is warmed up with two short requests, and Weft has time to finish compiling, before "
     "anything is measured. The exit code is 1 when a request failed, or a load misses what is required: of the first "
@@ -193,7 +193,7 @@ def rpc(
     dtype: Dtype = None,
     json_file: JsonFile = None,
 ) -> None:
-    """How many gRPC messages an answer takes, with its chunks joined and without."""
+    """Measure how many gRPC messages an answer takes, with its chunks joined and without."""
     from weft.bench.rpc import RpcWork, run_rpc  # gRPC's packages, which the other commands do without
 
     settings = _settings(config, model=model, engine=engine, device=device, dtype=dtype)
@@ -207,7 +207,7 @@ def rpc(
 
 @app.command(
     help="Chats and images at once in one engine, against each kind alone and against engines without step scheduling: "
-    "`one after the other` draws after the chats, one image at a time; `blocking` in the midst of them, with everybody "
+    "`one after the other` runs the images after the chats, one at a time; `blocking` among them, with all requests "
     "waiting for a whole image, or for all that are there (`batched`).\n\n"
     "Every text and every image is compared with what the same request gives alone. The exit code is 1 when one "
     "differs on a CPU, where none may."
@@ -224,7 +224,7 @@ def mixed(
     runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _MIXED.runs,
     seed: Annotated[int, typer.Option(help="Seed of the random prompts, and of the first image.")] = _MIXED.seed,
     config: ConfigFile = None,
-    image_model: Annotated[str | None, typer.Option(help="auto, or the directory of a model that draws.")] = None,
+    image_model: Annotated[str | None, typer.Option(help="auto, or the directory of an image model.")] = None,
     load_format: Annotated[str | None, typer.Option(help="auto or dummy.")] = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -273,7 +273,7 @@ def _write(report: OfflineReport | ServeReport | RpcReport | MixedReport, json_f
 
 
 def _end_by(judged: list[Judged]) -> None:
-    """Tell what was required and what of it was kept; end with 1 where something was not."""
+    """Print the bounds and whether each was kept; exit with 1 where one was not."""
     if not judged:
         return
     table = Table("required of", "bound", box=None, pad_edge=False)
@@ -333,10 +333,10 @@ def _rpc_table(report: RpcReport) -> Table:
     table = Table(title=f"{report.model} over gRPC", caption=f"{report.fewer:.0%} fewer messages, {same}")
     for name in ("chunks joined, at most", "tokens", "messages", "first text, ms", "seconds"):
         table.add_column(name, justify="right")
-    for passage in (report.alone, report.joined):
+    for figures in (report.alone, report.joined):
         table.add_row(
-            str(passage.buffer_size), str(passage.tokens), str(passage.messages), f"{passage.first_text_ms:.0f}",
-            f"{passage.seconds:.1f}",
+            str(figures.buffer_size), str(figures.tokens), str(figures.messages), f"{figures.first_text_ms:.0f}",
+            f"{figures.seconds:.1f}",
         )  # fmt: skip
     return table
 
@@ -356,7 +356,7 @@ def _offline_table(report: OfflineReport) -> Table:
 
 
 _Column = tuple[str, str, Callable[[ModeReport], float | None]]
-"""Its heading, the form of its figures, and where they are."""
+"""A column's heading, the format of its figures, and how to read them."""
 
 _CHAT_COLUMNS: list[_Column] = [
     ("output\ntok/s", ",.1f", lambda mode: mode.median.output_tokens_per_s),
@@ -378,11 +378,11 @@ _IMAGE_COLUMNS: list[_Column] = [
 
 
 def _mixed_tables(report: MixedReport) -> list[Table]:
-    """Two, each as wide as the narrowest terminal."""
+    """Return two tables, each narrow enough for a terminal of 80 columns."""
     work = report.work
-    painter = f" and {report.image_model}" if report.image_model else ""
+    beside = f" and {report.image_model}" if report.image_model else ""
     chats = _modes_table(report.modes, _CHAT_COLUMNS)
-    chats.title = f"{work.chats} chats, {work.images} images: {report.model}{painter}, {report.dtype}, {report.device}"
+    chats.title = f"{work.chats} chats, {work.images} images: {report.model}{beside}, {report.dtype}, {report.device}"
     chats.caption = "ms to the first token and between tokens\ndecode: while all chats decode, and images, if any"
     images = _modes_table(report.modes, _IMAGE_COLUMNS)
     images.caption = f"s to an image; all figures are medians of {work.runs} runs"

@@ -17,7 +17,15 @@ from weft.backends.contract import FIELD_RULES, Abilities, Conversation, ParsedO
 from weft.backends.openai_server.requests import PeerRequestWriter
 from weft.backends.openai_server.servers import KINDS, OTHER, ServerKind, abilities_of, kind_of
 from weft.errors import InvalidRequest
-from weft.text.grammars.specs import Choice, JsonObject, JsonSchema, Lark, OutputSpec, Regex, written_down
+from weft.text.grammars.specs import (
+    ChoiceSpec,
+    JsonObjectSpec,
+    JsonSchemaSpec,
+    LarkSpec,
+    OutputSpec,
+    RegexSpec,
+    encode_spec,
+)
 from weft.text.parsers.pieces import Answer, collect
 from weft.types import FinishReason, Output, SamplingParams
 
@@ -261,18 +269,18 @@ def test_every_ability_of_sampling_is_asked_about() -> None:
 # What an output must be.
 
 SPECS: dict[str, OutputSpec] = {
-    "object": JsonObject(),
-    "schema": JsonSchema(schema=SCHEMA),
-    "regex": Regex(pattern="a+"),
-    "choice": Choice(options=["a", "b"]),
-    "lark": Lark(text='start: "a"'),
+    "object": JsonObjectSpec(),
+    "schema": JsonSchemaSpec(schema=SCHEMA),
+    "regex": RegexSpec(pattern="a+"),
+    "choice": ChoiceSpec(options=["a", "b"]),
+    "lark": LarkSpec(text='start: "a"'),
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
 OBJECT = {"response_format": {"type": "json_object"}}
 
 
 def shape(kind: ServerKind, spec: str, *, chat: bool) -> dict[str, Any] | None:
-    params = SamplingParams(max_tokens=9, grammar=written_down(SPECS[spec], 64))
+    params = SamplingParams(max_tokens=9, grammar=encode_spec(SPECS[spec], 64))
     asker = PeerRequestWriter("remote", kind, "model")
     try:
         if chat:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from weft.backends.blocking import BlockingEngine
 from weft.backends.contract import Engine, Terms
-from weft.config import Config, load
+from weft.config import load
 from weft.machine.devices import accelerator
+from weft.options import Config
 from weft.types import Output, SamplingParams
 
 needs_vllm = [

@@ -34,7 +34,7 @@ from weft.backends.vllm.vllm_engine import start
 from weft.checkpoint.adapter_files import adapter_settings
 from weft.errors import ContextTooLong, InvalidRequest, ModelError
 from weft.text.grammars.lark import GrammarWriter
-from weft.text.grammars.specs import Choice, JsonSchema, Regex
+from weft.text.grammars.specs import ChoiceSpec, JsonSchemaSpec, RegexSpec
 from weft.types import FinishReason, Pooling, SamplingParams
 
 pytestmark = needs_vllm
@@ -134,9 +134,9 @@ def test_structured_output_keeps_to_its_form(vllm: BlockingEngine) -> None:
     writer = GrammarWriter({}, max_schema_depth=8)
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     for spec, fits in (
-        (Choice(options=("warp", "weft")), r"warp|weft"),
-        (Regex(pattern="[a-c]{3}-[0-9]{2}"), r"[a-c]{3}-[0-9]{2}"),
-        (JsonSchema(schema=schema), r"\{\s*\"n\"\s*:\s*[12]\s*\}"),
+        (ChoiceSpec(options=("warp", "weft")), r"warp|weft"),
+        (RegexSpec(pattern="[a-c]{3}-[0-9]{2}"), r"[a-c]{3}-[0-9]{2}"),
+        (JsonSchemaSpec(schema=schema), r"\{\s*\"n\"\s*:\s*[12]\s*\}"),
     ):
         params = SamplingParams(temperature=1, seed=1, max_tokens=100, grammar=writer.write(spec))
         got = ask(vllm, PROMPTS[0], params)
