@@ -127,7 +127,7 @@ async def house(
     if prepare is not None:
         prepare(roster)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_pool, "Slot", partial(ModelSlot, clock=virtual_time.now))
+        patch.setattr(model_pool, "ModelSlot", partial(ModelSlot, clock=virtual_time.now))
         async with _opened(Admission(config, roster), roster) as opened:
             yield opened
 
