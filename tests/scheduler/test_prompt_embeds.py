@@ -395,7 +395,7 @@ def test_a_prompt_is_given_once(texts: GivenTexts, changes: dict[str, list[int]]
 
 
 def test_only_images_have_tensors() -> None:
-    with pytest.raises(InvalidRequest, match="Only images"):
+    with pytest.raises(InvalidRequest, match="Only requests for images"):
         simulated(replace(request("chat", [1]), given=GivenTexts(prompt=embeds(1, 2))))
 
 
