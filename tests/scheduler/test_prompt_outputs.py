@@ -97,7 +97,7 @@ def test_after_its_first_token_a_preempted_request_may_take_from_the_cache() -> 
         simulation.step()
     simulation.scheduler._preempt(simulation.scheduler.cursors["r"])
     simulation.run()
-    assert simulation.rows_of("r")[-1].extra is None and 28 in [row.start for row in simulation.rows_of("r")]
+    assert simulation.rows_of("r")[-1].request is None and 28 in [row.start for row in simulation.rows_of("r")]
 
 
 def test_a_resumed_request_scores_nothing_again() -> None:

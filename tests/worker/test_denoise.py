@@ -173,7 +173,7 @@ def test_steps_without_memory_change_no_image(
     owner, name = {
         "launch": (runner, "execute"),
         "model": (runner.stepper, "step"),
-        "denoise": (runner.denoiser, "_draw_group"),
+        "denoise": (runner.denoiser, "_denoise_group"),
         "sampler": (runner, "_sampled"),
     }[place]
     function, calls = getattr(owner, name), iter(range(10**6))

@@ -145,7 +145,7 @@ def raises() -> None:
         ("prepare", raises, "could not begin"),
         ("denoise_step", lambda: float("nan"), "not a number"),
         ("decode", lambda: float("inf"), "not a number"),
-        ("decode", raises, "could not make a picture"),
+        ("decode", raises, "could not decode the latents"),
     ],
 )
 def test_what_fails_ends_that_image_alone(
@@ -167,7 +167,7 @@ def test_what_fails_ends_that_image_alone(
     [
         ({"negative_token_ids": [1]}, "reads prompts as text"),
         ({"sampler": "heun"}, "a scheduler of its own"),
-        ({"width": 2 * SIZE}, f"draws {SIZE}x{SIZE}"),
+        ({"width": 2 * SIZE}, f"makes {SIZE}x{SIZE}"),
         ({"text": "a" * 4001}, "4001 characters"),
     ],
     ids=["tokens", "sampler", "size", "length"],

@@ -137,7 +137,7 @@ class Constraints:
     def build(self, grammar: str) -> Future[LLMatcher]:
         """Build a grammar before its row is admitted."""
         if self._factory is None:
-            raise InvalidRequest("The model has no end-of-sequence token, so no grammar can be followed.")
+            raise InvalidRequest("This model has no token that ends an answer, so no grammar can be followed.")
         return self._factory.build(grammar)
 
     def admit(self, admission: Admission) -> None:
