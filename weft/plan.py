@@ -76,12 +76,14 @@ class Admission(Struct, frozen=True):
 
     row: int
     token_ids: list[int]
-    """Everything known: the prompt, then the tokens sampled before a preemption or a restart."""
+    """Everything known: the prompt, then the tokens sampled before a preemption or a restart. The list is the
+    scheduler's own, which grows when the step's result is applied."""
     num_prompt_tokens: int
     params: SamplingParams
     stop_token_ids: list[int]
     adapter: int | None = None
     """The number of its adapter, which the worker has by now."""
+    request_id: str = ""
 
 
 class PromptLogprobs(Struct, frozen=True):
@@ -142,6 +144,7 @@ class DenoiseAdmission(Struct, frozen=True):
     image: ImageParams
     text: PlacedText
     negative: PlacedText
+    request_id: str = ""
 
 
 class Denoise(Struct, frozen=True):

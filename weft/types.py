@@ -377,8 +377,19 @@ class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it tells of one more token and of nothing else: a first event always tells of cached tokens."""
+        """True when it tells of one more token and of nothing else: a first event always tells of cached tokens."""
         return self.finish is None and self.logprobs is None and self.cached_tokens is None and len(self.token_ids) == 1
+
+
+class StepEvents(Struct):
+    """What a step brought to the requests in it."""
+
+    tokens: dict[str, int] = {}
+    """The token of every request to which the step brought one token and nothing else, by request id."""
+    events: list[Event] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.events)
 
 
 Arrival = Event | int
@@ -480,6 +491,7 @@ COUNTERS = (
     "denoise_steps",
     "encode_seconds",
     "denoise_seconds",
+    "restarts",
 )
 """Fields of EngineStats that only rise. All others are gauges."""
 

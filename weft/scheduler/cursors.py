@@ -103,11 +103,11 @@ class RowCursor(Cursor):
     """A cursor over tokens: it has a row in the worker while it runs, and blocks of the cache."""
 
     def __init__(
-        self, request: Request, tokens: Sequence[int], num_prompt: int, limit: int, block_size: int, arrival: int,
+        self, request: Request, tokens: list[int], num_prompt: int, limit: int, block_size: int, arrival: int,
         arrived_at: float,
     ) -> None:  # fmt: skip
         super().__init__(request, num_prompt, arrival, arrived_at)
-        self.tokens = list(tokens)
+        self.tokens = tokens
         self.limit = limit
         """No more tokens than these can be known, prompt included."""
         self.block_size = block_size
@@ -233,7 +233,7 @@ class EncodeCursor(RowCursor):
         self, request: Request, token_ids: Sequence[int], block_size: int, arrival: int, arrived_at: float
     ) -> None:
         num_prompt = len(token_ids)
-        super().__init__(request, token_ids, num_prompt, num_prompt, block_size, arrival, arrived_at)
+        super().__init__(request, list(token_ids), num_prompt, num_prompt, block_size, arrival, arrived_at)
 
     @property
     def known(self) -> int:

@@ -35,7 +35,7 @@ from weft.scheduler.stages import first_cursor, next_cursor
 from weft.scheduler.step import Promised, Step, denoise_event, failure_event, token_event, vector_event
 from weft.scheduler.validate import check_request
 from weft.scheduler.waiting_queue import WaitingQueue
-from weft.types import EngineStats, Event, Request
+from weft.types import EngineStats, Event, Request, StepEvents
 
 NO_MEMORY = f"There is no memory for this request, even alone and in steps of {LEAST_TOKENS} tokens."
 
@@ -155,9 +155,10 @@ class Scheduler:
         self.images.holdings.released = []
         return plan
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[Event]:
-        """Take in what a step brought; the events are for whoever asked."""
-        events: list[Event] = []
+    def apply(self, plan: StepPlan, result: StepResult) -> StepEvents:
+        """Take in the result of a step, and return what it brings to requests."""
+        brought = StepEvents()
+        events = brought.events
         sampled, gained = iter(result.sampled), iter(result.gained)
         promised = self._under_way.pop(plan.step_id)
         for row, (cursor, preemptions) in zip(plan.rows, promised.rows.items(), strict=True):
@@ -183,12 +184,12 @@ class Scheduler:
                 elif holds_still and isinstance(cursor, TextCursor) and row.start + row.count == cursor.known:
                     self._encoded(cursor)
             if token is not None:
-                events.append(self._sampled(cursor, token))
+                self._sampled(cursor, token, brought)
         for denoise, image, drawn in zip(plan.denoise, promised.images, result.drawn, strict=True):
             if not image.ended:
                 events.append(self._failure(image, drawn.error) if drawn.error else self._drawn(image, denoise, drawn))
         self.throttle.went_well()
-        return events
+        return brought
 
     def take_back(self, failed: StepPlan, *later: StepPlan) -> list[Event]:
         """Undo a step for which there was no memory, and those that were launched after it. Their requests wait to be
@@ -322,11 +323,12 @@ class Scheduler:
         step.admit.append(
             Admission(
                 cursor.row,
-                list(cursor.tokens),
+                cursor.tokens,
                 cursor.num_prompt,
                 request.params,
                 request.stop_token_ids,
                 request.adapter.number if request.adapter is not None else None,
+                cursor.id,
             )
         )
         self._promise(cursor, count, cursor.blocks, step)
@@ -365,7 +367,7 @@ class Scheduler:
         slot, count = cursor.slot, cursor.todo if self.images.draws_whole else 1
         if not cursor.is_begun:
             text, negative = (PlacedText() if text is None else text.placed for text in cursor.texts)
-            step.admit_images.append(DenoiseAdmission(slot, cursor.image, text, negative))
+            step.admit_images.append(DenoiseAdmission(slot, cursor.image, text, negative, cursor.id))
             cursor.is_begun = True
         shows = cursor.shows_after(cursor.computed + count)
         step.denoise.append(Denoise(slot, cursor.computed, count, cursor.cost * count, shows))
@@ -407,12 +409,15 @@ class Scheduler:
             if victim is not None and victim.preemptions <= self.limits.max_preemptions:
                 self._preempt(victim)
 
-    def _sampled(self, cursor: RowCursor, sampled: Sampled) -> Event:
+    def _sampled(self, cursor: RowCursor, sampled: Sampled, brought: StepEvents) -> None:
         self._counts["generation_tokens"] += 1
         finish = cursor.finish_after(sampled.token_id)
         if finish is not None:
             self._end(cursor)
-        return token_event(cursor, sampled, finish)
+        if finish is None and sampled.logprob is None and cursor.reported:
+            brought.tokens[cursor.id] = sampled.token_id
+        else:
+            brought.events.append(token_event(cursor, sampled, finish))
 
     def _encoded(self, cursor: TextCursor) -> None:
         """A text is whole: its row and its blocks are free."""
