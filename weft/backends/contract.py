@@ -116,6 +116,25 @@ class Stream(Protocol):
         """End the request, whether or not it was ever iterated; its memory is free before the next step."""
 
 
+class OneOutput(Stream):
+    """The stream of a request whose answer is there already, as one output."""
+
+    def __init__(self, output: Output) -> None:
+        self._output: Output | None = output
+
+    def __aiter__(self) -> OneOutput:
+        return self
+
+    async def __anext__(self) -> Output:
+        output, self._output = self._output, None
+        if output is None:
+            raise StopAsyncIteration
+        return output
+
+    async def aclose(self) -> None:
+        self._output = None
+
+
 class ChatPrompt(Struct, frozen=True):
     """A conversation as the model's own chat template writes it."""
 
@@ -188,6 +207,30 @@ class EngineText(Protocol):
 
         `continue_final_message`: the text ends with the last message's own, for the model to go on with.
         """
+
+
+class UnknownText:
+    """The text of an engine that is given text and not tokens: everything that needs the tokens is refused."""
+
+    styles = ChatStyles()
+
+    def __init__(self, engine: Able) -> None:
+        self._engine = engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        raise tokens_unknown(self._engine, "This")
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        raise tokens_unknown(self._engine, "This")
 
 
 class Engine(Protocol):

@@ -236,7 +236,7 @@ def _receive_exactly(sock: socket.socket, count: int) -> bytes | None:
 
 log = logging.getLogger(__name__)
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 
 
 class Channel:
@@ -275,6 +275,6 @@ class Channel:
         self.inbox.put(None)
 
     def _beat_forever(self) -> None:
-        while not self.closed.wait(BEAT_SECONDS):
+        while not self.closed.wait(HEARTBEAT_SECONDS):
             began = self.step_began
             self.send(Heartbeat(time.monotonic() - began if began else 0.0))
