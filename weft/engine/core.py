@@ -79,7 +79,8 @@ class EngineCore:
         plan = self.scheduler.schedule()
         if plan is not None:
             if plan.admit or plan.admit_images:
-                on_start([admission.request_id for admission in (*plan.admit, *plan.admit_images)])
+                admitted = [admission.request_id for admission in plan.admit]
+                on_start(admitted + [admission.request_id for admission in plan.admit_images])
             launched = _within_memory(partial(self.runner.execute, plan))
             if launched is None:
                 if self._under_way:
