@@ -15,7 +15,15 @@ from msgspec.structs import replace
 
 from tests.engine.test_core import core_of
 from tests.engine.test_out_of_memory import BOTH, EVERYWHERE, WHERE, Fails, PoorRunner
-from tests.scheduler.simulation import drawing, expected_images, expected_output, image_limits, limits, request
+from tests.scheduler.simulation import (
+    drawing,
+    events_of,
+    expected_images,
+    expected_output,
+    image_limits,
+    limits,
+    request,
+)
 from tests.tiny_images import SIZE, save_image_model
 from weft.backends.contract import ImageUpdate
 from weft.backends.native import NativeEngine, start_native
@@ -46,7 +54,7 @@ def serve(
     for _ in range(20_000):
         if not core.has_work:
             break
-        for event in core.step():
+        for event in events_of(core.step()):
             events[event.request_id].append(event)
         check_integrity(core.scheduler)
     core.settle()
@@ -121,7 +129,7 @@ def test_whatever_fails_every_request_ends_once(
     ends: dict[str, Event] = {}
     progress: dict[str, list[int]] = {}
     while core.has_work:
-        for event in core.step():
+        for event in events_of(core.step()):
             assert event.request_id not in ends
             if event.denoise_step is not None:
                 progress.setdefault(event.request_id, []).append(event.denoise_step)
