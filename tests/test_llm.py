@@ -49,7 +49,7 @@ def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
     endless = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
     next(stream := llm.stream("Once upon a time", endless))
     stream.close()
-    assert llm._engine.open_requests() == 0
+    assert llm._engine.stats().open_requests == 0
     assert llm.generate([5, 6, 7], GREEDY)[0].finish in (FinishReason.STOP, FinishReason.LENGTH)
 
 

@@ -101,7 +101,7 @@ def test_tc_007_many_threads_and_tasks_at_once(engine: HostedEngine, text: str) 
         return list(await asyncio.gather(*(one() for _ in range(8))))
 
     assert asyncio.run(scenario()) == [text] * 8
-    assert behind(engine).open_requests() == 0
+    assert behind(engine).stats().open_requests == 0
 
 
 def test_tc_009_where_an_engine_cannot_be_the_next_one_answers(
@@ -227,7 +227,7 @@ def test_under_grpc_s_own_event_loop(engine: HostedEngine, text: str) -> None:
 
 def until_idle(engine: HostedEngine, seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
-    while behind(engine).open_requests():
+    while behind(engine).stats().open_requests:
         assert time.monotonic() < deadline, "a request goes on that nobody reads"
         time.sleep(0.01)
 
@@ -296,7 +296,7 @@ def test_what_cannot_be_answered_is_refused_before_the_engine(engine: HostedEngi
         engine.infer("word " * 2000)
     with pytest.raises(InvalidRequest, match="no adapter"):
         engine.infer(PROMPT, lora_name="mine")
-    assert behind(engine).open_requests() == 0
+    assert behind(engine).stats().open_requests == 0
 
 
 def test_a_seed_is_a_promise(engine: HostedEngine) -> None:

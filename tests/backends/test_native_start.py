@@ -93,7 +93,7 @@ def test_the_room_is_closed_when_the_start_is_given_up(tiny_model: Path, monkeyp
         opened.append(room)
         return room
 
-    monkeypatch.setattr(native, "open_text_room", open_it)
+    monkeypatch.setattr(native, "open_model_text", open_it)
     monkeypatch.setattr(ModelText, "close", lambda room: closed.append(room))
 
     async def scenario() -> None:

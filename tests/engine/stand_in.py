@@ -19,11 +19,11 @@ MODEL = ModelInfo(
 class StandIn:
     """Ready at once. The test reads what it is sent from `inbox`, and sends what it likes."""
 
-    def __init__(self, burial_seconds: float = 0.0) -> None:
+    def __init__(self, reap_seconds: float = 0.0) -> None:
         self.pid: int | None = None
         self.socket, self._theirs = socket.socketpair()
         self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        self._burial_seconds = burial_seconds
+        self._reap_seconds = reap_seconds
         self._thread = threading.Thread(target=self._read_forever, daemon=True)
         self._thread.start()
 
@@ -35,7 +35,7 @@ class StandIn:
         self._theirs.shutdown(socket.SHUT_RDWR)
 
     def wait(self, timeout_s: float) -> str | None:
-        time.sleep(self._burial_seconds)
+        time.sleep(self._reap_seconds)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return None

@@ -82,9 +82,9 @@ def test_a_listener_hears_of_every_arrival() -> None:
     asyncio.run(scenario())
 
 
-def test_requests_that_come_while_a_dead_engine_is_buried_are_served_by_the_next() -> None:
+def test_requests_that_come_while_a_dead_engine_is_reaped_are_served_by_the_next() -> None:
     async def scenario() -> None:
-        launch = StandIns(partial(StandIn, burial_seconds=0.3))
+        launch = StandIns(partial(StandIn, reap_seconds=0.3))
         async with client_of(launch) as client:
             old = client.submit(request("old"))
             await submitted(launch.launched[0])

@@ -23,6 +23,7 @@ from tests.backends.openai_server.peer import (
     token_chunk,
     usage_chunk,
 )
+from tests.generation import sample
 from weft.backends.contract import Conversation, Prompt
 from weft.backends.openai_server import http_client, remote_engine
 from weft.errors import (
@@ -66,7 +67,7 @@ def answers(
                 try:
                     return await all_of(engine, prompt, params), peer.generations()
                 finally:
-                    assert engine.open_requests() == 0
+                    assert engine.stats().open_requests == 0
 
     return asyncio.run(go())
 
@@ -262,21 +263,21 @@ def test_whoever_leaves_early_hangs_up() -> None:
         async with ScriptedPeer() as peer:
             peer.answers["/v1/completions"] = goes_on
             async with connected(peer) as engine:
-                answer = await engine.submit("hi", PARAMS)
+                answer = await engine.submit(sample("hi", PARAMS))
                 assert (await anext(answer)).text == "a"
-                assert engine.open_requests() == 1
+                assert engine.stats().open_requests == 1
                 await answer.aclose()
                 await asyncio.wait_for(hung_up.wait(), 5)
-                assert engine.open_requests() == 0
+                assert engine.stats().open_requests == 0
                 await answer.aclose()
-                assert engine.open_requests() == 0
-                unread = await engine.submit("hi", PARAMS)
+                assert engine.stats().open_requests == 0
+                unread = await engine.submit(sample("hi", PARAMS))
                 await unread.aclose()
-                waiting = asyncio.create_task(engine.submit("hi", PARAMS))
+                waiting = asyncio.create_task(engine.submit(sample("hi", PARAMS)))
                 await asyncio.sleep(0)
                 waiting.cancel()
                 await asyncio.wait([waiting])
-                assert engine.open_requests() == 0
+                assert engine.stats().open_requests == 0
 
     asyncio.run(go())
 
@@ -509,10 +510,10 @@ def test_readiness_tells_the_truth_and_comes_back_by_itself() -> None:
             await until(True)
             await peer.close()
             with pytest.raises(Unavailable):
-                await engine.submit("hi", PARAMS)
+                await engine.submit(sample("hi", PARAMS))
             assert not engine.health().ready, "a request that finds nobody there is believed at once"
             await peer.open(peer.port)
             await until(True)
-            assert engine.restarts() == 2
+            assert engine.stats().restarts == 2
 
     asyncio.run(go())

@@ -14,6 +14,7 @@ import pytest
 
 from tests.backends.openai_server.peer import Asked, Reply, ScriptedPeer
 from tests.e2e.tiny_server import NAME, TinyServer
+from tests.generation import sample
 from weft.api.app import build_app
 from weft.backends import start_engine
 from weft.config import load
@@ -45,7 +46,7 @@ def test_killed_in_mid_stream_the_native_engine_goes_on_at_once(
                 body = {**BODY, "ignore_eos": True}
                 whole = (await client.post("/v1/completions", json=body)).json()["choices"][0]["text"]
                 reading = asyncio.create_task(client.post("/v1/completions", json={**body, "stream": True}))
-                while engine.open_requests() == 0 or engine.stats().running == 0:
+                while engine.stats().open_requests == 0 or engine.stats().running == 0:
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0.1)
                 peer.process.kill()
@@ -55,7 +56,7 @@ def test_killed_in_mid_stream_the_native_engine_goes_on_at_once(
                     assert (await client.post("/v1/completions", json=body)).status_code == 503
                 again = await client.post("/v1/completions", json=body)
                 assert again.json()["choices"][0]["text"] == whole
-                assert engine.name == "native" and engine.health().ready and engine.open_requests() == 0
+                assert engine.name == "native" and engine.health().ready and engine.stats().open_requests == 0
             return [whole, response.text], killed
         finally:
             await engine.close()
@@ -91,7 +92,7 @@ def test_a_peer_that_is_only_unwell_is_not_lost_at_once(tiny_model: Path) -> Non
             try:
                 peer.is_well = False
                 with pytest.raises(Unavailable):
-                    await engine.submit("hi", SamplingParams(max_tokens=4))
+                    await engine.submit(sample("hi", SamplingParams(max_tokens=4)))
                 await asyncio.sleep(1.2)
                 assert engine.name == "remote"
             finally:

@@ -17,6 +17,7 @@ import pytest
 from tests.backends.openai_server.peer import all_of
 from tests.e2e.server import Server
 from tests.e2e.tiny_server import NAME, TinyServer
+from tests.generation import sample
 from tests.ports import reserved_port
 from weft.api.app import build_app
 from weft.backends.contract import Engine, chat_prompt, text_prompt
@@ -189,9 +190,9 @@ def test_refusals_come_through(peer: TinyServer) -> None:
     async def go() -> None:
         async with remote(peer.url, None) as engine:
             with pytest.raises(ContextTooLong, match="context is 512"):
-                await engine.submit("a b " * 600, SamplingParams(max_tokens=5))
+                await engine.submit(sample("a b " * 600, SamplingParams(max_tokens=5)))
             with pytest.raises(InvalidRequest, match="logit_bias has the token id 9999"):
-                await engine.submit("hi", SamplingParams(max_tokens=5, logit_bias={9999: 1.0}))
+                await engine.submit(sample("hi", SamplingParams(max_tokens=5, logit_bias={9999: 1.0})))
 
     asyncio.run(go())
 
@@ -200,9 +201,9 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_sent(peer: TinyServer
     async def go() -> None:
         async with remote(peer.url, tiny_model) as engine:
             with pytest.raises(ContextTooLong):
-                await engine.submit([68] * 512, SamplingParams(max_tokens=5))
+                await engine.submit(sample([68] * 512, SamplingParams(max_tokens=5)))
             with pytest.raises(InvalidRequest, match="empty"):
-                await engine.submit([], SamplingParams(max_tokens=5))
+                await engine.submit(sample([], SamplingParams(max_tokens=5)))
 
     asyncio.run(go())
 
@@ -211,14 +212,14 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_sent(peer: TinyServer
 def test_whoever_leaves_frees_the_peer(has_tokens: bool, peer: TinyServer, tiny_model: Path) -> None:
     async def go() -> None:
         async with remote(peer.url, tiny_model if has_tokens else None) as engine:
-            prompt = engine.tokenizer.encode(PROMPT) if has_tokens else PROMPT
-            answers = [await engine.submit(prompt, LONG) for _ in range(3)]
+            prompt = engine.text.tokenizer.encode(PROMPT) if has_tokens else PROMPT
+            answers = [await engine.submit(sample(prompt, LONG)) for _ in range(3)]
             for answer in answers:
                 await anext(answer)
-            assert engine.open_requests() == 3
+            assert engine.stats().open_requests == 3
             for answer in answers:
                 await answer.aclose()
-            assert engine.open_requests() == 0
+            assert engine.stats().open_requests == 0
             await asyncio.to_thread(eventually, lambda: peer.metric("weft_num_requests_running") == 0)
             [aborted] = re.findall(r'^weft_request_success_total{.*"abort".*} (.+)$', peer.get("/metrics").text, re.M)
             assert float(aborted) >= 3
@@ -283,7 +284,7 @@ def test_a_stream_that_is_cut_goes_on_as_if_it_had_not_been(peer: TinyServer, ti
     async def go() -> None:
         params = SamplingParams(max_tokens=60, temperature=1, seed=11, top_p=0.95, repetition_penalty=1.1)
         async with remote(peer.url, tiny_model) as directly:
-            prompt = directly.tokenizer.encode(PROMPT)
+            prompt = directly.text.tokenizer.encode(PROMPT)
             whole = await all_of(directly, prompt, params)
         async with cutting_proxy(peer.url, 4000) as url, remote(url, tiny_model) as engine:
             cut = await all_of(engine, prompt, params)
@@ -310,16 +311,16 @@ async def check_keys(url: str) -> None:
 
 
 async def check_death(peer: TinyServer, engine: Engine, prompt: list[int]) -> None:
-    answer = await engine.submit(prompt, LONG)
+    answer = await engine.submit(sample(prompt, LONG))
     assert (await anext(answer)).token_ids
     peer.process.kill()
     deltas = [delta async for delta in answer]
     assert deltas[-1].finish is FinishReason.ERROR
     assert "lost in the middle" in deltas[-1].error
-    assert engine.open_requests() == 0
+    assert engine.stats().open_requests == 0
     assert not engine.health().ready
     with pytest.raises(Unavailable):
-        await engine.submit(prompt, LONG)
+        await engine.submit(sample(prompt, LONG))
 
 
 def test_a_peer_with_a_key_that_dies_comes_back_and_has_enough(
@@ -333,17 +334,17 @@ def test_a_peer_with_a_key_that_dies_comes_back_and_has_enough(
         with TinyServer(tiny_model, *flags, port) as first:
             await check_keys(first.url)
             async with remote(first.url, tiny_model, engine_api_key="secret") as engine:
-                prompt = engine.tokenizer.encode(PROMPT)
+                prompt = engine.text.tokenizer.encode(PROMPT)
                 await check_death(first, engine, prompt)
                 with await asyncio.to_thread(TinyServer, tiny_model, *flags, port):
                     async with asyncio.timeout(30):
                         while not engine.health().ready:
                             await asyncio.sleep(0.05)
-                    assert engine.restarts() == 1
+                    assert engine.stats().restarts == 1
                     few = SamplingParams(max_tokens=5)
                     assert (await all_of(engine, prompt, few))[-1].finish is not None
                     with pytest.raises(Overloaded, match="has sent its requests") as refusal:
-                        await engine.submit(prompt, few)
+                        await engine.submit(sample(prompt, few))
                     assert refusal.value.retry_after_s > 30
 
     with reserved_port() as port:
