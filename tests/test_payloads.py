@@ -1,4 +1,4 @@
-"""Tensors from clients: every rule has a refusal that names the field, and nothing is copied on the way."""
+"""Tensors from clients: every rule has an error that names the field, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_an_entry_that_the_model_does_not_know_is_named_with_those_it_knows(know
     assert error.param == "additional_information.entries['x']" and said in str(error)
 
 
-# What an image is drawn from.
+# Conditioning of images.
 
 NEGATIVE = "additional_information.entries['negative_prompt_embeds']"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from tests import virtual_time
 from weft.backends.contract import (
     PLAIN_TERMS,
     Abilities,
@@ -41,9 +42,20 @@ from weft.types import (
 Condition = Callable[[], Awaitable[object]]
 
 Step = Output | float | Condition | Exception
-"""A delta to give, seconds or something else to wait for, or an error to raise."""
+"""A delta to give, seconds of virtual time or something else to wait for, or an error to raise."""
 
-ImageStep = ImageUpdate | float | Exception
+ImageStep = ImageUpdate | float | Condition | Exception
+
+
+async def forever() -> None:
+    """A condition that never comes about: whoever waits for it must be cancelled."""
+    await asyncio.Event().wait()
+
+
+async def next_turn() -> None:
+    """A condition that holds in the loop's next turn."""
+    await asyncio.sleep(0)
+
 
 PAINTER = ImageModelInfo(
     name="painter",
@@ -162,8 +174,8 @@ class ScriptedEngine:
         self.state = Health(True)
         self.submitted: list[Submitted] = []
         self.embedded: list[Embedded] = []
-        self.embed_seconds = 0.0
-        """How long a vector takes."""
+        self.embed_when: Condition = next_turn
+        """What a vector waits for."""
         self.drawn: list[Drawn] = []
         self.image_script: Sequence[ImageStep] | None = None
         """None: every step, to the end."""
@@ -236,7 +248,7 @@ class ScriptedEngine:
         )
         self.open.add(request_id)
         try:
-            await asyncio.sleep(self.embed_seconds)
+            await self.embed_when()
         finally:
             self.open.discard(request_id)
         values = array("f", [len(prompt_token_ids), prompt_token_ids[0]])
@@ -320,8 +332,8 @@ class _Play(Stream):
                     return step
                 case Exception():
                     raise step
-                case float() | int():
-                    await asyncio.sleep(step)
+                case float():
+                    await virtual_time.sleep(step)
                 case condition:
                     await condition()
         raise StopAsyncIteration
@@ -349,8 +361,10 @@ class _PlayedImage(ImageUpdates):
                     return step
                 case Exception():
                     raise step
-                case seconds:
-                    await asyncio.sleep(seconds)
+                case float():
+                    await virtual_time.sleep(step)
+                case condition:
+                    await condition()
         raise StopAsyncIteration
 
     async def aclose(self) -> None:

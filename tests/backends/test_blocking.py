@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from tests.generation import sample
+from tests.waiting import PATIENCE, until, wait_until
+from weft.backends import blocking as blocking_module
 from weft.backends.blocking import BlockingEngine
 from weft.errors import EngineFault, InvalidRequest, ModelError, Unavailable
 from weft.types import FinishReason, Output, SamplingParams
 
 REQUEST = sample([1])
 MINE = sample([1], request_id="mine")
-HANGING: list[Step] = [Output(text="Hel", token_ids=[1]), 60.0]
+HANGING: list[Step] = [Output(text="Hel", token_ids=[1]), lambda: asyncio.Event().wait()]
+
+
+@pytest.fixture(autouse=True)
+def _let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that leaves waits for the engine, and not for this time to pass: a test that needs it hangs."""
+    monkeypatch.setattr(blocking_module, "ABORT_SECONDS", 3600.0)
 
 
 @pytest.fixture
@@ -37,17 +44,10 @@ def blocking(engine: ScriptedEngine) -> Iterator[BlockingEngine]:
     assert not [thread for thread in threading.enumerate() if thread.name == "weft-engine-loop"]
 
 
-def until(true: object, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():  # type: ignore[operator]
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
 def test_deltas_come_when_they_come_and_not_at_the_end(engine: ScriptedEngine, blocking: BlockingEngine) -> None:
     engine.script = HANGING
     outputs = blocking.follow(REQUEST)
-    assert next(outputs).text == "Hel", "while the rest is a minute away"
+    assert next(outputs).text == "Hel", "while the rest never comes"
     outputs.close()
 
 
@@ -78,14 +78,12 @@ def test_a_generator_may_be_collected_on_the_engine_s_own_thread(
     engine.script = HANGING
     held = [blocking.follow(REQUEST)]
     next(held[0])
-    began = time.monotonic()
 
     async def drop() -> None:
         held.clear()
 
     blocking.wait(drop())
-    assert time.monotonic() - began < 4, "it did not wait for itself"
-    until(lambda: not engine.open)
+    wait_until(lambda: not engine.open, "the request is ended")
 
 
 def test_the_engine_s_own_thread_is_told_instead_of_waiting_for_ever(blocking: BlockingEngine) -> None:
@@ -106,14 +104,14 @@ def test_an_abort_ends_the_generator_wherever_it_is_read(engine: ScriptedEngine,
 
     thread = threading.Thread(target=reader)
     thread.start()
-    until(lambda: read)
+    wait_until(lambda: read, "the first output is read")
     with pytest.raises(InvalidRequest, match="already"):
         next(blocking.follow(MINE))
     assert not blocking.abort("another's")
     assert blocking.abort("mine") and not blocking.abort("mine")
-    thread.join(20)
+    thread.join(PATIENCE)
     assert read == ["Hel", "ended"]
-    until(lambda: not engine.open)
+    wait_until(lambda: not engine.open, "the request is ended")
 
 
 def test_an_error_of_the_engine_is_the_reader_s(engine: ScriptedEngine, blocking: BlockingEngine) -> None:
@@ -129,29 +127,30 @@ def test_an_error_of_the_engine_is_the_reader_s(engine: ScriptedEngine, blocking
 
 
 def test_on_another_loop_the_caller_goes_on_meanwhile(engine: ScriptedEngine, blocking: BlockingEngine) -> None:
-    engine.script = [Output(text="a"), 0.3, Output(text="b", finish=FinishReason.STOP)]
+    turns = 0
+    engine.script = [
+        Output(text="a"),
+        lambda: until(lambda: turns > 5, "the caller's loop goes on"),
+        Output(text="b", finish=FinishReason.STOP),
+    ]
 
     async def scenario() -> None:
-        turns = 0
-
         async def count() -> None:
             nonlocal turns
             while True:
                 turns += 1
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0)
 
         counting = asyncio.create_task(count())
         assert [output.text async for output in blocking.follow_async(REQUEST)] == ["a", "b"]
-        assert turns > 5
         counting.cancel()
         engine.script = HANGING
         outputs = blocking.follow_async(REQUEST)
         assert (await anext(outputs)).text == "Hel"
         await outputs.aclose()
         assert not engine.open
-        reading = asyncio.create_task(anext(deltas_again := blocking.follow_async(sample([1], request_id="a"))))
-        await asyncio.sleep(0.1)
-        await reading
+        deltas_again = blocking.follow_async(sample([1], request_id="a"))
+        assert (await anext(deltas_again)).text == "Hel"
         reading = asyncio.create_task(anext(deltas_again))
         await asyncio.sleep(0)
         reading.cancel()
@@ -170,7 +169,7 @@ def test_closing_ends_what_is_read_and_says_so(engine: ScriptedEngine) -> None:
     blocking = BlockingEngine(start)
     outputs = blocking.follow(REQUEST)
     next(outputs)
-    closing = threading.Timer(0.1, blocking.close)
+    closing = threading.Thread(target=blocking.close)
     closing.start()
     with pytest.raises(Unavailable, match="closed"):
         next(outputs)
@@ -192,7 +191,7 @@ def test_answers_of_many_threads_do_not_mix(engine: ScriptedEngine, blocking: Bl
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert texts == ["one two three"] * 80
 
 
@@ -202,8 +201,7 @@ def test_a_start_in_the_background_can_be_waited_for_and_given_up() -> None:
 
     async def start() -> ScriptedEngine:
         try:
-            while not go_on.is_set():
-                await asyncio.sleep(0.01)
+            await until(go_on.is_set, "the start may go on")
         except asyncio.CancelledError:
             cancelled.set()
             raise
@@ -215,12 +213,12 @@ def test_a_start_in_the_background_can_be_waited_for_and_given_up() -> None:
     with pytest.raises(Unavailable, match="still being started"):
         list(blocking.follow(REQUEST))
     go_on.set()
-    until(lambda: blocking.is_started)
+    wait_until(lambda: blocking.is_started, "it is started")
     assert "".join(output.text for output in blocking.follow(REQUEST)) == "Hello, world"
     blocking.close()
     go_on.clear()
     BlockingEngine(start, in_background=True).close()
-    assert cancelled.wait(10)
+    assert cancelled.wait(PATIENCE)
 
 
 def test_what_kept_it_from_starting_is_raised() -> None:
@@ -230,7 +228,7 @@ def test_what_kept_it_from_starting_is_raised() -> None:
     with pytest.raises(ModelError, match="damaged"):
         BlockingEngine(start)
     blocking = BlockingEngine(start, in_background=True)
-    until(lambda: blocking.failure is not None)
+    wait_until(lambda: blocking.failure is not None, "the start fails")
     with pytest.raises(ModelError, match="damaged"):
         _ = blocking.engine
     blocking.close()

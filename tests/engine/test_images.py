@@ -26,6 +26,7 @@ from tests.scheduler.simulation import (
     request,
 )
 from tests.tiny_images import SIZE, save_image_model
+from tests.waiting import until
 from weft.backends.native import NativeEngine, start_native
 from weft.config import load
 from weft.engine.core import EngineCore
@@ -232,8 +233,9 @@ def test_leaving_ends_an_image(tiny_model: Path, image_model: Path) -> None:
             assert (await anext(stream)).denoise_step == 1
             await stream.aclose()
             assert [update async for update in stream] == []
-            while engine.stats().images_running or engine.stats().open_requests:
-                await asyncio.sleep(0.01)
+            await until(
+                lambda: not engine.stats().images_running and not engine.stats().open_requests, "the image's end"
+            )
             assert engine.stats().embedding_bytes == 0
 
     asyncio.run(scenario())

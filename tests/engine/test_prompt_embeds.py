@@ -23,11 +23,12 @@ from tests.scheduler.simulation import drawing, embeds, request
 from tests.tiny_images import save_image_model
 from weft.backends.contract import final_output
 from weft.backends.native import NativeEngine, start_native
-from weft.config import SchedulerOptions, load
+from weft.config import load
 from weft.engine.client import EngineClient, check_tensor_capacity
 from weft.engine.process import EngineProcess, EngineThread
 from weft.errors import InvalidRequest, Overloaded
 from weft.hub.resolve import resolve
+from weft.options import SchedulerOptions
 from weft.payloads import GivenTexts, PromptEmbeds
 from weft.plan import Held
 from weft.types import FinishReason, Request

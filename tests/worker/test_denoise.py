@@ -16,12 +16,12 @@ from tests.tiny_images import SIZE, save_image_model
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker.driving import Driven, Outcome, load, request, run, under_reference
 from tests.worker.subjects import Subject, alone, strangers
-from weft.config import Config, ModelOptions, SchedulerOptions
 from weft.errors import ConfigError
 from weft.hub.resolve import resolve
 from weft.model.diffusion import flow
 from weft.model.diffusion.dit import KeysValues, reading_bytes
 from weft.model.diffusion.pipeline import KEPT_STATES
+from weft.options import Config, ModelOptions, SchedulerOptions
 from weft.types import FinishReason, ImageParams, Request
 from weft.worker.diffusion.denoiser import Denoiser, TextTable
 from weft.worker.diffusion.dit_pipeline import DitPainter

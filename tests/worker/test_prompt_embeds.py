@@ -17,11 +17,11 @@ from tests.tiny_images import save_image_model
 from tests.tiny_models import END_OF_TURN, VOCAB_SIZE, tokenizer_json
 from tests.worker.driving import Driven, load, request, run
 from tests.worker.test_denoise import TEXTS, WIDTH, assert_as_alone, image, images
-from weft.config import Config, LimitOptions, ModelOptions, SchedulerOptions
 from weft.hub.resolve import resolve
+from weft.options import Config, LimitOptions, ModelOptions, SchedulerOptions
 from weft.payloads import GivenTexts, PromptEmbeds
 from weft.plan import Held
-from weft.text.grammars.specs import Regex, words_of
+from weft.text.grammars.specs import RegexSpec, vocabulary_of
 from weft.text.tokenizer import Tokenizer
 from weft.types import FinishReason, Request, TextAssets
 from weft.worker.diffusion.denoiser import TextTable
@@ -155,9 +155,9 @@ def test_a_chat_with_a_grammar_beside_images_is_as_it_is_alone(
     tokenizer = Tokenizer.from_assets(
         TextAssets(kind="json", tokenizer_json=tokenizer_json(), eos_token_ids=[END_OF_TURN])
     )
-    words = words_of(tokenizer)
+    words = vocabulary_of(tokenizer)
     driven.runner.constraints.learn(words.tokens, words.special_ids, words.eos_token_ids, VOCAB_SIZE)
-    [grammar] = grammars(tokenizer, [Regex(pattern="([a-z]{2,4}[0-9] ){6}")])
+    [grammar] = grammars(tokenizer, [RegexSpec(pattern="([a-z]{2,4}[0-9] ){6}")])
     chats = [
         replace(request(f"c{i}", [5, 9, i], 60, grammar=grammar, temperature=i, seed=i), stop_token_ids=[END_OF_TURN])
         for i in range(2)

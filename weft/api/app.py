@@ -50,9 +50,9 @@ from weft.api.openai.responses import responses_endpoint
 from weft.api.openai.responses_schema import DeletedResponse, InputItemList, ResponseAnswer, ResponsesRequest
 from weft.api.openai.tokenize import TokenizeHandler, detokenize, tokenize
 from weft.backends.contract import Engine
-from weft.config import Config
 from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason
 from weft.observe.metrics import CONTENT_TYPE, Residence, exposition
+from weft.options import Config
 from weft.serving.admission import Admission
 from weft.serving.guard import ClientGone
 from weft.serving.model_slot import ModelSlot

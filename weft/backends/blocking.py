@@ -117,14 +117,16 @@ class BlockingEngine:
         aborts it, and so does `abort` with its id, if it has one."""
         arrived: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
         pumping = self._start_pump(request, arrived.put, observe)
+        has_ended = False
         try:
             while (output := arrived.get()) is not None:
                 yield _checked(output)
+            has_ended = True
             self._check_end(pumping)
         finally:
             self._forget(request.request_id, pumping.cancel)
             # A generator may be collected on any thread: the engine's own must not wait for itself.
-            if pumping.cancel() and threading.current_thread() is not self._thread:
+            if not has_ended and pumping.cancel() and threading.current_thread() is not self._thread:
                 with contextlib.suppress(queue.Empty):
                     while arrived.get(timeout=ABORT_SECONDS) is not None:
                         pass
@@ -140,14 +142,16 @@ class BlockingEngine:
             loop.call_soon_threadsafe(arrived.put_nowait, output)
 
         pumping = self._start_pump(request, put, observe)
+        has_ended = False
         try:
             while (output := await arrived.get()) is not None:
                 yield _checked(output)
+            has_ended = True
             await asyncio.wait([asyncio.wrap_future(pumping)])
             self._check_end(pumping)
         finally:
             self._forget(request.request_id, pumping.cancel)
-            if pumping.cancel():
+            if not has_ended and pumping.cancel():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ABORT_SECONDS):
                         while await arrived.get() is not None:

@@ -14,15 +14,15 @@ from weft.backends.contract import Abilities, Health, Stream, Take, check_abilit
 from weft.backends.model_text import ModelText, open_model_text
 from weft.checkpoint.adapter_files import adapter_paths
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.engine.process import EngineProcess, LaunchedEngine
 from weft.engine.wire import Vocabulary
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, WeftError
 from weft.hub.resolve import find_model
+from weft.options import Config
 from weft.payloads import NO_TEXTS
 from weft.text.detokenizer import OutputText
-from weft.text.grammars.specs import words_of
+from weft.text.grammars.specs import vocabulary_of
 from weft.types import (
     Adapter,
     Arrival,
@@ -276,8 +276,8 @@ class NativeEngine:
     async def _load_vocabulary(self) -> None:
         """Give the client the vocabulary: grammars are about text, and the engine has only tokens."""
         if self.client.vocabulary is None:
-            words = await asyncio.to_thread(words_of, self.text.tokenizer)
-            self.client.vocabulary = Vocabulary(words.tokens, words.special_ids, words.eos_token_ids)
+            vocabulary = await asyncio.to_thread(vocabulary_of, self.text.tokenizer)
+            self.client.vocabulary = Vocabulary(vocabulary.tokens, vocabulary.special_ids, vocabulary.eos_token_ids)
 
     async def _load_lora(self, name: str, path: str) -> None:
         """Add an adapter, and try it with one token: one that the engine cannot read is found here, not by a client."""

@@ -13,10 +13,10 @@ from starlette.types import Receive
 
 from weft import logs
 from weft.backends.contract import ConfiguredModels, Engine, Health
-from weft.config import Config
 from weft.errors import Overloaded, Unavailable
 from weft.observe.metrics import Metrics
 from weft.observe.traces import open_traces
+from weft.options import Config
 from weft.serving.auth import Keys
 from weft.serving.guard import guarded, no_hang_up
 from weft.serving.model_pool import ModelPool

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from weft import logs
 from weft.backends.contract import Conversation, Prompt, Stream, Terms, failure_of, num_tokens
 from weft.errors import EngineFault, Overloaded
-from weft.observe.traces import Outcome
+from weft.observe.traces import RequestOutcome
 from weft.serving.admission import RequestContext
 from weft.serving.guard import side_by_side
 from weft.serving.request import Choice, Job
@@ -152,11 +152,11 @@ class Generation:
             case _:
                 return self._service.engine.tokenizer.decode(prompt, skip_special_tokens=False)
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> RequestOutcome:
         watches = self._stopwatches
         queued = [watch.queue_seconds for watch in watches if watch.queue_seconds is not None]
         firsts = [watch.first_token_seconds for watch in watches if watch.first_token_seconds is not None]
-        return Outcome(
+        return RequestOutcome(
             model=self._job.model_name,
             request_id=self._seat.request_id,
             tenant=self._seat.tenant,

@@ -13,7 +13,7 @@ from msgspec import Struct
 from weft import logs
 from weft.backends.contract import Engine, ImageUpdate, ImageUpdates, Terms, failure_of
 from weft.errors import EngineFault, Overloaded
-from weft.observe.traces import Outcome
+from weft.observe.traces import RequestOutcome
 from weft.serving.admission import RequestContext
 from weft.serving.guard import side_by_side
 from weft.serving.image_request import Image, ImageJob, drawing_model
@@ -178,7 +178,7 @@ class Drawing:
         logs.event(log, logging.INFO, "drew", fields)
         if self._service.traces is not None:
             self._service.traces.record(
-                Outcome(
+                RequestOutcome(
                     model=drawing_model(self._service.engine).name,
                     request_id=self._seat.request_id,
                     tenant=self._seat.tenant,

@@ -13,8 +13,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.backends.contract import Engine
-from weft.config import LimitOptions
 from weft.errors import InvalidRequest, ModelNotFound
+from weft.options import LimitOptions
 from weft.payloads import (
     NEGATIVE_PROMPT_EMBEDS,
     NO_TEXTS,

@@ -15,12 +15,12 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from weft.config import SchedulerOptions
 from weft.errors import ModelError
 from weft.kernels.weights import AdaptedRun, AdapterWeights
 from weft.model.dense import DenseModel
 from weft.model.dense_lora import AdaptedTokens
 from weft.model.lora import read_adapter
+from weft.options import SchedulerOptions
 from weft.plan import StepPlan
 from weft.types import Adapter
 from weft.worker.inputs import Layout, to_device

@@ -8,11 +8,11 @@ import logging
 import torch
 from msgspec.structs import replace
 
-from weft.config import CacheOptions
 from weft.errors import OutOfMemory
 from weft.machine.hardware import read_memory
-from weft.machine.memory import GIB, Room, Shape, safe_share
+from weft.machine.memory import GIB, DeviceMemory, Shape, safe_share
 from weft.model.dense import DenseModel
+from weft.options import CacheOptions
 from weft.plan import Admission, Denoise, DenoiseAdmission, ImageLimits, Limits, PlacedText, Row, StepPlan
 from weft.types import MAX_LOGPROBS, ImageParams, MemoryLedger, SamplingParams
 from weft.worker.diffusion.denoiser import Denoiser
@@ -66,8 +66,8 @@ COSTLIEST = SamplingParams(
 
 
 def measured(
-    room: Room, model: DenseModel, table: RowTable, limits: Limits, *, denoiser: Denoiser | None = None
-) -> Room:
+    room: DeviceMemory, model: DenseModel, table: RowTable, limits: Limits, *, denoiser: Denoiser | None = None
+) -> DeviceMemory:
     """The room on a GPU as it is once weights and tables are there, of what draws images too, and the largest steps
     were computed."""
     device, plan = table.device, largest_step(limits)

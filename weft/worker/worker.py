@@ -12,14 +12,14 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import CacheOptions, Config
 from weft.errors import ConfigError
 from weft.kernels import ops_for
 from weft.kernels.cpu import native_step
-from weft.machine.memory import MemoryPlan, Room, graphs_bytes, num_parameters, plan_memory
+from weft.machine.memory import DeviceMemory, MemoryPlan, graphs_bytes, num_parameters, plan_memory
 from weft.machine.model_size import adapters_bytes
 from weft.model.dense import DenseConfig, DenseModel
 from weft.model.loader import load_weights, open_model
+from weft.options import CacheOptions, Config
 from weft.plan import Limits
 from weft.switches import is_on
 from weft.types import ModelInfo
@@ -117,11 +117,11 @@ def _dtype(config: Config, device: torch.device) -> torch.dtype:
     return DTYPES[config.model.dtype]
 
 
-def _room(device: torch.device, cache: CacheOptions) -> Room:
+def _room(device: torch.device, cache: CacheOptions) -> DeviceMemory:
     if device.type == "cpu":
-        return Room(total=available_cpu_bytes())
+        return DeviceMemory(total=available_cpu_bytes())
     free, total = torch.cuda.mem_get_info(device)
-    return Room(total=total, share=gpu_share(cache), others=total - free)
+    return DeviceMemory(total=total, share=gpu_share(cache), others=total - free)
 
 
 def _kv_cache(

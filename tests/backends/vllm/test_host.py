@@ -14,6 +14,7 @@ import pytest
 
 from tests.backends.vllm.real import save_adapter
 from tests.generation import embed, generate_image, sample
+from tests.waiting import PATIENCE, until
 from weft.backends.adapters import Adapters
 from weft.backends.contract import NotSupported
 from weft.backends.model_text import open_model_text
@@ -43,6 +44,8 @@ from weft.types import (
 
 DEADLY = 99
 """A prompt that begins so kills the first driver after two tokens."""
+ENDLESS = 98
+"""A prompt that begins so gets one token, and runs until it is aborted."""
 
 
 class CountingDriver:
@@ -83,7 +86,7 @@ class CountingDriver:
             finish=FinishReason.LENGTH if is_last else None,
         )
         self.open_requests.bring([event])
-        if not is_last:
+        if not is_last and request.prompt_token_ids[0] != ENDLESS:
             asyncio.get_running_loop().call_later(0.001, self._bring, request, number + 1)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -148,7 +151,7 @@ def in_a_house(
             engine = VllmEngine(CPU, client, room, adapters, takes_adapters=True, has_grammars=True)
             try:
                 await engine.control(LoadLora("red", str(red)))
-                await asyncio.wait_for(scenario(engine), 20)
+                await asyncio.wait_for(scenario(engine), PATIENCE)
             finally:
                 await engine.close()
 
@@ -228,12 +231,13 @@ def test_an_adapter_that_vllm_cannot_read_is_refused_when_it_is_loaded(in_a_hous
 
 def test_leaving_aborts(in_a_house: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
-        deltas = await engine.submit(sample([5, 5], SamplingParams(max_tokens=60, ignore_eos=True), request_id="left"))
+        deltas = await engine.submit(
+            sample([ENDLESS], SamplingParams(max_tokens=60, ignore_eos=True), request_id="left")
+        )
         await anext(deltas)
         await deltas.aclose()
         (driver,) = CountingDriver.made
-        while driver.aborted != ["left"]:
-            await asyncio.sleep(0.001)
+        await until(lambda: driver.aborted == ["left"], "the driver is told")
         assert engine.stats().open_requests == 0
 
     in_a_house(scenario)
@@ -253,7 +257,7 @@ def test_what_was_delivered_goes_with_a_request_to_the_next_vllm(in_a_house: Any
 def test_what_an_operator_may_ask(in_a_house: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         assert await engine.control(ResetPrefixCache()) == "0"
-        deltas = await engine.submit(sample([5], SamplingParams(max_tokens=60, ignore_eos=True)))
+        deltas = await engine.submit(sample([ENDLESS], SamplingParams(max_tokens=60, ignore_eos=True)))
         await anext(deltas)
         with pytest.raises(InvalidRequest, match="only while no request"):
             await engine.control(ResetPrefixCache())

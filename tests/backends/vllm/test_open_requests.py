@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from weft.backends.vllm import open_requests as open_requests_module
 from weft.backends.vllm.open_requests import OpenRequests
 from weft.backends.vllm.stats import VllmStats
 from weft.engine.wire import FromEngine, Started, StepOutput
@@ -131,14 +135,20 @@ def test_whose_fault_it_was() -> None:
     with_open_requests(scenario)
 
 
-def test_silence_is_counted_only_while_something_runs() -> None:
+def test_silence_is_counted_only_while_something_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(open_requests_module, "time", SimpleNamespace(monotonic=lambda: now))
+
     async def scenario(open_requests: Sent) -> None:
+        nonlocal now
         assert open_requests.silence_seconds == 0
         open_requests.accept(requests("a"))
-        await asyncio.sleep(0.02)
-        assert open_requests.silence_seconds >= 0.02
+        now += 5
+        assert open_requests.silence_seconds == 5
         open_requests.bring([Event(request_id="a", token_ids=[1])])
-        assert open_requests.silence_seconds < 0.02
+        assert open_requests.silence_seconds == 0
+        now += 3
+        assert open_requests.silence_seconds == 3
         open_requests.close(["a"])
         assert open_requests.silence_seconds == 0
 

@@ -9,11 +9,11 @@ from msgspec import Struct
 
 import weft
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import Config
 from weft.errors import ConfigError
 from weft.model.diffusion.diffusers_load import INDEX_FILE, is_pipeline, load_pipeline
 from weft.model.diffusion.diffusers_pipeline import PipelinePainter, held_bytes
 from weft.model.diffusion.dit import CONFIG_FILE, WEIGHTS_FILE, DitConfig, load, read_config, reading_bytes
+from weft.options import Config
 from weft.payloads import NEGATIVE_PROMPT_EMBEDS
 from weft.plan import ImageLimits
 from weft.switches import is_on
