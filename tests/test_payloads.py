@@ -85,8 +85,8 @@ def test_what_is_right_passes(fields: dict[str, Any]) -> None:
         ),
         ({"data": bfloat16(1, 2, 3, np.nan), "shape": (1, 4), "dtype": "bfloat16"}, "data", "infinite"),
         ({"data": bfloat16(-np.inf, 2, 3, 4), "shape": (1, 4), "dtype": "bfloat16"}, "data", "infinite"),
-        ({"sha256": "0" * 64}, "sha256", "not that of the data"),
-        ({"sha256": "nonsense"}, "sha256", "not that of the data"),
+        ({"sha256": "0" * 64}, "sha256", "does not match the data"),
+        ({"sha256": "nonsense"}, "sha256", "does not match the data"),
     ],
 )
 def test_every_violation_names_its_field(fields: dict[str, Any], field: str, said: str) -> None:
@@ -106,7 +106,7 @@ def test_too_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_that_draws_from_no_states_takes_none() -> None:
-    with pytest.raises(InvalidRequest, match="no hidden states"):
+    with pytest.raises(InvalidRequest, match="takes no prompt embeds"):
         embeds().check(max_rows=MAX_ROWS, width=0)
 
 

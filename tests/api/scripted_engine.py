@@ -107,7 +107,7 @@ class Embedded(Struct, frozen=True):
     adapter: str | None
 
 
-class Drawn(Struct, frozen=True):
+class DenoiseOutput(Struct, frozen=True):
     prompt: list[int]
     image: ImageParams
     cache_salt: str
@@ -176,7 +176,7 @@ class ScriptedEngine:
         self.embedded: list[Embedded] = []
         self.embed_when: Condition = next_turn
         """What a vector waits for."""
-        self.drawn: list[Drawn] = []
+        self.drawn: list[DenoiseOutput] = []
         self.image_script: Sequence[ImageStep] | None = None
         """None: every step, to the end."""
         self.open: set[str] = set()
@@ -261,7 +261,7 @@ class ScriptedEngine:
             raise self.refuse
         request_id = terms.request_id or f"own-image-{len(self.drawn)}"
         assert request_id not in self.open
-        self.drawn.append(Drawn(prompt_token_ids, image, terms.cache_salt, terms.priority, terms.tenant, given))
+        self.drawn.append(DenoiseOutput(prompt_token_ids, image, terms.cache_salt, terms.priority, terms.tenant, given))
         self.open.add(request_id)
         steps = all_steps(image, len(prompt_token_ids)) if self.image_script is None else iter(self.image_script)
         return _PlayedImage(self, request_id, steps)

@@ -30,9 +30,9 @@ from weft.errors import InvalidRequest, Overloaded
 from weft.hub.resolve import resolve
 from weft.options import SchedulerOptions
 from weft.payloads import GivenTexts, PromptEmbeds
-from weft.plan import Held
+from weft.plan import KeptHiddenStates
 from weft.types import FinishReason, Request
-from weft.worker.diffusion.denoiser import TextTable
+from weft.worker.diffusion.denoiser import PromptEmbedsTable
 
 WIDTH = 96
 NEGATIVE = "negative_prompt_embeds"
@@ -139,13 +139,13 @@ def test_states_and_prompts_are_one_to_an_image(
     tiny_model: Path, image_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[np.ndarray] = []
-    hold = TextTable.hold
+    hold = PromptEmbedsTable.keep
 
-    def watching(table: TextTable, one: Held, start: int, states: Tensor) -> None:
+    def watching(table: PromptEmbedsTable, one: KeptHiddenStates, start: int, states: Tensor) -> None:
         held.append(states.numpy().copy())
         hold(table, one, start, states)
 
-    monkeypatch.setattr(TextTable, "hold", watching)
+    monkeypatch.setattr(PromptEmbedsTable, "keep", watching)
 
     async def scenario() -> None:
         engine = await started(tiny_model, image_model)

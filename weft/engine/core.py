@@ -63,7 +63,7 @@ class EngineCore:
         """Empty the prefix cache, and forget the prompt embeds that no image uses; return how many blocks it knew."""
         known = len(self.scheduler.pool.by_key)
         self.scheduler.pool.forget_all()
-        self.scheduler.images.holdings.texts.forget_unused()
+        self.scheduler.images.memory.embeds.forget_unused()
         return known
 
     @property

@@ -27,7 +27,7 @@ from weft.text.grammars.specs import (
     RegexSpec,
     encode_spec,
 )
-from weft.text.parsers.pieces import Answer, collect
+from weft.text.parsers.pieces import ParsedAnswer, collect
 from weft.types import Conversation, FinishReason, Output, SamplingParams
 
 EXCHANGES = Path(__file__).parent / "exchanges"
@@ -117,7 +117,7 @@ def test_a_written_chat_with_a_thought_and_a_call(folder: str) -> None:
     assert call.id
 
 
-def chatted(folder: str) -> Answer:
+def chatted(folder: str) -> ParsedAnswer:
     deltas, asked = played(folder, CHAT)
     assert asked.body["tools"] == [WEATHER]
     assert asked.body["tool_choice"] == "auto", "some servers take silence for none"

@@ -35,7 +35,7 @@ from weft.text.parsers.pieces import collect
 from weft.text.parsers.styles import TOOL_STYLES, ToolStyle, parser_for
 from weft.text.tokenizer import Tokenizer
 from weft.types import MAX_GRAMMAR_CHARS, TextAssets
-from weft.worker.grammar_masks import Grammars
+from weft.worker.grammar_masks import MatcherFactory
 
 MARKERS = sorted({marker for style in TOOL_STYLES for marker in style.markers})
 WEATHER = ToolSpec(
@@ -75,7 +75,7 @@ class Judge:
     def __init__(self, tokenizer: Tokenizer, spec: GrammarSpec, thinking: ThinkingSpec | None = None) -> None:
         words = vocabulary_of(tokenizer)
         self._of_byte = {token[0]: i for i, token in enumerate(words.tokens) if len(token) == 1}
-        made = Grammars(words.tokens, words.special_ids, words.eos_token_ids, tokenizer.vocab_size)
+        made = MatcherFactory(words.tokens, words.special_ids, words.eos_token_ids, tokenizer.vocab_size)
         self._built = made.build(grammars(tokenizer, [spec], thinking=thinking)[0])
 
     def fits(self, output: str | list[int]) -> bool:
