@@ -49,13 +49,18 @@ def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
     endless = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
     next(stream := llm.stream("Once upon a time", endless))
     stream.close()
-    assert llm._engine.open_requests() == 0
+    assert llm._engine.stats().open_requests == 0
     assert llm.generate([5, 6, 7], GREEDY)[0].finish in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 def test_mistakes_are_raised(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="context"):
         llm.generate([[1] * 2000], GREEDY)
+    with pytest.raises(InvalidRequest, match="temperature is -1") as refused:
+        llm.generate("a", SamplingParams(temperature=-1))
+    assert refused.value.param == "temperature"
+    with pytest.raises(InvalidRequest, match="logit_bias has the token id 10000000"):
+        list(llm.stream("a", SamplingParams(logit_bias={10**7: 1.0})))
     with pytest.raises(InvalidRequest, match="2 sampling parameters for 1 prompts"):
         llm.generate("a", [GREEDY, GREEDY])
     with pytest.raises(ConfigError, match="max_num_seqs"):

@@ -15,6 +15,7 @@ GAUGES = {
     "images_running",
     "images_waiting",
     "embedding_bytes",
+    "open_requests",
 }
 
 

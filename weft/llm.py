@@ -19,16 +19,25 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from weft import config as configuration
-from weft.backends.blocking import BlockingEngine, submitting
-from weft.backends.contract import Prompt as EnginePrompt
-from weft.backends.contract import Terms, chat_prompt, text_prompt
+from weft.backends.blocking import BlockingEngine
+from weft.backends.contract import chat_prompt, text_prompt
 from weft.backends.failover import start_engine
 from weft.checkpoint.adapter_files import adapter_settings
 from weft.errors import InvalidRequest
 from weft.payloads import AdditionalInformation, PromptEmbeds
-from weft.serving.image_generation import draw
-from weft.serving.image_request import Image, Wish, check_allowed, job_of, sides
-from weft.types import FinishReason, FlowSampler, ModelInfo, Output, SamplingParams, TokenLogprob, Usage
+from weft.serving.image_request import Image, ImageOptions, check_allowed, generate_image, image_requests, sides
+from weft.types import (
+    FinishReason,
+    FlowSampler,
+    GenerationRequest,
+    ModelInfo,
+    Output,
+    Sample,
+    SamplingParams,
+    TokenLogprob,
+    Usage,
+)
+from weft.types import Prompt as EnginePrompt
 
 Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
 """Text or token ids."""
@@ -37,6 +46,8 @@ PROMPTS = "a prompt is text, token ids (whole numbers) or messages."
 
 
 class Answer(Struct, frozen=True, kw_only=True):
+    """The whole answer to one prompt."""
+
     text: str
     token_ids: list[int]
     finish: FinishReason
@@ -52,10 +63,9 @@ class LLM:
         if adapters:
             settings["adapter"] = [*settings.get("adapter", ()), *adapter_settings(adapters)]
         config = configuration.load({"model": model, **settings})
-        self._looped = BlockingEngine(lambda: start_engine(config))
-        self._engine = self._looped.engine
+        self._blocking = BlockingEngine(lambda: start_engine(config))
+        self._engine = self._blocking.engine
         self._limits = config.limits
-        self._wait = self._looped.wait
 
     @property
     def model(self) -> ModelInfo:
@@ -85,8 +95,8 @@ class LLM:
     def stream(
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[Output]:
-        """The answer to one prompt or conversation, as it comes. Leaving the iterator early ends the request."""
-        return self._looped.stream(self._prompt_of(prompt), params or SamplingParams(), Terms(adapter=adapter))
+        """Return the answer to one prompt or conversation, as it comes. Leaving the iterator early ends the request."""
+        return self._blocking.follow(self._request_of(self._prompt_of(prompt), params or SamplingParams(), adapter))
 
     def draw(
         self,
@@ -101,11 +111,11 @@ class LLM:
         seed: int | None = None,
         sampler: FlowSampler = "euler",
     ) -> Image:
-        """An image of the prompt, by the model that draws beside this one; what is not given is as that has it. Tensors
-        instead of prompts are taken with `allow_prompt_embeds`."""
+        """Generate an image of the prompt with the image model beside this one, whose defaults are taken for what is
+        not given. Tensors instead of prompts are taken with `allow_prompt_embeds`."""
         check_allowed(self._limits, prompt_embeds=prompt_embeds, additional_information=additional_information)
         width, height = sides(size)
-        wish = Wish(
+        options = ImageOptions(
             prompt=prompt,
             prompt_embeds=prompt_embeds,
             negative_prompt=negative_prompt,
@@ -117,11 +127,11 @@ class LLM:
             seed=seed,
             sampler=sampler,
         )
-        job = job_of(wish, self._engine)
-        return self._wait(draw(self._engine, job, lambda _: None))
+        [request] = image_requests(options, self._engine)
+        return self._blocking.wait(generate_image(self._engine, request))
 
     def close(self) -> None:
-        self._looped.close()
+        self._blocking.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -151,18 +161,24 @@ class LLM:
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequest(f"{len(params)} sampling parameters for {len(prompts)} prompts.")
-        asked = list(zip(prompts, params, strict=True))
-        answers = self._looped.collect([submitting(prompt, each, Terms(adapter=adapter)) for prompt, each in asked])
-        return [_answer(deltas, each) for deltas, (_, each) in zip(answers, asked, strict=True)]
+        requests = [self._request_of(prompt, each, adapter) for prompt, each in zip(prompts, params, strict=True)]
+        answers = self._blocking.collect(requests)
+        return [_answer(outputs, each) for outputs, each in zip(answers, params, strict=True)]
+
+    def _request_of(self, prompt: EnginePrompt, params: SamplingParams, adapter: str | None) -> GenerationRequest:
+        params.check()
+        if self._engine.abilities.tokens:
+            params.check_token_ids(self._engine.model.logits_width)
+        return GenerationRequest(prompt=prompt, task=Sample(params=params), adapter=adapter)
 
 
-def _answer(deltas: list[Output], params: SamplingParams) -> Answer:
-    last = deltas[-1]
+def _answer(outputs: list[Output], params: SamplingParams) -> Answer:
+    last = outputs[-1]
     assert last.finish is not None
-    logprobs = [logprob for delta in deltas for logprob in delta.logprobs or ()]
+    logprobs = [logprob for output in outputs for logprob in output.logprobs or ()]
     return Answer(
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token for delta in deltas for token in delta.token_ids],
+        text="".join(output.text for output in outputs),
+        token_ids=[token for output in outputs for token in output.token_ids],
         finish=last.finish,
         usage=last.usage,
         logprobs=logprobs if params.logprobs is not None else None,

@@ -76,12 +76,14 @@ class Admission(Struct, frozen=True):
 
     row: int
     token_ids: list[int]
-    """All known tokens: the prompt, then those sampled before a preemption or a restart."""
+    """All known tokens: the prompt, then those sampled before a preemption or a restart. The list is the scheduler's
+    own, which grows when the step's result is applied."""
     num_prompt_tokens: int
     params: SamplingParams
     stop_token_ids: list[int]
     adapter: int | None = None
     """The number of its LoRA adapter, which the worker has loaded by now."""
+    request_id: str = ""
 
 
 class PromptLogprobs(Struct, frozen=True):
@@ -141,6 +143,7 @@ class DenoiseAdmission(Struct, frozen=True):
     image: ImageParams
     prompt: PlacedEmbeds
     negative: PlacedEmbeds
+    request_id: str = ""
 
 
 class Denoise(Struct, frozen=True):

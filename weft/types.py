@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -254,6 +254,97 @@ class Request(Struct, frozen=True, kw_only=True):
         self.given.check(max_rows=max_rows, width=width)
 
 
+class Conversation(Struct, frozen=True, kw_only=True):
+    """A chat in the form of OpenAI's clients, for an engine that applies the chat template itself."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_variables: Mapping[str, Any] = {}
+
+
+Prompt = list[int] | str | Conversation
+"""Token ids for an engine that computes with tokens; text or a conversation for one that does not know them."""
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """The task to generate tokens."""
+
+    params: SamplingParams
+    markers: tuple[str, ...] = ()
+    """Texts of special tokens that are shown whatever `skip_special_tokens` says, because a parser needs them."""
+    rechunk: bool = True
+    """False: large pieces of text come as the engine gives them, not in those of --stream-chunk-size."""
+
+
+class Embed(Struct, frozen=True):
+    """The task to turn the prompt into one vector of length 1."""
+
+    pooling: Pooling = Pooling.MEAN
+
+
+class GenerateImage(Struct, frozen=True, kw_only=True):
+    """The task to generate one image."""
+
+    params: ImageParams
+    conditioning: GivenTexts = GivenTexts()
+    """Hidden states that the client sent instead of a prompt, which is empty then."""
+
+
+Task = Sample | Embed | GenerateImage
+
+
+class GenerationRequest(Struct, frozen=True, kw_only=True):
+    """One request to an engine, whichever endpoint it came through and whatever it asks for."""
+
+    prompt: Prompt
+    task: Task
+    request_id: str = ""
+    """Unique among the open requests; empty: the engine makes one up."""
+    cache_salt: str = ""
+    """Requests share cached prompt blocks only with requests of the same salt."""
+    priority: int = 0
+    """Waiting requests of the lowest number go first."""
+    tenant: str = ""
+    adapter: str | None = None
+    """The name of a LoRA adapter; None: the one called `default`, if there is one; empty: the model as it is."""
+    sibling_of: str = ""
+    """The id of a request with the same prompt that was submitted before: the two share its blocks."""
+
+
+class LoadLora(Struct, frozen=True, tag=True):
+    """The control message to load a LoRA adapter from a directory of the engine's machine, which the operator named."""
+
+    name: str
+    path: str
+
+
+class UnloadLora(Struct, frozen=True, tag=True):
+    """The control message to unload a LoRA adapter. Requests that have begun with it go on."""
+
+    name: str
+
+
+class ResetPrefixCache(Struct, frozen=True, tag=True):
+    """The control message to forget the prompts that were computed. It is answered with the number of blocks."""
+
+
+class StartProfile(Struct, frozen=True, tag=True):
+    """The control message to record what the engine spends its time on. It is answered with the file to come."""
+
+    folder: str
+
+
+class StopProfile(Struct, frozen=True, tag=True):
+    """The control message to write what was recorded. It is answered with the file."""
+
+
+ControlMessage = LoadLora | UnloadLora | ResetPrefixCache | StartProfile | StopProfile
+
+
 class TokenLogprob(Struct, frozen=True, array_like=True):
     """The log probability of the chosen token, and of the likeliest tokens as (id, logprob)."""
 
@@ -286,8 +377,19 @@ class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it tells of one more token and of nothing else: a first event always tells of cached tokens."""
+        """True when it tells of one more token and of nothing else: a first event always tells of cached tokens."""
         return self.finish is None and self.logprobs is None and self.cached_tokens is None and len(self.token_ids) == 1
+
+
+class StepEvents(Struct):
+    """What a step brought to the requests in it."""
+
+    tokens: dict[str, int] = {}
+    """The token of every request to which the step brought one token and nothing else, by request id."""
+    events: list[Event] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.events)
 
 
 Arrival = Event | int
@@ -316,7 +418,7 @@ class Timings(Struct, frozen=True, kw_only=True):
 
 
 class Output(Struct, frozen=True, kw_only=True):
-    """What a client of the text room receives: new text, the tokens behind it, and the end when it comes."""
+    """One item of a stream: new text and its tokens, a vector, or an image's progress; the last one has `finish`."""
 
     text: str = ""
     token_ids: list[int] = []
@@ -331,7 +433,11 @@ class Output(Struct, frozen=True, kw_only=True):
     queue_seconds: float | None = None
     """Once in an answer, with the first delta or the last; never, where its engine does not tell."""
     embedding: bytes | None = None
-    """With the last delta of a request for one: float32."""
+    """The vector of an Embed task, float32, with its last output."""
+    denoise_step: int | None = None
+    """How many steps of a GenerateImage task are done."""
+    image: bytes | None = None
+    """The image after that step, a preview or the last: rows of RGB bytes."""
     timings: Timings | None = None
     """With the last delta, from a door that took them."""
 
@@ -363,6 +469,10 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     """From an image's admission until its prompts were encoded, of all images together."""
     denoise_seconds: float = 0.0
     """From there to its last step."""
+    restarts: int = 0
+    """How often the engine process was replaced."""
+    open_requests: int = 0
+    """Requests that were submitted and have not ended."""
 
     def with_counters_of(self, past: EngineStats) -> EngineStats:
         """Counters go on from where they were; gauges are as of now."""
@@ -381,6 +491,7 @@ COUNTERS = (
     "denoise_steps",
     "encode_seconds",
     "denoise_seconds",
+    "restarts",
 )
 """Fields of EngineStats that only rise. All others are gauges."""
 

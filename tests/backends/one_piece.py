@@ -39,8 +39,8 @@ class OnePiece(Stream):
 
 
 def behind(engine: BaseEngine) -> Engine:
-    assert isinstance(engine, HostedEngine) and engine._looped is not None
-    return engine._looped.engine
+    assert isinstance(engine, HostedEngine) and engine._blocking is not None
+    return engine._blocking.engine
 
 
 def give_in_one_piece(engine: BaseEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,16 +4,24 @@ It may die on the way."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
-from typing import Any
 
 from msgspec.structs import replace
 
 from tests.api.scripted_engine import ScriptedEngine, ScriptedTokenizer
-from weft.backends.contract import PLAIN_TERMS, Health, Stream, Terms
+from weft.backends.contract import Health, Stream, tokens_of
 from weft.errors import Unavailable
 from weft.text.detokenizer import OutputText
-from weft.types import EngineStats, Event, FinishReason, Output, Request, SamplingParams, TokenLogprob
+from weft.types import (
+    EngineStats,
+    Event,
+    FinishReason,
+    GenerationRequest,
+    Output,
+    Request,
+    Sample,
+    SamplingParams,
+    TokenLogprob,
+)
 
 QUESTION = "Q: "
 TEXT = "The sea — 🌊 — is wide, and the wind is wild. END of it."
@@ -35,24 +43,20 @@ class RecitingEngine(ScriptedEngine):
         self.dies_after = dies_after
         """Tokens, of all requests together."""
         self.generated = 0
-        self.asked: list[tuple[list[int], SamplingParams, Mapping[str, Any]]] = []
+        self.asked: list[GenerationRequest] = []
 
-    async def submit(
-        self,
-        prompt: Any,
-        params: SamplingParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        markers: Collection[str] = (),
-        **others: Any,
-    ) -> Any:
+    async def submit(self, request: GenerationRequest) -> Stream:
         if not self.state.ready:
             raise Unavailable("The engine is not available: failed.")
-        self.asked.append((prompt, params, {"terms": terms, **others}))
-        return Recital(self, prompt, params, terms.request_id or f"own-{len(self.asked)}")
+        if not isinstance(request.task, Sample):
+            return await super().submit(request)
+        self.asked.append(request)
+        request_id = request.request_id or f"own-{len(self.asked)}"
+        return Recital(self, tokens_of(request.prompt), request.task.params, request_id)
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self.open), generation_tokens=self.generated)
+        num_open = len(self.open)
+        return EngineStats(running=num_open, generation_tokens=self.generated, restarts=1, open_requests=num_open)
 
 
 class Recital(Stream):
@@ -62,7 +66,7 @@ class Recital(Stream):
         self._params = params
         self._rest = list((QUESTION + TEXT).encode()[len(prompt) :])
         self._text = OutputText(
-            engine.tokenizer, Request(request_id=request_id, prompt_token_ids=prompt, params=params)
+            engine.text.tokenizer, Request(request_id=request_id, prompt_token_ids=prompt, params=params)
         )
         self._num_given = 0
         self._id = request_id

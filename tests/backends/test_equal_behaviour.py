@@ -18,13 +18,14 @@ import uvicorn
 from gguf import GGMLQuantizationType, GGUFReader
 from msgspec import Struct
 
+from tests.generation import sample
 from tests.tiny_adapters import save_adapter
 from tests.waiting import until
 from weft.api.app import build_app
 from weft.api.http_protocol import protocol_factory
 from weft.backends import BaseEngine, registry, start_engine
 from weft.backends.blocking import BlockingEngine
-from weft.backends.contract import Engine, Terms, text_prompt
+from weft.backends.contract import Engine, text_prompt
 from weft.backends.native import start_native
 from weft.backends.registry import BUILT_IN, EngineSpec
 from weft.backends.vllm.arguments import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, VllmKind, arguments_of
@@ -140,7 +141,7 @@ class Stand(Struct, frozen=True, kw_only=True):
 
     async def ask(self, prompt: str = PROMPT, adapter: str | None = None, **params: Any) -> Answered:
         asked = SamplingParams(**{"temperature": 0, "max_tokens": 24} | params)
-        submitted = await self.engine.submit(text_prompt(self.engine, prompt), asked, Terms(adapter=adapter))
+        submitted = await self.engine.submit(sample(text_prompt(self.engine, prompt), asked, adapter=adapter))
         answered = Answered([delta async for delta in submitted])
         assert not answered.deltas[-1].error
         return answered
@@ -251,7 +252,7 @@ async def aborts(stand: Stand) -> None:
 
     async def read() -> None:
         params = SamplingParams(max_tokens=LONG, temperature=0, **endless(stand))
-        async with aclosing(await stand.engine.submit(text_prompt(stand.engine, PROMPT), params)) as deltas:
+        async with aclosing(await stand.engine.submit(sample(text_prompt(stand.engine, PROMPT), params))) as deltas:
             async for _ in deltas:
                 begun.set()
 

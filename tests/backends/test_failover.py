@@ -17,14 +17,25 @@ from msgspec.structs import replace
 
 from tests import virtual_time
 from tests.backends.reciting_engine import QUESTION, TEXT, ByteTokenizer, RecitingEngine
+from tests.generation import embed, generate_image, sample
 from tests.waiting import PATIENCE, until
 from weft.backends import failover
-from weft.backends.contract import Abilities, Engine, Health, Terms
+from weft.backends.contract import Abilities, Engine, Health, Stream, final_output
 from weft.backends.failover import FailoverEngine, start_engine
 from weft.backends.registry import EngineSpec
 from weft.config import load
 from weft.errors import EngineFault, ModelError, Unavailable
-from weft.types import Adapter, FinishReason, ImageParams, Output, Pooling, SamplingParams
+from weft.types import (
+    Adapter,
+    ControlMessage,
+    FinishReason,
+    GenerationRequest,
+    ImageParams,
+    LoadLora,
+    Output,
+    SamplingParams,
+    UnloadLora,
+)
 
 PROMPT = list(QUESTION.encode())
 PLAIN = SamplingParams(max_tokens=200)
@@ -51,12 +62,12 @@ async def served(*engines: RecitingEngine | Exception) -> AsyncIterator[Failover
 
 
 async def read(engine: FailoverEngine, params: SamplingParams = PLAIN) -> list[Output]:
-    return [delta async for delta in await engine.submit(PROMPT, params)]
+    return [delta async for delta in await engine.submit(sample(PROMPT, params))]
 
 
 async def followed(engine: FailoverEngine, params: SamplingParams = PLAIN) -> list[Output]:
     deltas: list[Output] = []
-    await (await engine.submit(PROMPT, params)).follow(deltas.append)
+    await (await engine.submit(sample(PROMPT, params))).follow(deltas.append)
     return deltas
 
 
@@ -90,8 +101,8 @@ def test_an_answer_goes_on_with_the_next_engine_at_any_byte(way: Way, dies_after
             assert deltas[-1].usage.prompt_tokens == len(PROMPT)
             assert bytes(token for delta in deltas for token in delta.token_ids).decode() == TEXT
             assert engine.name == "second" and engine.health().ready
-            assert first.closed and not second.closed and engine.open_requests() == 0
-            assert engine.restarts() == 3, "one of each engine, and the takeover"
+            assert first.closed and not second.closed and engine.stats().open_requests == 0
+            assert engine.stats().restarts == 3, "one of each engine, and the takeover"
             assert engine.stats().generation_tokens == len(TEXT.encode()), "counters go on rising"
         assert second.closed
 
@@ -118,9 +129,9 @@ def test_what_is_asked_of_the_next_engine_is_the_rest() -> None:
         async with served(RecitingEngine(dies_after=6), second) as engine:
             params = SamplingParams(max_tokens=20, min_tokens=10, stop=("never",), logprobs=1, seed=7, temperature=0.5)
             deltas = await read(engine, params)
-            prompt, rest, _ = second.asked[0]
-            assert bytes(prompt).decode() == QUESTION + TEXT[:6]
-            assert rest == replace(params, max_tokens=14, min_tokens=4, stop=())
+            asked = second.asked[0]
+            assert bytes(asked.prompt).decode() == QUESTION + TEXT[:6]
+            assert asked.task.params == replace(params, max_tokens=14, min_tokens=4, stop=())
             assert deltas[-1].finish is FinishReason.LENGTH and deltas[-1].usage.completion_tokens == 20
             told = [logprob.logprob for delta in deltas for logprob in delta.logprobs or ()]
             assert told == [-float(token) for token in TEXT.encode()[:20]]
@@ -134,17 +145,18 @@ def test_the_next_engine_has_the_adapters_that_the_lost_one_had() -> None:
     async def scenario() -> None:
         first, second = RecitingEngine(dies_after=6), RecitingEngine("second")
         for engine in (first, second):
-            await engine.load_adapter("kept", "/kept")
-            await engine.load_adapter("dropped", "/dropped")
+            await engine.control(LoadLora("kept", "/kept"))
+            await engine.control(LoadLora("dropped", "/dropped"))
         async with served(first, second) as both:
-            await both.unload_adapter("dropped")
-            await both.load_adapter("new", "/new")
+            await both.control(UnloadLora("dropped"))
+            await both.control(LoadLora("new", "/new"))
             first.adapters.append(Adapter(name="lost", number=9, path="gone since"))
-            terms = Terms(request_id="mine", adapter="new", tenant="somebody")
-            answer = [delta async for delta in await both.submit(PROMPT, PLAIN, terms)]
+            asked = sample(PROMPT, PLAIN, request_id="mine", adapter="new", tenant="somebody")
+            answer = [delta async for delta in await both.submit(asked)]
             assert text_of(answer) == TEXT
             assert [adapter.name for adapter in both.adapters] == ["kept", "new"]
-            assert second.asked[0][2]["terms"] == terms, "and the request its own"
+            [again] = second.asked
+            assert (again.request_id, again.adapter, again.tenant) == ("mine", "new", "somebody")
 
     run(scenario)
 
@@ -164,7 +176,7 @@ def test_many_answers_go_on_and_one_engine_is_started_for_all() -> None:
         async with served(RecitingEngine(dies_after=400), RecitingEngine("second")) as engine:
             answers = await asyncio.gather(*(read(engine) for _ in range(20)))
             assert {text_of(answer) for answer in answers} == {TEXT}
-            assert engine.restarts() == 3
+            assert engine.stats().restarts == 3
 
     run(scenario)
 
@@ -240,7 +252,7 @@ def test_when_no_engine_is_left_everybody_is_told_why() -> None:
             assert deltas[-1].finish is FinishReason.ERROR and "damaged" in deltas[-1].error
             assert engine.health() == Health(False, "failed")
             with pytest.raises(Unavailable, match="damaged"):
-                await engine.submit(PROMPT, PLAIN)
+                await engine.submit(sample(PROMPT, PLAIN))
 
     run(scenario)
 
@@ -249,7 +261,7 @@ def test_an_error_of_a_living_engine_is_its_own() -> None:
     async def scenario() -> None:
         first = RecitingEngine(dies_after=6)
         async with served(first, RecitingEngine("second")) as engine:
-            answer = await engine.submit(PROMPT, PLAIN)
+            answer = await engine.submit(sample(PROMPT, PLAIN))
             first.dies_after, first.state = 10**9, Health(True)
 
             def refuse(*_: object, **__: object) -> None:
@@ -257,7 +269,7 @@ def test_an_error_of_a_living_engine_is_its_own() -> None:
 
             first.submit = refuse  # type: ignore[assignment]
             with pytest.raises(EngineFault, match="this request alone"):
-                await engine.submit(PROMPT, PLAIN)
+                await engine.submit(sample(PROMPT, PLAIN))
             assert text_of([delta async for delta in answer]) == TEXT
             assert engine.name == "reciting"
 
@@ -270,21 +282,52 @@ def test_whatever_is_asked_of_an_engine_that_turns_out_to_be_lost_is_asked_of_th
             self.state = Health(False, "failed")
             raise EngineFault("this was too much")
 
-        submit = embed = draw = _die
+        submit = _die
 
     image = ImageParams(width=4, height=4, steps=1, guidance_scale=1.0, seed=0)
-    asks: list[Callable[[FailoverEngine], Awaitable[object]]] = [
-        lambda engine: engine.submit(PROMPT, PLAIN),
-        lambda engine: engine.embed(PROMPT, Pooling.MEAN, Terms(request_id="mine")),
-        lambda engine: engine.draw(PROMPT, image),
-    ]
+    requests = [sample(PROMPT, PLAIN), embed(PROMPT, request_id="mine"), generate_image(PROMPT, image)]
 
     async def scenario() -> None:
-        for ask in asks:
+        for request in requests:
             third = RecitingEngine("third")
             async with served(Dying("first"), Dying("second"), third) as engine:
-                await ask(engine)
+                assert (await final_output(await engine.submit(request))).finish is FinishReason.STOP
                 assert len(third.asked) + len(third.embedded) + len(third.drawn) == 1
+
+    run(scenario)
+
+
+class FallingSilent(Stream):
+    """A stream whose engine is lost before it gives anything."""
+
+    def __init__(self, engine: RecitingEngine) -> None:
+        self._engine = engine
+
+    def __aiter__(self) -> FallingSilent:
+        return self
+
+    async def __anext__(self) -> Output:
+        self._engine.state = Health(False, "failed")
+        return Output(finish=FinishReason.ERROR, error="There is no engine any more.")
+
+    async def aclose(self) -> None:
+        pass
+
+
+def test_a_vector_under_way_is_made_by_the_next_engine_and_an_image_ends_with_an_error() -> None:
+    class Failing(RecitingEngine):
+        async def submit(self, request: GenerationRequest) -> Stream:
+            return FallingSilent(self)
+
+    image = ImageParams(width=4, height=4, steps=1, guidance_scale=1.0, seed=0)
+
+    async def scenario() -> None:
+        async with served(Failing("first"), RecitingEngine("second")) as engine:
+            last = await final_output(await engine.submit(embed(PROMPT)))
+            assert last.embedding is not None and engine.name == "second"
+        async with served(Failing("first"), RecitingEngine("second")) as engine:
+            with pytest.raises(EngineFault, match="no engine any more"):
+                await final_output(await engine.submit(generate_image(PROMPT, image)))
 
     run(scenario)
 
@@ -293,10 +336,10 @@ def test_closing_ends_what_is_open_and_starts_nothing() -> None:
     async def scenario() -> None:
         second = RecitingEngine("second")
         async with served(RecitingEngine(), second) as engine:
-            answer = await engine.submit(PROMPT, PLAIN)
+            answer = await engine.submit(sample(PROMPT, PLAIN))
             await anext(answer)
             await answer.aclose()
-            assert engine.open_requests() == 0
+            assert engine.stats().open_requests == 0
         assert not second.asked and not second.closed
 
     run(scenario)
@@ -312,9 +355,9 @@ class Clinging(RecitingEngine):
         self.go_on = asyncio.Event()
         self.times_closed = 0
 
-    async def load_adapter(self, name: str, path: str) -> None:
+    async def control(self, message: ControlMessage) -> str:
         await self._work("load")
-        await super().load_adapter(name, path)
+        return await super().control(message)
 
     async def close(self) -> None:
         self.times_closed += 1
@@ -334,7 +377,7 @@ def test_closing_during_a_takeover_leaves_no_engine_and_nobody_waiting(linger: s
         first.adapters = [Adapter(name="own", number=1, path="/own")]
         async with served(first, second) as engine:
             first.state = Health(False, "failed")
-            waiting = asyncio.create_task(engine.submit(PROMPT, PLAIN))
+            waiting = asyncio.create_task(engine.submit(sample(PROMPT, PLAIN)))
             await (second if linger == "load" else first).at_work.wait()
             closing = asyncio.create_task(engine.close())
             with pytest.raises(Unavailable, match="shutting down"):
@@ -350,10 +393,9 @@ def test_closing_during_a_takeover_leaves_no_engine_and_nobody_waiting(linger: s
 
 def test_an_adapter_that_fails_as_nobody_foresaw_does_not_end_the_takeover(caplog: pytest.LogCaptureFixture) -> None:
     class Stubborn(RecitingEngine):
-        async def load_adapter(self, name: str, path: str) -> None:
-            raise OSError("the disk is gone")
-
-        async def unload_adapter(self, name: str) -> None:
+        async def control(self, message: ControlMessage) -> str:
+            if isinstance(message, LoadLora):
+                raise OSError("the disk is gone")
             raise RuntimeError("it is stuck")
 
     async def scenario() -> None:
@@ -386,17 +428,17 @@ def test_the_native_engine_is_killed_for_good_in_mid_stream(tiny_model: Path) ->
         engine = await start_engine(load(settings, env={}))
         assert isinstance(engine, FailoverEngine)
         try:
-            prompt = engine.tokenizer.encode("Once upon a time")
-            undisturbed = text_of([delta async for delta in await engine.submit(prompt, params)])
+            prompt = engine.text.tokenizer.encode("Once upon a time")
+            undisturbed = text_of([delta async for delta in await engine.submit(sample(prompt, params))])
             pid = engine._engine.client.engine_pid  # type: ignore[attr-defined]
             deltas: list[Output] = []
-            async for delta in await engine.submit(prompt, params):
+            async for delta in await engine.submit(sample(prompt, params)):
                 deltas.append(delta)
                 if len(deltas) == 20:
                     os.kill(pid, signal.SIGKILL)
             assert deltas[-1].finish is FinishReason.LENGTH and deltas[-1].usage.completion_tokens == 400
             assert text_of(deltas) == undisturbed
-            assert engine.health().ready and engine.open_requests() == 0
+            assert engine.health().ready and engine.stats().open_requests == 0
             assert engine._engine.client.engine_pid != pid  # type: ignore[attr-defined]
         finally:
             await engine.close()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.waiting import PATIENCE
-from weft.backends.native import NativeStream
+from weft.backends.native import ImageProgress, NativeStream
 from weft.engine.journal import Entry, Journal
 from weft.text.detokenizer import OutputText
-from weft.types import Event, FinishReason, Output, Request, SamplingParams
+from weft.types import Event, FinishReason, ImageParams, Output, Request, SamplingParams
 
 
 class ByteTokenizer:
@@ -195,5 +195,44 @@ def test_closing_ends_the_request_and_the_reading() -> None:
         assert client.aborted == ["r"]
         assert [delta async for delta in answer] == []
         await answer.follow(lambda delta: pytest.fail("nothing is left to take"))
+
+    run(scenario)
+
+
+def test_a_request_that_the_engine_has_ended_is_not_aborted() -> None:
+    async def scenario() -> None:
+        client = JournalOnly()
+        answer = answer_of(client)
+        client.bring("ab", FinishReason.STOP)
+        assert "".join([output.text async for output in answer]) == "ab"
+        await answer.aclose()
+        assert client.aborted == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("following", [False, True])
+def test_every_step_of_an_image_is_an_output_however_late_it_is_read(following: bool) -> None:
+    image = ImageParams(width=2, height=2, steps=3, guidance_scale=1.0, seed=0)
+    request = Request(request_id="r", prompt_token_ids=[1], params=SamplingParams(max_tokens=1), image=image)
+
+    async def scenario() -> None:
+        client = JournalOnly()
+        stream = NativeStream(client, request, ImageProgress(request, 10))  # type: ignore[arg-type]
+        client.journal.record(Event(request_id="r", denoise_step=1, image=b"first"))
+        client.journal.record(Event(request_id="r", denoise_step=2, image=b"second"))
+        client.journal.record(Event(request_id="r", denoise_step=3, image=b"third", finish=FinishReason.STOP))
+        outputs: list[Output] = []
+        if following:
+            await stream.follow(outputs.append)
+        else:
+            outputs = [output async for output in stream]
+        assert [(output.denoise_step, output.image) for output in outputs] == [
+            (1, b"first"),
+            (2, b"second"),
+            (3, b"third"),
+        ]
+        assert [output.usage.completion_tokens for output in outputs] == [10, 20, 30]
+        assert outputs[-1].finish is FinishReason.STOP and client.aborted == []
 
     run(scenario)

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.generation import embed, sample
 from tests.tiny_adapters import lora_tensors, save_adapter, save_merged
 from tests.waiting import PATIENCE, until
-from weft.backends.contract import Terms
+from weft.backends.contract import final_output
 from weft.backends.native import NativeEngine, start_native
 from weft.checkpoint.adapter_files import adapter_settings
 from weft.config import load
@@ -20,7 +21,7 @@ from weft.engine.process import EngineThread
 from weft.errors import InvalidRequest, ModelError
 from weft.hub.resolve import resolve
 from weft.model.lora import read_adapter
-from weft.types import Pooling, SamplingParams
+from weft.types import LoadLora, Pooling, SamplingParams, UnloadLora
 
 PROMPT = [(13 * i + 5) % 300 for i in range(20)]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -34,7 +35,7 @@ async def start(model: Path, adapters: dict[str, str]) -> NativeEngine:
 
 async def told(engine: NativeEngine, adapter: str | None = None) -> list[int]:
     tokens: list[int] = []
-    async for delta in await engine.submit(PROMPT, GREEDY, Terms(adapter=adapter)):
+    async for delta in await engine.submit(sample(PROMPT, GREEDY, adapter=adapter)):
         assert not delta.error
         tokens += delta.token_ids
     return tokens
@@ -46,19 +47,20 @@ def test_tc_008_requests_choose_an_adapter_by_name(tiny_model: Path, tmp_path: P
 
     async def scenario() -> None:
         reference = await start(merged, {})
-        expected, vector = await told(reference), await reference.embed(PROMPT, Pooling.LAST)
+        expected = await told(reference)
+        vector = await final_output(await reference.submit(embed(PROMPT, Pooling.LAST)))
         await reference.close()
         engine = await start(tiny_model, {"red": red})
         try:
-            await engine.load_adapter("default", blue)
+            await engine.control(LoadLora("default", blue))
             assert [adapter.number for adapter in engine.adapters] == [1, 2]
             answers = await asyncio.gather(*(told(engine, name) for name in ("red", "default", "", None)))
             assert answers[0] == expected and answers[1] == answers[3]
             assert len({tuple(answer) for answer in answers}) == 3
-            found = await engine.embed(PROMPT, Pooling.LAST, Terms(adapter="red"))
-            ours, theirs = (memoryview(one.data).cast("f").tolist() for one in (found, vector))
+            found = await final_output(await engine.submit(embed(PROMPT, Pooling.LAST, adapter="red")))
+            ours, theirs = (memoryview(one.embedding).cast("f").tolist() for one in (found, vector))
             assert ours == pytest.approx(theirs, abs=1e-4)
-            await engine.unload_adapter("red")
+            await engine.control(UnloadLora("red"))
             with pytest.raises(InvalidRequest, match="no adapter 'red'"):
                 await told(engine, "red")
             assert await told(engine) == answers[3]
@@ -77,7 +79,7 @@ def test_what_the_engine_cannot_use_is_refused_when_it_is_loaded(tiny_model: Pat
         engine = await start(tiny_model, {})
         try:
             with pytest.raises(ModelError, match="use_dora is True"):
-                await engine.load_adapter("a", str(folder))
+                await engine.control(LoadLora("a", str(folder)))
             assert not engine.adapters and len(await told(engine)) == 16
         finally:
             await engine.close()
@@ -104,7 +106,7 @@ def test_a_load_that_is_given_up_leaves_no_adapter(
     async def scenario() -> None:
         engine = await start(tiny_model, {})
         try:
-            loading = asyncio.create_task(engine.load_adapter("a", str(folder)))
+            loading = asyncio.create_task(engine.control(LoadLora("a", str(folder))))
             await until(is_reading.is_set, "the engine reads the adapter")
             assert [adapter.number for adapter in engine.adapters] == [1]
             loading.cancel()
@@ -112,7 +114,7 @@ def test_a_load_that_is_given_up_leaves_no_adapter(
                 await loading
             assert not engine.adapters
             go_on.set()
-            await engine.load_adapter("a", str(folder))
+            await engine.control(LoadLora("a", str(folder)))
             assert [adapter.number for adapter in engine.adapters] == [2]
         finally:
             await engine.close()
@@ -134,9 +136,9 @@ def test_a_reader_that_fails_harms_nobody_else(
             with monkeypatch.context() as broken:
                 broken.setattr("weft.worker.lora_rows.read_adapter", fails)
                 with pytest.raises(ModelError, match="MemoryError: not enough of it"):
-                    await engine.load_adapter("a", str(folder))
-            assert len(await told(engine)) == 16 and engine.restarts() == 0
-            await engine.load_adapter("a", str(folder))
+                    await engine.control(LoadLora("a", str(folder)))
+            assert len(await told(engine)) == 16 and engine.stats().restarts == 0
+            await engine.control(LoadLora("a", str(folder)))
             assert len(await told(engine, "a")) == 16
         finally:
             await engine.close()

@@ -66,8 +66,8 @@ def held_back(engine: HostedEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """Of what the engine process sends, only the first step with tokens arrives before the given function is called,
     from whichever thread."""
     client: Any = behind(engine).client  # type: ignore[attr-defined]
-    looped = engine._looped
-    assert looped is not None
+    blocking = engine._blocking
+    assert blocking is not None
     deliver = client._deliver
     held: list[StepOutput] = []
     num_steps, is_open = 0, False
@@ -87,7 +87,7 @@ def held_back(engine: HostedEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator
             deliver(output)
 
     def go_on() -> None:
-        looped._loop.call_soon_threadsafe(let_through)
+        blocking._loop.call_soon_threadsafe(let_through)
 
     with monkeypatch.context() as patch:
         patch.setattr(client, "_deliver", hold)
@@ -101,7 +101,7 @@ def test_tc_001_tc_002_it_streams_text_as_tokens_come(
         chunks = engine.infer(PROMPT, **GREEDY | {"max_new_tokens": 100, "ignore_eos": True})
         assert isinstance(chunks, types.GeneratorType)
         first = next(chunks)
-        assert behind(engine).open_requests() == 1, "the first piece did not wait for the last"
+        assert behind(engine).stats().open_requests == 1, "the first piece did not wait for the last"
         go_on()
         rest = list(chunks)
     assert "Paris" in text and (first + "".join(rest)).startswith(text)
@@ -140,7 +140,7 @@ def test_tc_007_many_threads_and_tasks_at_once(engine: HostedEngine, text: str) 
         return list(await asyncio.gather(*(one() for _ in range(8))))
 
     assert asyncio.run(scenario()) == [text] * 8
-    assert behind(engine).open_requests() == 0
+    assert behind(engine).stats().open_requests == 0
 
 
 def test_tc_009_where_an_engine_cannot_be_the_next_one_answers(
@@ -268,7 +268,7 @@ def test_under_grpc_s_own_event_loop(engine: HostedEngine, text: str) -> None:
 
 
 def until_idle(engine: HostedEngine) -> None:
-    wait_until(lambda: not behind(engine).open_requests(), "the end of a request that nobody reads")
+    wait_until(lambda: not behind(engine).stats().open_requests, "the end of a request that nobody reads")
 
 
 def leave_by_break(engine: HostedEngine) -> None:
@@ -337,7 +337,7 @@ def test_what_cannot_be_answered_is_refused_before_the_engine(engine: HostedEngi
         engine.infer("word " * 2000)
     with pytest.raises(InvalidRequest, match="no adapter"):
         engine.infer(PROMPT, lora_name="mine")
-    assert behind(engine).open_requests() == 0
+    assert behind(engine).stats().open_requests == 0
 
 
 def test_a_seed_is_a_promise(engine: HostedEngine) -> None:

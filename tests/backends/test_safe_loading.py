@@ -20,6 +20,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from tests.generation import sample
 from tests.waiting import PATIENCE, until, wait_until
 from weft.backends import safe_loading
 from weft.backends.contract import Engine, Health
@@ -436,8 +437,9 @@ def test_a_real_engine_in_too_little_memory_gets_a_smaller_cache(
         engine = await load_safely(start, asked, machine=lambda: machine)
         try:
             assert engine.model.memory.kv <= 512 * 2**20
-            deltas = await engine.submit([5, 6, 7], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True))
-            assert sum([len(delta.token_ids) async for delta in deltas]) == 3
+            params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+            outputs = await engine.submit(sample([5, 6, 7], params))
+            assert sum([len(output.token_ids) async for output in outputs]) == 3
         finally:
             await engine.close()
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
+from tests.generation import embed, generate_image, sample
 from tests.waiting import PATIENCE
 from weft import LLM
 from weft.backends import BaseEngine, InferMetrics, start_engine
-from weft.backends.contract import Conversation, NotSupported, Terms
+from weft.backends.contract import NotSupported
 from weft.backends.rechunk import split_words
 from weft.compat.adapted import AdaptedEngine
 from weft.config import load
 from weft.errors import InvalidRequest, OutOfMemory
-from weft.types import FinishReason, ImageParams, Pooling, SamplingParams, Usage
+from weft.types import Conversation, FinishReason, ImageParams, ResetPrefixCache, SamplingParams, Usage
 
 
 class Parrot(BaseEngine):
@@ -91,17 +92,17 @@ def test_the_doors_can_serve_it(add_engine: Callable[..., None]) -> None:
     async def scenario() -> None:
         async with serving(add_engine) as engine:
             params = SamplingParams(max_tokens=5, temperature=0, top_p=1.0)
-            deltas = [delta async for delta in await engine.submit("hi", params)]
+            deltas = [delta async for delta in await engine.submit(sample("hi", params))]
             assert "".join(delta.text for delta in deltas) == "hi hi"
             assert [delta.finish for delta in deltas if delta.finish] == [FinishReason.STOP]
             [words] = engine.inner.words  # type: ignore[attr-defined]
             assert words.pop("request_id") and words == {"max_tokens": 5, "temperature": 0}
             assert engine.health().ready and engine.model.name == "some/bird" and engine.name == "parrot"
-            answer = await engine.submit("hi", params)
+            answer = await engine.submit(sample("hi", params))
             await anext(answer)
-            assert engine.open_requests() == 1
+            assert engine.stats().open_requests == 1
             await answer.aclose()
-            assert engine.open_requests() == 0 and engine.inner.left.is_set()  # type: ignore[attr-defined]
+            assert engine.stats().open_requests == 0 and engine.inner.left.is_set()  # type: ignore[attr-defined]
         assert not engine.health().ready
 
     asyncio.run(scenario())
@@ -142,9 +143,9 @@ def test_a_reader_that_is_cancelled_hears_so_and_the_generator_is_closed(add_eng
         add_engine("slow", Slow)
         engine = await start_engine(load({"engine": "slow", "model": "some/bird"}, env={}))
         assert isinstance(engine, AdaptedEngine) and isinstance(engine.inner, Slow)
-        answer = await engine.submit("a", SamplingParams())
+        answer = await engine.submit(sample("a", SamplingParams()))
         await cancelled(engine.inner, anext(answer))
-        assert engine.open_requests() == 0
+        assert engine.stats().open_requests == 0
         await answer.aclose()
         await engine.close()
 
@@ -182,14 +183,14 @@ def test_its_load_is_told_what_was_set(add_engine: Callable[..., None]) -> None:
             }
             assert engine.abilities.lora
             for adapter in (None, "", "legal"):
-                await anext(await engine.submit("hi", SamplingParams(), Terms(request_id="mine", adapter=adapter)))
+                await anext(await engine.submit(sample("hi", SamplingParams(), request_id="mine", adapter=adapter)))
             assert engine.inner.words == [  # type: ignore[attr-defined]
                 {"request_id": "mine"},
                 {"request_id": "mine", "lora_name": ""},
                 {"request_id": "mine", "lora_name": "legal"},
             ]
             with pytest.raises(InvalidRequest, match=r"no adapter 'other'.*default, legal"):
-                await engine.submit("hi", SamplingParams(), Terms(adapter="other"))
+                await engine.submit(sample("hi", SamplingParams(), adapter="other"))
 
     asyncio.run(scenario())
 
@@ -214,15 +215,15 @@ def test_its_own_figures_are_told_and_words_where_it_has_none(
 ) -> None:
     async def scenario() -> None:
         async with serving(add_engine, Measured, "measured") as engine:
-            *_, last = [delta async for delta in await engine.submit("hi you", SamplingParams())]
+            *_, last = [delta async for delta in await engine.submit(sample("hi you", SamplingParams()))]
             assert last.usage == Usage(prompt_tokens=7, completion_tokens=9)
             assert (last.finish, last.queue_seconds) == (FinishReason.LENGTH, 0.25)
-            *_, last = [delta async for delta in await engine.submit("interrupted", SamplingParams())]
+            *_, last = [delta async for delta in await engine.submit(sample("interrupted", SamplingParams()))]
             assert last.usage == Usage(prompt_tokens=1, completion_tokens=3), "its figures were another's"
             assert not caplog.records
         async with serving(add_engine) as engine:
             for _ in range(2):
-                deltas = [delta async for delta in await engine.submit("hi you", SamplingParams())]
+                deltas = [delta async for delta in await engine.submit(sample("hi you", SamplingParams()))]
                 assert [delta.usage.completion_tokens for delta in deltas] == [2, 3, 5, 5]
                 assert deltas[-1].usage.prompt_tokens == 2 and deltas[-1].queue_seconds is None
         [warning] = [record.getMessage() for record in caplog.records]
@@ -261,13 +262,17 @@ def test_what_it_cannot_is_refused(add_engine: Callable[..., None]) -> None:
                 (Conversation(messages=[]), SamplingParams(), "takes text"),
             ):
                 with pytest.raises(InvalidRequest, match=why) as refusal:
-                    await engine.submit(prompt, params)  # type: ignore[arg-type]
+                    await engine.submit(sample(prompt, params))  # type: ignore[arg-type]
                 assert "--tokenizer" not in str(refusal.value), "it never reads that"
             with pytest.raises(InvalidRequest, match=r"does not know them\.$"):
-                _ = engine.tokenizer
+                _ = engine.text.tokenizer
             with pytest.raises(InvalidRequest, match="does not know them"):
-                engine.encode_chat([])
-            for work in (engine.embed("hi", Pooling.MEAN), engine.draw([1], image), engine.reset_cache()):
+                engine.text.encode_chat([])
+            for work in (
+                engine.submit(embed("hi")),
+                engine.submit(generate_image([1], image)),
+                engine.control(ResetPrefixCache()),
+            ):
                 with pytest.raises(NotSupported, match="parrot cannot"):
                     await work
             assert not engine.inner.words  # type: ignore[attr-defined]
@@ -278,10 +283,10 @@ def test_what_it_cannot_is_refused(add_engine: Callable[..., None]) -> None:
 def test_its_errors_end_one_request_and_its_load_is_refused(add_engine: Callable[..., None]) -> None:
     async def scenario() -> None:
         async with serving(add_engine) as engine:
-            deltas = [delta async for delta in await engine.submit("fall silent", SamplingParams())]
+            deltas = [delta async for delta in await engine.submit(sample("fall silent", SamplingParams()))]
             assert deltas[-1].finish is FinishReason.ERROR
             assert deltas[-1].error == "RuntimeError: nothing more comes to mind"
-            assert engine.open_requests() == 0
+            assert engine.stats().open_requests == 0
         with pytest.raises(FileNotFoundError, match="no such bird"):
             await start_engine(load({"engine": "parrot", "model": "a cage"}, env={}))
 

@@ -19,12 +19,12 @@ MODEL = ModelInfo(
 class StandIn:
     """Ready at once. The test reads what it is sent from `inbox`, and sends what it likes."""
 
-    def __init__(self, may_be_buried: threading.Event | None = None) -> None:
+    def __init__(self, may_be_reaped: threading.Event | None = None) -> None:
         """With an event, it has ended for whoever waits for it when that is set."""
         self.pid: int | None = None
         self.socket, self._theirs = socket.socketpair()
         self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        self._may_be_buried = may_be_buried
+        self._may_be_reaped = may_be_reaped
         self._thread = threading.Thread(target=self._read_forever, daemon=True)
         self._thread.start()
 
@@ -36,8 +36,8 @@ class StandIn:
         self._theirs.shutdown(socket.SHUT_RDWR)
 
     def wait(self, timeout_s: float) -> str | None:
-        if self._may_be_buried is not None:
-            assert self._may_be_buried.wait(PATIENCE)
+        if self._may_be_reaped is not None:
+            assert self._may_be_reaped.wait(PATIENCE)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return None

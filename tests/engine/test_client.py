@@ -78,10 +78,10 @@ def test_a_listener_hears_of_every_arrival() -> None:
     asyncio.run(scenario())
 
 
-def test_requests_that_come_while_a_dead_engine_is_buried_are_served_by_the_next() -> None:
+def test_requests_that_come_while_a_dead_engine_is_reaped_are_served_by_the_next() -> None:
     async def scenario() -> None:
-        may_be_buried = threading.Event()
-        launch = StandIns(partial(StandIn, may_be_buried))
+        may_be_reaped = threading.Event()
+        launch = StandIns(partial(StandIn, may_be_reaped))
         async with client_of(launch) as client:
             old = client.submit(request("old"))
             await submitted(launch.launched[0])
@@ -94,7 +94,7 @@ def test_requests_that_come_while_a_dead_engine_is_buried_are_served_by_the_next
             client.abort("left")
             assert client.stats().generation_tokens == 1, "counters never fall"
             assert len(launch.launched) == 1
-            may_be_buried.set()
+            may_be_reaped.set()
             await until(lambda: len(launch.launched) == 2 and client.state == "ready")
             # The old one was in the dead engine's steps: it comes back alone, and with what its user has.
             assert [(r.request_id, r.output_token_ids) for r in await submitted(launch.launched[1])] == [("old", [5])]

@@ -14,9 +14,9 @@ from tests.waiting import PATIENCE, until
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.process import EngineProcess
-from weft.engine.wire import Done, ResetCache, StepOutput, frame
+from weft.engine.wire import Done, StepOutput, frame
 from weft.errors import EngineFault
-from weft.types import EngineStats, FinishReason
+from weft.types import EngineStats, FinishReason, ResetPrefixCache
 
 SILENT = "import signal, socket, sys; socket.socket(fileno=int(sys.argv[1])); signal.pause()"
 """It holds its end open, and never looks at it."""
@@ -74,14 +74,14 @@ def test_an_answer_for_somebody_who_has_gone_harms_nothing() -> None:
     async def scenario() -> None:
         launch = StandIns()
         async with client_of(launch) as client:
-            asked = asyncio.create_task(client.send_on(ResetCache))
+            asked = asyncio.create_task(client.control(ResetPrefixCache()))
             await asyncio.sleep(0)
             # The answer arrives in the turn of the loop in which the caller is cancelled.
             assert client._connection is not None
             client._connection.inbox.data_received(frame(Done(1, "0")))
             asked.cancel()
             await asyncio.wait({asked})
-            again = asyncio.create_task(client.send_on(ResetCache))
+            again = asyncio.create_task(client.control(ResetPrefixCache()))
             await asyncio.sleep(0)
             launch.launched[0].send(Done(2, "7"))
             assert await asyncio.wait_for(again, PATIENCE) == "7"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.scheduler.simulation import SimulatedWorker, expected_output, limits, request
+from tests.scheduler.simulation import SimulatedWorker, events_of, expected_output, limits, request
 from weft.engine.core import EngineCore
 from weft.plan import Limits, StepPlan, StepResult
 from weft.scheduler.integrity import IntegrityError
@@ -49,7 +49,7 @@ def run(core: EngineCore, max_steps: int = 1000) -> list[Event]:
         if not core.has_work:
             core.settle()
             return events
-        events += core.step()
+        events += events_of(core.step())
     raise AssertionError("the engine does not come to rest")
 
 
@@ -79,7 +79,7 @@ def test_a_refusal_is_an_event_and_the_others_are_served() -> None:
 def test_a_refused_request_leaves_nothing_to_do() -> None:
     core, runner = core_of(limits())
     assert len(core.submit([request("empty", [])])) == 1
-    assert not core.has_work and core.step() == [] and runner.calls == []
+    assert not core.has_work and not core.step() and runner.calls == []
     core.settle()
 
 
@@ -150,6 +150,15 @@ def test_every_request_ends_exactly_once(overlap: bool) -> None:
     assert sorted(ends) == sorted(r.request_id for r in MIXED)
 
 
+def test_a_token_and_nothing_else_comes_without_an_event() -> None:
+    core, _ = core_of(limits())
+    core.submit([request("a", [1], 4)])
+    first, *others, last = [core.step() for _ in range(4)]
+    assert not core.has_work
+    assert [list(step.tokens) for step in (first, *others, last)] == [[], ["a"], ["a"], []]
+    assert [len(step.events) for step in (first, *others, last)] == [1, 0, 0, 1]
+
+
 @BOTH
 def test_no_event_follows_an_abort_though_a_step_is_under_way(overlap: bool) -> None:
     core, _ = core_of(limits(), overlap=overlap)
@@ -170,14 +179,14 @@ def test_a_step_under_way_is_read_though_nobody_waits_for_it() -> None:
     core.step()
     core.abort(["gone"])
     assert core.has_work, "the step that was launched is still to be read"
-    assert core.step() == [] and not core.has_work
+    assert not core.step() and not core.has_work
     assert runner.calls == [("launch", 0), ("read", 0)]
     core.settle()
 
 
 def test_an_idle_engine_launches_nothing() -> None:
     core, runner = core_of(limits(), overlap=True)
-    assert not core.has_work and core.step() == [] and runner.calls == []
+    assert not core.has_work and not core.step() and runner.calls == []
 
 
 def test_the_figures_are_those_of_the_work_done() -> None:

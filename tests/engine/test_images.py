@@ -15,10 +15,18 @@ from msgspec.structs import replace
 
 from tests.engine.test_core import core_of
 from tests.engine.test_out_of_memory import BOTH, EVERYWHERE, WHERE, Fails, PoorRunner
-from tests.scheduler.simulation import drawing, expected_images, expected_output, image_limits, limits, request
+from tests.generation import generate_image, sample
+from tests.scheduler.simulation import (
+    drawing,
+    events_of,
+    expected_images,
+    expected_output,
+    image_limits,
+    limits,
+    request,
+)
 from tests.tiny_images import SIZE, save_image_model
 from tests.waiting import until
-from weft.backends.contract import ImageUpdate
 from weft.backends.native import NativeEngine, start_native
 from weft.config import load
 from weft.engine.core import EngineCore
@@ -29,7 +37,7 @@ from weft.hub.resolve import resolve
 from weft.plan import Limits, StepPlan
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import NO_MEMORY, Scheduler
-from weft.types import Event, FinishReason, ImageParams, Request, SamplingParams
+from weft.types import Event, FinishReason, ImageParams, Output, Request, SamplingParams
 
 ROOMY = limits(num_blocks=200, max_num_seqs=8, max_num_batched_tokens=64, image=image_limits())
 IMAGES = [drawing(f"i{i}", [i] * (i + 1), 4 + i, seed=i, negative=[7] * (i % 3), preview_every=i % 2) for i in range(5)]
@@ -47,7 +55,7 @@ def serve(
     for _ in range(20_000):
         if not core.has_work:
             break
-        for event in core.step():
+        for event in events_of(core.step()):
             events[event.request_id].append(event)
         check_integrity(core.scheduler)
     core.settle()
@@ -122,7 +130,7 @@ def test_whatever_fails_every_request_ends_once(
     ends: dict[str, Event] = {}
     progress: dict[str, list[int]] = {}
     while core.has_work:
-        for event in core.step():
+        for event in events_of(core.step()):
             assert event.request_id not in ends
             if event.denoise_step is not None:
                 progress.setdefault(event.request_id, []).append(event.denoise_step)
@@ -193,8 +201,8 @@ def image(**changes: object) -> ImageParams:
     return ImageParams(**({"width": SIZE, "height": SIZE, "steps": 5, "guidance_scale": 2.0, "seed": 3} | changes))
 
 
-async def updates(engine: NativeEngine, prompt: list[int], asked: ImageParams) -> list[ImageUpdate]:
-    return [update async for update in await engine.draw(prompt, asked)]
+async def updates(engine: NativeEngine, prompt: list[int], asked: ImageParams) -> list[Output]:
+    return [update async for update in await engine.submit(generate_image(prompt, asked))]
 
 
 def test_an_image_comes_step_by_step(tiny_model: Path, image_model: Path) -> None:
@@ -203,7 +211,7 @@ def test_an_image_comes_step_by_step(tiny_model: Path, image_model: Path) -> Non
             drawn_by = engine.model.images
             assert drawn_by is not None and (drawn_by.name, drawn_by.width, drawn_by.steps) == ("tiny-dit", SIZE, 6)
             got = await updates(engine, [5, 6, 7], image(preview_every=2, negative_token_ids=[9]))
-            assert [update.step for update in got] == [1, 2, 3, 4, 5]
+            assert [update.denoise_step for update in got] == [1, 2, 3, 4, 5]
             assert [update.image is not None for update in got] == [False, True, False, True, True]
             assert [len(update.image) for update in got if update.image] == [SIZE * SIZE * 3] * 3
             assert [update.finish for update in got] == [None] * 4 + [FinishReason.STOP]
@@ -221,11 +229,13 @@ def test_an_image_comes_step_by_step(tiny_model: Path, image_model: Path) -> Non
 def test_leaving_ends_an_image(tiny_model: Path, image_model: Path) -> None:
     async def scenario() -> None:
         async with drawing_engine(tiny_model, str(image_model)) as engine:
-            stream = await engine.draw([1, 2], image(steps=1000))
-            assert (await anext(stream)).step == 1
+            stream = await engine.submit(generate_image([1, 2], image(steps=1000)))
+            assert (await anext(stream)).denoise_step == 1
             await stream.aclose()
             assert [update async for update in stream] == []
-            await until(lambda: not engine.stats().images_running and not engine.open_requests(), "the image's end")
+            await until(
+                lambda: not engine.stats().images_running and not engine.stats().open_requests, "the image's end"
+            )
             assert engine.stats().embedding_bytes == 0
 
     asyncio.run(scenario())
@@ -242,8 +252,8 @@ def test_what_cannot_be_drawn_is_refused_at_once(tiny_model: Path, image_model: 
                 ([1], image(steps=0), InvalidRequest),
             ):
                 with pytest.raises(wrong):
-                    await engine.draw(prompt, asked)
-            assert engine.open_requests() == 0
+                    await engine.submit(generate_image(prompt, asked))
+            assert engine.stats().open_requests == 0
 
     asyncio.run(scenario())
 
@@ -254,9 +264,9 @@ def test_without_an_image_model_there_is_none(tiny_model: Path) -> None:
             async with drawing_engine(tiny_model, wanted) as engine:
                 assert engine.model.images is None
                 with pytest.raises(InvalidRequest, match="no model that draws"):
-                    await engine.draw([1], image())
+                    await engine.submit(generate_image([1], image()))
                 params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-                assert [delta async for delta in await engine.submit([1, 2], params)]
+                assert [output async for output in await engine.submit(sample([1, 2], params))]
 
     asyncio.run(scenario())
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from tests.scheduler.simulation import SimulatedWorker, expected_output, limits, request
+from tests.scheduler.simulation import SimulatedWorker, events_of, expected_output, limits, request
 from weft.engine.core import EngineCore
 from weft.plan import Limits, StepPlan, StepResult
 from weft.scheduler.integrity import check_integrity
@@ -89,7 +89,7 @@ def drain(core: EngineCore, events: dict[str, list[Event]]) -> None:
             core.settle()
             assert not core.scheduler._under_way and core.scheduler.pool.num_free == core.scheduler.pool.num_usable
             return
-        for event in core.step():
+        for event in events_of(core.step()):
             events[event.request_id].append(event)
         check_integrity(core.scheduler)
     raise AssertionError("the engine does not come to rest")
@@ -207,7 +207,7 @@ def test_a_row_that_the_failed_step_was_to_release_is_released_again() -> None:
     events: dict[str, list[Event]] = {asked.request_id: [] for asked in (first, second, third)}
     core.submit([second, first])
     while not runner.failures:
-        for event in core.step():
+        for event in events_of(core.step()):
             events[event.request_id].append(event)
     core.submit([third])
     drain(core, events)
@@ -287,7 +287,7 @@ def test_whatever_fails_every_request_ends_once(
         if core.scheduler.cursors and rnd.random() < 0.02:
             aborted.add(rnd.choice(list(core.scheduler.cursors)))
             core.abort(aborted)
-        for event in core.step():
+        for event in events_of(core.step()):
             tokens[event.request_id] += event.token_ids
             if event.finish is not None:
                 ends[event.request_id] += 1

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from tests.engine.stand_in import StandIns
 from tests.engine.test_client import client_of
 from tests.engine.test_client import request as sent
-from tests.scheduler.simulation import SimulatedWorker, expected_output, limits, request
+from tests.scheduler.simulation import SimulatedWorker, events_of, expected_output, limits, request
 from tests.waiting import PATIENCE, until
 from weft.engine.core import EngineCore
 from weft.engine.wire import Submit, Vocabulary
@@ -91,7 +91,7 @@ def served(core: EngineCore) -> dict[str, list[int]]:
         if not core.has_work:
             core.settle()
             return outputs
-        for event in core.step():
+        for event in events_of(core.step()):
             outputs.setdefault(event.request_id, []).extend(event.token_ids)
             assert not event.error
         check_integrity(core.scheduler)
@@ -164,7 +164,7 @@ def test_others_are_served_while_a_grammar_is_built() -> None:
     for _ in range(4):
         core.step()
     assert core.has_work and core.stats().running == 0, "the other has ended"
-    assert core.step() == [] and core.has_work
+    assert not core.step() and core.has_work
     runner.constraints.asked["slow"].set_result(None)
     assert len(served(core)["held"]) == 4
 
@@ -174,7 +174,7 @@ def test_a_grammar_that_cannot_be_built_rejects_its_request_alone() -> None:
     core.submit([with_grammar("bad", "bad"), with_grammar("good", "good")])
     runner.constraints.asked["bad"].set_exception(InvalidRequest("no such rule"))
     runner.constraints.asked["good"].set_result(None)
-    refused, *_ = core.step()
+    refused, *_ = core.step().events
     assert (refused.request_id, refused.finish, refused.error) == ("bad", FinishReason.REJECTED, "no such rule")
     assert list(served(core)) == ["good"]
 
@@ -185,7 +185,7 @@ def test_whoever_leaves_while_his_grammar_is_built_is_forgotten() -> None:
     core.abort(["gone"])
     assert not core.has_work
     runner.constraints.asked["slow"].set_result(None)
-    assert core.step() == [] and runner.calls == []
+    assert not core.step() and runner.calls == []
 
 
 # The vocabulary.

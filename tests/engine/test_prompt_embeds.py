@@ -18,9 +18,10 @@ from tests.engine.test_client import FILES, submitted, until
 from tests.engine.test_core import core_of
 from tests.engine.test_images import ROOMY, assert_undisturbed, image, serve
 from tests.engine.test_out_of_memory import BOTH, EVERYWHERE
+from tests.generation import generate_image
 from tests.scheduler.simulation import drawing, embeds, request
 from tests.tiny_images import save_image_model
-from weft.backends.contract import failure_of
+from weft.backends.contract import final_output
 from weft.backends.native import NativeEngine, start_native
 from weft.config import load
 from weft.engine.client import EngineClient, check_tensor_capacity
@@ -60,7 +61,7 @@ def test_an_emptied_cache_knows_no_text() -> None:
         core.submit([drawing(name, [1, 2, 3], 2)])
         while core.has_work:
             core.step()
-        core.forget_prompts()
+        core.reset_prefix_cache()
         core.settle()
     assert runner.worker.encoded == [3, 3]
 
@@ -74,11 +75,11 @@ def with_tensor(name: str, num_bytes: int) -> Request:
 def test_tensors_of_open_requests_are_bounded() -> None:
     limits = SchedulerOptions(max_embedding_mb=1)
     half = with_tensor("half", 2**19)
-    check_tensor_capacity([half], half, limits)
-    check_tensor_capacity([half, half], drawing("none"), limits)
+    check_tensor_capacity(2**19, half, limits)
+    check_tensor_capacity(2**20, drawing("none"), limits)
     with pytest.raises(Overloaded, match=r"1048576 bytes.*--max-embedding-mb"):
-        check_tensor_capacity([half, half], with_tensor("more", 4), limits)
-    check_tensor_capacity([], with_tensor("too large for all", 2**21), limits)
+        check_tensor_capacity(2**20, with_tensor("more", 4), limits)
+    check_tensor_capacity(0, with_tensor("too large for all", 2**21), limits)
 
 
 def test_the_client_keeps_tensors_for_the_next_engine_and_lets_in_no_more_than_it_may() -> None:
@@ -129,11 +130,9 @@ STATES = np.random.default_rng(5).standard_normal((7, WIDTH), dtype=np.float32)
 
 async def picture(engine: NativeEngine, token_ids: list[int], **changes: object) -> bytes:
     given = GivenTexts(**{name: changes.pop(name) for name in GivenTexts.__struct_fields__ if name in changes})
-    updates = [update async for update in await engine.draw(token_ids, image(**changes), given=given)]
-    if failure := failure_of(updates[-1]):
-        raise failure
-    assert updates[-1].image is not None
-    return updates[-1].image
+    last = await final_output(await engine.submit(generate_image(token_ids, image(**changes), given)))
+    assert last.image is not None
+    return last.image
 
 
 def test_states_and_prompts_are_one_to_an_image(
@@ -177,11 +176,11 @@ def test_what_cannot_be_drawn_from_is_refused_on_both_sides(tiny_model: Path, im
             with pytest.raises(InvalidRequest) as caught:
                 await picture(engine, prompt, **changes)
             assert param is None or caught.value.param == param
-        assert engine.open_requests() == 0
-        # Past the door's check: the engine has its own.
+        assert engine.stats().open_requests == 0
+        # Past the check of `submit`: the engine has its own.
         asked = replace(drawing("i", size=8), given=GivenTexts(prompt=narrow), prompt_token_ids=[])
         entry = engine.client.submit(asked)
-        await until(lambda: engine.open_requests() == 0)
+        await until(lambda: engine.stats().open_requests == 0)
         (event,) = entry.take()
         assert event.finish is FinishReason.REJECTED and event.error.startswith("prompt_embeds.shape:")
         assert engine.stats().embedding_bytes == 0
@@ -193,8 +192,8 @@ def test_what_cannot_be_drawn_from_is_refused_on_both_sides(tiny_model: Path, im
 def test_leaving_gives_the_bytes_back(tiny_model: Path, image_model: Path) -> None:
     async def scenario() -> None:
         engine = await started(tiny_model, image_model)
-        stream = await engine.draw([], image(steps=1000), given=GivenTexts(prompt=tensor(STATES)))
-        assert (await anext(stream)).step == 1
+        stream = await engine.submit(generate_image([], image(steps=1000), GivenTexts(prompt=tensor(STATES))))
+        assert (await anext(stream)).denoise_step == 1
         assert engine.stats().embedding_bytes >= STATES.nbytes
         await stream.aclose()
         await until(lambda: engine.stats().embedding_bytes == 0)
@@ -214,7 +213,7 @@ def test_killed_in_mid_image_it_is_drawn_again_from_the_same_tensors(tiny_model:
         assert engine.stats().embedding_bytes > 2 * STATES.nbytes
         os.kill(engine.client.engine_pid, signal.SIGKILL)
         assert await asyncio.gather(*drawings) == [expected] * 2
-        assert engine.restarts() == 1 and engine.stats().embedding_bytes == 0
+        assert engine.stats().restarts == 1 and engine.stats().embedding_bytes == 0
         await engine.close()
 
     asyncio.run(scenario())

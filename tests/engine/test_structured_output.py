@@ -40,7 +40,7 @@ LONG = {
 @asynccontextmanager
 async def constrained(files: ModelFiles, **settings: object) -> AsyncIterator[tuple[NativeEngine, GrammarCompiler]]:
     async with serving(files, **settings) as engine:
-        compiler = GrammarCompiler(engine.tokenizer)
+        compiler = GrammarCompiler(engine.text.tokenizer)
         try:
             yield engine, compiler
         finally:
@@ -52,7 +52,7 @@ def params(grammar: str, *, seed: int = 0, temperature: float = 1.0, max_tokens:
 
 
 def prompt(engine: NativeEngine) -> list[int]:
-    return engine.encode_chat([{"role": "user", "content": QUESTION}]).token_ids
+    return engine.text.encode_chat([{"role": "user", "content": QUESTION}]).token_ids
 
 
 def loads_llguidance(engine: NativeEngine) -> bool:
@@ -116,7 +116,7 @@ def test_killed_in_mid_answer_the_whole_answer_still_fits(smollm2_files: ModelFi
             await until(lambda: engine.stats().generation_tokens > generated + 20)
             os.kill(pid, signal.SIGKILL)
             disturbed = await asyncio.gather(*streams)
-            assert engine.restarts() == 1
+            assert engine.stats().restarts == 1
             assert [text for text, _ in disturbed] == [text for text, _ in undisturbed]
             for text, last in disturbed:
                 Draft202012Validator(LONG).validate(json.loads(text))

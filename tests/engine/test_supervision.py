@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.faulty import POISON
+from tests.generation import generate_image, sample
 from tests.tiny_images import SIZE, save_image_model
 from tests.waiting import until, wait_until
 from weft.backends.native import NativeEngine, start_native
@@ -47,11 +48,11 @@ async def serving(files: ModelFiles, launch=EngineProcess, **settings: object) -
 
 
 async def answer(engine: NativeEngine, prompt: str | list[int], params: SamplingParams) -> tuple[str, Output]:
-    tokens = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    tokens = engine.text.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     text = ""
-    async for delta in await engine.submit(tokens, params):
-        text += delta.text
-    return text, delta
+    async for output in await engine.submit(sample(tokens, params)):
+        text += output.text
+    return text, output
 
 
 def alive(pid: int) -> bool:
@@ -78,7 +79,7 @@ def test_killed_in_mid_stream_every_stream_goes_on(smollm2_files: ModelFiles) ->
             assert [text for text, _ in disturbed] == undisturbed
             assert all(last.finish is FinishReason.LENGTH for _, last in disturbed)
             assert all(last.usage.completion_tokens == MAX_TOKENS for _, last in disturbed)
-            assert engine.restarts() == 1
+            assert engine.stats().restarts == 1
             assert engine.health().ready
             assert not alive(first_pid)
 
@@ -93,13 +94,13 @@ def test_killed_in_mid_image_it_is_drawn_again_and_is_the_same(smollm2_files: Mo
 
     async def scenario() -> None:
         async with serving(smollm2_files, image_model=str(save_image_model(tmp_path / "dit", 576))) as engine:
-            prompt = engine.tokenizer.encode("a red circle")
+            prompt = engine.text.tokenizer.encode("a red circle")
 
             async def drawn() -> tuple[list[int], dict[int, bytes]]:
-                updates = [update async for update in await engine.draw(prompt, image)]
+                updates = [update async for update in await engine.submit(generate_image(prompt, image))]
                 assert updates[-1].finish is FinishReason.STOP and not updates[-1].error
-                shown = {update.step: update.image for update in updates if update.image is not None}
-                return [update.step for update in updates], shown
+                shown = {update.denoise_step: update.image for update in updates if update.image is not None}
+                return [update.denoise_step for update in updates], shown
 
             steps, shown = await drawn()
             assert steps == list(range(1, 101)) and list(shown) == [40, 80, 100]
@@ -111,7 +112,7 @@ def test_killed_in_mid_image_it_is_drawn_again_and_is_the_same(smollm2_files: Mo
             os.kill(engine.client.engine_pid, signal.SIGKILL)
             assert await asyncio.gather(*streams) == [(steps, shown)] * 2
             assert (await chat)[0] == text
-            assert engine.restarts() == 1 and engine.stats().embedding_bytes == 0
+            assert engine.stats().restarts == 1 and engine.stats().embedding_bytes == 0
 
     asyncio.run(scenario())
 
@@ -126,7 +127,7 @@ def test_a_stopped_engine_is_noticed_and_replaced(smollm2_files: ModelFiles) -> 
             os.kill(pid, signal.SIGSTOP)
             await until(lambda: not engine.health().ready)
             assert (await stream)[0] == expected
-            assert engine.restarts() == 1
+            assert engine.stats().restarts == 1
             assert not alive(pid)
 
     asyncio.run(scenario())
@@ -145,7 +146,7 @@ def test_a_request_that_kills_two_engines_ends_alone(smollm2_files: ModelFiles, 
             assert last.finish is FinishReason.ERROR
             assert "twice" in last.error
             assert [text for text, _ in await asyncio.gather(*innocent)] == expected
-            assert engine.restarts() == 2
+            assert engine.stats().restarts == 2
 
     asyncio.run(scenario())
 
@@ -162,7 +163,7 @@ def test_logits_that_are_no_numbers_fail_that_request_alone(smollm2_files: Model
             assert broken.finish is FinishReason.ERROR
             assert "not a number" in broken.error
             assert text == expected and ended.finish is FinishReason.LENGTH
-            assert engine.restarts() == 0
+            assert engine.stats().restarts == 0
 
     asyncio.run(scenario())
 
@@ -170,10 +171,10 @@ def test_logits_that_are_no_numbers_fail_that_request_alone(smollm2_files: Model
 def test_aborted_at_any_stage_the_blocks_come_back(smollm2_files: ModelFiles) -> None:
     async def scenario() -> None:
         async with serving(smollm2_files, EngineThread, max_num_seqs=1, max_prefill_chunk=32) as engine:
-            long = engine.tokenizer.encode("word " * 400)
+            long = engine.text.tokenizer.encode("word " * 400)
 
             async def leave(prompt: list[int], when) -> None:
-                stream = await engine.submit(prompt, GREEDY)
+                stream = await engine.submit(sample(prompt, GREEDY))
                 first = asyncio.create_task(anext(stream))
                 await until(when)
                 first.cancel()
@@ -181,15 +182,15 @@ def test_aborted_at_any_stage_the_blocks_come_back(smollm2_files: ModelFiles) ->
                     await first
                 await stream.aclose()
 
-            await leave(long, lambda: engine.open_requests() == 1 and engine.stats().waiting == 0)
-            await until(lambda: engine.stats().blocks_used == 0 and engine.open_requests() == 0)
+            await leave(long, lambda: engine.stats().open_requests == 1 and engine.stats().waiting == 0)
+            await until(lambda: engine.stats().blocks_used == 0 and engine.stats().open_requests == 0)
 
-            decoding = await engine.submit(long[:20], GREEDY)
+            decoding = await engine.submit(sample(long[:20], GREEDY))
             await anext(decoding)
-            queued = await engine.submit(long[:30], GREEDY)
+            queued = await engine.submit(sample(long[:30], GREEDY))
             await queued.aclose()
             await decoding.aclose()
-            await until(lambda: engine.stats().blocks_used == 0 and engine.open_requests() == 0)
+            await until(lambda: engine.stats().blocks_used == 0 and engine.stats().open_requests == 0)
             assert engine.stats().running == 0
             _, last = await answer(engine, PROMPTS[0], GREEDY)
             assert last.finish is FinishReason.LENGTH
@@ -201,15 +202,15 @@ def test_a_full_queue_refuses_at_once(smollm2_files: ModelFiles) -> None:
     async def scenario() -> None:
         limits = {"max_num_seqs": 1, "max_queued_requests": 2, "max_queued_tokens": 100}
         async with serving(smollm2_files, EngineThread, **limits) as engine:
-            streams = [await engine.submit([1, 2, 3], GREEDY)]
+            streams = [await engine.submit(sample([1, 2, 3], GREEDY))]
             await until(lambda: engine.stats().waiting == 0)
-            streams += [await engine.submit([1, 2, 3], GREEDY) for _ in range(2)]
+            streams += [await engine.submit(sample([1, 2, 3], GREEDY)) for _ in range(2)]
             with pytest.raises(Overloaded, match="2 requests are waiting"):
-                await engine.submit([1, 2, 3], GREEDY)
+                await engine.submit(sample([1, 2, 3], GREEDY))
             for stream in streams:
                 await stream.aclose()
             with pytest.raises(Overloaded, match="tokens"):
-                await engine.submit(list(range(101)), GREEDY)
+                await engine.submit(sample(list(range(101)), GREEDY))
 
     asyncio.run(scenario())
 
@@ -221,7 +222,7 @@ def test_the_engine_dies_with_its_parent(smollm2_files: ModelFiles) -> None:
         "from weft.config import load\n"
         "async def main():\n"
         "    engine = await start_native(load({'kv_cache_memory_mb': 64, 'max_model_len': 512}, env={}))\n"
-        "    engine.encode_chat([{'role': 'user', 'content': 'hi'}])\n"
+        "    engine.text.encode_chat([{'role': 'user', 'content': 'hi'}])\n"
         "    print(engine.client.engine_pid, flush=True)\n"
         "    await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"

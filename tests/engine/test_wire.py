@@ -13,19 +13,18 @@ from hypothesis import strategies as st
 from weft.engine.wire import (
     Abort,
     BrokenFrame,
+    ControlCall,
     FromEngine,
     Heartbeat,
     Inbox,
     Shutdown,
     Started,
-    StartProfile,
     StepOutput,
     ToEngine,
     frame,
     receive_from,
-    step_output,
 )
-from weft.types import EngineStats, Event, FinishReason, TokenLogprob
+from weft.types import EngineStats, Event, ResetPrefixCache, StartProfile
 
 MESSAGES: list[FromEngine] = [
     Heartbeat(0.5),
@@ -98,21 +97,8 @@ def read_to_the_end(data: bytes) -> list[ToEngine]:
 
 
 def test_an_engine_on_an_event_loop_reads_the_same_frames() -> None:
-    sent = [Abort(["a"]), StartProfile(3, "/folder"), Shutdown()]
+    sent = [Abort(["a"]), ControlCall(3, StartProfile("/folder")), ControlCall(4, ResetPrefixCache()), Shutdown()]
     assert read_to_the_end(b"".join(map(frame, sent)) + frame(Shutdown())[:-1]) == sent
     for data in NO_MESSAGES:
         with pytest.raises(BrokenFrame):
             read_to_the_end(data)
-
-
-def test_only_events_that_tell_of_a_token_alone_are_sent_as_a_token() -> None:
-    plain = Event(request_id="plain", token_ids=[7])
-    others = [
-        Event(request_id="first", token_ids=[7], cached_tokens=0),
-        Event(request_id="last", token_ids=[7], finish=FinishReason.LENGTH),
-        Event(request_id="scored", token_ids=[7], logprobs=[TokenLogprob(-1.0)]),
-        Event(request_id="two", token_ids=[7, 8]),
-        Event(request_id="none", finish=FinishReason.ERROR, error="broken"),
-    ]
-    sent = step_output([others[0], plain, *others[1:]], EngineStats(steps=2))
-    assert sent == StepOutput({"plain": 7}, others, EngineStats(steps=2))

@@ -25,6 +25,7 @@ import httpx
 from msgspec import Struct
 
 from tests import tiny_models
+from tests.generation import sample
 from tests.waiting import until, wait_until
 from weft.backends.contract import Engine, Prompt, chat_prompt, text_prompt
 from weft.backends.native import start_native
@@ -65,7 +66,7 @@ def must(true: bool, what: object) -> None:
 
 
 async def all_of(engine: Engine, prompt: Prompt, params: SamplingParams) -> list[Output]:
-    return [delta async for delta in await engine.submit(prompt, params)]
+    return [delta async for delta in await engine.submit(sample(prompt, params))]
 
 
 def text_of(deltas: list[Output]) -> str:
@@ -122,7 +123,7 @@ class Checks:
         params = SamplingParams(max_tokens=3, temperature=0, logprobs=2)
         if not self.engine.abilities.logprobs:
             try:
-                await self.engine.submit(self.prompt, params)
+                await self.engine.submit(sample(self.prompt, params))
             except InvalidRequest as refusal:
                 return f"refused: {refusal.message}"
             raise Failed("it was not refused")
@@ -135,7 +136,7 @@ class Checks:
     async def form(self) -> str:
         spec = JsonSchemaSpec(schema={"enum": ["yes", "no"]})
         if self.engine.abilities.tokens:
-            compiler = GrammarCompiler(self.engine.tokenizer)
+            compiler = GrammarCompiler(self.engine.text.tokenizer)
             grammar = await compiler.compile(spec)
             await compiler.close()
         else:
@@ -169,11 +170,11 @@ class Checks:
         raise Failed("it was not refused")
 
     async def leaving(self) -> str:
-        answers = [await self.engine.submit(self.prompt, LONG) for _ in range(3)]
+        answers = [await self.engine.submit(sample(self.prompt, LONG)) for _ in range(3)]
         for answer in answers:
             await anext(answer)
             await answer.aclose()
-        must(self.engine.open_requests() == 0, self.engine.open_requests())
+        must(self.engine.stats().open_requests == 0, self.engine.stats().open_requests)
         await asyncio.to_thread(wait_until, lambda: self._running() == 0, "the end of what nobody reads")
         return ""
 
@@ -199,7 +200,7 @@ CHECKS: tuple[Callable[[Checks], Awaitable[str]], ...] = (
 
 async def death(engine: Engine, process: subprocess.Popen[bytes]) -> str:
     """What a client sees of a peer that is killed in the middle of its answer."""
-    answer = await engine.submit(text_prompt(engine, PROMPT), LONG)
+    answer = await engine.submit(sample(text_prompt(engine, PROMPT), LONG))
     await anext(answer)
     process.kill()
     last = [delta async for delta in answer][-1]

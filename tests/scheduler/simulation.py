@@ -32,7 +32,7 @@ from weft.plan import (
 )
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
-from weft.types import Event, ImageParams, Pooling, Request, SamplingParams, TokenLogprob
+from weft.types import Event, ImageParams, Pooling, Request, SamplingParams, StepEvents, TokenLogprob
 
 VOCAB = 50
 STOP_TOKEN = 7
@@ -135,6 +135,12 @@ def request(
         sibling_of=sibling_of,
         pooling=pooling,
     )
+
+
+def events_of(brought: StepEvents) -> list[Event]:
+    """Return what a step brought as events, those of plain tokens too."""
+    plain = [Event(request_id=request_id, token_ids=[token]) for request_id, token in brought.tokens.items()]
+    return plain + brought.events
 
 
 def digest(parent: bytes, token: int) -> bytes:
@@ -366,7 +372,7 @@ class Simulation:
             self.owners.append({cursor.row: cursor.id for cursor in self.scheduler.running})
             self.under_way.append((plan, self.worker.execute(plan)))
         if self.under_way and (plan is None or len(self.under_way) > self.delay):
-            for event in self.scheduler.apply(*self.under_way.popleft()):
+            for event in events_of(self.scheduler.apply(*self.under_way.popleft())):
                 self.events.append(event)
                 assert event.request_id not in self.ends, "a request went on after its end"
                 self.outputs[event.request_id] += event.token_ids

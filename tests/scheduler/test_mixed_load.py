@@ -82,7 +82,7 @@ def steps_of(scheduler: Scheduler, arrivals: list[Request], per_step: float, rnd
             tokens - decoded,
             scheduler.limits.max_num_batched_tokens - decoded,
         )
-        ended += sum(event.finish is not None for event in scheduler.apply(plan, blank(plan)))
+        ended += sum(event.finish is not None for event in scheduler.apply(plan, blank(plan)).events)
         number += 1
         if number % 500 == 0:
             check_integrity(scheduler)

@@ -213,7 +213,7 @@ def test_a_step_without_memory_is_computed_again(pooling: Pooling) -> None:
         if plan is None:
             break
         result = worker.execute(plan)
-        events += scheduler.take_back(plan) if step == 1 else scheduler.apply(plan, result)
+        events += scheduler.take_back(plan) if step == 1 else scheduler.apply(plan, result).events
         check_integrity(scheduler)
     assert [event.embedding for event in events] == [expected_vector(asked)]
 

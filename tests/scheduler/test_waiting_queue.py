@@ -158,7 +158,7 @@ class Bare:
         for row in plan.rows:
             self.served[owners[row.row].tenant] += row.count
         result = StepResult(plan.step_id, [Sampled(1) for row in plan.rows if row.samples])
-        self.ended |= {event.request_id for event in scheduler.apply(plan, result) if event.finish}
+        self.ended |= {event.request_id for event in scheduler.apply(plan, result).events if event.finish}
 
 
 @settings(max_examples=40, deadline=None)

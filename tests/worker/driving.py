@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
+from tests.scheduler.simulation import events_of
 from weft.checkpoint.model_files import ModelFiles
 from weft.engine.core import EngineCore
 from weft.hub.resolve import resolve
@@ -127,7 +128,7 @@ def run(
         for request_id in [name for when, name in aborts if when == step]:
             core.abort([request_id])
             outputs[request_id].finish = FinishReason.ABORT
-        for event in core.step():
+        for event in events_of(core.step()):
             output = outputs[event.request_id]
             assert output.finish is None, "an event after the last one"
             output.token_ids += event.token_ids

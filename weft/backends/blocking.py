@@ -1,4 +1,4 @@
-"""An engine on an event loop of its own thread, for callers that wait: a terminal, a script, any thread of a program.
+"""An engine on an event loop of its own thread, for callers that block: a terminal, a script, any thread of a program.
 
 It may be used from many threads at once, and from a thread whose own event loop is running: nothing that an answer
 needs runs there.
@@ -16,42 +16,37 @@ from contextlib import aclosing
 from itertools import repeat
 from typing import Any, TypeVar
 
-from weft.backends.contract import PLAIN_TERMS, Engine, Prompt, Stream, Terms, failure_of
+from weft.backends.contract import Engine, failure_of
 from weft.errors import InvalidRequest, Unavailable
-from weft.types import Output, SamplingParams
+from weft.types import GenerationRequest, Output, Prompt, Sample, SamplingParams
 
 T = TypeVar("T")
 
-Ask = Callable[[Engine], Coroutine[Any, Any, Stream]]
-"""Submits one request."""
-Saw = Callable[[Output], object]
+Observe = Callable[[Output], object]
+"""Called with every output when it comes, on the engine's thread."""
 
-LETTING_GO_S = 5.0
-"""How long a caller that leaves waits until the engine has let go of its request."""
+ABORT_SECONDS = 5.0
+"""How long a caller that leaves waits until the engine has ended its request."""
 
 CLOSED = "The engine was closed."
 
 
-def submitting(prompt: Prompt, params: SamplingParams, terms: Terms = PLAIN_TERMS) -> Ask:
-    return lambda engine: engine.submit(prompt, params, terms)
-
-
-def _unseen(delta: Output) -> None:
+def _ignore(output: Output) -> None:
     pass
 
 
 class BlockingEngine:
-    """A context manager. Ctrl-C reaches the caller's thread: it ends what is waited for, and not the engine."""
+    """An engine for callers that block. Ctrl-C reaches the caller's thread: it ends the request, not the engine."""
 
     def __init__(self, start: Callable[[], Coroutine[Any, Any, Engine]], *, in_background: bool = False) -> None:
-        """Started when it is made, or not made at all; in the background: `engine` raises until it has started."""
+        """Start the engine. In the background: return at once, and `engine` raises until it has started."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weft-engine-loop", daemon=True)
-        self._gate = threading.Lock()
+        self._launching = threading.Lock()
         """Held while work is handed to the loop: none is once it closes."""
         self._closed = False
-        self._following: dict[str, Callable[[], bool]] = {}
-        """What ends an answer, or several, on their way, by the names that they were given."""
+        self._aborts: dict[str, Callable[[], bool]] = {}
+        """The calls that end open requests, by request id, or several by the id of their batch."""
         self._engine: Engine | None = None
         self._start_task: asyncio.Task[Any] | None = None
         self._thread.start()
@@ -69,13 +64,13 @@ class BlockingEngine:
 
     @property
     def failure(self) -> BaseException | None:
-        """What kept it from starting."""
+        """The error that kept the engine from starting."""
         starting = self._starting
         return starting.exception() if starting.done() and not starting.cancelled() else None
 
     @property
     def engine(self) -> Engine:
-        """Raises Unavailable while it starts, and what kept it from starting."""
+        """The engine. Raises Unavailable while it starts, and the error that kept it from starting."""
         if self._engine is not None:
             return self._engine
         if (error := self.failure) is not None:
@@ -89,8 +84,8 @@ class BlockingEngine:
         self.close()
 
     def close(self) -> None:
-        """End the engine and what is open in it. Once is enough, and more does no harm."""
-        with self._gate:
+        """End the engine and the requests that are open in it. It may be called more than once."""
+        with self._launching:
             if self._closed:
                 return
             self._closed = True
@@ -103,7 +98,7 @@ class BlockingEngine:
             self._loop.close()
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """What the work gives, done on the engine's loop."""
+        """Do the work on the engine's loop, and return what it gives."""
         future = self._launch(work)
         try:
             return future.result()
@@ -112,81 +107,85 @@ class BlockingEngine:
             raise
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams, terms: Terms = PLAIN_TERMS
+        self, prompt: Prompt, params: SamplingParams, *, adapter: str | None = None
     ) -> Generator[Output, None, None]:
-        """The answer as it comes; raises the error that it ends with. Leaving the generator early aborts."""
-        return self.follow(submitting(prompt, params, terms))
+        """Return the outputs of a request to generate tokens, as `follow` does."""
+        return self.follow(GenerationRequest(prompt=prompt, task=Sample(params=params), adapter=adapter))
 
-    def follow(self, ask: Ask, name: str = "", saw: Saw = _unseen) -> Generator[Output, None, None]:
-        """The same for a request that is asked in any way; `abort` ends it by its name. `saw` is called with every
-        delta when it comes, on the engine's thread."""
+    def follow(self, request: GenerationRequest, observe: Observe = _ignore) -> Generator[Output, None, None]:
+        """Return the outputs of a request as they come; raises the error that it ends with. Leaving the generator early
+        aborts it, and so does `abort` with its id, if it has one."""
         arrived: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
-        pumping = self._start_pump(ask, arrived.put, name, saw)
+        pumping = self._start_pump(request, arrived.put, observe)
         has_ended = False
         try:
-            while (delta := arrived.get()) is not None:
-                yield _whole(delta)
+            while (output := arrived.get()) is not None:
+                yield _checked(output)
             has_ended = True
             self._check_end(pumping)
         finally:
-            self._forget(name, pumping.cancel)
+            self._forget(request.request_id, pumping.cancel)
             # A generator may be collected on any thread: the engine's own must not wait for itself.
             if not has_ended and pumping.cancel() and threading.current_thread() is not self._thread:
                 with contextlib.suppress(queue.Empty):
-                    while arrived.get(timeout=LETTING_GO_S) is not None:
+                    while arrived.get(timeout=ABORT_SECONDS) is not None:
                         pass
 
-    async def follow_async(self, ask: Ask, name: str = "", saw: Saw = _unseen) -> AsyncGenerator[Output, None]:
-        """The same for a caller on another event loop, which goes on meanwhile."""
+    async def follow_async(
+        self, request: GenerationRequest, observe: Observe = _ignore
+    ) -> AsyncGenerator[Output, None]:
+        """Return the same for a caller on another event loop, which goes on meanwhile."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[Output | None] = asyncio.Queue()
 
-        def put(delta: Output | None) -> None:
-            loop.call_soon_threadsafe(arrived.put_nowait, delta)
+        def put(output: Output | None) -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, output)
 
-        pumping = self._start_pump(ask, put, name, saw)
+        pumping = self._start_pump(request, put, observe)
         has_ended = False
         try:
-            while (delta := await arrived.get()) is not None:
-                yield _whole(delta)
+            while (output := await arrived.get()) is not None:
+                yield _checked(output)
             has_ended = True
             await asyncio.wait([asyncio.wrap_future(pumping)])
             self._check_end(pumping)
         finally:
-            self._forget(name, pumping.cancel)
+            self._forget(request.request_id, pumping.cancel)
             if not has_ended and pumping.cancel():
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LETTING_GO_S):
+                    async with asyncio.timeout(ABORT_SECONDS):
                         while await arrived.get() is not None:
                             pass
 
-    def abort(self, name: str) -> bool:
-        """End an answer that is on its way, or all that were collected by that name; whoever reads it gets no more.
-        False: there is none of that name."""
-        end = self._following.pop(name, None)
+    def abort(self, request_id: str) -> bool:
+        """End an open request, or a batch of them, whose readers get no more. Return False when there is none of that
+        id."""
+        end = self._aborts.pop(request_id, None)
         return end is not None and end()
 
     def collect(
-        self, asks: Sequence[Ask], saw: Sequence[Saw] = (), names: Sequence[str] = (), name: str = ""
+        self, requests: Sequence[GenerationRequest], observers: Sequence[Observe] = (), batch_id: str = ""
     ) -> list[list[Output]]:
-        """All of several answers, asked for at once, in their order; raises the first error that one ends with. `abort`
-        ends each by its name of `names`, and all of them by `name`: of those, what had come is returned."""
-        answers: list[list[Output]] = [[] for _ in asks]
+        """Return all outputs of several requests, submitted at once, in their order; raises the first error that one
+        ends with. With a `batch_id`, `abort` ends each by its id and all by that: what had come is returned."""
+        answers: list[list[Output]] = [[] for _ in requests]
 
-        async def one(ask: Ask, deltas: list[Output], saw: Saw) -> None:
-            def take(delta: Output) -> None:
-                saw(delta)
-                deltas.append(_whole(delta))
+        async def one(request: GenerationRequest, outputs: list[Output], observe: Observe) -> None:
+            def take(output: Output) -> None:
+                observe(output)
+                outputs.append(_checked(output))
 
-            async with aclosing(await ask(self.engine)) as answer:
-                await answer.follow(take)
+            async with aclosing(await self.engine.submit(request)) as stream:
+                await stream.follow(take)
 
         async def all_of_them() -> None:
             async with asyncio.TaskGroup() as group:
-                each = zip(asks, answers, saw or repeat(_unseen), strict=False)
-                tasks = [group.create_task(one(ask, deltas, seen_by)) for ask, deltas, seen_by in each]
-                ends = [self._ending(task) for task in tasks] + [self._ending(*tasks)]
-                with self._followed(dict(zip((*names, name), ends, strict=True)) if names else {}):
+                each = zip(requests, answers, observers or repeat(_ignore), strict=False)
+                tasks = [group.create_task(one(request, outputs, observe)) for request, outputs, observe in each]
+                aborts = {
+                    request.request_id: self._abort_of(task) for request, task in zip(requests, tasks, strict=True)
+                }
+                with self._abortable({**aborts, batch_id: self._abort_of(*tasks)} if batch_id else {}):
                     await asyncio.gather(*tasks, return_exceptions=True)
 
         try:
@@ -195,8 +194,8 @@ class BlockingEngine:
             raise errors.exceptions[0] from None
         return answers
 
-    def _ending(self, *tasks: asyncio.Task[None]) -> Callable[[], bool]:
-        """Ends work on the engine's loop, from any thread."""
+    def _abort_of(self, *tasks: asyncio.Task[None]) -> Callable[[], bool]:
+        """Return a call that ends tasks of the engine's loop from any thread."""
 
         def end() -> bool:
             running = [task for task in tasks if not task.done()]
@@ -207,53 +206,55 @@ class BlockingEngine:
         return end
 
     def _launch(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        with self._gate:
+        with self._launching:
             if not self._closed and threading.current_thread() is not self._thread:
                 return asyncio.run_coroutine_threadsafe(work, self._loop)
         work.close()
         raise Unavailable(CLOSED if self._closed else "The engine's own thread cannot wait for the engine.")
 
-    def _start_pump(self, ask: Ask, put: Callable[[Output | None], None], name: str, saw: Saw) -> Future[None]:
-        self._check_free(name)
-        pumping = self._launch(self._pump(ask, put, saw))
-        if name:
-            self._following[name] = pumping.cancel
+    def _start_pump(
+        self, request: GenerationRequest, put: Callable[[Output | None], None], observe: Observe
+    ) -> Future[None]:
+        self._check_free(request.request_id)
+        pumping = self._launch(self._pump(request, put, observe))
+        if request.request_id:
+            self._aborts[request.request_id] = pumping.cancel
         return pumping
 
-    async def _pump(self, ask: Ask, put: Callable[[Output | None], None], saw: Saw) -> None:
-        """Give every delta of an answer to `put`, and None when no more will come."""
+    async def _pump(self, request: GenerationRequest, put: Callable[[Output | None], None], observe: Observe) -> None:
+        """Give every output of a request to `put`, and None when no more will come."""
 
-        def take(delta: Output) -> None:
-            saw(delta)
-            put(delta)
+        def take(output: Output) -> None:
+            observe(output)
+            put(output)
 
         try:
-            async with aclosing(await ask(self.engine)) as deltas:
-                await deltas.follow(take)
+            async with aclosing(await self.engine.submit(request)) as stream:
+                await stream.follow(take)
         finally:
             put(None)
 
-    def _check_free(self, name: str) -> None:
-        if name in self._following:
-            raise InvalidRequest(f"There is a request {name!r} already.", param="request_id")
+    def _check_free(self, request_id: str) -> None:
+        if request_id in self._aborts:
+            raise InvalidRequest(f"There is a request {request_id!r} already.", param="request_id")
 
-    def _forget(self, name: str, end: Callable[[], bool]) -> None:
-        if self._following.get(name) == end:
-            self._following.pop(name, None)
+    def _forget(self, request_id: str, end: Callable[[], bool]) -> None:
+        if self._aborts.get(request_id) == end:
+            self._aborts.pop(request_id, None)
 
     @contextlib.contextmanager
-    def _followed(self, ends: Mapping[str, Callable[[], bool]]) -> Iterator[None]:
-        for name in ends:
-            self._check_free(name)
-        self._following |= ends
+    def _abortable(self, aborts: Mapping[str, Callable[[], bool]]) -> Iterator[None]:
+        for request_id in aborts:
+            self._check_free(request_id)
+        self._aborts |= aborts
         try:
             yield
         finally:
-            for name, end in ends.items():
-                self._forget(name, end)
+            for request_id, end in aborts.items():
+                self._forget(request_id, end)
 
     def _check_end(self, pumping: Future[None]) -> None:
-        """Raise what kept an answer from its end; nothing, where it was aborted."""
+        """Raise the error that kept a stream from its end; nothing, where it was aborted."""
         try:
             pumping.result()
         except CancelledError:
@@ -275,15 +276,15 @@ class BlockingEngine:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
-def _whole(delta: Output) -> Output:
-    """The delta, unless it ends an answer that failed."""
-    if failure := failure_of(delta):
+def _checked(output: Output) -> Output:
+    """Return the output, unless it ends a request that failed: then its error is raised."""
+    if failure := failure_of(output):
         raise failure
-    return delta
+    return output
 
 
 async def _end_other_tasks() -> None:
-    """What an interrupted start left behind gets the time to clean up."""
+    """Cancel what an interrupted start left behind, and wait until it has cleaned up."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()

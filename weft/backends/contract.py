@@ -9,21 +9,24 @@ from msgspec import Struct
 
 from weft.errors import EngineFault, InvalidRequest, RequestTimeout, Unavailable, WeftError
 from weft.options import ModelEntry
-from weft.payloads import NO_TEXTS, GivenTexts
 from weft.text.parsers.pieces import Piece
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle
 from weft.text.tokenizer import Tokenizer
 from weft.types import (
     Adapter,
+    ControlMessage,
+    Conversation,
+    Embed,
     EngineStats,
     FinishReason,
-    ImageParams,
+    GenerateImage,
+    GenerationRequest,
     ModelInfo,
     Output,
-    Pooling,
+    Prompt,
+    Sample,
     SamplingParams,
-    Usage,
 )
 
 
@@ -35,23 +38,6 @@ class Health(Struct, frozen=True):
     """Why not, when not: starting, restarting, draining, failed."""
     gone: bool = False
     """A request found nobody there: whoever has another engine need not wait for this one."""
-
-
-class Conversation(Struct, frozen=True, kw_only=True):
-    """A chat as OpenAI's clients write it, for an engine behind which somebody else has the chat template."""
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: str | Mapping[str, Any] | None = None
-    parallel_tool_calls: bool = True
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    template_variables: Mapping[str, Any] = {}
-
-
-Prompt = list[int] | str | Conversation
-"""Token ids for an engine that computes with tokens; for one that does not know them (`Abilities.tokens`), text or a
-conversation."""
 
 
 def tokens_of(prompt: Prompt) -> list[int]:
@@ -102,7 +88,7 @@ def num_tokens(prompt: Prompt) -> int:
 
 
 Take = Callable[[Output], Awaitable[None] | None]
-"""Is given a delta. What it returns, if anything, is awaited before it is given the next one."""
+"""Takes an output. What it returns, if anything, is awaited before it is given the next one."""
 
 
 class ParsedOutput(Output, frozen=True, kw_only=True):
@@ -112,40 +98,41 @@ class ParsedOutput(Output, frozen=True, kw_only=True):
     pieces: Sequence[Piece] = ()
 
 
-class Terms(Struct, frozen=True, kw_only=True):
-    """On which terms a request is computed, whatever it asks for."""
-
-    request_id: str = ""
-    """No two that are open have the same; empty: one is made up."""
-    cache_salt: str = ""
-    priority: int = 0
-    tenant: str = ""
-    adapter: str | None = None
-    """The name of one of the engine's adapters; None: the one called `default`, if there is one; empty: the model as it
-    is."""
-    uncut: bool = False
-    """Large pieces of text come as the engine gives them, and not in those of --stream-chunk-size."""
-
-
-PLAIN_TERMS = Terms()
-
-
 class Stream(Protocol):
-    """The answer to one request, as it comes. A delta may carry several tokens: all that came since the last."""
+    """The outputs of one request, as they come. One may carry several tokens: all that came since the last."""
 
     def __aiter__(self) -> Stream: ...
 
     async def __anext__(self) -> Output: ...
 
     async def follow(self, take: Take) -> None:
-        """Give every delta to `take`, to the last one. An engine may call it at once when a token comes, which costs
+        """Give every output to `take`, to the last one. An engine may call it at once when a token comes, which costs
         less than to wake a task."""
-        async for delta in self:
-            if (taking := take(delta)) is not None:
+        async for output in self:
+            if (taking := take(output)) is not None:
                 await taking
 
     async def aclose(self) -> None:
         """End the request, whether or not it was ever iterated; its memory is free before the next step."""
+
+
+class OneOutput(Stream):
+    """The stream of a request whose answer is there already, as one output."""
+
+    def __init__(self, output: Output) -> None:
+        self._output: Output | None = output
+
+    def __aiter__(self) -> OneOutput:
+        return self
+
+    async def __anext__(self) -> Output:
+        output, self._output = self._output, None
+        if output is None:
+            raise StopAsyncIteration
+        return output
+
+    async def aclose(self) -> None:
+        self._output = None
 
 
 class ChatPrompt(Struct, frozen=True):
@@ -153,36 +140,6 @@ class ChatPrompt(Struct, frozen=True):
 
     text: str
     token_ids: list[int]
-
-
-class Embedding(Struct, frozen=True):
-    """float32 values, and what they were made of."""
-
-    data: bytes
-    usage: Usage
-
-
-class ImageUpdate(Struct, frozen=True, kw_only=True):
-    """How far an image is."""
-
-    step: int
-    """How many of its steps are done."""
-    image: bytes | None = None
-    """Rows of RGB bytes: the image as it is after this step, when a preview was asked for, or it is the last."""
-    finish: FinishReason | None = None
-    error: str = ""
-    usage: Usage = Usage()
-
-
-class ImageUpdates(Protocol):
-    """An image on its way: an update after every step, the last one with `finish`."""
-
-    def __aiter__(self) -> ImageUpdates: ...
-
-    async def __anext__(self) -> ImageUpdate: ...
-
-    async def aclose(self) -> None:
-        """End the request, whether or not it was ever iterated."""
 
 
 class ChatStyles(Struct, frozen=True):
@@ -227,18 +184,8 @@ class Abilities(Struct, frozen=True, kw_only=True):
     lora: bool = True
 
 
-class Engine(Protocol):
-    """One model that is served."""
-
-    @property
-    def name(self) -> str:
-        """Of the kind of engine, as `weft engines` lists it."""
-
-    @property
-    def abilities(self) -> Abilities: ...
-
-    @property
-    def model(self) -> ModelInfo: ...
+class EngineText(Protocol):
+    """The text side of a model: its tokenizer, its chat template, and how it writes what is not plain text."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -246,18 +193,6 @@ class Engine(Protocol):
 
     @property
     def styles(self) -> ChatStyles: ...
-
-    @property
-    def adapters(self) -> Collection[Adapter]:
-        """Those that requests may name now."""
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        """From a directory of the engine's machine, which the operator named. When it returns, the engine has read it.
-        Raises ModelError for what is no adapter of this model; InvalidRequest where there can be none
-        (`Abilities.lora`)."""
-
-    async def unload_adapter(self, name: str) -> None:
-        """Requests that have begun with it go on. Raises InvalidRequest when there is none of that name."""
 
     def encode_chat(
         self,
@@ -268,61 +203,74 @@ class Engine(Protocol):
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
-        """The messages as the model's own chat template writes them. Raises InvalidRequest.
+        """Write the messages as the model's own chat template does. Raises InvalidRequest.
 
         `continue_final_message`: the text ends with the last message's own, for the model to go on with.
         """
 
-    async def submit(
+
+class UnknownText:
+    """The text of an engine that is given text and not tokens: everything that needs the tokens is refused."""
+
+    styles = ChatStyles()
+
+    def __init__(self, engine: Able) -> None:
+        self._engine = engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        raise tokens_unknown(self._engine, "This")
+
+    def encode_chat(
         self,
-        prompt: Prompt,
-        params: SamplingParams,
-        terms: Terms = PLAIN_TERMS,
+        messages: Sequence[Mapping[str, Any]],
         *,
-        sibling_of: str = "",
-        markers: Collection[str] = (),
-    ) -> Stream:
-        """Check and queue one request; its deltas follow, the last one with `finish`.
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        raise tokens_unknown(self._engine, "This")
 
-        `sibling_of` is the id of a request with the same prompt that was submitted before: the two share its blocks.
-        `markers` are texts of special tokens that are shown whatever `skip_special_tokens` says: a parser needs them.
 
-        Raises InvalidRequest, Overloaded or Unavailable before anything is queued. Whoever stops reading early
-        must call `aclose`.
-        """
+class Engine(Protocol):
+    """One model that is served."""
 
-    async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
-        """The prompt as one vector of length 1. Raises as `submit` does. Cancelling it ends the request."""
+    @property
+    def name(self) -> str:
+        """The kind of engine, as `weft engines` lists it."""
 
-    async def draw(
-        self, prompt_token_ids: list[int], image: ImageParams, terms: Terms = PLAIN_TERMS, given: GivenTexts = NO_TEXTS
-    ) -> ImageUpdates:
-        """Check and queue one image. Raises as `submit` does, and InvalidRequest when `model.images` is None or cannot
-        draw this size or a prompt of this length.
+    @property
+    def abilities(self) -> Abilities: ...
 
-        `given` are hidden states that it is drawn from instead of a prompt, which is empty then.
+    @property
+    def model(self) -> ModelInfo: ...
+
+    @property
+    def text(self) -> EngineText: ...
+
+    @property
+    def adapters(self) -> Collection[Adapter]:
+        """The LoRA adapters that requests may name now."""
+
+    async def submit(self, request: GenerationRequest) -> Stream:
+        """Check and queue one request; its outputs follow, the last one with `finish`.
+
+        Raises InvalidRequest, Overloaded or Unavailable before anything is queued. A caller that stops reading early
+        must close the stream.
         """
 
     def health(self) -> Health: ...
 
     def stats(self) -> EngineStats:
-        """Counters go on rising when the engine behind them is replaced."""
+        """Return counters and gauges. Counters go on rising when the engine process behind them is replaced."""
 
-    def restarts(self) -> int:
-        """How often the engine process was replaced."""
+    async def control(self, message: ControlMessage) -> str:
+        """Carry out an operator's command, and return what the message says that it is answered with.
 
-    def open_requests(self) -> int: ...
-
-    async def reset_cache(self) -> int:
-        """Forget the prompts that were computed, and return how many blocks of them were known. What is in use stays
-        in use. Raises Unavailable."""
-
-    async def start_profile(self, folder: str) -> str:
-        """Record what the engine spends its time on, and return the file that will tell. Raises InvalidRequest when
-        that is being done already, and Unavailable."""
-
-    async def stop_profile(self) -> str:
-        """Write what was recorded, and return the file. Raises InvalidRequest when nothing was, and Unavailable."""
+        Raises InvalidRequest for what this engine cannot do or has nothing to do for, ModelError for an adapter that is
+        none of this model, and Unavailable.
+        """
 
     async def close(self) -> None: ...
 
@@ -377,15 +325,28 @@ class ConfiguredModels(Protocol):
 
 def text_prompt(engine: Engine, text: str) -> Prompt:
     """A text as this engine takes it."""
-    return engine.tokenizer.encode(text) if engine.abilities.tokens else text
+    return engine.text.tokenizer.encode(text) if engine.abilities.tokens else text
 
 
 def chat_prompt(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> Prompt:
     """A conversation as this engine takes it."""
-    return engine.encode_chat(messages).token_ids if engine.abilities.tokens else Conversation(messages=messages)
+    return engine.text.encode_chat(messages).token_ids if engine.abilities.tokens else Conversation(messages=messages)
 
 
-def failure_of(last: Output | ImageUpdate) -> WeftError | None:
+async def final_output(stream: Stream) -> Output:
+    """Read a stream to its end, close it, and return its last output. Raises the error that it ended with."""
+    try:
+        async for output in stream:
+            if failure := failure_of(output):
+                raise failure
+            if output.finish:
+                return output
+    finally:
+        await stream.aclose()
+    raise EngineFault("The engine ended a request without a reason.")
+
+
+def failure_of(last: Output) -> WeftError | None:
     """The error that a request's last word stands for; None for an answer that ended as it should."""
     match last.finish:
         case None | FinishReason.STOP | FinishReason.LENGTH:
@@ -435,15 +396,22 @@ FIELD_RULES = (
 )
 
 
-def check_abilities(engine: Able, params: SamplingParams, terms: Terms = PLAIN_TERMS) -> None:
-    """Raise InvalidRequest for the first thing that this engine does not take."""
-    for rule in FIELD_RULES:
-        if rule.by(params) and not getattr(engine.abilities, rule.ability):
-            if rule.ability in engine.abilities.with_tokenizer:
-                raise tokens_unknown(engine, rule.field, rule.field)
-            raise not_taken(engine.name, rule.field)
+def check_abilities(engine: Able, request: GenerationRequest) -> None:
+    """Raise InvalidRequest for the first thing that this engine does not take, and NotSupported for its whole task."""
+    abilities = engine.abilities
+    match request.task:
+        case Embed() if not abilities.embeddings:
+            raise cannot(engine.name, "embed")
+        case GenerateImage() if not abilities.images:
+            raise cannot(engine.name, "generate images")
+        case Sample(params=params):
+            for rule in FIELD_RULES:
+                if rule.by(params) and not getattr(abilities, rule.ability):
+                    if rule.ability in abilities.with_tokenizer:
+                        raise tokens_unknown(engine, rule.field, rule.field)
+                    raise not_taken(engine.name, rule.field)
     for field, ability in (("priority", "priority"), ("cache_salt", "cache_salt"), ("adapter", "lora")):
-        if getattr(terms, field) and not getattr(engine.abilities, ability):
+        if getattr(request, field) and not getattr(abilities, ability):
             raise not_taken(engine.name, field)
 
 

@@ -1,5 +1,5 @@
-"""A model's words, on this side of whatever engine computes with its tokens: tokenizer, chat template, and the checks
-that every prompt passes before an engine sees it."""
+"""The text side of a model, for engines that compute with its tokens: tokenizer, chat template, and the checks that
+every prompt passes before an engine sees it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from weft.backends.contract import PLAIN_TERMS, ChatPrompt, ChatStyles, Terms
+from weft.backends.contract import ChatPrompt, ChatStyles, tokens_of
 from weft.checkpoint.model_files import ModelFiles
 from weft.checkpoint.tokenizer_assets import text_assets
 from weft.errors import ContextTooLong, InvalidRequest
@@ -18,13 +18,23 @@ from weft.options import ModelOptions
 from weft.text.chat_template import ChatTemplate, without_tools
 from weft.text.parsers.styles import reasoning_style, tool_style
 from weft.text.tokenizer import Tokenizer
-from weft.types import Adapter, ModelInfo, Request, SamplingParams, check_priority, check_token_ids
+from weft.types import (
+    Adapter,
+    GenerationRequest,
+    ModelInfo,
+    Request,
+    SamplingParams,
+    check_priority,
+    check_token_ids,
+)
 
-STYLE_IN_WORDS = "hermes"
-"""How a model writes calls that was told of its tools by its system message."""
+TOLD_STYLE = "hermes"
+"""The style of calls of a model that is told of its tools by its system message."""
 
 
 class ModelText:
+    """The tokenizer and the chat template of one model."""
+
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, styles: ChatStyles) -> None:
         self.tokenizer = tokenizer
         self.styles = styles
@@ -59,40 +69,35 @@ class ModelText:
         )
         return ChatPrompt(text, self.tokenizer.encode(text, add_special_tokens=False))
 
-    def request_of(
-        self,
-        model: ModelInfo,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        sibling_of: str = "",
-        adapter: Adapter | None = None,
+    def engine_request(
+        self, model: ModelInfo, request: GenerationRequest, params: SamplingParams, adapter: Adapter | None = None
     ) -> Request:
-        """The request as an engine of this model sees it, with every default resolved. Raises InvalidRequest."""
+        """Return the request as an engine of this model sees it, with every default resolved. Raises InvalidRequest for
+        a prompt that the model cannot answer; the parameters are checked by the caller, or by the engine."""
+        prompt_token_ids = tokens_of(request.prompt)
         check_prompt(model, prompt_token_ids, params)
-        check_priority(terms.priority)
-        room = model.max_model_len - len(prompt_token_ids)
+        check_priority(request.priority)
+        most = model.max_model_len - len(prompt_token_ids)
         ends = () if params.ignore_eos else self.tokenizer.eos_token_ids
         return Request(
-            request_id=terms.request_id or uuid.uuid4().hex,
+            request_id=request.request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt_token_ids,
             params=replace(
                 params,
-                max_tokens=min(params.max_tokens or room, room),
+                max_tokens=min(params.max_tokens or most, most),
                 seed=secrets.randbits(63) if params.seed is None else params.seed,
             ),
             stop_token_ids=list(dict.fromkeys((*ends, *params.stop_token_ids))),
-            cache_salt=terms.cache_salt,
-            priority=terms.priority,
-            tenant=terms.tenant,
-            sibling_of=sibling_of,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            tenant=request.tenant,
+            sibling_of=request.sibling_of,
             adapter=adapter,
         )
 
 
 def open_model_text(files: ModelFiles, options: ModelOptions) -> ModelText:
-    """Reads the model's tokenizer and template: takes a while, and may well run in a thread."""
+    """Read the model's tokenizer and chat template. It takes a while, and may run in a thread."""
     assets = text_assets(files)
     tokenizer = Tokenizer.from_assets(assets)
     template = ChatTemplate.from_assets(assets, tokenizer) if assets.chat_template else None
@@ -100,9 +105,7 @@ def open_model_text(files: ModelFiles, options: ModelOptions) -> ModelText:
 
 
 def check_prompt(model: ModelInfo, prompt_token_ids: list[int], params: SamplingParams) -> None:
-    """Raise InvalidRequest for what this model cannot answer."""
-    params.check()
-    params.check_token_ids(model.logits_width)
+    """Raise InvalidRequest for a prompt that this model cannot answer with these parameters."""
     check_token_ids(prompt_token_ids, model.logits_width, "prompt")
     length = len(prompt_token_ids)
     if length == 0:
@@ -130,9 +133,9 @@ def check_prompt(model: ModelInfo, prompt_token_ids: list[int], params: Sampling
 
 def _styles_of(options: ModelOptions, template: ChatTemplate | None) -> ChatStyles:
     source = template.source if template is not None else None
-    in_words = template is not None and not template.knows_tools
+    is_told = template is not None and not template.knows_tools
     tools, reasoning = options.tool_style, options.reasoning_style
     return ChatStyles(
-        tool_style((STYLE_IN_WORDS if in_words else None) if tools == "auto" else tools, source),
+        tool_style((TOLD_STYLE if is_told else None) if tools == "auto" else tools, source),
         reasoning_style(None if reasoning == "auto" else reasoning, source),
     )

@@ -1,56 +1,46 @@
-"""Weft's own engine behind the contract: text on this side, integers on the other."""
+"""Weft's own engine behind the contract: text is handled on this side of the wire, integers on the other."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
-from typing import TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
 from weft.backends.adapters import Adapters
-from weft.backends.contract import (
-    PLAIN_TERMS,
-    Abilities,
-    Embedding,
-    Health,
-    ImageUpdate,
-    ImageUpdates,
-    Prompt,
-    Stream,
-    Take,
-    Terms,
-    check_abilities,
-    failure_of,
-    tokens_of,
-)
+from weft.backends.contract import Abilities, Health, Stream, Take, check_abilities, final_output, tokens_of
 from weft.backends.model_text import ModelText, open_model_text
 from weft.checkpoint.adapter_files import adapter_paths
 from weft.checkpoint.model_files import ModelFiles
 from weft.engine.client import EngineClient
 from weft.engine.process import EngineProcess, LaunchedEngine
-from weft.engine.wire import ResetCache, StartProfile, StopProfile, Vocabulary
-from weft.errors import ConfigError, ContextTooLong, EngineFault, InvalidRequest, ModelError, WeftError
+from weft.engine.wire import Vocabulary
+from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, WeftError
 from weft.hub.resolve import find_model
 from weft.options import Config
-from weft.payloads import NO_TEXTS, GivenTexts
+from weft.payloads import NO_TEXTS
 from weft.text.detokenizer import OutputText
 from weft.text.grammars.specs import vocabulary_of
 from weft.types import (
     Adapter,
     Arrival,
+    ControlMessage,
+    Embed,
     EngineStats,
     Event,
+    GenerateImage,
+    GenerationRequest,
     ImageModelInfo,
     ImageParams,
+    LoadLora,
     ModelInfo,
     Output,
-    Pooling,
     Request,
+    Sample,
     SamplingParams,
+    UnloadLora,
     Usage,
     check_priority,
     check_token_ids,
@@ -62,7 +52,7 @@ E = TypeVar("E", bound="NativeEngine")
 async def start_native(
     config: Config, files: ModelFiles | None = None, *, launch: Callable[[], LaunchedEngine] = EngineProcess
 ) -> NativeEngine:
-    """Load a model and be ready to generate."""
+    """Load a model, and return an engine that is ready to generate."""
     refuse(config, files)
     if files is None:
         files = await asyncio.to_thread(find_model, config)
@@ -70,16 +60,17 @@ async def start_native(
 
 
 async def open_engine(client: EngineClient, make: Callable[[EngineClient, ModelText, Adapters], E]) -> E:
-    """Start an engine process and open the text room side by side, and make an engine of both, with the adapters that
-    it is configured with. The first error is raised, at once, and nothing is left behind."""
+    """Start an engine process and open the model's text side by side, and make an engine of both, with the adapters
+    that it is configured with. The first error is raised at once, and nothing is left behind."""
     config, files = client.config, client.files
     starting = asyncio.create_task(client.start())
     opening = asyncio.create_task(asyncio.to_thread(open_model_text, files, config.model))
     try:
-        # A thread cannot be cancelled: whoever is waits for the room below, to close it.
+        # A thread cannot be cancelled: after a cancellation the text is waited for below, to close it.
         await asyncio.gather(starting, asyncio.shield(opening))
         engine = make(client, opening.result(), Adapters(client.model.name, files))
-        await engine.load_adapters(adapter_paths(config))
+        for name, path in adapter_paths(config).items():
+            await engine.control(LoadLora(name, path))
         return engine
     except BaseException:
         starting.cancel()
@@ -105,13 +96,47 @@ def refuse(config: Config, files: ModelFiles | None) -> None:
         )
 
 
-class NativeStream(Stream):
-    """The deltas of one request, which is queued when this is made."""
+class OutputReader(Protocol):
+    """Makes outputs of what arrives for one request. After the output with `finish`, `ended` is true."""
 
-    def __init__(self, client: EngineClient, request: Request, text: OutputText) -> None:
+    ended: bool
+
+    def push(self, arrived: Sequence[Arrival]) -> Output | None: ...
+
+
+class ImageProgress:
+    """The outputs of a request for an image: one for every event, so that no preview is lost."""
+
+    def __init__(self, request: Request, step_tokens: int) -> None:
+        """`step_tokens`: how many tokens a denoise step counts as."""
+        self._num_prompt_tokens = request.num_prompt_tokens
+        self._step_tokens = step_tokens
+        self._step = 0
+        self.ended = False
+
+    def push(self, arrived: Sequence[Arrival]) -> Output | None:
+        (event,) = arrived
+        assert isinstance(event, Event), "an image has no tokens"
+        self.ended = event.finish is not None
+        self._step = self._step if event.denoise_step is None else event.denoise_step
+        completion_tokens = self._step * self._step_tokens
+        return Output(
+            denoise_step=self._step,
+            image=event.image,
+            finish=event.finish,
+            error=event.error,
+            usage=Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=completion_tokens),
+        )
+
+
+class NativeStream(Stream):
+    """The outputs of one request, which is queued when this is made."""
+
+    def __init__(self, client: EngineClient, request: Request, reader: OutputReader) -> None:
         self._client = client
-        self._text = text
+        self._reader = reader
         self._entry = client.submit(request)
+        self._take_arrived = self._entry.take if request.image is None else self._entry.take_first
         self._loop = asyncio.get_running_loop()
         self._arrival: asyncio.Future[None]
 
@@ -119,36 +144,44 @@ class NativeStream(Stream):
         return self
 
     async def __anext__(self) -> Output:
-        while not self._text.ended:
-            if (delta := self._arrived()) is not None:
-                return delta
+        while not self._reader.ended:
+            if self._entry.arrived:
+                if (output := self._read()) is not None:
+                    return output
+                continue
             self._arrival = self._loop.create_future()
             self._entry.listener = self._ring
             await self._arrival
         raise StopAsyncIteration
 
     async def follow(self, take: Take) -> None:
-        while not self._text.ended:
+        while not self._reader.ended:
             taking = await self._take_at_once(take)
             if taking is not None:
                 await taking
 
+    async def aclose(self) -> None:
+        self._reader.ended = True
+        self._abort()
+
     async def _take_at_once(self, take: Take) -> asyncio.Future[None] | None:
-        """Give deltas to `take` as their tokens arrive, until there is something to await or nothing more to come."""
+        """Give outputs to `take` as their tokens arrive, until there is something to await or nothing more to come."""
         enough: asyncio.Future[asyncio.Future[None] | None] = self._loop.create_future()
 
         def hear() -> None:
             if enough.done():
                 return
             try:
-                delta = self._arrived()
-                taking = None if delta is None else take(delta)
+                while self._entry.arrived and not self._reader.ended:
+                    output = self._read()
+                    taking = None if output is None else take(output)
+                    if taking is not None:
+                        enough.set_result(asyncio.ensure_future(taking))
+                        return
             except Exception as error:  # noqa: BLE001 - raised again in the task that follows
                 enough.set_exception(error)
                 return
-            if taking is not None:
-                enough.set_result(asyncio.ensure_future(taking))
-            elif self._text.ended:
+            if self._reader.ended:
                 enough.set_result(None)
 
         self._entry.listener = hear
@@ -162,154 +195,97 @@ class NativeStream(Stream):
         if not self._arrival.done():
             self._arrival.set_result(None)
 
-    def _arrived(self) -> Output | None:
-        """All that has arrived since the last call; None for nothing."""
-        arrived = self._entry.take()
-        if not arrived:
-            return None
-        delta = self._text.push(arrived)
-        if self._text.ended:
+    def _read(self) -> Output | None:
+        """Return what has arrived as an output; None when it is nothing that can be shown yet."""
+        output = self._reader.push(self._take_arrived())
+        if self._reader.ended:
+            self._abort()
+        return output
+
+    def _abort(self) -> None:
+        """End a request that the engine still works on: after a stop string, or when its reader leaves."""
+        if self._entry.is_open:
             self._client.abort(self._entry.id)
-        return delta
-
-    async def aclose(self) -> None:
-        self._text.ended = True
-        self._client.abort(self._entry.id)
 
 
-class NativeImageUpdates(ImageUpdates):
-    """The updates of one image, which is queued when this is made."""
-
-    def __init__(self, client: EngineClient, request: Request, step_tokens: int) -> None:
-        """`step_tokens`: what a step of it counts as."""
-        self._client = client
-        self._request = request
-        self._step_tokens = step_tokens
-        self._entry = client.submit(request)
-        self._arrived: deque[Arrival] = deque()
-        self._step = 0
-        self._ended = False
-
-    def __aiter__(self) -> NativeImageUpdates:
-        return self
-
-    async def __anext__(self) -> ImageUpdate:
-        while not self._ended:
-            self._arrived += self._entry.take()
-            if self._arrived:
-                return self._update(self._arrived.popleft())
-            arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._entry.listener = partial(_set_done, arrival)
-            await arrival
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        self._ended = True
-        self._client.abort(self._entry.id)
-
-    def _update(self, event: Arrival) -> ImageUpdate:
-        assert isinstance(event, Event), "an image has no tokens"
-        self._ended = event.finish is not None
-        self._step = self._step if event.denoise_step is None else event.denoise_step
-        return ImageUpdate(
-            step=self._step,
-            image=event.image,
-            finish=event.finish,
-            error=event.error,
-            usage=Usage(
-                prompt_tokens=self._request.num_prompt_tokens, completion_tokens=self._step * self._step_tokens
-            ),
-        )
-
-
-def _set_done(arrival: asyncio.Future[None]) -> None:
-    if not arrival.done():
-        arrival.set_result(None)
+EMBED_PARAMS = SamplingParams(temperature=0, seed=0, max_tokens=1, ignore_eos=True)
+IMAGE_PARAMS = SamplingParams(temperature=0, seed=0, max_tokens=1)
+LORA_TRIAL_PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
 class NativeEngine:
+    """Weft's own engine: a client of an engine process, and the text of its model."""
+
     name = "native"
     abilities = Abilities()
 
-    def __init__(self, client: EngineClient, room: ModelText, adapters: Adapters) -> None:
+    def __init__(self, client: EngineClient, text: ModelText, adapters: Adapters) -> None:
         self.client = client
+        self.text = text
         self._adapters = adapters
-        self.tokenizer = room.tokenizer
-        self.styles = room.styles
-        self.encode_chat = room.encode_chat
-        self._room = room
 
     @property
     def model(self) -> ModelInfo:
         return self.client.model
 
-    async def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        sibling_of: str = "",
-        markers: Collection[str] = (),
-    ) -> NativeStream:
-        request = self._request(prompt, params, terms, sibling_of)
-        if params.grammar:
-            await self._teach_words()
-        return NativeStream(self.client, request, OutputText(self.tokenizer, request, markers))
-
-    async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
-        params = SamplingParams(temperature=0, seed=0, max_tokens=1, ignore_eos=True)
-        request = replace(self._request(prompt, params, terms), pooling=pooling)
-        deltas = NativeStream(self.client, request, OutputText(self.tokenizer, request))
-        try:
-            async for delta in deltas:
-                if failure := failure_of(delta):
-                    raise failure
-                if delta.embedding is not None:
-                    return Embedding(delta.embedding, delta.usage)
-        finally:
-            await deltas.aclose()
-        raise EngineFault("The engine ended a request without its vector.")
-
-    async def draw(
-        self, prompt_token_ids: list[int], image: ImageParams, terms: Terms = PLAIN_TERMS, given: GivenTexts = NO_TEXTS
-    ) -> NativeImageUpdates:
-        drawn_by = self._painter_of(prompt_token_ids, image)
-        check_priority(terms.priority)
-        if terms.adapter:
-            raise InvalidRequest("Adapters are for text: no image is drawn with one.", param="adapter")
-        request = Request(
-            request_id=terms.request_id or uuid.uuid4().hex,
-            prompt_token_ids=prompt_token_ids,
-            params=SamplingParams(temperature=0, seed=0, max_tokens=1),
-            cache_salt=terms.cache_salt,
-            priority=terms.priority,
-            tenant=terms.tenant,
-            image=image,
-            given=given,
-        )
-        if given != NO_TEXTS:
-            # To look at every value takes a while: the streams of others go on meanwhile.
-            await asyncio.to_thread(request.check_given, max_rows=drawn_by.max_prompt_tokens, width=drawn_by.text_width)
-        return NativeImageUpdates(self.client, request, drawn_by.num_tokens * image.passes_per_step)
-
     @property
     def adapters(self) -> Collection[Adapter]:
         return tuple(self._adapters)
 
-    async def load_adapters(self, paths: Mapping[str, str]) -> None:
-        for name, path in paths.items():
-            await self.load_adapter(name, path)
+    async def submit(self, request: GenerationRequest) -> NativeStream:
+        check_abilities(self, request)
+        match request.task:
+            case Sample(params=params, markers=markers):
+                sampled = self._engine_request(request, params)
+                if params.grammar:
+                    await self._load_vocabulary()
+                return NativeStream(self.client, sampled, OutputText(self.text.tokenizer, sampled, markers))
+            case Embed(pooling=pooling):
+                embedded = replace(self._engine_request(request, EMBED_PARAMS), pooling=pooling)
+                return NativeStream(self.client, embedded, OutputText(self.text.tokenizer, embedded))
+            case GenerateImage():
+                return await self._submit_image(request, request.task)
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """It is tried with one token: an adapter that the engine cannot read is found out here, and by no client."""
+    async def control(self, message: ControlMessage) -> str:
+        match message:
+            case LoadLora(name=name, path=path):
+                await self._load_lora(name, path)
+                return ""
+            case UnloadLora(name=name):
+                self._adapters.remove(name)
+                return ""
+        return await self.client.control(message)
+
+    def health(self) -> Health:
+        if self.client.state != "ready":
+            return Health(False, self.client.state)
+        return Health(True) if self.client.is_alive else Health(False, "the engine is silent")
+
+    def stats(self) -> EngineStats:
+        return self.client.stats()
+
+    async def close(self) -> None:
+        await self.client.close()
+        self.text.close()
+
+    def _engine_request(self, request: GenerationRequest, params: SamplingParams) -> Request:
+        """Return the request as the engine process sees it, which checks `params`. Raises InvalidRequest for a prompt
+        or an adapter that cannot be used."""
+        return self.text.engine_request(self.model, request, params, self._adapters.chosen(request.adapter))
+
+    async def _load_vocabulary(self) -> None:
+        """Give the client the vocabulary: grammars are about text, and the engine has only tokens."""
+        if self.client.vocabulary is None:
+            vocabulary = await asyncio.to_thread(vocabulary_of, self.text.tokenizer)
+            self.client.vocabulary = Vocabulary(vocabulary.tokens, vocabulary.special_ids, vocabulary.eos_token_ids)
+
+    async def _load_lora(self, name: str, path: str) -> None:
+        """Add an adapter, and try it with one token: one that the engine cannot read is found here, not by a client."""
         adapter = self._adapters.add(name, await asyncio.to_thread(self._adapters.checked, path))
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        trial = GenerationRequest(prompt=[0], task=Sample(params=LORA_TRIAL_PARAMS), adapter=name)
         was_used = False
         try:
-            async for delta in await self.submit([0], params, Terms(adapter=name)):
-                if failure := failure_of(delta):
-                    raise failure
+            await final_output(await self.submit(trial))
             was_used = True
         except WeftError as error:
             raise ModelError(f"The engine cannot use the adapter {name}: {error}") from error
@@ -317,71 +293,46 @@ class NativeEngine:
             if not was_used:
                 self._adapters.discard(adapter)
 
-    async def unload_adapter(self, name: str) -> None:
-        self._adapters.remove(name)
-
-    def health(self) -> Health:
-        if self.client.state != "ready":
-            return Health(False, self.client.state)
-        return Health(True) if self.client.beats else Health(False, "the engine is silent")
-
-    def stats(self) -> EngineStats:
-        return self.client.stats()
-
-    def restarts(self) -> int:
-        return self.client.restarts
-
-    def open_requests(self) -> int:
-        return self.client.num_open
-
-    async def reset_cache(self) -> int:
-        return int(await self.client.send_on(ResetCache))
-
-    async def start_profile(self, folder: str) -> str:
-        return await self.client.send_on(lambda number: StartProfile(number, folder))
-
-    async def stop_profile(self) -> str:
-        return await self.client.send_on(StopProfile)
-
-    async def close(self) -> None:
-        await self.client.close()
-        self._room.close()
-
-    def _request(self, prompt: Prompt, params: SamplingParams, terms: Terms, sibling_of: str = "") -> Request:
-        """As the engine sees it; raises InvalidRequest for what it cannot answer."""
-        check_abilities(self, params, terms)
-        adapter = self._adapters.chosen(terms.adapter)
-        return self._room.request_of(
-            self.model, tokens_of(prompt), params, terms, sibling_of=sibling_of, adapter=adapter
+    async def _submit_image(self, request: GenerationRequest, task: GenerateImage) -> NativeStream:
+        prompt_token_ids, params, conditioning = tokens_of(request.prompt), task.params, task.conditioning
+        model = self._image_model(prompt_token_ids, params)
+        check_priority(request.priority)
+        if request.adapter:
+            raise InvalidRequest("Adapters are for text: no image is drawn with one.", param="adapter")
+        drawn = Request(
+            request_id=request.request_id or uuid.uuid4().hex,
+            prompt_token_ids=prompt_token_ids,
+            params=IMAGE_PARAMS,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            tenant=request.tenant,
+            image=params,
+            given=conditioning,
         )
+        if conditioning != NO_TEXTS:
+            # To look at every value takes a while: other streams go on meanwhile.
+            await asyncio.to_thread(drawn.check_given, max_rows=model.max_prompt_tokens, width=model.text_width)
+        return NativeStream(self.client, drawn, ImageProgress(drawn, model.num_tokens * params.passes_per_step))
 
-    async def _teach_words(self) -> None:
-        """Grammars are about text, and the engine has only tokens."""
-        if self.client.vocabulary is None:
-            words = await asyncio.to_thread(vocabulary_of, self.tokenizer)
-            self.client.vocabulary = Vocabulary(words.tokens, words.special_ids, words.eos_token_ids)
-
-    def _painter_of(self, prompt_token_ids: list[int], image: ImageParams) -> ImageModelInfo:
-        """The model that can draw this; raises InvalidRequest when none can."""
-        drawn_by = self.model.images
-        if drawn_by is None:
+    def _image_model(self, prompt_token_ids: list[int], params: ImageParams) -> ImageModelInfo:
+        """Return the model that can generate this image; raises InvalidRequest when none can."""
+        model = self.model.images
+        if model is None:
             raise InvalidRequest(
                 "There is no model that draws here.", hint="Serve with an --image-model for this language model."
             )
-        image.check()
-        if (image.width, image.height) != (drawn_by.width, drawn_by.height):
+        params.check()
+        if (params.width, params.height) != (model.width, model.height):
             raise InvalidRequest(
-                f"{drawn_by.name} draws images of {drawn_by.width}x{drawn_by.height}, not of "
-                f"{image.width}x{image.height}.",
+                f"{model.name} draws images of {model.width}x{model.height}, not of {params.width}x{params.height}.",
                 param="size",
             )
-        image.check_read(prompt_token_ids, reads_text=drawn_by.reads_text)
-        for param, token_ids in (("prompt", prompt_token_ids), ("negative_prompt", image.negative_token_ids)):
+        params.check_read(prompt_token_ids, reads_text=model.reads_text)
+        for param, token_ids in (("prompt", prompt_token_ids), ("negative_prompt", params.negative_token_ids)):
             check_token_ids(token_ids, self.model.logits_width, param)
-            if len(token_ids) > drawn_by.max_prompt_tokens:
+            if len(token_ids) > model.max_prompt_tokens:
                 raise ContextTooLong(
-                    f"{param} has {len(token_ids)} tokens; {drawn_by.name} draws from at most "
-                    f"{drawn_by.max_prompt_tokens}.",
+                    f"{param} has {len(token_ids)} tokens; {model.name} draws from at most {model.max_prompt_tokens}.",
                     param=param,
                 )
-        return drawn_by
+        return model

@@ -1,6 +1,6 @@
-"""An engine that another package wrote as a class of BaseEngine, behind the contract that the doors know.
+"""An engine that another package wrote as a class of BaseEngine, behind the engine contract.
 
-Its tokens are not known here: prompts are text, and so are answers. How many there were it tells itself, in
+Its tokens are not known here: prompts are text, and so are answers. How many tokens there were it tells itself, in
 `last_metrics`; where it does not, words are counted.
 """
 
@@ -9,27 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, assert_never
 
 import msgspec
 from msgspec.structs import replace
 
 from weft.backends.contract import (
-    PLAIN_TERMS,
     Abilities,
-    ChatPrompt,
-    ChatStyles,
-    Embedding,
     Health,
-    ImageUpdates,
-    Prompt,
     Stream,
-    Terms,
+    UnknownText,
     cannot,
     check_abilities,
     not_taken,
-    tokens_unknown,
     unknown_adapter,
 )
 from weft.backends.rechunk import RechunkedStream, split_words
@@ -37,56 +30,60 @@ from weft.checkpoint.adapter_files import DEFAULT_ADAPTER, adapter_paths
 from weft.compat.base_engine import BaseEngine, InferMetrics
 from weft.errors import InvalidRequest
 from weft.options import Config, settings
-from weft.payloads import NO_TEXTS, GivenTexts
-from weft.text.tokenizer import Tokenizer
 from weft.types import (
     Adapter,
+    ControlMessage,
     EngineStats,
     FinishReason,
-    ImageParams,
+    GenerationRequest,
+    LoadLora,
     ModelInfo,
     Output,
-    Pooling,
+    ResetPrefixCache,
+    Sample,
     SamplingParams,
+    StartProfile,
+    StopProfile,
+    UnloadLora,
     Usage,
 )
 
 log = logging.getLogger(__name__)
 
-WORDS = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "stop", "seed")
-"""What `infer` is told of a request's parameters, where they are not at their default; besides always `request_id`, and
+KEYWORDS = ("temperature", "top_p", "top_k", "repetition_penalty", "max_tokens", "stop", "seed")
+"""The parameters that `infer` is told, where they are not at their default; besides always `request_id`, and
 `lora_name` where a request names an adapter."""
 
 ABILITIES = msgspec.convert(
-    {name: name in WORDS for name in Abilities.__struct_fields__ if name != "with_tokenizer"}, Abilities
+    {name: name in KEYWORDS for name in Abilities.__struct_fields__ if name != "with_tokenizer"}, Abilities
 )
-PLAIN = SamplingParams()
-SAID_BESIDE = frozenset({"model", "adapter", "engine"})
-"""Settings that `load_model` has other words for, or no use."""
+DEFAULT_PARAMS = SamplingParams()
+NOT_PASSED = frozenset({"model", "adapter", "engine"})
+"""Settings that `load_model` has other keywords for, or no use."""
 
 
 async def start_adapted(engine_class: type[BaseEngine], config: Config) -> AdaptedEngine:
-    """Make one, and load the model that the configuration names."""
+    """Make an engine of the class, and load the model that the configuration names."""
     inner = engine_class()
     adapters = adapter_paths(config)
     default = adapters.pop(DEFAULT_ADAPTER, None)
-    words = settings_of(config) | ({"adapters": adapters} if adapters else {})
-    await asyncio.to_thread(inner.load_model, config.model.model, default, **words)
+    keywords = settings_of(config) | ({"adapters": adapters} if adapters else {})
+    await asyncio.to_thread(inner.load_model, config.model.model, default, **keywords)
     return AdaptedEngine(inner, config)
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """What `load_model` is told: the settings of models and engines that are not at their default."""
-    given = {
+    """Return what `load_model` is told: the settings of models and engines that are not at their default."""
+    values = {
         setting.name: (getattr(getattr(config, setting.section), setting.name), setting.default)
         for setting in settings("model", "backend", "cache", "scheduler")
-        if setting.name not in SAID_BESIDE
+        if setting.name not in NOT_PASSED
     }
-    return {name: value for name, (value, default) in given.items() if value != default}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
-class AnswerFigures:
-    """What is known of one answer: at its end what its engine tells of it, until then, or else, its words."""
+class AnswerMetrics:
+    """The token counts of one answer: at its end those of its engine, until then, or without them, its words."""
 
     def __init__(self, engine: AdaptedEngine, prompt: str, request_id: str) -> None:
         self._engine = engine
@@ -95,7 +92,7 @@ class AnswerFigures:
         self._num_words = 0
 
     def piece(self, text: str) -> Output:
-        """A piece is a token at least: engines that stream give one at a time."""
+        """Return the output for a piece of text, which is a token at least: engines that stream give one at a time."""
         self._num_words += max(1, len(split_words(text)))
         return Output(text=text, usage=Usage(completion_tokens=self._num_words))
 
@@ -107,7 +104,7 @@ class AnswerFigures:
         return Output(finish=told.finish, usage=usage, queue_seconds=told.queue_seconds)
 
     def _told(self) -> InferMetrics | None:
-        """None: nothing, or of another request that has ended since."""
+        """Return the engine's metrics of this request; None where it has none, or those of another."""
         told = self._engine.inner.last_metrics
         if told is None:
             self._engine.note_silence()
@@ -115,10 +112,12 @@ class AnswerFigures:
 
 
 class AdaptedStream(Stream):
-    def __init__(self, engine: AdaptedEngine, prompt: str, words: Mapping[str, Any]) -> None:
+    """The outputs of one call of `async_infer`."""
+
+    def __init__(self, engine: AdaptedEngine, prompt: str, keywords: Mapping[str, Any]) -> None:
         self._engine = engine
-        self._figures = AnswerFigures(engine, prompt, words["request_id"])
-        self._chunks = engine.inner.async_infer(prompt, **words)
+        self._metrics = AnswerMetrics(engine, prompt, keywords["request_id"])
+        self._chunks = engine.inner.async_infer(prompt, **keywords)
         self._ended = False
         engine.open.add(self)
 
@@ -129,10 +128,10 @@ class AdaptedStream(Stream):
         if self._ended:
             raise StopAsyncIteration
         try:
-            return self._figures.piece(await anext(self._chunks))
+            return self._metrics.piece(await anext(self._chunks))
         except StopAsyncIteration:
             self._end()
-            return self._figures.last()
+            return self._metrics.last()
         except asyncio.CancelledError:
             self._end()
             raise
@@ -151,7 +150,7 @@ class AdaptedStream(Stream):
 
 
 class AdaptedEngine:
-    styles = ChatStyles()
+    """An object of a BaseEngine class, behind the engine contract."""
 
     def __init__(self, inner: BaseEngine, config: Config) -> None:
         self.name = config.backend.engine
@@ -161,6 +160,7 @@ class AdaptedEngine:
             Adapter(name=name, number=number, path=path) for number, (name, path) in enumerate(paths.items(), 1)
         ]
         self.abilities = replace(ABILITIES, lora=bool(paths))
+        self.text = UnknownText(self)
         self._chunk_size = config.backend.stream_chunk_size
         self._noted_silence = False
         self.open: set[AdaptedStream] = set()
@@ -175,32 +175,11 @@ class AdaptedEngine:
             dtype=str(info.get("dtype", "")),
         )
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        raise tokens_unknown(self, "This")
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_variables: Mapping[str, Any] | None = None,
-    ) -> ChatPrompt:
-        raise tokens_unknown(self, "This")
-
-    async def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        sibling_of: str = "",
-        markers: Collection[str] = (),
-    ) -> Stream:
-        params.check()
-        check_abilities(self, params, terms)
+    async def submit(self, request: GenerationRequest) -> Stream:
+        check_abilities(self, request)
+        task, prompt = request.task, request.prompt
+        assert isinstance(task, Sample), "the abilities have no other task"
+        task.params.check()
         if not isinstance(prompt, str):
             raise InvalidRequest(
                 f"The engine {self.name} takes text, and neither conversations nor token ids.",
@@ -208,29 +187,25 @@ class AdaptedEngine:
             )
         if not prompt:
             raise InvalidRequest("The prompt is empty.", param="prompt")
-        if terms.adapter and terms.adapter not in [adapter.name for adapter in self.adapters]:
-            raise unknown_adapter(terms.adapter, self.adapters)
-        given = {word: getattr(params, word) for word in WORDS}
-        words = {word: value for word, value in given.items() if value != getattr(PLAIN, word)}
-        words["request_id"] = terms.request_id or uuid.uuid4().hex
-        if terms.adapter is not None and self.adapters:
-            words["lora_name"] = terms.adapter
-        answer = AdaptedStream(self, prompt, words)
-        return answer if terms.uncut else RechunkedStream(answer, self._chunk_size)
+        if request.adapter and request.adapter not in [adapter.name for adapter in self.adapters]:
+            raise unknown_adapter(request.adapter, self.adapters)
+        values = {name: getattr(task.params, name) for name in KEYWORDS}
+        keywords = {name: value for name, value in values.items() if value != getattr(DEFAULT_PARAMS, name)}
+        keywords["request_id"] = request.request_id or uuid.uuid4().hex
+        if request.adapter is not None and self.adapters:
+            keywords["lora_name"] = request.adapter
+        stream = AdaptedStream(self, prompt, keywords)
+        return RechunkedStream(stream, self._chunk_size) if task.rechunk else stream
 
-    async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
-        raise cannot(self.name, "embed")
-
-    async def draw(
-        self, prompt_token_ids: list[int], image: ImageParams, terms: Terms = PLAIN_TERMS, given: GivenTexts = NO_TEXTS
-    ) -> ImageUpdates:
-        raise cannot(self.name, "draw images")
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        raise not_taken(self.name, "adapter")
-
-    async def unload_adapter(self, name: str) -> None:
-        raise not_taken(self.name, "adapter")
+    async def control(self, message: ControlMessage) -> str:
+        match message:
+            case LoadLora() | UnloadLora():
+                raise not_taken(self.name, "adapter")
+            case ResetPrefixCache():
+                raise cannot(self.name, "forget prompts")
+            case StartProfile() | StopProfile():
+                raise cannot(self.name, "be profiled")
+        assert_never(message)
 
     def note_silence(self) -> None:
         if not self._noted_silence:
@@ -246,22 +221,7 @@ class AdaptedEngine:
         return Health(True) if is_well else Health(False, "failed")
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=len(self.open))
-
-    def restarts(self) -> int:
-        return 0
-
-    def open_requests(self) -> int:
-        return len(self.open)
-
-    async def reset_cache(self) -> int:
-        raise cannot(self.name, "forget prompts")
-
-    async def start_profile(self, folder: str) -> str:
-        raise cannot(self.name, "be profiled")
-
-    async def stop_profile(self) -> str:
-        raise cannot(self.name, "be profiled")
+        return EngineStats(running=len(self.open), open_requests=len(self.open))
 
     async def close(self) -> None:
         await asyncio.to_thread(self.inner.unload_model)

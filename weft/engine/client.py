@@ -1,23 +1,23 @@
 """The api process's side of the engine: supervision and the journal.
 
-The engine is disposable. When it dies, hangs or gives up, another is started and every open request is submitted
-again as its prompt and the tokens already delivered, so its stream goes on as if nothing had happened. Requests
-that were in the dead engine's steps come back one at a time, each alone under suspicion until it gives a token:
-one that takes a second engine down ends with an error, alone.
+The engine process is disposable. When it dies, hangs or gives up, another is started and every open request is
+submitted again as its prompt and the tokens already delivered, so its stream goes on as if nothing had happened.
+Requests that were in the dead engine's steps come back one at a time, each alone under suspicion until it gives a
+token: one that takes a second engine down ends with an error, alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 import weft.errors
 from weft.checkpoint.model_files import ModelFiles
-from weft.engine.journal import Entry, Journal, Place
+from weft.engine.journal import Entry, Journal, Place, Queued, Waiting, queued_tokens
 from weft.engine.process import EngineProcess, LaunchedEngine
 from weft.engine.wire import (
     Abort,
@@ -27,6 +27,7 @@ from weft.engine.wire import (
     Failed,
     Heartbeat,
     Inbox,
+    ProcessControl,
     Ready,
     Shutdown,
     Start,
@@ -42,66 +43,58 @@ from weft.options import Config, SchedulerOptions
 from weft.types import EngineStats, Event, FinishReason, ModelInfo, Request
 
 MOST = 2
-"""So many times its limit the queue is full for everybody."""
+"""The queue is full for every tenant at so many times its limit."""
 
 
-def check_capacity(waiting: Iterable[Request], request: Request, limits: SchedulerOptions) -> None:
-    """Raise Overloaded where the queue has no place for a request."""
-    waiting = list(waiting)
-    if not _fits(waiting, request, limits.max_queued_requests, lambda _: 1):
+def check_capacity(waiting: Waiting, request: Request, limits: SchedulerOptions) -> None:
+    """Raise Overloaded where the queue has no capacity for a request. Up to the limit every request is let in; up to
+    twice the limit those of tenants that have less than their equal share of it."""
+    total, own = waiting.total, waiting.by_tenant.get(request.tenant)
+    num_tenants = len(waiting.by_tenant) + (own is None)
+    own = own or Queued()
+    if not _fits(total.requests, own.requests, 1, num_tenants, limits.max_queued_requests):
         raise Overloaded(
-            f"{len(waiting)} requests are waiting already.", hint="Try again later (--max-queued-requests)."
+            f"{total.requests} requests are waiting already.", hint="Try again later (--max-queued-requests)."
         )
-    if not _fits(waiting, request, limits.max_queued_tokens, _num_tokens):
-        queued = sum(map(_num_tokens, waiting))
+    if not _fits(total.tokens, own.tokens, queued_tokens(request), num_tenants, limits.max_queued_tokens):
         raise Overloaded(
-            f"Prompts of {queued} tokens are waiting already.", hint="Try again later (--max-queued-tokens)."
+            f"Prompts of {total.tokens} tokens are waiting already.", hint="Try again later (--max-queued-tokens)."
         )
 
 
-def check_tensor_capacity(others: Iterable[Request], request: Request, limits: SchedulerOptions) -> None:
-    """Raise Overloaded where the tensors of clients that are kept for open requests, in case that an engine dies, would
-    be too many. One that is too large by itself is for the engine to refuse."""
-    held = sum(other.given.num_bytes for other in others)
+def check_tensor_capacity(held: int, request: Request, limits: SchedulerOptions) -> None:
+    """Raise Overloaded where the `held` bytes of clients' tensors, kept for open requests in case that an engine dies,
+    would become too many. A tensor that is too large by itself is for the engine to refuse."""
     if held and held + request.given.num_bytes > limits.max_embedding_mb << 20:
         raise Overloaded(
             f"Images with tensors of {held} bytes are open already.", hint="Try again later (--max-embedding-mb)."
         )
 
 
-def _fits(waiting: list[Request], request: Request, limit: int, size: Callable[[Request], int]) -> bool:
-    total = sum(map(size, waiting)) + size(request)
-    if total <= limit or size(request) == 0:
+def _fits(total: int, own: int, size: int, num_tenants: int, limit: int) -> bool:
+    if total + size <= limit or size == 0:
         return True
-    if total > MOST * limit:
-        return False
-    own = sum(size(other) for other in waiting if other.tenant == request.tenant) + size(request)
-    return own * len({request.tenant, *(other.tenant for other in waiting)}) <= limit
-
-
-def _num_tokens(request: Request) -> int:
-    """A sibling's prompt is its leader's, and counted there."""
-    return 0 if request.sibling_of else request.num_prompt_tokens
+    return total + size <= MOST * limit and (own + size) * num_tenants <= limit
 
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
 SHUTDOWN_SECONDS = 5.0
-LATE_BEATS = 3
-"""An engine that misses so many beats is not ready, though not yet given up."""
+LATE_HEARTBEATS = 3
+"""An engine that misses so many heartbeats is not ready, though not yet given up."""
 
 
 class _Connection(Struct):
-    """One engine, while it lives."""
+    """The connection to one engine process, while that lives."""
 
     engine: LaunchedEngine
     transport: asyncio.Transport
     inbox: Inbox
     stats: EngineStats = EngineStats(prepared=False)
-    beats_missed: int = 0
+    heartbeats_missed: int = 0
     heard: bool = True
-    """Whether anything came since the last tick."""
+    """True when anything came since the last tick."""
     failure: str = ""
     knows_vocabulary: bool = False
 
@@ -110,6 +103,8 @@ class _Connection(Struct):
 
 
 class EngineClient:
+    """The client keeps one engine process alive, and hands requests to it and events to their streams."""
+
     def __init__(self, config: Config, files: ModelFiles, launch: Callable[[], LaunchedEngine] = EngineProcess) -> None:
         self.config = config
         self.files = files
@@ -117,25 +112,25 @@ class EngineClient:
         self.state = "starting"
         self.model: ModelInfo
         self.vocabulary: Vocabulary | None = None
-        """Must be set before the first request that has a grammar."""
+        """The vocabulary, which must be set before the first request that has a grammar."""
         self._launch = launch
         self._journal = Journal()
         self._connection: _Connection | None = None
         self._past = EngineStats()
-        """What the engines before this one counted."""
+        """The counters of the engine processes before this one."""
         self._deaths_in_a_row = 0
         self._supervision: asyncio.Task[None] | None = None
-        self._errands: dict[int, asyncio.Future[Done]] = {}
-        self._num_errands = 0
+        self._control_calls: dict[int, asyncio.Future[Done]] = {}
+        self._num_control_calls = 0
 
     async def start(self) -> None:
-        """Start the first engine; raises what it said, as the error it was."""
+        """Start the first engine process. Raises the error that kept it from starting."""
         self.model = await self._connect()
         self.state = "ready"
         self._supervision = asyncio.create_task(self._supervise(), name="weft-supervision")
 
     async def close(self) -> None:
-        """Say goodbye first, then wait, then end it. Open requests end as aborted."""
+        """Ask the engine process to end, wait, then kill it. Open requests end as aborted."""
         was_restarting, self.state = self.state == "restarting", "closed"
         self._journal.end_all(FinishReason.ABORT, "The server is shutting down.")
         if self._connection is not None:
@@ -145,21 +140,19 @@ class EngineClient:
                 self._supervision.cancel()
             await asyncio.wait({self._supervision})
         elif self._connection is not None:
-            await self._bury(self._connection)
+            await self._reap(self._connection)
 
     # Requests.
 
     def submit(self, request: Request) -> Entry:
-        """Queue a request and return where its events arrive, or raise Overloaded or Unavailable."""
+        """Queue a request, and return the entry where its events arrive. Raises Overloaded and Unavailable."""
         if self.state in ("failed", "closed", "starting"):
             raise Unavailable(f"The engine is not available: {self.state}.")
         if request.request_id in self._journal:
             raise InvalidRequest(f"There is a request {request.request_id!r} already.", param="request_id")
-        waiting = self._journal.at(Place.HELD, Place.QUEUED)
-        check_capacity((entry.request for entry in waiting), request, self.config.scheduler)
+        check_capacity(self._journal.waiting, request, self.config.scheduler)
         if request.given.num_bytes:
-            everybody = self._journal.at(*Place)
-            check_tensor_capacity((entry.request for entry in everybody), request, self.config.scheduler)
+            check_tensor_capacity(self._journal.tensor_bytes, request, self.config.scheduler)
         entry = self._journal.open(request)
         try:
             self._dispatch()
@@ -170,26 +163,28 @@ class EngineClient:
         return entry
 
     def abort(self, request_id: str) -> None:
-        """End a request; its blocks are free before the next step."""
+        """End a request, if it is open; its blocks are free before the next step."""
         entry = self._journal.close(request_id)
-        if entry is not None and entry.place is not Place.HELD and self._connection is not None:
+        if entry is None:
+            return
+        if entry.place is not Place.HELD and self._connection is not None:
             self._connection.send(Abort([request_id]))
         self._dispatch()
 
-    async def send_on(self, errand: Callable[[int], ControlCall]) -> str:
-        """Have the engine do something between its steps. `errand` is given its number. Raises InvalidRequest when it
-        cannot be done, and Unavailable when there is no engine to do it, or not to its end."""
+    async def control(self, message: ProcessControl) -> str:
+        """Have the engine process carry out a control message between its steps, and return its answer. Raises
+        InvalidRequest when it cannot be done, and Unavailable when there is no engine to do it, or not to its end."""
         if self._connection is None:
             raise Unavailable(f"The engine is not available: {self.state}.")
-        self._num_errands += 1
-        number = self._num_errands
+        self._num_control_calls += 1
+        number = self._num_control_calls
         answer: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        self._errands[number] = answer
-        self._connection.send(errand(number))
+        self._control_calls[number] = answer
+        self._connection.send(ControlCall(number, message))
         try:
             done = await answer
         finally:
-            self._errands.pop(number, None)
+            self._control_calls.pop(number, None)
         if done.error:
             raise InvalidRequest(done.error)
         return done.result
@@ -199,37 +194,38 @@ class EngineClient:
         return len(self._journal)
 
     @property
-    def beats(self) -> bool:
-        return self._connection is not None and self._connection.beats_missed < LATE_BEATS
+    def is_alive(self) -> bool:
+        """True while heartbeats come."""
+        return self._connection is not None and self._connection.heartbeats_missed < LATE_HEARTBEATS
 
     @property
     def engine_pid(self) -> int | None:
         return None if self._connection is None else self._connection.engine.pid
 
     def stats(self) -> EngineStats:
-        """Gauges of the living engine; counters of all engines so far."""
+        """Return gauges of the living engine process, and counters of all so far."""
         now = EngineStats() if self._connection is None else self._connection.stats
-        waiting = len(self._journal.at(Place.HELD, Place.QUEUED))
-        return replace(now, waiting=waiting).with_counters_of(self._past)
+        return replace(
+            now,
+            waiting=self._journal.waiting.total.requests,
+            restarts=self.restarts,
+            open_requests=len(self._journal),
+        ).with_counters_of(self._past)
 
     def _dispatch(self) -> None:
-        """Send what may be sent: everything, or the next suspect alone."""
+        """Send the engine the requests that it may have now."""
         if self._connection is None or self.state != "ready":
             return
-        held = self._journal.at(Place.HELD)
-        if not held or any(entry.deaths for entry in self._journal.at(Place.QUEUED, Place.STARTED)):
+        sent = self._journal.send()
+        if not sent:
             return
-        suspects = [entry for entry in held if entry.deaths]
-        sent = suspects[:1] or held
-        for entry in sent:
-            entry.place = Place.QUEUED
-        self._teach(self._connection, sent)
+        self._send_vocabulary(self._connection, sent)
         for entry in sent:
             # In a message of its own: tensors of several could be more than one may hold.
             self._connection.send(Submit([entry.resumed()]))
 
-    def _teach(self, connection: _Connection, sent: list[Entry]) -> None:
-        """An engine that gets its first request with a grammar must know the vocabulary."""
+    def _send_vocabulary(self, connection: _Connection, sent: list[Entry]) -> None:
+        """Send the vocabulary before the first request that has a grammar."""
         if connection.knows_vocabulary or self.vocabulary is None:
             return
         if any(entry.request.params.grammar for entry in sent):
@@ -239,7 +235,7 @@ class EngineClient:
     # Supervision.
 
     async def _connect(self) -> ModelInfo:
-        """Launch an engine and wait until it is ready. One that is not waited for to the end is killed."""
+        """Launch an engine process and wait until it is ready. When the wait is cancelled, the process is killed."""
         try:
             engine = self._launch()
         except OSError as error:
@@ -248,18 +244,18 @@ class EngineClient:
         connection = _Connection(engine, transport, inbox)
         connection.send(Start(self.config, self.files))
         try:
-            said = await self._first_word(inbox)
+            said = await self._first_message(inbox)
         except BaseException:
             engine.kill()
-            await self._bury(connection)
+            await self._reap(connection)
             raise
         if isinstance(said, Ready):
             self._connection = connection
             return said.model
-        raise self._start_error(said, await self._bury(connection))
+        raise self._start_error(said, await self._reap(connection))
 
-    async def _first_word(self, inbox: Inbox) -> Ready | Failed | None:
-        """Of an engine that starts; None: it ended without one."""
+    async def _first_message(self, inbox: Inbox) -> Ready | Failed | None:
+        """Wait until a starting engine is ready or has failed; None when it ended without a message."""
         limit_s = self.config.engine.start_timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -286,13 +282,13 @@ class EngineClient:
         try:
             await self._keep_one_alive()
         except Exception as error:
-            # Whatever this was, no request may wait for good.
-            log.exception("The engine cannot be looked after any more.")
+            # Whatever the error is, no request may wait for good.
+            log.exception("The supervision of the engine failed.")
             self._give_up(f"its supervision failed: {error}")
             if self._connection is not None:
                 connection, self._connection = self._connection, None
                 connection.engine.kill()
-                await self._bury(connection)
+                await self._reap(connection)
 
     async def _keep_one_alive(self) -> None:
         while self._connection is not None:
@@ -303,14 +299,14 @@ class EngineClient:
             finally:
                 watch.cancel()
             self._connection = None
-            self._forsake_errands()
+            self._fail_control_calls()
             self._past = connection.stats.with_counters_of(self._past)
             if self.state != "closed":
                 self.state = "restarting"
-            end = await self._bury(connection)
+            end = await self._reap(connection)
             if self.state == "closed":
                 return
-            self._mourn(connection.failure or f"it ended ({end})")
+            self._on_engine_death(connection.failure or f"it ended ({end})")
             await self._replace()
 
     async def _read_forever(self, connection: _Connection) -> None:
@@ -326,17 +322,17 @@ class EngineClient:
                     case Heartbeat(step_seconds=seconds) if seconds > self.config.engine.step_timeout_s:
                         connection.failure = f"a step took more than {self.config.engine.step_timeout_s:.0f} s"
                         return
-                    case Done(number=number) if number in self._errands:
-                        _answer(self._errands.pop(number), message)
+                    case Done(number=number) if number in self._control_calls:
+                        _answer(self._control_calls.pop(number), message)
                     case Failed(kind=kind, message=text):
                         connection.failure = f"{kind}: {text}"
         except BrokenFrame as error:
             connection.failure = f"it sent what is no message: {error}"
 
-    def _forsake_errands(self) -> None:
-        for answer in self._errands.values():
+    def _fail_control_calls(self) -> None:
+        for answer in self._control_calls.values():
             _answer(answer, Unavailable("The engine ended before it was done."))
-        self._errands.clear()
+        self._control_calls.clear()
 
     def _deliver(self, output: StepOutput) -> None:
         self._journal.record_tokens(output.tokens)
@@ -347,23 +343,22 @@ class EngineClient:
             self._dispatch()
 
     async def _watch(self, connection: _Connection) -> None:
-        """Count missed beats. A tick that comes late itself counts once: a busy api process blames nobody."""
+        """Count missed heartbeats. A tick that comes late itself counts once: a busy api process blames no engine."""
         allowed = self.config.engine.heartbeat_timeout_s / TICK_SECONDS
-        while connection.beats_missed < allowed:
+        while connection.heartbeats_missed < allowed:
             await asyncio.sleep(TICK_SECONDS)
-            connection.beats_missed = 0 if connection.heard else connection.beats_missed + 1
+            connection.heartbeats_missed = 0 if connection.heard else connection.heartbeats_missed + 1
             connection.heard = False
         connection.failure = f"it was silent for {self.config.engine.heartbeat_timeout_s:.0f} s"
         connection.engine.kill()
 
-    def _mourn(self, why: str) -> None:
-        """Note a death, and end the request that caused two of them."""
+    def _on_engine_death(self, why: str) -> None:
+        """Count a death, and end the request that caused two of them."""
         self.restarts += 1
         self._deaths_in_a_row += 1
-        on_trial = [entry for entry in self._journal.at(Place.STARTED) if entry.deaths]
-        self._journal.engine_died()
+        guilty = self._journal.engine_died()
         log.error("The engine died: %s. %d requests are open; another is started.", why, len(self._journal))
-        for entry in on_trial:
+        for entry in guilty:
             self._journal.record(
                 Event(
                     request_id=entry.id,
@@ -397,8 +392,8 @@ class EngineClient:
         self.state = "failed"
         self._journal.end_all(FinishReason.ERROR, f"There is no engine any more: {why}.")
 
-    async def _bury(self, connection: _Connection) -> str:
-        """Make sure that an engine is gone, and say how it ended."""
+    async def _reap(self, connection: _Connection) -> str:
+        """Make sure that an engine process is gone, and return how it ended."""
         connection.transport.close()
         try:
             end = await asyncio.to_thread(connection.engine.wait, SHUTDOWN_SECONDS)
@@ -412,7 +407,7 @@ class EngineClient:
 
 
 def _answer(waiting: asyncio.Future[Done], told: Done | Unavailable) -> None:
-    """Unless whoever waited has gone."""
+    """Give a control call its answer, unless its caller has gone."""
     if waiting.done():
         return
     if isinstance(told, Done):

@@ -1,4 +1,4 @@
-"""The engine's loop: drain what came, schedule, launch, apply, emit."""
+"""The engine core: it schedules a step, launches it, applies its result, and returns what that brought to requests."""
 
 from __future__ import annotations
 
@@ -14,54 +14,53 @@ from msgspec.structs import replace
 from weft.engine.pending_resources import PendingResources
 from weft.engine.wire import Vocabulary
 from weft.errors import InvalidRequest
-from weft.plan import StepPlan
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
-from weft.types import EngineStats, Event, FinishReason, Request
+from weft.types import EngineStats, Event, FinishReason, Request, StepEvents
 from weft.worker.runner import Deferred, Pending, Runner
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PREPARE_WAIT_SECONDS = 0.01
-"""How long an engine with nothing else to do waits for a grammar, or an adapter, before it looks at its messages."""
+PENDING_WAIT_SECONDS = 0.01
+"""How long an engine with nothing else to do waits for a grammar, or an adapter, before it reads its messages."""
 
 
 class EngineCore:
-    """A scheduler and a runner. With `overlap` a step is launched before the last one is read."""
+    """The core steps a scheduler and a runner. With `overlap` a step is launched before the last one is read."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool = False) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self._depth = 1 if overlap else 0
         self._under_way: deque[Pending | Deferred] = deque()
-        self._preparing = PendingResources(runner)
+        self._pending = PendingResources(runner)
         self.prepared = False
-        """Nothing is left that would make later steps faster."""
+        """True when nothing is left that would make later steps faster."""
 
     def submit(self, requests: Iterable[Request]) -> list[Event]:
-        """Queue requests; the events are of those that were refused."""
+        """Queue requests, and return the events of those that were refused."""
         refused = []
         for request in requests:
             try:
-                if not self._preparing.add(request):
+                if not self._pending.add(request):
                     self.scheduler.add(request)
             except InvalidRequest as error:
                 refused.append(_refusal(request, error.message))
         return refused
 
     def learn(self, vocabulary: Vocabulary) -> None:
-        """Needed before the first request with a grammar."""
+        """Take in the vocabulary, which grammars need: it comes before the first request that has one."""
         width = self.scheduler.limits.logits_width
         self.runner.constraints.learn(vocabulary.tokens, vocabulary.special_ids, vocabulary.eos_token_ids, width)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            if not self._preparing.remove(request_id):
+            if not self._pending.remove(request_id):
                 self.scheduler.abort(request_id)
 
-    def forget_prompts(self) -> int:
-        """Empty the prefix cache, and forget the texts that no image is drawn from; returns how many blocks it knew."""
+    def reset_prefix_cache(self) -> int:
+        """Empty the prefix cache, and forget the prompt embeds that no image uses; return how many blocks it knew."""
         known = len(self.scheduler.pool.by_key)
         self.scheduler.pool.forget_all()
         self.scheduler.images.memory.embeds.forget_unused()
@@ -69,82 +68,83 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._under_way) or bool(self._preparing)
+        return self.scheduler.has_work or bool(self._under_way) or bool(self._pending)
 
-    def step(self, on_start: Callable[[list[str]], None] = lambda request_ids: None) -> list[Event]:
-        """Advance every request that can be advanced. `on_start` hears of requests that are admitted, before the
-        step is computed. A step for which there is no memory is taken back, and its work done in smaller ones."""
-        events = self._take_prepared() if self._preparing else []
+    def step(self, on_start: Callable[[list[str]], None] = lambda request_ids: None) -> StepEvents:
+        """Advance every request that can be advanced. `on_start` is told the ids of admitted requests before the step
+        is computed. A step for which there is no memory is taken back, and its work done in smaller ones."""
+        brought = StepEvents()
+        if self._pending:
+            self._take_pending(brought)
         plan = self.scheduler.schedule()
         if plan is not None:
             if plan.admit or plan.admit_images:
-                on_start(self._admitted(plan))
+                admitted = [admission.request_id for admission in plan.admit]
+                on_start(admitted + [admission.request_id for admission in plan.admit_images])
             launched = _within_memory(partial(self.runner.execute, plan))
             if launched is None:
-                events += self._read_oldest() if self._under_way else []
-                return events + self.scheduler.take_back(plan)
+                if self._under_way:
+                    self._read_oldest(brought)
+                brought.events += self.scheduler.take_back(plan)
+                return brought
             self._under_way.append(launched)
             if isinstance(launched, Deferred):
-                events += self._complete(launched)
+                self._complete(launched, brought)
         if self._under_way and (plan is None or len(self._under_way) > self._depth):
-            events += self._read_oldest()
-        return events
+            self._read_oldest(brought)
+        return brought
 
     def prepare(self) -> bool:
-        """Do a piece of work that makes later steps faster; False when there is none left, or no memory for it."""
+        """Do a piece of work that makes later steps faster, and return False when there is none left, or no memory."""
         self.prepared = not _within_memory(self.runner.prepare)
         return not self.prepared
 
     def settle(self) -> None:
-        """Called when there is nothing to do: the books must add up."""
+        """Check that the scheduler's books add up. It is called when there is nothing to do."""
         check_integrity(self.scheduler)
 
     def stats(self) -> EngineStats:
         return replace(self.scheduler.stats(), prepared=self.prepared)
 
-    def _take_prepared(self) -> list[Event]:
-        """Queue the requests that have what they need; the events are of those that were refused."""
+    def _take_pending(self, brought: StepEvents) -> None:
+        """Queue the requests whose resources are there, and refuse those that cannot have theirs."""
         if not self.scheduler.has_work and not self._under_way:
-            self._preparing.wait(PREPARE_WAIT_SECONDS)
-        refused = []
-        for request, error in self._preparing.take(lambda: self.scheduler.adapters):
+            self._pending.wait(PENDING_WAIT_SECONDS)
+        for request, error in self._pending.take(lambda: self.scheduler.adapters):
             if error:
-                refused.append(_refusal(request, error))
+                brought.events.append(_refusal(request, error))
                 continue
             try:
                 self.scheduler.add(request)
             except InvalidRequest as reason:
-                refused.append(_refusal(request, reason.message))
-        return refused
+                brought.events.append(_refusal(request, reason.message))
 
-    def _complete(self, deferred: Deferred) -> list[Event]:
+    def _complete(self, deferred: Deferred, brought: StepEvents) -> None:
         """Read the steps before the newest one, and launch its sampling while its logits are computed."""
-        events = []
         while len(self._under_way) > 1:
-            events += self._read_oldest()
+            self._read_oldest(brought)
         # A step that was taken back took this one with it.
         if self._under_way:
             self._under_way.clear()
             launched = _within_memory(deferred.sample)
             if launched is None:
-                return events + self.scheduler.take_back(deferred.plan)
-            self._under_way.append(launched)
-        return events
+                brought.events += self.scheduler.take_back(deferred.plan)
+            else:
+                self._under_way.append(launched)
 
-    def _read_oldest(self) -> list[Event]:
-        pending = self._under_way.popleft()
-        result = _within_memory(pending.result)
+    def _read_oldest(self, brought: StepEvents) -> None:
+        """Read the result of the oldest step under way. Of every step that is launched, one is read."""
+        launched = self._under_way.popleft()
+        result = _within_memory(launched.result)
         if result is not None:
-            return self.scheduler.apply(pending.plan, result)
+            read = self.scheduler.apply(launched.plan, result)
+            assert not brought.tokens, "a request has one token in a message"
+            brought.tokens = read.tokens
+            brought.events += read.events
+            return
         later = [other.plan for other in self._under_way]
         self._under_way.clear()
-        return self.scheduler.take_back(pending.plan, *later)
-
-    def _admitted(self, plan: StepPlan) -> list[str]:
-        rows = {admission.row for admission in plan.admit}
-        slots = {admission.slot for admission in plan.admit_images}
-        drawing = [cursor.id for cursor in self.scheduler.images.denoising if cursor.latent_slot in slots]
-        return [cursor.id for cursor in self.scheduler.running if cursor.row in rows] + drawing
+        brought.events += self.scheduler.take_back(launched.plan, *later)
 
 
 def _refusal(request: Request, error: str) -> Event:
@@ -152,8 +152,8 @@ def _refusal(request: Request, error: str) -> Event:
 
 
 def _within_memory(work: Callable[[], T]) -> T | None:
-    """What the work gives, or None when the device has no memory for it. Other faults are for the process to die of:
-    after them nothing that the device holds can be trusted."""
+    """Return what the work gives, or None when the device has no memory for it. Other faults end the process: after
+    them nothing that the device holds can be trusted."""
     try:
         return work()
     except torch.OutOfMemoryError as error:

@@ -1,5 +1,5 @@
-"""The journal: every open request, with the tokens its user already has. It is the truth: an engine that dies
-is replaced, and goes on from here. An image is drawn again from its seed, and its user hears of no step twice.
+"""The journal: every open request, with the tokens that its user already has. It is the truth: an engine that dies is
+replaced, and goes on from here. An image is generated again from its seed, and its user is told of no step twice.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.types import Arrival, Event, FinishReason, Request
@@ -21,58 +22,116 @@ class Place(enum.Enum):
     PROVEN = "in the engine's steps, and this engine has given a token or a denoise step for it"
 
 
+class Queued(Struct):
+    """How many requests wait, and how many tokens their prompts have."""
+
+    requests: int = 0
+    tokens: int = 0
+
+
+class Waiting:
+    """The requests that wait to be computed, counted in all and by tenant."""
+
+    def __init__(self) -> None:
+        self.total = Queued()
+        self.by_tenant: dict[str, Queued] = {}
+        """The tenants that have waiting requests, and no others."""
+
+    def add(self, request: Request) -> None:
+        tokens = queued_tokens(request)
+        for queued in (self.total, self.by_tenant.setdefault(request.tenant, Queued())):
+            queued.requests += 1
+            queued.tokens += tokens
+
+    def remove(self, request: Request) -> None:
+        tokens, own = queued_tokens(request), self.by_tenant[request.tenant]
+        for queued in (self.total, own):
+            queued.requests -= 1
+            queued.tokens -= tokens
+        if not own.requests:
+            del self.by_tenant[request.tenant]
+
+
+def queued_tokens(request: Request) -> int:
+    """Return the prompt tokens that a waiting request adds to the queue; a sibling's are counted with its leader."""
+    return 0 if request.sibling_of else request.num_prompt_tokens
+
+
 class Entry:
-    """One open request."""
+    """One open request. The journal alone changes its place."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.delivered: list[int] = []
         self.denoised = 0
-        """Denoise steps that the user knows of."""
+        """Denoise steps that the user has been told of."""
         self.place = Place.HELD
         self.deaths = 0
         """Engines that died while this request was in their steps."""
         self.listener: Callable[[], None] | None = None
         """Called whenever something has arrived."""
-        self._arrived: list[Arrival] = []
+        self.is_open = True
+        """False once the request has ended, or was aborted."""
+        self.arrived: list[Arrival] = []
+        """What has arrived and was not taken yet."""
 
     @property
     def id(self) -> str:
         return self.request.request_id
 
+    @property
+    def waits(self) -> bool:
+        return self.place is Place.HELD or self.place is Place.QUEUED
+
+    @property
+    def is_on_trial(self) -> bool:
+        """True while an engine has it that was sent it under suspicion, and has given nothing for it yet."""
+        return self.deaths > 0 and (self.place is Place.QUEUED or self.place is Place.STARTED)
+
     def resumed(self) -> Request:
-        """The request as an engine must see it to go on where the last one stopped."""
-        return replace(self.request, output_token_ids=list(self.delivered))
+        """Return the request as an engine must see it to go on where the last one stopped."""
+        return replace(self.request, output_token_ids=list(self.delivered)) if self.delivered else self.request
 
     def put(self, event: Event) -> None:
         self.delivered += event.token_ids
-        if event.token_ids or event.denoise_step is not None:
-            self.place = Place.PROVEN
         if event.denoise_step is not None:
             if event.denoise_step <= self.denoised and event.finish is None:
                 return
             self.denoised = event.denoise_step
-        self._arrived.append(event)
+        self.arrived.append(event)
         if self.listener is not None:
             self.listener()
 
     def put_token(self, token_id: int) -> None:
-        """The same for a plain event."""
+        """Take in a token that arrived without an event."""
         self.delivered.append(token_id)
-        self.place = Place.PROVEN
-        self._arrived.append(token_id)
+        self.arrived.append(token_id)
         if self.listener is not None:
             self.listener()
 
     def take(self) -> list[Arrival]:
-        """All that arrived since the last call."""
-        arrived, self._arrived = self._arrived, []
+        """Return all that arrived since the last call."""
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def take_first(self) -> list[Arrival]:
+        """Return the oldest arrival that was not taken yet, if there is one."""
+        arrived, self.arrived = self.arrived[:1], self.arrived[1:]
         return arrived
 
 
 class Journal:
+    """The open requests. What every submit and every output needs of them is counted as they change."""
+
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
+        self.held: dict[str, Entry] = {}
+        """The requests that are not with an engine, the oldest first."""
+        self.waiting = Waiting()
+        """The requests that are held or queued."""
+        self.num_on_trial = 0
+        self.tensor_bytes = 0
+        """Bytes of the tensors that clients sent with open requests."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -83,45 +142,90 @@ class Journal:
     def open(self, request: Request) -> Entry:
         entry = Entry(request)
         self._entries[entry.id] = entry
+        self.tensor_bytes += request.given.num_bytes
+        self._count(entry)
         return entry
 
     def close(self, request_id: str) -> Entry | None:
-        return self._entries.pop(request_id, None)
+        """Forget a request; None if it is closed already."""
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            entry.is_open = False
+            self._discount(entry)
+            self.tensor_bytes -= entry.request.given.num_bytes
+        return entry
+
+    def send(self) -> list[Entry]:
+        """Return the requests that may be sent to the engine now, as queued: all that are held, or, after a death, the
+        next of those under suspicion alone."""
+        if not self.held or self.num_on_trial:
+            return []
+        suspect = next((entry for entry in self.held.values() if entry.deaths), None)
+        sent = list(self.held.values()) if suspect is None else [suspect]
+        for entry in sent:
+            self._move(entry, Place.QUEUED)
+        return sent
 
     def started(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             entry = self._entries.get(request_id)
             if entry is not None and entry.place is not Place.PROVEN:
-                entry.place = Place.STARTED
+                self._move(entry, Place.STARTED)
 
-    def record(self, event: Event) -> Entry | None:
-        """Hand an event to whoever waits for it; None if the request is closed already."""
+    def record(self, event: Event) -> None:
+        """Hand an event to the stream of its request, unless that is closed already."""
         entry = self._entries.get(event.request_id)
-        if entry is not None:
-            if event.finish is not None:
-                del self._entries[event.request_id]
-            entry.put(event)
-        return entry
+        if entry is None:
+            return
+        if event.finish is not None:
+            self.close(event.request_id)
+        elif entry.place is not Place.PROVEN and (event.token_ids or event.denoise_step is not None):
+            self._move(entry, Place.PROVEN)
+        entry.put(event)
 
     def record_tokens(self, tokens: Mapping[str, int]) -> None:
-        """The same for the tokens of a step's plain events, by request id."""
+        """Hand tokens that came without events to the streams of their requests."""
         entries = self._entries
         for request_id, token_id in tokens.items():
             entry = entries.get(request_id)
             if entry is not None:
+                if entry.place is not Place.PROVEN:
+                    self._move(entry, Place.PROVEN)
                 entry.put_token(token_id)
 
-    def at(self, *places: Place) -> list[Entry]:
-        """The open requests at these places, the oldest first."""
-        return [entry for entry in self._entries.values() if entry.place in places]
-
-    def engine_died(self) -> None:
-        """Everything that was with the engine is to be sent again; what was in its steps is under suspicion."""
+    def engine_died(self) -> list[Entry]:
+        """Take back everything that was with the engine, to be sent again; what was in its steps is under suspicion.
+        Return the requests that were on trial in its steps: two engines have died with them."""
+        guilty = [entry for entry in self._entries.values() if entry.deaths and entry.place is Place.STARTED]
         for entry in self._entries.values():
+            self._discount(entry)
             if entry.place in (Place.STARTED, Place.PROVEN):
                 entry.deaths += 1
             entry.place = Place.HELD
+        # Counted anew, one after the other: those that had not been sent are behind older ones again.
+        for entry in self._entries.values():
+            self._count(entry)
+        return guilty
 
     def end_all(self, reason: FinishReason, error: str) -> None:
         for entry in list(self._entries.values()):
             self.record(Event(request_id=entry.id, finish=reason, error=error))
+
+    def _move(self, entry: Entry, place: Place) -> None:
+        self._discount(entry)
+        entry.place = place
+        self._count(entry)
+
+    def _count(self, entry: Entry) -> None:
+        if entry.waits:
+            self.waiting.add(entry.request)
+        if entry.place is Place.HELD:
+            self.held[entry.id] = entry
+        self.num_on_trial += entry.is_on_trial
+
+    def _discount(self, entry: Entry) -> None:
+        if entry.waits:
+            self.waiting.remove(entry.request)
+        if entry.place is Place.HELD:
+            del self.held[entry.id]
+        self.num_on_trial -= entry.is_on_trial

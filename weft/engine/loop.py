@@ -1,4 +1,4 @@
-"""Serving inside the engine process: load the model, say so, then step until told to stop."""
+"""The loop of the engine process: it loads the model, says so, and steps until it is told to stop."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from weft.engine.wire import (
     ControlCall,
     Done,
     Ready,
-    ResetCache,
     Shutdown,
     Start,
     Started,
-    StartProfile,
-    StopProfile,
+    StepOutput,
     Submit,
     ToEngine,
     Vocabulary,
-    step_output,
 )
 from weft.errors import InvalidRequest
 from weft.scheduler.scheduler import Scheduler
 from weft.switches import is_on
+from weft.types import ResetPrefixCache, StartProfile, StopProfile
 from weft.worker.worker import Worker
 
 
 class Recorder:
+    """The recorder writes traces of the engine's steps with torch's profiler, one at a time."""
+
     def __init__(self) -> None:
         self._profile: profile | None = None
         self._file = Path()
 
     def start(self, folder: str) -> str:
-        """Begin, and return the file that the trace will be in. Raises InvalidRequest when one is being recorded, or
+        """Begin a trace, and return the file that it will be in. Raises InvalidRequest when one is being recorded, or
         when the folder cannot be written to."""
         if self._profile is not None:
             raise InvalidRequest("A trace is being recorded already.")
@@ -60,7 +60,7 @@ class Recorder:
         return str(self._file)
 
     def stop(self) -> str:
-        """End, write the trace, and return its file. Raises InvalidRequest when none is being recorded."""
+        """Write the trace, and return its file. Raises InvalidRequest when none is being recorded."""
         if self._profile is None:
             raise InvalidRequest("No trace is being recorded.")
         ended, self._profile = self._profile, None
@@ -70,74 +70,75 @@ class Recorder:
 
 
 QUIET_SECONDS = 0.5
-"""Idle for so long, the engine has time for more than the next request."""
+"""After so long without work the engine checks its books."""
 
 
-def serve(start: Start, line: Channel) -> None:
+def serve(start: Start, channel: Channel) -> None:
+    """Load the model and serve one api process until it says Shutdown or is gone."""
     worker = Worker(start.config, start.files)
     core = EngineCore(Scheduler(worker.limits), worker.runner, overlap=worker.info.device != "cpu" and is_on("overlap"))
     gc.collect()
     gc.freeze()
-    line.send(Ready(worker.info))
+    channel.send(Ready(worker.info))
     recorder = Recorder()
-    while _drain(core, line, recorder):
-        line.step_began = time.monotonic()
-        events = core.step(on_start=lambda request_ids: line.send(Started(request_ids)))
-        line.step_began = 0.0
-        if events:
-            line.send(step_output(events, core.stats()))
+    while _drain(core, channel, recorder):
+        channel.step_began = time.monotonic()
+        brought = core.step(on_start=lambda request_ids: channel.send(Started(request_ids)))
+        channel.step_began = 0.0
+        if brought:
+            channel.send(StepOutput(brought.tokens, brought.events, core.stats()))
 
 
-def _idle(core: EngineCore, line: Channel) -> ToEngine | None:
+def _idle(core: EngineCore, channel: Channel) -> ToEngine | None:
     """Wait for a message. Meanwhile prepare what makes later steps faster; then check the books."""
     if not core.prepared:
         while core.prepare():
             with contextlib.suppress(queue.Empty):
-                return line.inbox.get_nowait()
-        line.send(step_output([], core.stats()))
+                return channel.inbox.get_nowait()
+        channel.send(StepOutput({}, [], core.stats()))
     with contextlib.suppress(queue.Empty):
-        return line.inbox.get(timeout=QUIET_SECONDS)
+        return channel.inbox.get(timeout=QUIET_SECONDS)
     core.settle()
-    return line.inbox.get()
+    return channel.inbox.get()
 
 
-def _drain(core: EngineCore, line: Channel, recorder: Recorder) -> bool:
-    """Take in every message that waits; with nothing to compute, sleep until one comes. False: stop."""
+def _drain(core: EngineCore, channel: Channel, recorder: Recorder) -> bool:
+    """Take in every message that waits; with nothing to compute, sleep until one comes. Return False to stop."""
     while True:
         if core.has_work:
             try:
-                message = line.inbox.get_nowait()
+                message = channel.inbox.get_nowait()
             except queue.Empty:
                 return True
         else:
-            message = _idle(core, line)
+            message = _idle(core, channel)
         match message:
             case Submit(requests=requests):
                 refused = core.submit(requests)
                 if refused:
-                    line.send(step_output(refused, core.stats()))
+                    channel.send(StepOutput({}, refused, core.stats()))
             case Vocabulary():
                 core.learn(message)
             case Abort(request_ids=request_ids):
                 core.abort(request_ids)
-                line.send(step_output([], core.stats()))
+                channel.send(StepOutput({}, [], core.stats()))
             case Shutdown() | None:
                 return False
-            case ResetCache() | StartProfile() | StopProfile():
-                line.send(_errand(message, core, recorder))
+            case ControlCall():
+                channel.send(_carry_out(message, core, recorder))
             case Start():
                 raise BrokenFrame("a second start")
 
 
-def _errand(errand: ControlCall, core: EngineCore, recorder: Recorder) -> Done:
+def _carry_out(call: ControlCall, core: EngineCore, recorder: Recorder) -> Done:
     try:
-        match errand:
-            case ResetCache():
-                result = str(core.forget_prompts())
+        match call.message:
+            case ResetPrefixCache():
+                result = str(core.reset_prefix_cache())
             case StartProfile(folder=folder):
                 result = recorder.start(folder)
             case StopProfile():
                 result = recorder.stop()
     except InvalidRequest as error:
-        return Done(errand.number, error=str(error))
-    return Done(errand.number, result)
+        return Done(call.number, error=str(error))
+    return Done(call.number, result)

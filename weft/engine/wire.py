@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from weft.checkpoint.model_files import ModelFiles
 from weft.options import Config
-from weft.types import EngineStats, Event, ModelInfo, Request
+from weft.types import EngineStats, Event, ModelInfo, Request, ResetPrefixCache, StartProfile, StopProfile
 
 MAX_FRAME_BYTES = 256 * 2**20
 _LENGTH = struct.Struct("<I")
@@ -57,26 +57,17 @@ class Shutdown(Struct, frozen=True, tag=True):
     pass
 
 
-class ResetCache(Struct, frozen=True, tag=True):
-    """Forget every prompt that was computed; blocks in use stay in use. The answer is how many were known."""
+ProcessControl = ResetPrefixCache | StartProfile | StopProfile
+"""The control messages that an engine process carries out; adapters are the api process's to know."""
+
+
+class ControlCall(Struct, frozen=True, tag=True):
+    """A control message on its way to the engine process, which answers it with one `Done`."""
 
     number: int
-    """Names the errand in its answer."""
+    """Names the call in its answer."""
+    message: ProcessControl
 
-
-class StartProfile(Struct, frozen=True, tag=True):
-    """The answer is the file that the trace will be in."""
-
-    number: int
-    folder: str
-
-
-class StopProfile(Struct, frozen=True, tag=True):
-    number: int
-
-
-ControlCall = ResetCache | StartProfile | StopProfile
-"""What the operator asks of an engine; each has one answer."""
 
 ToEngine = Start | Vocabulary | Submit | Abort | Shutdown | ControlCall
 
@@ -117,7 +108,7 @@ class Heartbeat(Struct, frozen=True, tag=True):
 
 
 class Done(Struct, frozen=True, tag=True):
-    """The answer to an errand."""
+    """The answer to a control call."""
 
     number: int
     result: str = ""
@@ -147,17 +138,6 @@ _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(From
 
 class BrokenFrame(Exception):
     """The other side sent something that is no message."""
-
-
-def step_output(events: list[Event], stats: EngineStats) -> StepOutput:
-    tokens: dict[str, int] = {}
-    rest: list[Event] = []
-    for event in events:
-        if event.is_plain:
-            tokens[event.request_id] = event.token_ids[0]
-        else:
-            rest.append(event)
-    return StepOutput(tokens, rest, stats)
 
 
 def frame(message: ToEngine | FromEngine) -> bytes:
@@ -256,7 +236,7 @@ def _receive_exactly(sock: socket.socket, count: int) -> bytes | None:
 
 log = logging.getLogger(__name__)
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 
 
 class Channel:
@@ -295,6 +275,6 @@ class Channel:
         self.inbox.put(None)
 
     def _beat_forever(self) -> None:
-        while not self.closed.wait(BEAT_SECONDS):
+        while not self.closed.wait(HEARTBEAT_SECONDS):
             began = self.step_began
             self.send(Heartbeat(time.monotonic() - began if began else 0.0))

@@ -171,11 +171,11 @@ class RowCursor(Cursor):
     """A cursor over tokens: it has a row in the worker while it runs, and blocks of the cache."""
 
     def __init__(
-        self, request: Request, tokens: Sequence[int], num_prompt: int, limit: int, block_size: int, arrival: int,
+        self, request: Request, tokens: list[int], num_prompt: int, limit: int, block_size: int, arrival: int,
         arrived_at: float,
     ) -> None:  # fmt: skip
         super().__init__(request, num_prompt, arrival, arrived_at)
-        self.tokens = list(tokens)
+        self.tokens = tokens
         self.limit = limit
         """The largest number of tokens that can become known, prompt included."""
         self.block_size = block_size
@@ -335,7 +335,7 @@ class EncodeCursor(RowCursor):
         self, request: Request, token_ids: Sequence[int], block_size: int, arrival: int, arrived_at: float
     ) -> None:
         num_prompt = len(token_ids)
-        super().__init__(request, token_ids, num_prompt, num_prompt, block_size, arrival, arrived_at)
+        super().__init__(request, list(token_ids), num_prompt, num_prompt, block_size, arrival, arrived_at)
 
     @property
     def known(self) -> int:
@@ -490,7 +490,7 @@ class DenoiseCursor(Cursor):
 
     def admission(self) -> DenoiseAdmission:
         prompt, negative = (PlacedEmbeds() if slot is None else slot.placed for slot in self.embeds)
-        return DenoiseAdmission(self.latent_slot, self.image, prompt, negative)
+        return DenoiseAdmission(self.latent_slot, self.image, prompt, negative, self.id)
 
     def denoise(self, count: int) -> Denoise:
         """Return the plan of the next `count` denoise steps."""

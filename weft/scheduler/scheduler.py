@@ -23,7 +23,7 @@ from weft.scheduler.prefix_cache import PrefixCache
 from weft.scheduler.step import Promised, Step, denoise_event, failure_event, token_event, vector_event
 from weft.scheduler.validate import check_request
 from weft.scheduler.waiting_queue import WaitingQueue
-from weft.types import EngineStats, Event, Request
+from weft.types import EngineStats, Event, Request, StepEvents
 
 NO_MEMORY = f"There is no memory for this request, even alone and in steps of {LEAST_TOKENS} tokens."
 
@@ -140,9 +140,10 @@ class Scheduler:
         self.images.memory.released = []
         return plan
 
-    def apply(self, plan: StepPlan, result: StepResult) -> list[Event]:
-        """Take in the result of a step, and return the events that it brings to requests."""
-        events: list[Event] = []
+    def apply(self, plan: StepPlan, result: StepResult) -> StepEvents:
+        """Take in the result of a step, and return what it brings to requests."""
+        brought = StepEvents()
+        events = brought.events
         sampled, outputs = iter(result.sampled), iter(result.row_outputs)
         promised = self._under_way.pop(plan.step_id)
         for row, (cursor, preemptions) in zip(plan.rows, promised.rows.items(), strict=True):
@@ -170,7 +171,7 @@ class Scheduler:
                 cursor.end_stage()
                 self._next_stage(cursor)
             if token is not None:
-                events.append(self._sampled(cursor, token))
+                self._sampled(cursor, token, brought)
         for denoise, image, made in zip(plan.denoise, promised.images, result.denoise_outputs, strict=True):
             if image.ended:
                 continue
@@ -181,7 +182,7 @@ class Scheduler:
                 self._end(image)
             events.append(denoise_event(image, made))
         self.throttle.went_well()
-        return events
+        return brought
 
     def take_back(self, failed: StepPlan, *later: StepPlan) -> list[Event]:
         """Undo a step for which there was no memory, and the steps that were launched after it. Their requests wait to
@@ -278,11 +279,12 @@ class Scheduler:
         step.admit.append(
             Admission(
                 cursor.row,
-                list(cursor.tokens),
+                cursor.tokens,
                 cursor.num_prompt,
                 request.params,
                 request.stop_token_ids,
                 request.adapter.number if request.adapter is not None else None,
+                cursor.id,
             )
         )
         self._plan_row(cursor, count, cursor.blocks, step)
@@ -341,12 +343,15 @@ class Scheduler:
             if victim is not None and victim.preemptions <= self.limits.max_preemptions:
                 self._preempt(victim)
 
-    def _sampled(self, cursor: RowCursor, sampled: Sampled) -> Event:
+    def _sampled(self, cursor: RowCursor, sampled: Sampled, brought: StepEvents) -> None:
         self._counts["generation_tokens"] += 1
         finish = cursor.finish_after(sampled.token_id)
         if finish is not None:
             self._end(cursor)
-        return token_event(cursor, sampled, finish)
+        if finish is None and sampled.logprob is None and cursor.reported:
+            brought.tokens[cursor.id] = sampled.token_id
+        else:
+            brought.events.append(token_event(cursor, sampled, finish))
 
     def _next_stage(self, cursor: Cursor) -> None:
         """Move a request on to its next stage: in the waiting queue if that needs a row."""

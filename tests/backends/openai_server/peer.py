@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from tests.generation import sample
 from weft.backends.contract import Engine, Prompt
 from weft.backends.openai_server.remote_engine import RemoteEngine
 from weft.backends.openai_server.start import start
@@ -145,7 +146,7 @@ async def connected(peer: ScriptedPeer, **settings: Any) -> AsyncIterator[Remote
 
 
 async def all_of(engine: Engine, prompt: Prompt, params: SamplingParams) -> list[Output]:
-    return [delta async for delta in await engine.submit(prompt, params)]
+    return [delta async for delta in await engine.submit(sample(prompt, params))]
 
 
 def text_chunk(text: str = "", finish: str | None = None, **fields: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ async def post(peer: ScriptedPeer) -> httpx.Response:
         transport = httpx.ASGITransport(build_app(engine, load(env={})))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client:
             response = await client.post("/v1/completions", json=BODY)
-        assert engine.open_requests() == 0
+        assert engine.stats().open_requests == 0
         return response
 
 

@@ -23,6 +23,7 @@ from tests.backends.openai_server.peer import (
     token_chunk,
     usage_chunk,
 )
+from tests.generation import sample
 from tests.waiting import PATIENCE, until
 from weft.backends.contract import Conversation, Prompt
 from weft.backends.openai_server import http_client, remote_engine
@@ -59,7 +60,7 @@ def answers(
                 try:
                     return await all_of(engine, prompt, params), peer.generations()
                 finally:
-                    assert engine.open_requests() == 0
+                    assert engine.stats().open_requests == 0
 
     return asyncio.run(go())
 
@@ -143,7 +144,7 @@ def test_a_peer_that_falls_silent_is_not_waited_for_for_ever(monkeypatch: pytest
     async def go() -> None:
         async with ScriptedPeer() as peer, connected(peer) as engine:
             peer.answers["/v1/completions"] = falls_silent
-            answer = await engine.submit("hi", PARAMS)
+            answer = await engine.submit(sample("hi", PARAMS))
             assert (await anext(answer)).text == "half"
             monkeypatch.setattr(http_client, "BETWEEN_BYTES_S", 0.01)
             [last] = [delta async for delta in answer]
@@ -263,21 +264,21 @@ def test_whoever_leaves_early_hangs_up() -> None:
         async with ScriptedPeer() as peer:
             peer.answers["/v1/completions"] = goes_on
             async with connected(peer) as engine:
-                answer = await engine.submit("hi", PARAMS)
+                answer = await engine.submit(sample("hi", PARAMS))
                 assert (await anext(answer)).text == "a"
-                assert engine.open_requests() == 1
+                assert engine.stats().open_requests == 1
                 await answer.aclose()
                 await until(hung_up.is_set, "the peer's connection is closed")
-                assert engine.open_requests() == 0
+                assert engine.stats().open_requests == 0
                 await answer.aclose()
-                assert engine.open_requests() == 0
-                unread = await engine.submit("hi", PARAMS)
+                assert engine.stats().open_requests == 0
+                unread = await engine.submit(sample("hi", PARAMS))
                 await unread.aclose()
-                waiting = asyncio.create_task(engine.submit("hi", PARAMS))
+                waiting = asyncio.create_task(engine.submit(sample("hi", PARAMS)))
                 await asyncio.sleep(0)
                 waiting.cancel()
                 await asyncio.wait([waiting])
-                assert engine.open_requests() == 0
+                assert engine.stats().open_requests == 0
 
     asyncio.run(go())
 
@@ -512,10 +513,10 @@ def test_readiness_tells_the_truth_and_comes_back_by_itself(monkeypatch: pytest.
             await until_ready(True)
             await peer.close()
             with pytest.raises(Unavailable):
-                await engine.submit("hi", PARAMS)
+                await engine.submit(sample("hi", PARAMS))
             assert not engine.health().ready, "a request that finds nobody there is believed at once"
             await peer.open(peer.port)
             await until_ready(True)
-            assert engine.restarts() == 2
+            assert engine.stats().restarts == 2
 
     asyncio.run(go())

@@ -13,7 +13,8 @@ import pytest
 from msgspec import Struct
 
 from tests.backends.openai_server.peer import Asked, Reply, ScriptedPeer, all_of, connected
-from weft.backends.contract import FIELD_RULES, Abilities, Conversation, ParsedOutput, Terms, check_abilities
+from tests.generation import sample
+from weft.backends.contract import FIELD_RULES, Abilities, ParsedOutput, check_abilities
 from weft.backends.openai_server.requests import PeerRequestWriter
 from weft.backends.openai_server.servers import KINDS, OTHER, ServerKind, abilities_of, kind_of
 from weft.errors import InvalidRequest
@@ -27,7 +28,7 @@ from weft.text.grammars.specs import (
     encode_spec,
 )
 from weft.text.parsers.pieces import ParsedAnswer, collect
-from weft.types import FinishReason, Output, SamplingParams
+from weft.types import Conversation, FinishReason, Output, SamplingParams
 
 EXCHANGES = Path(__file__).parent / "exchanges"
 RECORDED = ("recorded/vllm", "recorded/llama_cpp")
@@ -146,7 +147,7 @@ def check_refusal(folder: str) -> None:
             peer.answers["/v1/completions"] = refuses
             async with connected(peer) as engine:
                 with pytest.raises(InvalidRequest) as refusal:
-                    await engine.submit("hi", PARAMS)
+                    await engine.submit(sample("hi", PARAMS))
         body = json.loads(exchanged(folder, "refusal.json"))
         said = body.get("message") or body["error"]
         assert str(refusal.value).endswith(said["message"] if isinstance(said, dict) else said)
@@ -244,20 +245,20 @@ def test_what_a_kind_does_not_take_is_refused(kind: ServerKind, tokens: bool) ->
     for name, value in changes.items():
         params = SamplingParams(**{name: value} | ({"max_tokens": 9} if name == "min_tokens" else {}))
         if name in kind.fields or name in done_here:
-            check_abilities(engine, params)
+            check_abilities(engine, sample("hi", params))
         else:
             with pytest.raises(InvalidRequest, match=f"{name} is not supported by the engine remote") as refusal:
-                check_abilities(engine, params)
+                check_abilities(engine, sample("hi", params))
             assert refusal.value.param == name
     for name, value in (("priority", 1), ("cache_salt", "s"), ("adapter", "a")):
         if name not in kind.fields:
             with pytest.raises(InvalidRequest, match=name):
-                check_abilities(engine, SamplingParams(), Terms(**{name: value}))
+                check_abilities(engine, sample("hi", **{name: value}))
     if engine.abilities.logprobs:
-        check_abilities(engine, SamplingParams(logprobs=1))
+        check_abilities(engine, sample("hi", SamplingParams(logprobs=1)))
     else:
         with pytest.raises(InvalidRequest, match="logprobs") as refusal:
-            check_abilities(engine, SamplingParams(logprobs=1))
+            check_abilities(engine, sample("hi", SamplingParams(logprobs=1)))
         assert ("--tokenizer" in str(refusal.value)) is abilities_of(kind, tokens=True).logprobs, "where it would help"
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from tests.backends.openai_server.peer import Asked, Handler, Reply, ScriptedPeer, connected
+from tests.generation import sample
 from weft.backends.openai_server import start as starting
 from weft.backends.openai_server.start import start
 from weft.config import load
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, Unavailable, WeftError
-from weft.types import SamplingParams
+from weft.types import ResetPrefixCache, SamplingParams, StartProfile, StopProfile
 
 
 def start_at(peer: ScriptedPeer | None = None, answer: Handler | None = None, **settings: Any) -> Any:
@@ -160,11 +161,11 @@ def test_without_a_tokenizer_a_prompt_that_is_too_long_is_the_peer_s_to_refuse(t
             params = SamplingParams(max_tokens=1)
             async with connected(peer) as engine:
                 with pytest.raises(InvalidRequest, match="that is too much"):
-                    await engine.submit("far too long " * 100, params)
+                    await engine.submit(sample("far too long " * 100, params))
             assert len(peer.generations()) == 1
             async with connected(peer, tokenizer=str(tiny_model)) as engine:
                 with pytest.raises(ContextTooLong):
-                    await engine.submit([1] * 100, params)
+                    await engine.submit(sample([1] * 100, params))
             assert len(peer.generations()) == 1, "the peer has not heard of it"
 
     asyncio.run(go())
@@ -173,13 +174,13 @@ def test_without_a_tokenizer_a_prompt_that_is_too_long_is_the_peer_s_to_refuse(t
 def test_what_a_peer_cannot_be_asked_for_says_so() -> None:
     async def go() -> None:
         async with ScriptedPeer() as peer, connected(peer) as engine:
-            for asking in (engine.reset_cache(), engine.start_profile("x"), engine.stop_profile()):
+            for message in (ResetPrefixCache(), StartProfile("x"), StopProfile()):
                 with pytest.raises(WeftError, match="The engine remote cannot") as error:
-                    await asking
+                    await engine.control(message)
                 assert error.value.status == 501
             with pytest.raises(WeftError, match="--tokenizer"):
-                _ = engine.tokenizer
+                _ = engine.text.tokenizer
             with pytest.raises(WeftError, match="--tokenizer"):
-                engine.encode_chat([])
+                engine.text.encode_chat([])
 
     asyncio.run(go())

@@ -14,6 +14,7 @@ import pytest
 from tests.backends.openai_server.peer import Asked, Reply, ScriptedPeer
 from tests.backends.openai_server.proxy import cutting_proxy
 from tests.e2e.tiny_server import NAME, TinyServer
+from tests.generation import sample
 from tests.waiting import until
 from weft.api.app import build_app
 from weft.backends import failover, start_engine
@@ -68,7 +69,7 @@ def test_killed_in_mid_stream_the_native_engine_goes_on_at_once(
                         assert (await client.post("/v1/completions", json=BODY)).status_code == 503
                     again = await client.post("/v1/completions", json=BODY)
                     assert again.json()["choices"][0]["text"] == whole
-                    assert engine.name == "native" and engine.health().ready and engine.open_requests() == 0
+                    assert engine.name == "native" and engine.health().ready and engine.stats().open_requests == 0
                 return whole, response.text
             finally:
                 await engine.close()
@@ -113,7 +114,7 @@ def test_a_peer_that_is_only_unwell_is_not_lost_at_once(tiny_model: Path, monkey
             try:
                 peer.is_well = False
                 with pytest.raises(Unavailable):
-                    await engine.submit("hi", SamplingParams(max_tokens=4))
+                    await engine.submit(sample("hi", SamplingParams(max_tokens=4)))
                 judged.clear()
                 num_asked = len(peer.asked)
                 await until(lambda: len(peer.asked) >= num_asked + 3, "the peer is asked how it is, again and again")

@@ -18,6 +18,7 @@ from tests.backends.openai_server.peer import all_of
 from tests.backends.openai_server.proxy import cutting_proxy
 from tests.e2e.server import Server
 from tests.e2e.tiny_server import NAME, TinyServer
+from tests.generation import sample
 from tests.ports import reserved_port
 from tests.waiting import until, wait_until
 from weft.api.app import build_app
@@ -208,9 +209,9 @@ def test_refusals_come_through(peer: TinyServer) -> None:
     async def go() -> None:
         async with remote(peer.url, None) as engine:
             with pytest.raises(ContextTooLong, match="context is 512"):
-                await engine.submit("a b " * 600, SamplingParams(max_tokens=5))
+                await engine.submit(sample("a b " * 600, SamplingParams(max_tokens=5)))
             with pytest.raises(InvalidRequest, match="logit_bias has the token id 9999"):
-                await engine.submit("hi", SamplingParams(max_tokens=5, logit_bias={9999: 1.0}))
+                await engine.submit(sample("hi", SamplingParams(max_tokens=5, logit_bias={9999: 1.0})))
 
     asyncio.run(go())
 
@@ -219,9 +220,9 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_sent(peer: TinyServer
     async def go() -> None:
         async with remote(peer.url, tiny_model) as engine:
             with pytest.raises(ContextTooLong):
-                await engine.submit([68] * 512, SamplingParams(max_tokens=5))
+                await engine.submit(sample([68] * 512, SamplingParams(max_tokens=5)))
             with pytest.raises(InvalidRequest, match="empty"):
-                await engine.submit([], SamplingParams(max_tokens=5))
+                await engine.submit(sample([], SamplingParams(max_tokens=5)))
 
     asyncio.run(go())
 
@@ -230,14 +231,14 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_sent(peer: TinyServer
 def test_whoever_leaves_frees_the_peer(has_tokens: bool, long_peer: TinyServer, long_model: Path) -> None:
     async def go() -> None:
         async with remote(long_peer.url, long_model if has_tokens else None) as engine:
-            prompt = engine.tokenizer.encode(PROMPT) if has_tokens else PROMPT
-            answers = [await engine.submit(prompt, ENDLESS) for _ in range(3)]
+            prompt = engine.text.tokenizer.encode(PROMPT) if has_tokens else PROMPT
+            answers = [await engine.submit(sample(prompt, ENDLESS)) for _ in range(3)]
             for answer in answers:
                 await anext(answer)
-            assert engine.open_requests() == 3
+            assert engine.stats().open_requests == 3
             for answer in answers:
                 await answer.aclose()
-            assert engine.open_requests() == 0
+            assert engine.stats().open_requests == 0
 
     def num_aborted() -> float:
         metrics = long_peer.get("/metrics").text
@@ -259,7 +260,7 @@ def test_a_stream_that_is_cut_goes_on_as_if_it_had_not_been(
     async def go() -> None:
         params = SamplingParams(max_tokens=60, temperature=1, seed=11, top_p=0.95, repetition_penalty=1.1)
         async with remote(peer.url, tiny_model) as directly:
-            prompt = directly.tokenizer.encode(PROMPT)
+            prompt = directly.text.tokenizer.encode(PROMPT)
             whole = await all_of(directly, prompt, params)
         async with cutting_proxy(peer.url) as url, remote(url, tiny_model) as engine:
             cut = await all_of(engine, prompt, params)
@@ -286,16 +287,16 @@ async def check_keys(url: str) -> None:
 
 
 async def check_death(peer: TinyServer, engine: Engine, prompt: list[int]) -> None:
-    answer = await engine.submit(prompt, ENDLESS)
+    answer = await engine.submit(sample(prompt, ENDLESS))
     assert (await anext(answer)).token_ids
     peer.process.kill()
     deltas = [delta async for delta in answer]
     assert deltas[-1].finish is FinishReason.ERROR
     assert "lost in the middle" in deltas[-1].error
-    assert engine.open_requests() == 0
+    assert engine.stats().open_requests == 0
     assert not engine.health().ready
     with pytest.raises(Unavailable):
-        await engine.submit(prompt, ENDLESS)
+        await engine.submit(sample(prompt, ENDLESS))
 
 
 def test_a_peer_with_a_key_that_dies_comes_back_and_has_enough(
@@ -309,15 +310,15 @@ def test_a_peer_with_a_key_that_dies_comes_back_and_has_enough(
         with TinyServer(long_model, *flags, port) as first:
             await check_keys(first.url)
             async with remote(first.url, long_model, engine_api_key="secret") as engine:
-                prompt = engine.tokenizer.encode(PROMPT)
+                prompt = engine.text.tokenizer.encode(PROMPT)
                 await check_death(first, engine, prompt)
                 with await asyncio.to_thread(TinyServer, long_model, *flags, port):
                     await until(lambda: engine.health().ready, "the peer is there again")
-                    assert engine.restarts() == 1
+                    assert engine.stats().restarts == 1
                     few = SamplingParams(max_tokens=5)
                     assert (await all_of(engine, prompt, few))[-1].finish is not None
                     with pytest.raises(Overloaded, match="has sent its requests") as refusal:
-                        await engine.submit(prompt, few)
+                        await engine.submit(sample(prompt, few))
                     assert refusal.value.retry_after_s > 30
 
     with reserved_port() as port:

@@ -17,8 +17,9 @@ from msgspec import Struct
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.generation import sample
 from weft.backends.blocking import BlockingEngine
-from weft.backends.contract import Engine, Terms
+from weft.backends.contract import Engine
 from weft.config import load
 from weft.machine.devices import accelerator
 from weft.options import Config
@@ -63,12 +64,12 @@ class Answered(Struct, frozen=True):
         return [score for delta in self.deltas for score in delta.logprobs or ()]
 
 
-async def answer(engine: Engine, prompt: list[int], params: SamplingParams, **terms: Any) -> Answered:
-    return Answered([delta async for delta in await engine.submit(prompt, params, Terms(**terms))])
+async def answer(engine: Engine, prompt: list[int], params: SamplingParams, **fields: Any) -> Answered:
+    return Answered([delta async for delta in await engine.submit(sample(prompt, params, **fields))])
 
 
-def ask(looped: BlockingEngine, prompt: list[int], params: SamplingParams, **terms: Any) -> Answered:
-    return looped.wait(answer(looped.engine, prompt, params, **terms))
+def ask(looped: BlockingEngine, prompt: list[int], params: SamplingParams, **fields: Any) -> Answered:
+    return looped.wait(answer(looped.engine, prompt, params, **fields))
 
 
 def save_adapter(folder: Path, model: Path, seed: int) -> Path:

@@ -26,6 +26,7 @@ from tests.backends.vllm.real import (
     save_adapter,
     save_merged,
 )
+from tests.generation import embed, sample
 from tests.waiting import wait_until
 from weft.backends.blocking import BlockingEngine
 from weft.backends.contract import NotSupported
@@ -35,7 +36,7 @@ from weft.checkpoint.adapter_files import adapter_settings
 from weft.errors import ContextTooLong, InvalidRequest, ModelError
 from weft.text.grammars.lark import GrammarWriter
 from weft.text.grammars.specs import ChoiceSpec, JsonSchemaSpec, RegexSpec
-from weft.types import FinishReason, Pooling, SamplingParams
+from weft.types import FinishReason, LoadLora, ResetPrefixCache, SamplingParams, StartProfile, UnloadLora
 
 pytestmark = needs_vllm
 
@@ -151,13 +152,13 @@ def test_a_form_that_is_none_is_the_requests_fault(vllm: BlockingEngine) -> None
 
 def test_leaving_ends_a_request_at_once(vllm: BlockingEngine) -> None:
     async def leave() -> None:
-        deltas = await vllm.engine.submit(PROMPTS[0], greedy(max_tokens=400))
+        deltas = await vllm.engine.submit(sample(PROMPTS[0], greedy(max_tokens=400)))
         async for _ in deltas:
             break
         await deltas.aclose()
 
     vllm.wait(leave())
-    assert vllm.engine.open_requests() == 0
+    assert vllm.engine.stats().open_requests == 0
     before = vllm.engine.stats().generation_tokens
     wait_until(lambda: vllm.engine.stats().running == 0, "nothing runs")
     assert vllm.engine.stats().generation_tokens < before + 100, "it went on"
@@ -185,7 +186,7 @@ def test_prompts_that_begin_alike_share_their_beginning_unless_salted(vllm: Bloc
 
     assert cached() == 0 and cached() > 0
     assert cached(cache_salt="another") == 0
-    assert vllm.wait(vllm.engine.reset_cache()) == 0, "vLLM does not tell how many"
+    assert vllm.wait(vllm.engine.control(ResetPrefixCache())) == "0", "vLLM does not tell how many"
     assert cached() == 0
 
 
@@ -210,30 +211,30 @@ def test_tc_008_adapters_are_switched_by_the_request(
 
 
 def test_adapters_come_and_go(vllm: BlockingEngine, vllm_model: Path, tmp_path: Path) -> None:
-    vllm.wait(vllm.engine.load_adapter("green", str(save_adapter(tmp_path / "green", vllm_model, 7))))
+    vllm.wait(vllm.engine.control(LoadLora("green", str(save_adapter(tmp_path / "green", vllm_model, 7)))))
     assert [adapter.number for adapter in vllm.engine.adapters] == [1, 2, 3]
     assert ask(vllm, PROMPTS[0], GREEDY, adapter="green").last.finish is FinishReason.LENGTH
-    vllm.wait(vllm.engine.unload_adapter("green"))
+    vllm.wait(vllm.engine.control(UnloadLora("green")))
     with pytest.raises(InvalidRequest, match="There are: red, blue"):
         ask(vllm, PROMPTS[0], GREEDY, adapter="green")
     broken = save_adapter(tmp_path / "broken", vllm_model, 8)
     facts = json.loads((broken / "adapter_config.json").read_text())
     (broken / "adapter_config.json").write_text(json.dumps({**facts, "use_dora": True}))
     with pytest.raises(ModelError, match=r"cannot use the adapter broken.*vLLM"):
-        vllm.wait(vllm.engine.load_adapter("broken", str(broken)))
+        vllm.wait(vllm.engine.control(LoadLora("broken", str(broken))))
     assert [adapter.name for adapter in vllm.engine.adapters] == ["red", "blue"]
-    assert vllm.engine.restarts() == 0, "and nobody else's"
+    assert vllm.engine.stats().restarts == 0, "and nobody else's"
 
 
 def test_what_it_cannot_is_refused(vllm: BlockingEngine) -> None:
     with pytest.raises(NotSupported):
-        vllm.wait(vllm.engine.embed(PROMPTS[0], Pooling.MEAN))
+        vllm.wait(vllm.engine.submit(embed(PROMPTS[0])))
     with pytest.raises(InvalidRequest, match="empty"):
         ask(vllm, [], GREEDY)
     with pytest.raises(ContextTooLong):
         ask(vllm, [5] * 512, GREEDY)
     with pytest.raises(InvalidRequest, match="profiler"):
-        vllm.wait(vllm.engine.start_profile("/nowhere"))
+        vllm.wait(vllm.engine.control(StartProfile("/nowhere")))
 
 
 def test_priorities_and_times_are_told(vllm: BlockingEngine) -> None:
@@ -250,7 +251,7 @@ def test_a_core_that_is_killed_is_replaced_and_the_stream_goes_on(vllm: Blocking
 
     async def interrupted() -> list[int]:
         tokens: list[int] = []
-        async for delta in await vllm.engine.submit(PROMPTS[0], params):
+        async for delta in await vllm.engine.submit(sample(PROMPTS[0], params)):
             if not tokens:
                 os.kill(engine_core(host), signal.SIGKILL)
             tokens += delta.token_ids
@@ -263,7 +264,7 @@ def test_a_core_that_is_killed_is_replaced_and_the_stream_goes_on(vllm: Blocking
 
     tokens, formed = vllm.wait(both())
     assert tokens == whole.token_ids, "no token twice, none left out"
-    assert vllm.engine.restarts() == 1 and vllm.engine.health().ready
+    assert vllm.engine.stats().restarts == 1 and vllm.engine.health().ready
     if formed.last.finish is FinishReason.ERROR:
         assert "structured" in formed.last.error
     else:

@@ -81,7 +81,7 @@ def test_tc_007_many_threads_at_once(engine: BaseEngine) -> None:
 
 def test_tc_010_unloading_gives_everything_back(engine: BaseEngine) -> None:
     """The last that uses the engine. Memory is the processes', and these have ended."""
-    host: int = engine._looped.engine.client.engine_pid  # type: ignore[attr-defined]
+    host: int = engine._blocking.engine.client.engine_pid  # type: ignore[attr-defined]
     processes = group_of(host)
     assert len(processes) >= 3
     usage = engine.get_memory_usage()

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from tests.backends.vllm.real import save_adapter
+from tests.generation import embed, generate_image, sample
 from tests.waiting import PATIENCE, until
 from weft.backends.adapters import Adapters
-from weft.backends.contract import NotSupported, Terms
+from weft.backends.contract import NotSupported
 from weft.backends.model_text import open_model_text
 from weft.backends.native import find_model
 from weft.backends.vllm import host
@@ -26,8 +27,20 @@ from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.wire import Start, receive
 from weft.errors import InvalidRequest, ModelError
-from weft.serving.image_request import drawing_model
-from weft.types import Event, FinishReason, ImageParams, ModelInfo, Output, Pooling, Request, SamplingParams
+from weft.serving.image_request import image_model
+from weft.types import (
+    Event,
+    FinishReason,
+    ImageParams,
+    LoadLora,
+    ModelInfo,
+    Output,
+    Request,
+    ResetPrefixCache,
+    SamplingParams,
+    StartProfile,
+    UnloadLora,
+)
 
 DEADLY = 99
 """A prompt that begins so kills the first driver after two tokens."""
@@ -40,8 +53,8 @@ class CountingDriver:
 
     made: list[CountingDriver]
 
-    def __init__(self, desk: OpenRequests) -> None:
-        self.desk = desk
+    def __init__(self, open_requests: OpenRequests) -> None:
+        self.open_requests = open_requests
         self.requests: dict[str, Request] = {}
         self.aborted: list[str] = []
         self.running: set[str] = set()
@@ -54,7 +67,7 @@ class CountingDriver:
         for request in requests:
             self.requests[request.request_id] = request
             if request.adapter is not None and request.adapter.name == "broken":
-                self.desk.fail(request.request_id, InvalidRequest("What is that?"))
+                self.open_requests.fail(request.request_id, InvalidRequest("What is that?"))
                 continue
             self._bring(request, len(request.output_token_ids))
 
@@ -62,7 +75,7 @@ class CountingDriver:
         if request.request_id in self.aborted:
             return
         if request.prompt_token_ids[0] == DEADLY and number == 2 and len(self.made) == 1:
-            self.desk.died(RuntimeError("it was deadly"))
+            self.open_requests.died(RuntimeError("it was deadly"))
             return
         is_last = number + 1 == request.params.max_tokens
         (self.running.discard if is_last else self.running.add)(request.request_id)
@@ -72,14 +85,14 @@ class CountingDriver:
             cached_tokens=0 if number == len(request.output_token_ids) else None,
             finish=FinishReason.LENGTH if is_last else None,
         )
-        self.desk.bring([event])
+        self.open_requests.bring([event])
         if not is_last and request.prompt_token_ids[0] != ENDLESS:
             asyncio.get_running_loop().call_later(0.001, self._bring, request, number + 1)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         self.aborted += request_ids
 
-    async def forget_prompts(self) -> bool:
+    async def reset_prefix_cache(self) -> bool:
         return not self.running
 
     def close(self) -> None:
@@ -124,7 +137,7 @@ def in_a_house(
     monkeypatch.setattr(host, "_import_vllm", lambda *_: None)
     monkeypatch.setattr(host, "_configured", lambda *_: None)
     monkeypatch.setattr(host, "model_info", lambda *_: info)
-    monkeypatch.setattr(host, "_load", lambda config, figures, desk, *_: CountingDriver(desk))
+    monkeypatch.setattr(host, "_load", lambda config, stats, open_requests, *_: CountingDriver(open_requests))
     red = save_adapter(tmp_path / "red", tiny_model, 1)
     config = load({"model": str(tiny_model)}, env={})
 
@@ -137,7 +150,7 @@ def in_a_house(
             adapters = Adapters("tiny", files)
             engine = VllmEngine(CPU, client, room, adapters, takes_adapters=True, has_grammars=True)
             try:
-                await engine.load_adapter("red", str(red))
+                await engine.control(LoadLora("red", str(red)))
                 await asyncio.wait_for(scenario(engine), PATIENCE)
             finally:
                 await engine.close()
@@ -149,7 +162,7 @@ def in_a_house(
 
 async def told(engine: VllmEngine, prompt: list[int], max_tokens: int = 5, **terms: Any) -> list[Output]:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return [delta async for delta in await engine.submit(prompt, params, Terms(**terms))]
+    return [delta async for delta in await engine.submit(sample(prompt, params, **terms))]
 
 
 def tokens(deltas: list[Output]) -> list[int]:
@@ -161,7 +174,7 @@ def test_tokens_come_back_in_order_to_whom_they_are_for(in_a_house: Any) -> None
         answers = await asyncio.gather(*(told(engine, [5] * length) for length in (3, 10, 20)))
         assert [tokens(answer) for answer in answers] == [[n, n + 1, n + 2, n + 3, n + 4] for n in (3, 10, 20)]
         assert all(answer[-1].finish is FinishReason.LENGTH for answer in answers)
-        assert engine.open_requests() == 0 and engine.health().ready
+        assert engine.stats().open_requests == 0 and engine.health().ready
 
     in_a_house(scenario)
 
@@ -170,11 +183,11 @@ def test_what_vllm_does_not_do_is_refused_by_its_name(in_a_house: Any) -> None:
     image = ImageParams(width=4, height=4, steps=1, guidance_scale=1.0, seed=0)
 
     async def scenario(engine: VllmEngine) -> None:
-        for work in (engine.embed([5], Pooling.MEAN), engine.draw([5], image)):
+        for work in (engine.submit(embed([5])), engine.submit(generate_image([5], image))):
             with pytest.raises(NotSupported, match="cpu-vllm cannot"):
                 await work
         with pytest.raises(InvalidRequest, match="no model that draws") as refused:
-            drawing_model(engine)
+            image_model(engine)
         assert "--engine" in refused.value.hint
 
     in_a_house(scenario)
@@ -184,7 +197,7 @@ def test_a_request_takes_its_adapter_and_only_its_own_seed_with_it(in_a_house: A
     async def scenario(engine: VllmEngine) -> None:
         await told(engine, [5], request_id="plain")
         await told(engine, [5], request_id="red", adapter="red", priority=3, cache_salt="s")
-        async for _ in await engine.submit([5], SamplingParams(max_tokens=2, seed=7), Terms(request_id="seeded")):
+        async for _ in await engine.submit(sample([5], SamplingParams(max_tokens=2, seed=7), request_id="seeded")):
             pass
         (driver,) = CountingDriver.made
         plain, red, seeded = (driver.requests[name] for name in ("plain", "red", "seeded"))
@@ -202,12 +215,12 @@ def test_an_adapter_that_vllm_cannot_read_is_refused_when_it_is_loaded(in_a_hous
     async def scenario(engine: VllmEngine) -> None:
         (red,) = engine.adapters
         with pytest.raises(ModelError, match=r"cannot use the adapter broken: What is that\?"):
-            await engine.load_adapter("broken", red.path)
+            await engine.control(LoadLora("broken", red.path))
         assert list(engine.adapters) == [red]
-        await engine.load_adapter("default", red.path)
+        await engine.control(LoadLora("default", red.path))
         await told(engine, [5], request_id="by default")
         await told(engine, [5], request_id="as it is", adapter="")
-        await engine.unload_adapter("default")
+        await engine.control(UnloadLora("default"))
         await told(engine, [5], request_id="no more")
         (driver,) = CountingDriver.made
         used = [driver.requests[name].adapter for name in ("by default", "as it is", "no more")]
@@ -219,13 +232,13 @@ def test_an_adapter_that_vllm_cannot_read_is_refused_when_it_is_loaded(in_a_hous
 def test_leaving_aborts(in_a_house: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         deltas = await engine.submit(
-            [ENDLESS], SamplingParams(max_tokens=60, ignore_eos=True), Terms(request_id="left")
+            sample([ENDLESS], SamplingParams(max_tokens=60, ignore_eos=True), request_id="left")
         )
         await anext(deltas)
         await deltas.aclose()
         (driver,) = CountingDriver.made
         await until(lambda: driver.aborted == ["left"], "the driver is told")
-        assert engine.open_requests() == 0
+        assert engine.stats().open_requests == 0
 
     in_a_house(scenario)
 
@@ -233,7 +246,7 @@ def test_leaving_aborts(in_a_house: Any) -> None:
 def test_what_was_delivered_goes_with_a_request_to_the_next_vllm(in_a_house: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         deltas = await told(engine, [DEADLY, 5, 5], request_id="r", adapter="red")
-        assert tokens(deltas) == [3, 4, 5, 6, 7] and engine.restarts() == 1
+        assert tokens(deltas) == [3, 4, 5, 6, 7] and engine.stats().restarts == 1
         resumed = CountingDriver.made[1].requests["r"]
         assert resumed.output_token_ids == [3, 4] and resumed.adapter is not None
         assert engine.health().ready
@@ -243,13 +256,13 @@ def test_what_was_delivered_goes_with_a_request_to_the_next_vllm(in_a_house: Any
 
 def test_what_an_operator_may_ask(in_a_house: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
-        assert await engine.reset_cache() == 0
-        deltas = await engine.submit([ENDLESS], SamplingParams(max_tokens=60, ignore_eos=True))
+        assert await engine.control(ResetPrefixCache()) == "0"
+        deltas = await engine.submit(sample([ENDLESS], SamplingParams(max_tokens=60, ignore_eos=True)))
         await anext(deltas)
         with pytest.raises(InvalidRequest, match="only while no request"):
-            await engine.reset_cache()
+            await engine.control(ResetPrefixCache())
         await deltas.aclose()
         with pytest.raises(InvalidRequest, match="profiler"):
-            await engine.start_profile("/nowhere")
+            await engine.control(StartProfile("/nowhere"))
 
     in_a_house(scenario)

@@ -21,12 +21,13 @@ from tests.backends.vllm.real import (
     host_of,
     needs_vllm,
 )
+from tests.generation import sample
 from tests.waiting import wait_until
 from weft.backends.blocking import BlockingEngine
 from weft.backends.vllm.arguments import CPU
 from weft.backends.vllm.vllm_engine import start_kind
 from weft.checkpoint.adapter_files import adapter_settings
-from weft.types import FinishReason, SamplingParams
+from weft.types import FinishReason, ResetPrefixCache, SamplingParams
 
 pytestmark = needs_vllm
 
@@ -75,13 +76,13 @@ def test_what_is_refused_ends_alone(vllm: BlockingEngine) -> None:
 
 def test_leaving_ends_a_request(vllm: BlockingEngine) -> None:
     async def leave() -> None:
-        deltas = await vllm.engine.submit(PROMPT, LONG)
+        deltas = await vllm.engine.submit(sample(PROMPT, LONG))
         await anext(deltas)
         await deltas.aclose()
 
     vllm.wait(leave())
     wait_until(lambda: vllm.engine.stats().running == 0, "nothing runs")
-    assert vllm.wait(vllm.engine.reset_cache()) == 0, "only an engine without requests forgets"
+    assert vllm.wait(vllm.engine.control(ResetPrefixCache())) == "0", "only an engine without requests forgets"
 
 
 def test_tc_008_adapters_are_switched_by_the_request(vllm: BlockingEngine) -> None:
@@ -95,14 +96,14 @@ def test_a_process_that_is_killed_is_replaced_and_the_stream_goes_on(vllm: Block
 
     async def interrupted() -> list[int]:
         tokens: list[int] = []
-        async for delta in await vllm.engine.submit(PROMPT, LONG):
+        async for delta in await vllm.engine.submit(sample(PROMPT, LONG)):
             if not tokens:
                 os.kill(first, signal.SIGKILL)
             tokens += delta.token_ids
         return tokens
 
     assert vllm.wait(interrupted()) == whole.token_ids
-    assert vllm.engine.restarts() == 1
+    assert vllm.engine.stats().restarts == 1
     assert group_of(first) == {}, "its worker has ended with it"
     second = host_of(vllm)
     vllm.close()

@@ -1,4 +1,4 @@
-"""A peer behind the contract."""
+"""An OpenAI-compatible server, the peer, behind the engine contract."""
 
 from __future__ import annotations
 
@@ -7,27 +7,21 @@ import contextlib
 import logging
 import random
 from array import array
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection
+from typing import Any, assert_never
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.backends.contract import (
-    PLAIN_TERMS,
-    ChatPrompt,
-    ChatStyles,
-    Conversation,
-    Embedding,
+    EngineText,
     Health,
-    ImageUpdates,
-    Prompt,
+    OneOutput,
     Stream,
-    Terms,
+    UnknownText,
     cannot,
     check_abilities,
     not_taken,
-    tokens_of,
     tokens_unknown,
 )
 from weft.backends.model_text import ModelText
@@ -46,19 +40,26 @@ from weft.backends.openai_server.requests import PeerRequest, PeerRequestWriter
 from weft.backends.openai_server.servers import Body, ServerKind, abilities_of
 from weft.backends.rechunk import RechunkedStream
 from weft.errors import EngineFault, RequestTimeout, Unavailable
-from weft.payloads import NO_TEXTS, GivenTexts
 from weft.text.detokenizer import OutputText
-from weft.text.tokenizer import Tokenizer
 from weft.types import (
     Adapter,
+    ControlMessage,
+    Conversation,
+    Embed,
     EngineStats,
     FinishReason,
-    ImageParams,
+    GenerateImage,
+    GenerationRequest,
+    LoadLora,
     ModelInfo,
     Output,
-    Pooling,
     Request,
+    ResetPrefixCache,
+    Sample,
     SamplingParams,
+    StartProfile,
+    StopProfile,
+    UnloadLora,
     Usage,
     check_priority,
 )
@@ -68,28 +69,30 @@ log = logging.getLogger(__name__)
 PROBE_S = 5.0
 PROBE_WHEN_LOST_S = 1.0
 JITTER = 0.2
-"""Of the time between two probes: many that watch one peer must not ask it all at once."""
+"""The share of the time between two probes by which it varies: many that watch one peer must not ask it all at once."""
 TIMEOUT_S = 5.0
 
 
-class Watch:
-    def __init__(self, line: PeerClient, path: str) -> None:
+class PeerWatch:
+    """The watch probes the peer, and knows whether it is ready."""
+
+    def __init__(self, client: PeerClient, path: str) -> None:
         """`path` is what is asked for."""
-        self._line = line
+        self._client = client
         self._path = path
         self._look = asyncio.Event()
         self._task = asyncio.create_task(self._keep_watch(), name="weft-remote-watch")
         self.health = Health(True)
         self.num_returns = 0
-        """How often the peer came back."""
+        """The number of times that the peer came back."""
 
     def suspect(self, why: PeerLost) -> None:
-        """A request was not answered."""
+        """Note that a request was not answered, and probe soon."""
         self._found(str(why), gone=isinstance(why, PeerRefused))
         self.look()
 
     def look(self) -> None:
-        """Ask soon."""
+        """Probe soon."""
         self._look.set()
 
     async def close(self) -> None:
@@ -112,18 +115,18 @@ class Watch:
             await asyncio.sleep(min(seconds, PROBE_WHEN_LOST_S))
 
     async def _trouble(self) -> str:
-        """Why the peer is not ready; empty: it is."""
+        """Return why the peer is not ready; empty: it is."""
         try:
-            answer = await self._line.ask(self._path, timeout_s=TIMEOUT_S)
+            answer = await self._client.ask(self._path, timeout_s=TIMEOUT_S)
         except (PeerLost, RequestTimeout) as error:
             return str(error)
         return "" if answer.status == 200 else f"it answers with status {answer.status}"
 
     def _found(self, trouble: str, *, gone: bool = False) -> None:
         if trouble and self.health.ready:
-            log.warning("the remote engine at %s is not there: %s", self._line.shown, trouble)
+            log.warning("the remote engine at %s is not there: %s", self._client.shown, trouble)
         elif not trouble and not self.health.ready:
-            log.warning("the remote engine at %s is there again", self._line.shown)
+            log.warning("the remote engine at %s is there again", self._client.shown)
             self.num_returns += 1
         if trouble:
             self.health = Health(False, "the remote engine does not answer", gone=gone or self.health.gone)
@@ -132,11 +135,11 @@ class Watch:
 
 
 RETRY_S = 0.2
-"""Before a peer that was not to be reached is tried once more."""
+"""The pause before a peer that could not be reached is tried once more."""
 
 
 class Peer(Struct, frozen=True, kw_only=True):
-    """What was found out of it at the start."""
+    """What was found out about the peer at the start."""
 
     kind: ServerKind
     model: str
@@ -145,98 +148,99 @@ class Peer(Struct, frozen=True, kw_only=True):
 
 
 class RemoteEngine:
-    """With a text room, prompts are tokens here and there; without one, text is passed on."""
+    """An engine whose requests a peer answers. With the model's text, prompts are tokens; without it, text and
+    conversations are passed on."""
 
     adapters: Collection[Adapter] = ()
 
     def __init__(
-        self, name: str, line: PeerClient, peer: Peer, model: ModelInfo, room: ModelText | None, *, chunk_size: int
+        self, name: str, client: PeerClient, peer: Peer, model: ModelInfo, text: ModelText | None, *, chunk_size: int
     ) -> None:
         """`chunk_size`: tokens in a piece of an answer that comes as text."""
         self.name = name
         self.model = model
-        self.abilities = abilities_of(peer.kind, tokens=room is not None)
-        self._line = line
+        self.abilities = abilities_of(peer.kind, tokens=text is not None)
+        self.text: EngineText = UnknownText(self) if text is None else text
+        self._client = client
         self._peer = peer
-        self._room = room
+        self._model_text = text
         self._chunk_size = chunk_size
-        self._asker = PeerRequestWriter(name, peer.kind, peer.model)
-        self._watch = Watch(line, peer.health_path)
+        self._writer = PeerRequestWriter(name, peer.kind, peer.model)
+        self._watch = PeerWatch(client, peer.health_path)
         self._num_open = 0
         self._num_prompt_tokens = 0
         self._num_tokens = 0
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        if self._room is None:
-            raise tokens_unknown(self, "This")
-        return self._room.tokenizer
+    async def submit(self, request: GenerationRequest) -> Stream:
+        """Submit a request, and return when the peer begins to answer: until then its refusals are raised."""
+        check_abilities(self, request)
+        check_priority(request.priority)
+        match request.task:
+            case Sample():
+                return await self._sample(request, request.task)
+            case Embed():
+                return OneOutput(await self._embed(request, request.task))
+            case GenerateImage():
+                raise cannot(self.name, "generate images")
 
-    @property
-    def styles(self) -> ChatStyles:
-        return ChatStyles() if self._room is None else self._room.styles
+    async def control(self, message: ControlMessage) -> str:
+        match message:
+            case LoadLora() | UnloadLora():
+                raise not_taken(self.name, "adapter")
+            case ResetPrefixCache():
+                raise cannot(self.name, "reset its peer's cache")
+            case StartProfile() | StopProfile():
+                raise cannot(self.name, "profile its peer")
+        assert_never(message)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_variables: Mapping[str, Any] | None = None,
-    ) -> ChatPrompt:
-        if self._room is None:
-            raise tokens_unknown(self, "This")
-        return self._room.encode_chat(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template_variables=template_variables,
+    def health(self) -> Health:
+        return self._watch.health
+
+    def stats(self) -> EngineStats:
+        """Return what is known on this side: the rest is the peer's to tell."""
+        return EngineStats(
+            running=self._num_open,
+            prompt_tokens=self._num_prompt_tokens,
+            generation_tokens=self._num_tokens,
+            restarts=self._watch.num_returns,
+            open_requests=self._num_open,
         )
 
-    async def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        sibling_of: str = "",
-        markers: Collection[str] = (),
-    ) -> Stream:
-        """Returns when the peer begins to answer: until then its refusals are raised."""
-        check_abilities(self, params, terms)
-        check_priority(terms.priority)
-        if self._room is not None:
-            request = self._room.request_of(self.model, tokens_of(prompt), params, terms)
-            question, answer = self._about_tokens(self._room, request, params.seed, markers)
+    async def close(self) -> None:
+        await self._watch.close()
+        await self._client.close()
+        if self._model_text is not None:
+            self._model_text.close()
+
+    async def _sample(self, request: GenerationRequest, task: Sample) -> Stream:
+        task.params.check()
+        if self._model_text is not None:
+            task.params.check_token_ids(self.model.logits_width)
+            asked, answer = self._about_tokens(self._model_text, request, task)
         else:
-            question, answer = self._about_text(prompt, params, terms)
+            asked, answer = self._about_text(request, task.params)
         self._num_open += 1
         try:
-            stream = await self._open(question)
+            events = await self._open(asked)
         except BaseException:
             self._num_open -= 1
             raise
-        deltas = RemoteStream(question, stream, answer, self._open, self._ended)
-        return deltas if terms.uncut or self.abilities.answer_tokens else RechunkedStream(deltas, self._chunk_size)
+        stream = RemoteStream(asked, events, answer, self._open, self._ended)
+        if self.abilities.answer_tokens or not task.rechunk:
+            return stream
+        return RechunkedStream(stream, self._chunk_size)
 
-    async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
-        if not self.abilities.embeddings:
-            raise cannot(self.name, "make embeddings")
-        if terms.adapter:
-            raise not_taken(self.name, "adapter")
-        check_priority(terms.priority)
+    async def _embed(self, request: GenerationRequest, task: Embed) -> Output:
         body: Body = {
             "model": self._peer.model,
-            "input": prompt,
-            "pooling": str(pooling),
-            "priority": terms.priority,
-            "cache_salt": terms.cache_salt,
+            "input": request.prompt,
+            "pooling": str(task.pooling),
+            "priority": request.priority,
+            "cache_salt": request.cache_salt,
         }
         self._num_open += 1
         try:
-            reply = await self._line.ask("embeddings", body, timeout_s=FIRST_BYTE_S)
+            reply = await self._client.ask("embeddings", body, timeout_s=FIRST_BYTE_S)
             if reply.status != 200:
                 raise error_of(reply.status, reply.body, reply.headers)
             vectors = read(reply.body, PeerVectors)
@@ -248,84 +252,44 @@ class RemoteEngine:
             raise EngineFault(f"The remote engine gave {len(vectors.data)} vectors for one input.")
         usage = vectors.usage.usage() if vectors.usage is not None else Usage()
         self._num_prompt_tokens += usage.prompt_tokens
-        return Embedding(array("f", vectors.data[0].embedding).tobytes(), usage)
-
-    async def draw(
-        self, prompt_token_ids: list[int], image: ImageParams, terms: Terms = PLAIN_TERMS, given: GivenTexts = NO_TEXTS
-    ) -> ImageUpdates:
-        raise cannot(self.name, "draw images")
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        raise not_taken(self.name, "adapter")
-
-    async def unload_adapter(self, name: str) -> None:
-        raise not_taken(self.name, "adapter")
-
-    def health(self) -> Health:
-        return self._watch.health
-
-    def stats(self) -> EngineStats:
-        """What is known on this side: the rest is the peer's to tell."""
-        return EngineStats(
-            running=self._num_open, prompt_tokens=self._num_prompt_tokens, generation_tokens=self._num_tokens
-        )
-
-    def restarts(self) -> int:
-        return self._watch.num_returns
-
-    def open_requests(self) -> int:
-        return self._num_open
-
-    async def reset_cache(self) -> int:
-        raise cannot(self.name, "reset its peer's cache")
-
-    async def start_profile(self, folder: str) -> str:
-        raise cannot(self.name, "profile its peer")
-
-    async def stop_profile(self) -> str:
-        raise cannot(self.name, "profile its peer")
-
-    async def close(self) -> None:
-        await self._watch.close()
-        await self._line.close()
-        if self._room is not None:
-            self._room.close()
+        embedding = array("f", vectors.data[0].embedding).tobytes()
+        return Output(embedding=embedding, usage=usage, finish=FinishReason.STOP)
 
     def _about_tokens(
-        self, room: ModelText, request: Request, seed: int | None, markers: Collection[str]
+        self, model_text: ModelText, request: GenerationRequest, task: Sample
     ) -> tuple[PeerRequest, PeerAnswer]:
-        """`seed`: that of the client. One that was drawn here is told only to a peer that can go on with it: others
-        sample requests with seeds at a price."""
+        resolved = model_text.engine_request(self.model, request, task.params)
+        # A seed that was drawn here is told only to a peer that can go on with it: others sample requests with seeds
+        # at a price.
         if not self._peer.kind.seeds_by_position:
-            request = replace(request, params=replace(request.params, seed=seed))
-        question = self._ask_tokens(request, request.prompt_token_ids, request.params)
+            resolved = replace(resolved, params=replace(resolved.params, seed=task.params.seed))
+        asked = self._ask_tokens(resolved, resolved.prompt_token_ids, resolved.params)
         if not self.abilities.answer_tokens:
-            return question, PeerTextAnswer(len(request.prompt_token_ids))
-        text = OutputText(room.tokenizer, request, markers)
-        return question, PeerTokenAnswer(text, request, self._go_on(request))
+            return asked, PeerTextAnswer(len(resolved.prompt_token_ids))
+        text = OutputText(model_text.tokenizer, resolved, task.markers)
+        return asked, PeerTokenAnswer(text, resolved, self._go_on(resolved))
 
-    def _about_text(self, prompt: Prompt, params: SamplingParams, terms: Terms) -> tuple[PeerRequest, PeerAnswer]:
-        params.check()
-        asked: dict[str, Any] = {"priority": terms.priority, "cache_salt": terms.cache_salt}
-        match prompt:
+    def _about_text(self, request: GenerationRequest, params: SamplingParams) -> tuple[PeerRequest, PeerAnswer]:
+        options: dict[str, Any] = {"priority": request.priority, "cache_salt": request.cache_salt}
+        match request.prompt:
             case Conversation():
-                return self._asker.chat(prompt, params, **asked), PeerChatAnswer()
+                return self._writer.chat(request.prompt, params, **options), PeerChatAnswer()
             case str():
-                return self._asker.text(prompt, params, **asked), PeerTextAnswer()
+                return self._writer.text(request.prompt, params, **options), PeerTextAnswer()
             case _:
                 raise tokens_unknown(self, "A prompt of token ids", "prompt")
 
     def _ask_tokens(self, request: Request, prompt: list[int], params: SamplingParams) -> PeerRequest:
-        return self._asker.tokens(prompt, params, priority=request.priority, cache_salt=request.cache_salt)
+        return self._writer.tokens(prompt, params, priority=request.priority, cache_salt=request.cache_salt)
 
     def _go_on(self, request: Request) -> GoOn:
-        """An answer goes on as if it had never broken off, or not at all."""
+        """Return what writes the request for the rest of an answer, which goes on as if it had never broken off."""
         params = request.params
         # These look at what was written, and would not see it in a prompt.
         looks_back = bool(params.grammar or params.presence_penalty or params.frequency_penalty)
         is_seeded = params.seed is not None and params.temperature > 0 and not self._peer.kind.seeds_by_position
 
-        def question(delivered: list[int]) -> PeerRequest | None:
+        def request_rest(delivered: list[int]) -> PeerRequest | None:
             rest = (params.max_tokens or 0) - len(delivered)
             if looks_back or is_seeded or rest <= 0:
                 return None
@@ -333,16 +297,16 @@ class RemoteEngine:
             changed = replace(params, max_tokens=rest, min_tokens=least, prompt_logprobs=None)
             return self._ask_tokens(request, request.prompt_token_ids + delivered, changed)
 
-        return question
+        return request_rest
 
-    async def _open(self, question: PeerRequest) -> EventStream:
-        """Ask, and once more when nobody is there. Raises what the peer says, and Unavailable."""
+    async def _open(self, request: PeerRequest) -> EventStream:
+        """Send a request, and once more when the peer is not there. Raises the peer's error, and Unavailable."""
         try:
-            return await self._line.stream(question.path, question.body)
+            return await self._client.stream(request.path, request.body)
         except PeerLost:
             await asyncio.sleep(RETRY_S)
         try:
-            return await self._line.stream(question.path, question.body)
+            return await self._client.stream(request.path, request.body)
         except PeerLost as lost:
             raise self._not_there(lost) from lost
 

@@ -6,11 +6,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from weft.backends.contract import Conversation, not_taken
+from weft.backends.contract import not_taken
 from weft.backends.openai_server.servers import Body, ServerKind
 from weft.errors import InvalidRequest
 from weft.text.grammars.specs import decode_spec
-from weft.types import SamplingParams
+from weft.types import Conversation, SamplingParams
 
 NEUTRAL = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 """Always said, or a peer would take its own defaults, which are others than ours."""

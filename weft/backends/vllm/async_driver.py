@@ -1,4 +1,4 @@
-"""vLLM's asynchronous engine, AsyncLLM, on the event loop of its process. What it computes with is another process."""
+"""The driver of vLLM's asynchronous engine, AsyncLLM, on the event loop of this process; vLLM computes in another."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from weft.types import Adapter, Request
 
 
 class AsyncDriver:
-    def __init__(self, vllm_config: Any, figures: VllmStats, desk: OpenRequests) -> None:
-        """Loads the model: takes long."""
-        self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[figures.logger])
-        self._desk = desk
+    """Drives AsyncLLM with a task for every request."""
+
+    def __init__(self, vllm_config: Any, stats: VllmStats, open_requests: OpenRequests) -> None:
+        """Load the model, which takes long."""
+        self._llm = AsyncLLM.from_vllm_config(vllm_config, stat_loggers=[stats.logger])
+        self._open_requests = open_requests
         self._answering: dict[str, asyncio.Task[None]] = {}
         self._adapters: set[int] = set()
 
@@ -36,12 +38,12 @@ class AsyncDriver:
             task.add_done_callback(partial(self._forget, request.request_id))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """A cancelled `generate` aborts its request."""
+        """End requests: a cancelled `generate` aborts its own."""
         for request_id in request_ids:
             if (task := self._answering.get(request_id)) is not None:
                 task.cancel()
 
-    async def forget_prompts(self) -> bool:
+    async def reset_prefix_cache(self) -> bool:
         return bool(await self._llm.reset_prefix_cache())
 
     def close(self) -> None:
@@ -51,7 +53,7 @@ class AsyncDriver:
         del self._answering[request_id]
 
     async def _answer(self, request: Request) -> None:
-        answer, desk = VllmAnswer(request), self._desk
+        answer, open_requests = VllmAnswer(request), self._open_requests
         try:
             lora_request = None if request.adapter is None else await self._adapted(request.adapter)
             outputs = self._llm.generate(
@@ -62,18 +64,18 @@ class AsyncDriver:
                 priority=request.priority,
             )
             async for output in outputs:
-                desk.bring([answer.event(output)])
+                open_requests.bring([answer.event(output)])
         except WeftError as error:
-            desk.fail(request.request_id, error)
+            open_requests.fail(request.request_id, error)
         except EngineGenerateError as error:
-            desk.fail(request.request_id, EngineFault(f"vLLM failed on this request: {error.__cause__}"))
+            open_requests.fail(request.request_id, EngineFault(f"vLLM failed on this request: {error.__cause__}"))
         except REFUSALS as error:
-            desk.fail(request.request_id, InvalidRequest(f"vLLM refuses this request: {error}"))
-        except Exception as error:  # noqa: BLE001 - an EngineDeadError, or what nobody foresaw: every request must end
-            desk.died(error)
+            open_requests.fail(request.request_id, InvalidRequest(f"vLLM refuses this request: {error}"))
+        except Exception as error:  # noqa: BLE001 - an EngineDeadError, or an unknown one: every request must end
+            open_requests.died(error)
 
     async def _adapted(self, adapter: Adapter) -> Any:
-        """vLLM would die of an adapter that it cannot read, if it met it in a step: it is asked to read it before."""
+        """Have vLLM read an adapter before its first request: it would die of one that it cannot read in a step."""
         lora_request = adapter_request(adapter)
         if adapter.number not in self._adapters:
             try:

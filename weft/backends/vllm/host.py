@@ -33,17 +33,15 @@ from weft.backends.vllm.open_requests import OpenRequests
 from weft.backends.vllm.stats import VllmStats, model_info
 from weft.backends.vllm.vllm_process import end_group
 from weft.engine.wire import (
+    HEARTBEAT_SECONDS,
     Abort,
     ControlCall,
     Done,
     Failed,
     Heartbeat,
     Ready,
-    ResetCache,
     Shutdown,
     Start,
-    StartProfile,
-    StopProfile,
     Submit,
     frame,
     receive,
@@ -53,40 +51,39 @@ from weft.errors import ConfigError, EngineFault, OutOfMemory, WeftError
 from weft.machine.hardware import inspect_machine, oom_kills
 from weft.machine.planner import plan_load
 from weft.options import Config
-from weft.types import Request
+from weft.types import Request, ResetPrefixCache, StartProfile, StopProfile
 
 log = logging.getLogger(__name__)
 
-BEAT_SECONDS = 1.0
-LAST_SECONDS = 1.0
-"""For an orderly end, once nobody listens any more."""
+SHUTDOWN_SECONDS = 1.0
+"""Time for an orderly end, once the api process is gone."""
 
 
 class Driver(Protocol):
     """One of vLLM's two engines, loaded."""
 
     def failure(self) -> BaseException | None:
-        """Of a vLLM that has died without being asked anything."""
+        """Return the error of a vLLM that has died without being asked anything."""
 
     def submit(self, requests: Iterable[Request]) -> None: ...
 
     def abort(self, request_ids: Iterable[str]) -> None: ...
 
-    async def forget_prompts(self) -> bool:
-        """False: not while requests are in it."""
+    async def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache; return False where vLLM cannot, while requests are in it."""
 
     def close(self) -> None: ...
 
 
-async def serve(sock: socket.socket, orders: DriverOptions, start: Start) -> int:
-    """Serve one api process; the exit code says whether that went well."""
+async def serve(sock: socket.socket, options: DriverOptions, start: Start) -> int:
+    """Serve one api process, and return the exit code."""
     reader, writer = await asyncio.open_unix_connection(sock=sock)
     try:
-        await _serve(reader, writer, orders, start)
+        await _serve(reader, writer, options, start)
         return 0
     except WeftError as error:
         writer.write(frame(Failed(type(error).__name__, error.message, error.hint)))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the api process must hear of it
+    except Exception as error:  # noqa: BLE001 - the api process is told of every error
         log.error("vLLM failed:\n%s", traceback.format_exc())
         writer.write(frame(Failed(type(error).__name__, str(error))))
     finally:
@@ -97,38 +94,38 @@ async def serve(sock: socket.socket, orders: DriverOptions, start: Start) -> int
 
 
 async def _serve(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, orders: DriverOptions, start: Start
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, options: DriverOptions, start: Start
 ) -> None:
-    began, causes = time.monotonic(), Path(orders.folder) / "causes.jsonl"
-    _import_vllm(start.config, orders, causes)
-    plan = plan_load(start.config, start.files, inspect_machine(), engine=orders.kind.name)
-    arguments = arguments_of(start.config, start.files, orders.kind)
-    figures = VllmStats()
-    desk = OpenRequests(writer, figures, arguments["max_num_seqs"])
-    vllm_config = _configured(arguments, orders.kind)
-    driver = _load(vllm_config, figures, desk, orders.kind, causes)
-    seconds = time.monotonic() - began
-    desk.send(Ready(model_info(arguments["served_model_name"], vllm_config, orders.kind.device, plan, seconds)))
-    listening = asyncio.create_task(_listen(reader, driver, desk))
-    beating = asyncio.create_task(_beat(driver, desk))
-    ends: set[asyncio.Future[Any]] = {listening, desk.death}
+    began, causes = time.monotonic(), Path(options.folder) / "causes.jsonl"
+    _import_vllm(start.config, options, causes)
+    plan = plan_load(start.config, start.files, inspect_machine(), engine=options.kind.name)
+    arguments = arguments_of(start.config, start.files, options.kind)
+    stats = VllmStats()
+    open_requests = OpenRequests(writer, stats, arguments["max_num_seqs"])
+    vllm_config = _configured(arguments, options.kind)
+    driver = _load(vllm_config, stats, open_requests, options.kind, causes)
+    name, seconds = arguments["served_model_name"], time.monotonic() - began
+    open_requests.send(Ready(model_info(name, vllm_config, options.kind.device, plan, seconds)))
+    listening = asyncio.create_task(_listen(reader, driver, open_requests))
+    heartbeats = asyncio.create_task(_send_heartbeats(driver, open_requests))
+    ends: set[asyncio.Future[Any]] = {listening, open_requests.death}
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    beating.cancel()
-    if desk.death.done():
-        raise _death_of(desk.death.result(), noted(causes, desk.last_news))
+    heartbeats.cancel()
+    if open_requests.death.done():
+        raise _death_of(open_requests.death.result(), noted(causes, open_requests.last_news))
     listening.result()
     driver.close()
 
 
 def _death_of(error: BaseException, causes: list[FailureCause]) -> EngineFault:
-    """vLLM's own error says only that there was one."""
+    """Return the error for a vLLM that died: its own says only that there was one."""
     log.error("vLLM died.", exc_info=error)
     return EngineFault(f"vLLM died of {causes[0].message}" if causes else f"vLLM died: {error}")
 
 
-def _import_vllm(config: Config, orders: DriverOptions, causes: Path) -> None:
-    """What the operator has set in the environment is kept."""
-    kind, logging_file = orders.kind, Path(orders.folder) / "logging.json"
+def _import_vllm(config: Config, options: DriverOptions, causes: Path) -> None:
+    """Import vLLM with the environment that it needs. What the operator has set there is kept."""
+    kind, logging_file = options.kind, Path(options.folder) / "logging.json"
     logging_file.write_text(logging_config(config.server.log_level, config.server.log_format, causes))
     for name, value in {
         "VLLM_LOGGING_CONFIG_PATH": str(logging_file),
@@ -154,7 +151,7 @@ def _import_vllm(config: Config, orders: DriverOptions, causes: Path) -> None:
 
 
 def _configured(arguments: dict[str, Any], kind: VllmKind) -> Any:
-    """vLLM's configuration: it reads the model's own, and checks one against the other."""
+    """Return vLLM's configuration: it reads the model's own, and checks one against the other."""
     from vllm.engine.arg_utils import EngineArgs
 
     try:
@@ -166,16 +163,16 @@ def _configured(arguments: dict[str, Any], kind: VllmKind) -> Any:
         raise ConfigError(f"{kind.name} cannot be started so: {type(error).__name__}: {error}") from error
 
 
-def _load(vllm_config: Any, figures: VllmStats, desk: OpenRequests, kind: VllmKind, causes: Path) -> Driver:
+def _load(vllm_config: Any, stats: VllmStats, open_requests: OpenRequests, kind: VllmKind, causes: Path) -> Driver:
     kills = oom_kills()
     try:
         if kind.synchronous:
             from weft.backends.vllm.sync_driver import SyncDriver
 
-            return SyncDriver(vllm_config, figures, desk)
+            return SyncDriver(vllm_config, stats, open_requests)
         from weft.backends.vllm.async_driver import AsyncDriver
 
-        return AsyncDriver(vllm_config, figures, desk)
+        return AsyncDriver(vllm_config, stats, open_requests)
     except Exception as error:
         log.error("vLLM did not start:\n%s", traceback.format_exc())
         if oom_kills() > kills:
@@ -183,39 +180,39 @@ def _load(vllm_config: Any, figures: VllmStats, desk: OpenRequests, kind: VllmKi
         raise load_failure(error, noted(causes)) from error
 
 
-async def _listen(reader: asyncio.StreamReader, driver: Driver, desk: OpenRequests) -> None:
+async def _listen(reader: asyncio.StreamReader, driver: Driver, open_requests: OpenRequests) -> None:
     while (message := await receive_from(reader)) is not None:
         match message:
             case Submit(requests=requests):
-                desk.accept(requests)
+                open_requests.accept(requests)
                 driver.submit(requests)
             case Abort(request_ids=request_ids):
                 driver.abort(request_ids)
-                desk.close(request_ids)
+                open_requests.close(request_ids)
             case Shutdown():
                 return
-            case ResetCache() | StartProfile() | StopProfile():
-                desk.send(await _errand(message, driver))
+            case ControlCall():
+                open_requests.send(await _carry_out(message, driver))
             case _:
                 raise EngineFault(f"vLLM was sent a message that is not for it: {type(message).__name__}.")
 
 
-async def _errand(errand: ControlCall, driver: Driver) -> Done:
-    match errand:
-        case ResetCache(number=number):
-            if await driver.forget_prompts():
-                return Done(number, "0")
-            return Done(number, error="vLLM forgets prompts only while no request is in it.")
-        case StartProfile(number=number) | StopProfile(number=number):
-            return Done(number, error="vLLM's steps are not recorded: it has a profiler of its own.")
+async def _carry_out(call: ControlCall, driver: Driver) -> Done:
+    match call.message:
+        case ResetPrefixCache():
+            if await driver.reset_prefix_cache():
+                return Done(call.number, "0")
+            return Done(call.number, error="vLLM forgets prompts only while no request is in it.")
+        case StartProfile() | StopProfile():
+            return Done(call.number, error="vLLM's steps are not recorded: it has a profiler of its own.")
 
 
-async def _beat(driver: Driver, desk: OpenRequests) -> None:
+async def _send_heartbeats(driver: Driver, open_requests: OpenRequests) -> None:
     while True:
-        await asyncio.sleep(BEAT_SECONDS)
+        await asyncio.sleep(HEARTBEAT_SECONDS)
         if (failure := driver.failure()) is not None:
-            desk.died(failure)
-        desk.send(Heartbeat(desk.silence_seconds))
+            open_requests.died(failure)
+        open_requests.send(Heartbeat(open_requests.silence_seconds))
 
 
 def _end_with(sock: socket.socket, folder: str) -> None:
@@ -223,12 +220,12 @@ def _end_with(sock: socket.socket, folder: str) -> None:
     hangup = select.poll()
     hangup.register(sock, 0)
     hangup.poll()
-    time.sleep(LAST_SECONDS)
+    time.sleep(SHUTDOWN_SECONDS)
     _end(folder, 1)
 
 
 def _end(folder: str, code: int) -> NoReturn:
-    """At once: vLLM leaves processes, threads and devices that an orderly end would wait for."""
+    """End the process at once: vLLM leaves processes, threads and devices that an orderly end would wait for."""
     end_group(os.getpgrp(), spare=os.getpid())
     shutil.rmtree(folder, ignore_errors=True)
     logging.shutdown()
@@ -236,23 +233,23 @@ def _end(folder: str, code: int) -> NoReturn:
 
 
 def _let_go(sock: socket.socket) -> None:
-    """A fork of this process must not hold the socket open when this one has ended."""
+    """Close the socket in a fork of this process, which would hold it open when this one has ended."""
     if sock.fileno() >= 0:
         os.close(sock.detach())
 
 
 def main() -> None:
-    orders = msgspec.json.decode(sys.argv[1], type=DriverOptions)
+    options = msgspec.json.decode(sys.argv[1], type=DriverOptions)
     sock = socket.socket(fileno=int(sys.argv[2]))
     os.register_at_fork(after_in_child=partial(_let_go, sock))
-    threading.Thread(target=_end_with, args=(sock, orders.folder), name="weft-vllm-watch", daemon=True).start()
+    threading.Thread(target=_end_with, args=(sock, options.folder), name="weft-vllm-watch", daemon=True).start()
     logs.set_up("info")
     start = receive(sock)
     code = 0
     if isinstance(start, Start):
         logs.set_up(start.config.server.log_level, form=start.config.server.log_format)
-        code = uvloop.run(serve(sock, orders, start))
-    _end(orders.folder, code)
+        code = uvloop.run(serve(sock, options, start))
+    _end(options.folder, code)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the api process and vLLM meet: requests that are open here, and what they brought, sent once a loop's turn."""
+"""The requests that are open in vLLM, and their events, which are sent once a turn of the event loop."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from weft.backends.vllm.stats import VllmStats
-from weft.engine.wire import FromEngine, Started, frame, step_output
+from weft.engine.wire import FromEngine, Started, StepOutput, frame
 from weft.errors import EngineFault, WeftError
 from weft.types import Event, FinishReason, Request
 
 
 class OpenRequests:
-    """Belongs to its event loop's thread."""
+    """The open requests. All of it belongs to the event loop's thread."""
 
-    def __init__(self, writer: asyncio.StreamWriter, figures: VllmStats, max_running: int) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, stats: VllmStats, max_running: int) -> None:
         self._writer = writer
-        self._figures = figures
+        self._stats = stats
         self._max_running = max_running
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[str, None] = {}
         self._running: dict[str, None] = {}
         """vLLM does not say which requests are in its steps: they are taken to be the oldest, as many as it may run."""
         self._brought: dict[str, Event] = {}
-        """One for each request: a message has no order among its events."""
+        """The event of each request: a message has no order among its events."""
         self._is_sending = False
         self.last_news = 0.0
-        """When vLLM brought something (monotonic)."""
+        """The time when vLLM last brought something (monotonic)."""
         self.death: asyncio.Future[BaseException] = self._loop.create_future()
-        """Is done once vLLM cannot go on."""
+        """Set once vLLM cannot go on."""
 
     @property
     def silence_seconds(self) -> float:
-        """How long vLLM has brought nothing although requests are open."""
+        """The seconds for which vLLM has brought nothing although requests are open."""
         return time.monotonic() - self.last_news if self._running else 0.0
 
     def send(self, message: FromEngine) -> None:
@@ -46,7 +46,7 @@ class OpenRequests:
         self._admit()
 
     def bring(self, events: Iterable[Event]) -> None:
-        """Send events with all the others of this turn of the loop. What comes for a closed request is dropped."""
+        """Send events with all the others of this turn of the loop. Events of closed requests are dropped."""
         for event in events:
             request_id = event.request_id
             if request_id in self._running or request_id in self._waiting:
@@ -62,7 +62,7 @@ class OpenRequests:
         self.bring([Event(request_id=request_id, finish=reason, error=error.message)])
 
     def close(self, request_ids: Iterable[str]) -> None:
-        """Nobody waits for these any more."""
+        """Forget requests that were aborted."""
         for request_id in request_ids:
             self._close(request_id)
         self._send_soon()
@@ -77,12 +77,12 @@ class OpenRequests:
         self._admit()
 
     def _admit(self) -> None:
-        room = self._max_running - len(self._running)
-        if room <= 0 or not self._waiting:
+        capacity = self._max_running - len(self._running)
+        if capacity <= 0 or not self._waiting:
             return
         if not self._running:
             self.last_news = time.monotonic()
-        admitted = list(self._waiting)[:room]
+        admitted = list(self._waiting)[:capacity]
         for request_id in admitted:
             del self._waiting[request_id]
             self._running[request_id] = None
@@ -96,7 +96,9 @@ class OpenRequests:
     def _send_brought(self) -> None:
         self._is_sending = False
         brought, self._brought = self._brought, {}
-        self.send(step_output(list(brought.values()), self._figures.stats(len(self._running) + len(self._waiting))))
+        tokens = {event.request_id: event.token_ids[0] for event in brought.values() if event.is_plain}
+        events = [event for event in brought.values() if not event.is_plain]
+        self.send(StepOutput(tokens, events, self._stats.stats(len(self._running) + len(self._waiting))))
 
 
 def _joined(earlier: Event, later: Event) -> Event:

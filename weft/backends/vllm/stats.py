@@ -1,4 +1,4 @@
-"""What vLLM tells of its model and of its work, in Weft's terms. What it does not tell is 0."""
+"""The stats and the model info of vLLM in Weft's structs. What vLLM does not tell is 0."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from weft.types import EngineStats, MemoryLedger, ModelInfo
 
 
 def model_info(name: str, vllm_config: Any, device: str, plan: Plan, load_seconds: float) -> ModelInfo:
-    """Of the configuration that vLLM has settled on. What its weights hold, and a token of its cache, is the plan's to
-    say: vLLM does not."""
+    """Return what is known of the model from vLLM's own configuration, and of its memory from the plan."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     kv = (cache.num_gpu_blocks or 0) * cache.block_size * plan.kv_per_token
     return ModelInfo(
@@ -27,7 +26,7 @@ def model_info(name: str, vllm_config: Any, device: str, plan: Plan, load_second
 
 
 class VllmStats:
-    """A stat logger, as vLLM calls it: is told of every step."""
+    """A stat logger of vLLM, which calls it after every step."""
 
     def __init__(self) -> None:
         self._num_blocks = 0
@@ -36,7 +35,7 @@ class VllmStats:
         self._usage = 0.0
 
     def logger(self, vllm_config: Any, engine_index: int) -> VllmStats:
-        """What vLLM calls to get its logger, once it knows its cache."""
+        """Return this object as vLLM's logger. vLLM calls it once it knows its cache."""
         self._num_blocks = vllm_config.cache_config.num_gpu_blocks or 0
         return self
 
@@ -63,13 +62,13 @@ class VllmStats:
         self._counted = more.with_counters_of(self._counted)
 
     def log(self) -> None:
-        """Weft's own doors tell what was recorded."""
+        """Do nothing: Weft's own endpoints show what was recorded."""
 
     def log_engine_initialized(self) -> None:
-        """So do they of this."""
+        """Do nothing, as `log`."""
 
     def stats(self, num_open: int) -> EngineStats:
-        """vLLM tells nothing of a step that did not happen: where no request is open, none runs."""
+        """Return the stats now. vLLM tells nothing between steps: where no request is open, none runs."""
         running, usage = (self._running, self._usage) if num_open else (0, 0.0)
         now = EngineStats(
             running=min(running, num_open),

@@ -23,61 +23,63 @@ from weft.types import Adapter, Request
 
 
 class SyncDriver:
-    def __init__(self, vllm_config: Any, figures: VllmStats, desk: OpenRequests) -> None:
-        """Loads the model: takes long."""
-        self._engine = LLMEngine.from_vllm_config(vllm_config, stat_loggers=[figures.logger])
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        """What is done between two steps; None: no more."""
+    """Drives LLMEngine with a thread that steps it."""
+
+    def __init__(self, vllm_config: Any, stats: VllmStats, open_requests: OpenRequests) -> None:
+        """Load the model, which takes long."""
+        self._engine = LLMEngine.from_vllm_config(vllm_config, stat_loggers=[stats.logger])
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Calls to be made between two steps; None: stop."""
         self._answers: dict[str, VllmAnswer] = {}
         self._adapters: set[int] = set()
-        self._desk = desk
+        self._open_requests = open_requests
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="weft-vllm-steps", daemon=True)
         self._thread.start()
 
     def failure(self) -> BaseException | None:
-        """A thread that ends for an error tells the desk of it."""
+        """Return None: the thread tells of its own errors."""
         return None
 
     def submit(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            self._orders.put(partial(self._add, request))
+            self._calls.put(partial(self._add, request))
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        self._orders.put(partial(self._abort, list(request_ids)))
+        self._calls.put(partial(self._abort, list(request_ids)))
 
-    async def forget_prompts(self) -> bool:
+    async def reset_prefix_cache(self) -> bool:
         done: Future[bool] = Future()
-        self._orders.put(lambda: done.set_result(self._engine.reset_prefix_cache()))
+        self._calls.put(lambda: done.set_result(self._engine.reset_prefix_cache()))
         return await asyncio.wrap_future(done)
 
     def close(self) -> None:
-        self._orders.put(None)
+        self._calls.put(None)
         self._thread.join()
         self._engine.engine_core.shutdown()
 
     def _run(self) -> None:
         try:
-            while self._take_orders():
+            while self._make_calls():
                 events = [self._answers[output.request_id].event(output) for output in self._engine.step()]
                 for event in events:
                     if event.finish is not None:
                         del self._answers[event.request_id]
                 if events:
-                    self._loop.call_soon_threadsafe(self._desk.bring, events)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, nothing is stepped any more
-            self._loop.call_soon_threadsafe(self._desk.died, error)
+                    self._loop.call_soon_threadsafe(self._open_requests.bring, events)
+        except BaseException as error:  # noqa: BLE001 - after any error nothing is stepped any more
+            self._loop.call_soon_threadsafe(self._open_requests.died, error)
 
-    def _take_orders(self) -> bool:
-        """Do what was asked for; with nothing to compute, wait until something is. False: stop."""
+    def _make_calls(self) -> bool:
+        """Make the calls that wait; with nothing to compute, wait for one. Return False to stop."""
         while True:
             try:
-                order = self._orders.get(block=not self._engine.has_unfinished_requests())
+                call = self._calls.get(block=not self._engine.has_unfinished_requests())
             except queue.Empty:
                 return True
-            if order is None:
+            if call is None:
                 return False
-            order()
+            call()
 
     def _add(self, request: Request) -> None:
         try:
@@ -90,10 +92,10 @@ class SyncDriver:
             )
             self._answers[request.request_id] = VllmAnswer(request)
         except WeftError as error:
-            self._loop.call_soon_threadsafe(self._desk.fail, request.request_id, error)
+            self._loop.call_soon_threadsafe(self._open_requests.fail, request.request_id, error)
         except REFUSALS as error:
             refusal = InvalidRequest(f"vLLM refuses this request: {error}")
-            self._loop.call_soon_threadsafe(self._desk.fail, request.request_id, refusal)
+            self._loop.call_soon_threadsafe(self._open_requests.fail, request.request_id, refusal)
 
     def _abort(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -101,7 +103,7 @@ class SyncDriver:
                 self._engine.abort_request([request_id])
 
     def _adapted(self, adapter: Adapter) -> Any:
-        """vLLM would die of an adapter that it cannot read, if it met it in a step: it is asked to read it before."""
+        """Have vLLM read an adapter before its first request: it would die of one that it cannot read in a step."""
         lora_request = adapter_request(adapter)
         if adapter.number not in self._adapters:
             try:

@@ -11,9 +11,9 @@ from functools import partial
 from msgspec.structs import replace
 
 from weft.backends.adapters import Adapters
-from weft.backends.contract import PLAIN_TERMS, Abilities, Embedding, Prompt, Terms, cannot
+from weft.backends.contract import Abilities
 from weft.backends.model_text import ModelText
-from weft.backends.native import NativeEngine, NativeImageUpdates, open_engine
+from weft.backends.native import NativeEngine, open_engine
 from weft.backends.vllm.arguments import KINDS, VllmKind, refuse
 from weft.backends.vllm.vllm_process import VllmProcess
 from weft.checkpoint.model_files import ModelFiles
@@ -22,63 +22,59 @@ from weft.errors import InvalidRequest
 from weft.hub.resolve import find_model
 from weft.machine.memory import safe_share
 from weft.options import Config
-from weft.payloads import NO_TEXTS, GivenTexts
-from weft.types import ImageParams, Pooling, Request, SamplingParams
+from weft.types import GenerationRequest, Request, SamplingParams
 
 ABILITIES = Abilities(embeddings=False, images=False)
-"""Forms where the tokenizer is known, and LoRA where vLLM was started with room for adapters."""
+"""The abilities of every vLLM; grammars depend on the tokenizer, and LoRA on how vLLM was started."""
 
 
 class VllmEngine(NativeEngine):
+    """vLLM behind the wire, with the client, the journal and the text of the native engine before it."""
+
     def __init__(
         self,
         kind: VllmKind,
         client: EngineClient,
-        room: ModelText,
+        text: ModelText,
         adapters: Adapters,
         *,
         takes_adapters: bool,
         has_grammars: bool,
     ) -> None:
-        """`takes_adapters`: vLLM was started with room for them."""
-        super().__init__(client, room, adapters)
+        """`takes_adapters`: vLLM was started with capacity for them."""
+        super().__init__(client, text, adapters)
         self.name = kind.name
         self.abilities = replace(ABILITIES, grammar=has_grammars, lora=takes_adapters)
 
-    def _request(self, prompt: Prompt, params: SamplingParams, terms: Terms, sibling_of: str = "") -> Request:
-        """A seed that nobody asked for is left to vLLM: it samples requests with seeds one by one."""
-        request = super()._request(prompt, params, terms, sibling_of)
-        return replace(request, params=replace(request.params, seed=params.seed))
+    def _engine_request(self, request: GenerationRequest, params: SamplingParams) -> Request:
+        """Return the request as vLLM sees it. Without a seed of the client's there is none: vLLM samples requests that
+        have seeds one by one."""
+        params.check()
+        params.check_token_ids(self.model.logits_width)
+        resolved = super()._engine_request(request, params)
+        return replace(resolved, params=replace(resolved.params, seed=params.seed))
 
-    async def _teach_words(self) -> None:
-        """vLLM reads the tokenizer itself."""
+    async def _load_vocabulary(self) -> None:
+        """Do nothing: vLLM reads the tokenizer itself."""
 
-    async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
-        raise cannot(self.name, "embed")
-
-    async def draw(
-        self, prompt_token_ids: list[int], image: ImageParams, terms: Terms = PLAIN_TERMS, given: GivenTexts = NO_TEXTS
-    ) -> NativeImageUpdates:
-        raise cannot(self.name, "draw images")
-
-    async def load_adapter(self, name: str, path: str) -> None:
+    async def _load_lora(self, name: str, path: str) -> None:
         if not self.abilities.lora:
             raise InvalidRequest(
                 f"{self.name} was started without room for adapters.", hint="Start it with --adapter or --enable-lora."
             )
-        await super().load_adapter(name, path)
+        await super()._load_lora(name, path)
 
 
 log = logging.getLogger(__name__)
 
 
 async def start(config: Config) -> VllmEngine:
-    """The one of vLLM's engines that the configuration names."""
+    """Start the one of vLLM's engines that the configuration names."""
     return await start_kind(config, KINDS[config.backend.engine])
 
 
 def refuse_load(config: Config, files: ModelFiles) -> None:
-    """Raise what starting it would refuse."""
+    """Raise the error that starting the engine would raise for this configuration."""
     refuse(config, files, KINDS[config.backend.engine])
 
 

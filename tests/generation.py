@@ -1,0 +1,37 @@
+"""Requests to engines, in few words."""
+
+from __future__ import annotations
+
+from weft.payloads import NO_TEXTS, GivenTexts
+from weft.types import (
+    Embed,
+    GenerateImage,
+    GenerationRequest,
+    ImageParams,
+    Pooling,
+    Prompt,
+    Sample,
+    SamplingParams,
+)
+
+
+def sample(
+    prompt: Prompt,
+    params: SamplingParams | None = None,
+    *,
+    markers: tuple[str, ...] = (),
+    rechunk: bool = True,
+    **fields: object,
+) -> GenerationRequest:
+    task = Sample(params=params or SamplingParams(), markers=markers, rechunk=rechunk)
+    return GenerationRequest(prompt=prompt, task=task, **fields)
+
+
+def embed(prompt: Prompt, pooling: Pooling = Pooling.MEAN, **fields: object) -> GenerationRequest:
+    return GenerationRequest(prompt=prompt, task=Embed(pooling), **fields)
+
+
+def generate_image(
+    prompt: list[int], params: ImageParams, conditioning: GivenTexts = NO_TEXTS, **fields: object
+) -> GenerationRequest:
+    return GenerationRequest(prompt=prompt, task=GenerateImage(params=params, conditioning=conditioning), **fields)
