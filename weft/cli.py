@@ -245,11 +245,11 @@ def image(
     from msgspec.structs import replace
 
     from weft import logs, terminal
-    from weft.serving.image_request import Wish, sampler_named, sides
+    from weft.serving.image_request import ImageOptions, sampler_named, sides
 
     terminal.check_image_file(output)
     width, height = sides(size)
-    wish = Wish(
+    options = ImageOptions(
         prompt=prompt,
         negative_prompt=negative,
         width=width,
@@ -264,14 +264,14 @@ def image(
     # Of all engines it is Weft's own that draws.
     native = replace(config, backend=replace(config.backend, engine="native"))
 
-    async def draw() -> None:
+    async def generate() -> None:
         engine = await _start(native)
         try:
-            await terminal.draw_image(engine, wish, output, _console(stderr=True))
+            await terminal.write_image(engine, options, output, _console(stderr=True))
         finally:
             await engine.close()
 
-    asyncio.run(draw())
+    asyncio.run(generate())
 
 
 @app.command()

@@ -86,10 +86,10 @@ class House:
         self.client = client
 
     def slot(self, name: str) -> ModelSlot:
-        return self.gate.fleet.named(name)
+        return self.gate.pool.named(name)
 
     def states(self) -> dict[str, str]:
-        return {slot.name: slot.state for slot in self.gate.fleet.slots}
+        return {slot.name: slot.state for slot in self.gate.pool.slots}
 
     async def ask(self, model: str, **fields: Any) -> httpx.Response:
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], **fields}
@@ -114,7 +114,7 @@ async def house(
     gate = Admission(config, roster)
     transport = httpx.ASGITransport(gated_app(gate))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=20) as client:
-        starting = asyncio.create_task(gate.fleet.start())
+        starting = asyncio.create_task(gate.pool.start())
         await asyncio.wait({starting}, timeout=0.05)
         try:
             yield House(gate, roster, client)

@@ -70,7 +70,7 @@ def test_a_server_that_ends_ends_the_models_that_are_going_too(has_begun: bool) 
             await eventually(lambda: "a" in opened.roster.engines and opened.slot("a").num_inside == 1)
             going = opened.slot("a")
             opened.roster.next = {"b": opened.roster.entries["b"]}
-            opened.gate.fleet.reload()
+            opened.gate.pool.reload()
             if has_begun:
                 await eventually(lambda: going.state == "unloading")
             await opened.gate.close()
@@ -94,7 +94,7 @@ def test_a_model_that_goes_while_the_server_starts_keeps_nobody_out(gone: str) -
             opened.roster.next = {name: found for name, found in opened.roster.entries.items() if name != gone}
             await eventually(lambda: gone not in opened.states())
             opened.roster.gates["a"].set()
-            await eventually(lambda: opened.gate.fleet.health().ready)
+            await eventually(lambda: opened.gate.pool.health().ready)
             assert opened.roster.started == (["a"] if gone == "b" else ["a", "b"])
             assert await opened.said("c") == "I am c"
             await eventually(lambda: gone == "b" or opened.roster.engines["a"].closed)

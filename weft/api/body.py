@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope
 from weft.api.error_responses import BodyTooLarge, BodyTooSlow
 from weft.config import LimitOptions
 from weft.errors import InvalidRequest
-from weft.serving.guard import ClientGone
+from weft.serving.admission import ClientGone
 
 _STRINGS_AND_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
 """Possessive: a string that never ends is looked at once."""

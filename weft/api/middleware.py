@@ -118,10 +118,10 @@ def _name(host: str) -> str:
 
 
 class HeaderLimits:
-    def __init__(self, app: ASGIApp, gate: Admission) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
-        self._limits = gate.config.limits
-        self._hosts = HostCheck(gate.config.server, keys_required=gate.keys.required)
+        self._limits = admission.config.limits
+        self._hosts = HostCheck(admission.config.server, keys_required=admission.keys.required)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = None if scope["type"] != "http" else self._refusal(scope)
@@ -160,9 +160,9 @@ VLLM_LOAD_PATH, VLLM_UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_ada
 class ApiKeyAuth:
     """Admin keys open the operator's routes and nothing else; other keys open everything else."""
 
-    def __init__(self, app: ASGIApp, gate: Admission) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
-        self._gate = gate
+        self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = None if scope["type"] != "http" else self._refusal(scope)
@@ -178,8 +178,8 @@ class ApiKeyAuth:
         logs.tenant.set("")
         if path in OPEN_PATHS:
             return None
-        for_admins = self._gate.admin_keys.required and _is_operators(path)
-        keys = self._gate.admin_keys if for_admins else self._gate.keys
+        for_admins = self._admission.admin_keys.required and _is_operators(path)
+        keys = self._admission.admin_keys if for_admins else self._admission.keys
         if not keys.required:
             return None
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
@@ -187,7 +187,7 @@ class ApiKeyAuth:
         if owner is not None:
             logs.tenant.set(owner)
             return None
-        if for_admins and self._gate.keys.owner(presented(headers)) is not None:
+        if for_admins and self._admission.keys.owner(presented(headers)) is not None:
             return WrongKey("This wants an admin key, and the one shown is another.")
         return NoKey(f"This server wants an API key: {HOW}.")
 

@@ -13,9 +13,7 @@ from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, Messag
 from weft.backends.contract import (
     ChatPrompt,
     ChatStyles,
-    Conversation,
     Engine,
-    Prompt,
     not_taken,
     text_prompt,
     tokens_of,
@@ -23,12 +21,12 @@ from weft.backends.contract import (
 )
 from weft.errors import InvalidRequest
 from weft.serving.output_reader import Reading
-from weft.serving.request import Job
+from weft.serving.request import requests_like
 from weft.serving.served_model import ServedModel
 from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, ToolCalls, ToolSpec
 from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
 from weft.text.parsers.styles import ToolStyle
-from weft.types import SamplingParams, check_token_ids
+from weft.types import Conversation, GenerationRequest, Prompt, Sample, SamplingParams, check_token_ids
 
 
 class Toolbox(Struct, frozen=True):
@@ -136,30 +134,36 @@ LONG_PROMPT = 2000
 """Characters, or token ids. Above this prompts are encoded in a thread: the streams of others go on meanwhile."""
 
 
-class ChatJob(Struct, frozen=True, kw_only=True):
-    job: Job
-    reading: Reading
-    truncated_tokens: int
-    """What was cut from the prompt's beginning, because the request allowed it."""
+class ParsedRequest(Struct, frozen=True, kw_only=True):
+    """The requests to the engine that a chat or a completion becomes, and what their writer must know of them."""
+
+    requests: list[GenerationRequest]
+    n: int = 1
+    """Choices of each prompt, which follow one another."""
+    reading: Reading = Reading()
+    truncated_tokens: int = 0
+    """What was cut from the prompts' beginnings, because the request allowed it."""
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.requests[0].prompt
 
 
-class CompletionJob(Struct, frozen=True, kw_only=True):
-    job: Job
-    truncated_tokens: int
-
-
-async def chat_job(request: ChatRequest, service: ServedModel) -> ChatJob:
-    engine = service.engine
+async def parse_chat(
+    request: ChatRequest, served: ServedModel, *, request_id: str = "", tenant: str = ""
+) -> ParsedRequest:
+    """Turn a chat into requests to the engine, whose ids begin with `request_id`."""
+    engine = served.engine
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     _check_continued(request)
     _check_tokens(request, engine)
-    tools = toolbox(request, engine.styles, is_read=not engine.abilities.tokens)
+    tools = toolbox(request, engine.text.styles, is_read=not engine.abilities.tokens)
     prompt: Prompt
     if engine.abilities.tokens:
         # The template is rendered by another process, and its answer waited for.
         chat = await asyncio.to_thread(_chat_prompt, request, tools, engine)
-        prompt, reading = chat.token_ids, _reading(request, tools, chat.text, engine.styles.reasoning)
+        prompt, reading = chat.token_ids, _reading(request, tools, chat.text, engine.text.styles.reasoning)
     else:
         prompt, reading = _conversation(request, tools), _reading(request, tools)
     params = _params(
@@ -167,20 +171,24 @@ async def chat_job(request: ChatRequest, service: ServedModel) -> ChatJob:
         max_tokens=_chat_max_tokens(request),
         logprobs=request.top_logprobs or 0 if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
-        grammar=await service.grammar_of(chat_shape(request, tools), reading.thinking),
+        grammar=await served.grammar_of(chat_shape(request, tools), reading.thinking),
         engine=engine,
     )
     prompts, truncated = _truncated([prompt], request, params, engine)
-    job = _job(request, prompts, params, service, reading.markers)
-    return ChatJob(job=job, reading=reading, truncated_tokens=truncated)
+    task = Sample(params=params, markers=reading.markers)
+    requests = _requests(request, prompts, task, served, request_id=request_id, tenant=tenant)
+    return ParsedRequest(requests=requests, n=request.n, reading=reading, truncated_tokens=truncated)
 
 
-async def completion_job(request: CompletionRequest, service: ServedModel) -> CompletionJob:
-    engine = service.engine
+async def parse_completion(
+    request: CompletionRequest, served: ServedModel, *, request_id: str = "", tenant: str = ""
+) -> ParsedRequest:
+    """Turn a completion into requests to the engine, whose ids begin with `request_id`."""
+    engine = served.engine
     if request.best_of is not None and request.best_of != request.n:
         raise InvalidRequest("best_of other than n is not supported.", param="best_of")
     _check_tokens(request, engine)
-    grammar = await service.grammar_of(structured_shape(request))
+    grammar = await served.grammar_of(structured_shape(request))
     params = _params(
         request,
         # Nothing behind the prompt is wanted: the one token that the engine must make is not shown.
@@ -197,7 +205,8 @@ async def completion_job(request: CompletionRequest, service: ServedModel) -> Co
     if not all(given):
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     prompts, truncated = _truncated(given, request, params, engine)
-    return CompletionJob(job=_job(request, prompts, params, service), truncated_tokens=truncated)
+    requests = _requests(request, prompts, Sample(params=params), served, request_id=request_id, tenant=tenant)
+    return ParsedRequest(requests=requests, n=request.n, truncated_tokens=truncated)
 
 
 def template_message(message: Message) -> dict[str, Any]:
@@ -277,7 +286,7 @@ def _begins_answer(request: ChatRequest) -> bool:
 
 
 def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> ChatPrompt:
-    return engine.encode_chat(
+    return engine.text.encode_chat(
         [template_message(message) for message in request.messages],
         tools=template_tools(tools.offered) or None,
         add_generation_prompt=_begins_answer(request),
@@ -351,35 +360,36 @@ def _truncated(
     return kept, sum(map(len, whole)) - sum(map(len, kept))
 
 
-def _job(
+def _requests(
     request: SamplingFields,
     prompts: Sequence[Prompt],
-    params: SamplingParams,
-    service: ServedModel,
-    markers: tuple[str, ...] = (),
-) -> Job:
+    task: Sample,
+    served: ServedModel,
+    *,
+    request_id: str,
+    tenant: str,
+) -> list[GenerationRequest]:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     if request.n < 1:
         raise InvalidRequest(f"n is {request.n}; it must be at least 1.", param="n")
-    num_choices, most = len(prompts) * request.n, max(service.limits.max_n, service.limits.max_prompts)
+    num_choices, most = len(prompts) * request.n, max(served.limits.max_n, served.limits.max_prompts)
     if num_choices > most:
         raise InvalidRequest(
             f"{len(prompts)} prompts with n = {request.n} are {num_choices} answers; at most {most} in one request.",
             hint="The operator's settings are --max-n and --max-prompts.",
             param="n",
         )
-    return Job(
-        prompts=prompts,
-        params=params,
-        n=request.n,
+    common = GenerationRequest(
+        prompt=prompts[0],
+        task=task,
+        request_id=request_id,
         cache_salt=request.cache_salt,
         priority=request.priority,
-        adapter=service.adapter_for(request.model, request.adapter),
-        model_name=request.model,
-        stream=request.stream,
-        markers=markers,
+        tenant=tenant,
+        adapter=served.adapter_for(request.model, request.adapter),
     )
+    return requests_like(common, prompts, request.n)
 
 
 def _params(

@@ -97,21 +97,21 @@ OpenServedModel = Callable[[Config, Engine], ServedModel]
 
 
 class ModelPool:
-    def __init__(self, config: Config, open_service: OpenServedModel, roster: ConfiguredModels | None = None) -> None:
-        """Without a roster, of the one model that `adopt` takes in."""
+    def __init__(self, config: Config, open_served: OpenServedModel, models: ConfiguredModels | None = None) -> None:
+        """Without a models, of the one model that `adopt` takes in."""
         self._options = config.fleet
         self._config = config
-        self._open_service = open_service
-        self._roster = roster
+        self._open_served = open_served
+        self._models = models
         self._slots: dict[str, ModelSlot] = {}
         self._going: set[ModelSlot] = set()
         """Taken away, but not yet unloaded."""
-        self._room = PoolMemory(config.fleet.max_loaded_models, roster.memory_limit if roster else 0, self._all_slots)
+        self._memory = PoolMemory(config.fleet.max_loaded_models, models.memory_limit if models else 0, self._all_slots)
         self._has_started = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.created = int(time.time())
-        if roster is not None:
-            self._take_in(roster.entries)
+        if models is not None:
+            self._take_in(models.entries)
 
     @property
     def slots(self) -> list[ModelSlot]:
@@ -120,11 +120,11 @@ class ModelPool:
     @property
     def has_many(self) -> bool:
         """Whether its models are loaded and unloaded while it runs."""
-        return self._roster is not None
+        return self._models is not None
 
-    def services(self) -> list[ServedModel]:
+    def served_models(self) -> list[ServedModel]:
         """Of all models that are loaded."""
-        return [slot.service for slot in self._all_slots() if slot.service is not None]
+        return [slot.served for slot in self._all_slots() if slot.served is not None]
 
     # Which model is meant.
 
@@ -132,7 +132,7 @@ class ModelPool:
         """The model of requests that name none. Raises Unavailable while there is none yet."""
         if not self._slots:
             raise Unavailable("The model is being loaded.", hint="GET /health tells when it is ready.")
-        return self._slots[self._roster.default] if self._roster is not None else next(iter(self._slots.values()))
+        return self._slots[self._models.default] if self._models is not None else next(iter(self._slots.values()))
 
     def find(self, name: str | None) -> ModelSlot:
         """By its own name, or that of an adapter or of a model that draws beside it. None: the default one.
@@ -150,7 +150,7 @@ class ModelPool:
             f"There is no model {name!r:.200} here; this server has {', '.join(self._slots)}.", param="model"
         )
 
-    def find_painter(self, name: str | None) -> ModelSlot:
+    def find_image_model(self, name: str | None) -> ModelSlot:
         """The same for a model that draws. None: one that is loaded, or the default one."""
         drawing = [slot for slot in self._slots.values() if slot.is_open and slot.draws]
         return drawing[0] if name is None and drawing else self.find(name)
@@ -170,8 +170,8 @@ class ModelPool:
         if not self._slots or (self.has_many and not self._has_started):
             return Health(False, "starting")
         if not self.has_many:
-            [service] = self.services()
-            return service.engine.health()
+            [served] = self.served_models()
+            return served.engine.health()
         troubles = self.troubles()
         if len(troubles) < len(self._slots):
             return Health(True)
@@ -185,18 +185,18 @@ class ModelPool:
 
     def adopt(self, engine: Engine) -> ServedModel:
         """The one model of a fleet of one is loaded."""
-        service = self._open_service(self._config, engine)
-        slot = self._slot(ModelEntry(name=service.model_name, config=self._config))
-        slot.adopt(service, slot.entry)
+        served = self._open_served(self._config, engine)
+        slot = self._slot(ModelEntry(name=served.model_name, config=self._config))
+        slot.adopt(served, slot.entry)
         self._slots = {slot.name: slot}
-        return service
+        return served
 
     async def start(self) -> None:
         """Check the files that are here, load what is to be loaded at start, and watch over the file from now on.
         A model with which something is wrong keeps no other from being served."""
-        assert self._roster is not None
+        assert self._models is not None
         for slot in self.slots:
-            fault = await asyncio.to_thread(self._roster.fault, slot.entry)
+            fault = await asyncio.to_thread(self._models.fault, slot.entry)
             if fault:
                 log.error("%s: %s cannot be loaded: %s", slot.entry.place, slot.name, fault)
                 slot.fail(ModelError(fault))
@@ -228,17 +228,17 @@ class ModelPool:
 
     def reload(self) -> None:
         """Read the file now. Raises ConfigError, and nothing has changed then."""
-        if self._roster is None:
+        if self._models is None:
             raise InvalidRequest(ONE_MODEL)
-        self._roster.reload()
-        self._take_in(self._roster.entries)
+        self._models.reload()
+        self._take_in(self._models.entries)
 
     async def _keep_watch(self) -> None:
-        assert self._roster is not None
+        assert self._models is not None
         while True:
             await asyncio.sleep(WATCH_S)
-            if self._roster.refresh():
-                self._take_in(self._roster.entries)
+            if self._models.refresh():
+                self._take_in(self._models.entries)
             for slot in self.slots:
                 if slot.failure is not None and slot.entry.preload:
                     slot.begin()
@@ -282,23 +282,23 @@ class ModelPool:
             log.warning("the server starts without the model %s: %s", slot.name, error)
 
     async def _load(self, slot: ModelSlot) -> ServedModel:
-        assert self._roster is not None
-        entry, roster = slot.entry, self._roster
+        assert self._models is not None
+        entry, models = slot.entry, self._models
         if entry.load_mode == "check_only":
             raise ConfigError(f"{entry.name} is only checked, and never loaded: its load_mode is check_only.")
 
         def report(stage: str) -> None:
             slot.stage = stage
 
-        await self._room.make(slot, partial(roster.need, entry, report))
-        engine = await roster.start(
-            entry, report, lambda why: self._room.unload_one(f"for {slot.name}: {why}", keep=slot)
+        await self._memory.make(slot, partial(models.need, entry, report))
+        engine = await models.start(
+            entry, report, lambda why: self._memory.unload_one(f"for {slot.name}: {why}", keep=slot)
         )
         slot.need = _measured(slot.need, engine)
-        return self._open_service(entry.config, engine)
+        return self._open_served(entry.config, engine)
 
     def _slot(self, entry: ModelEntry) -> ModelSlot:
-        return ModelSlot(entry, self._options, self._load, self._room.changed)
+        return ModelSlot(entry, self._options, self._load, self._memory.changed)
 
     def _all_slots(self) -> list[ModelSlot]:
         return [*self._slots.values(), *self._going]

@@ -52,7 +52,7 @@ class ModelSlot:
     ) -> None:
         """`changed` hears whenever there may be more room than before."""
         self.entry = entry
-        self.service: ServedModel | None = None
+        self.served: ServedModel | None = None
         self.need = Need()
         """What it takes, planned or measured, while `holds_memory`."""
         self.holds_memory = False
@@ -70,7 +70,7 @@ class ModelSlot:
         self.num_inside = 0
         self.num_loads = self.num_failures = self.num_unloads = 0
         self._options = options
-        self._load_service = load
+        self._load_served = load
         self._changed = changed
         self._clock = clock
         self._loaded_entry: ModelEntry | None = None
@@ -91,7 +91,7 @@ class ModelSlot:
     def state(self) -> State:
         if self._leaving:
             return "unloading"
-        if self.service is not None:
+        if self.served is not None:
             return "loaded"
         if self._task is not None:
             return "loading"
@@ -100,7 +100,7 @@ class ModelSlot:
     @property
     def is_open(self) -> bool:
         """Whether it can be entered now."""
-        return self.service is not None and not self._leaving
+        return self.served is not None and not self._leaving
 
     @property
     def is_idle(self) -> bool:
@@ -120,9 +120,9 @@ class ModelSlot:
     @property
     def trouble(self) -> str:
         """Why requests cannot be answered; empty: they can, or the model is loaded for them."""
-        if self.failure is not None and self.service is None:
+        if self.failure is not None and self.served is None:
             return f"failed: {public_reason(self.failure.error)}"
-        if self.service is not None and not (health := self.service.engine.health()).ready:
+        if self.served is not None and not (health := self.served.engine.health()).ready:
             return health.reason or "not ready"
         return ""
 
@@ -133,7 +133,7 @@ class ModelSlot:
     @property
     def adapter_names(self) -> list[str]:
         """Those that it has, or that it will have when it is loaded."""
-        return [*self.entry.adapters] if self.service is None else self.service.adapter_names
+        return [*self.entry.adapters] if self.served is None else self.served.adapter_names
 
     # What a request does.
 
@@ -172,10 +172,10 @@ class ModelSlot:
 
     def enter(self) -> ServedModel:
         """Only while it is open."""
-        assert self.service is not None and not self._leaving
+        assert self.served is not None and not self._leaving
         self.num_inside += 1
         self._empty.clear()
-        return self.service
+        return self.served
 
     def leave(self) -> None:
         self.num_inside -= 1
@@ -185,10 +185,10 @@ class ModelSlot:
 
     # What the fleet does.
 
-    def adopt(self, service: ServedModel, entry: ModelEntry) -> None:
+    def adopt(self, served: ServedModel, entry: ModelEntry) -> None:
         """Take in what was loaded, by this entry."""
-        self.service, self._loaded_entry, self.failure = service, entry, None
-        painter = service.engine.model.images
+        self.served, self._loaded_entry, self.failure = served, entry, None
+        painter = served.engine.model.images
         self.draws = painter.name if painter is not None else ""
 
     def begin(self) -> None:
@@ -209,9 +209,9 @@ class ModelSlot:
         """Let nobody in, wait for those inside, and end the engine. Harmless when it is not loaded."""
         while self._task is not None:
             await asyncio.wait({self._task})
-        if self.service is not None:
+        if self.served is not None:
             self._leaving = True
-            self._task = asyncio.create_task(self._unload(self.service))
+            self._task = asyncio.create_task(self._unload(self.served))
             await asyncio.wait({self._task})
 
     async def close(self) -> None:
@@ -222,8 +222,8 @@ class ModelSlot:
             if not self._leaving:
                 self._task.cancel()
             await asyncio.wait({self._task})
-        if self.service is not None:
-            await self._unload(self.service)
+        if self.served is not None:
+            await self._unload(self.served)
 
     def _begun(self) -> asyncio.Task[None]:
         if self._task is None:
@@ -234,7 +234,7 @@ class ModelSlot:
     async def _load(self) -> None:
         entry = self.entry
         try:
-            service = await self._load_service(self)
+            served = await self._load_served(self)
         except Exception as error:
             self.holds_memory = False
             self.fail(error)
@@ -245,7 +245,7 @@ class ModelSlot:
             self.holds_memory = False
             raise
         else:
-            self.adopt(service, entry)
+            self.adopt(served, entry)
             self._load_s = self._clock() - self._began
             self.last_used = self._clock()
             self.num_loads += 1
@@ -256,13 +256,13 @@ class ModelSlot:
             self._task = None
             self._changed()
 
-    async def _unload(self, service: ServedModel) -> None:
+    async def _unload(self, served: ServedModel) -> None:
         try:
             await self._empty.wait()
-            await service.close()
+            await served.close()
         except Exception:
             log.exception("the model %s did not end well", self.name)
-        self.service = None
+        self.served = None
         self.holds_memory = False
         self.num_unloads += 1
         self._leaving = False
@@ -284,7 +284,7 @@ class ModelSlot:
     @property
     def _seconds_left(self) -> float:
         """Of a load, by what the last one took."""
-        return self._load_s - (self._clock() - self._began) if self.service is None else 0.0
+        return self._load_s - (self._clock() - self._began) if self.served is None else 0.0
 
     def _not_now(self, why: str) -> Unavailable:
         return Unavailable(

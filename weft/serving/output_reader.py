@@ -12,7 +12,7 @@ from weft.text.grammars.specs import Thinking
 from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Parser, Piece, PlainParser, Reasoning
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle, parser_for
-from weft.types import Output
+from weft.types import FinishReason, Output, Timings, TokenLogprob, Usage
 
 
 class Reading(Struct, frozen=True, kw_only=True):
@@ -58,18 +58,18 @@ class Reading(Struct, frozen=True, kw_only=True):
 
 
 class Reader:
-    """The pieces of one answer's deltas, without those that the request does not want to see."""
+    """The pieces of one answer's outputs, without those that the request does not want to see."""
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._parser = reading.parser()
 
-    def read(self, delta: Output) -> list[Piece]:
-        """With the last delta, whatever was held back comes too."""
-        if isinstance(delta, ParsedOutput):
-            return self._kept(delta.pieces)
-        pieces = self._parser.push(delta.text)
-        return self._kept([*pieces, *self._parser.finish()] if delta.finish else pieces)
+    def read(self, output: Output) -> list[Piece]:
+        """With the last output, whatever was held back comes too."""
+        if isinstance(output, ParsedOutput):
+            return self._kept(output.pieces)
+        pieces = self._parser.push(output.text)
+        return self._kept([*pieces, *self._parser.finish()] if output.finish else pieces)
 
     def _kept(self, pieces: Iterable[Piece]) -> list[Piece]:
         return [piece for piece in pieces if self._keeps(piece)]
@@ -82,6 +82,51 @@ class Reader:
                 return self._reading.most_calls is None or index < self._reading.most_calls
             case _:
                 return True
+
+
+class CollectedOutput:
+    """All outputs of one request, gathered for an answer in one piece."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._pieces: list[Piece] | None = None
+        """The pieces of an answer that its engine has parsed itself."""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] | None = None
+        self.finish = FinishReason.ERROR
+        self.stop_reason: str | int | None = None
+        self.usage = Usage()
+        self.timings: Timings | None = None
+        self.embedding: bytes | None = None
+        self.image: bytes | None = None
+
+    def add(self, output: Output) -> None:
+        self._texts.append(output.text)
+        if isinstance(output, ParsedOutput):
+            self._pieces = [*(self._pieces or ()), *output.pieces]
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finish:
+            self.finish = output.finish
+            self.stop_reason = output.stop_reason
+            self.usage = output.usage
+            self.timings = output.timings
+            self.embedding = output.embedding
+            self.image = output.image
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def whole(self) -> Output:
+        """All text of it, as one output."""
+        if self._pieces is not None:
+            return ParsedOutput(text=self.text, pieces=self._pieces, finish=self.finish)
+        return Output(text=self.text, finish=self.finish)
 
 
 class BlockKind(enum.StrEnum):
@@ -133,10 +178,10 @@ class OutputBlocks:
         self._open: OutputBlock | None = None
         self.all: list[OutputBlock] = []
 
-    def push(self, delta: Output) -> list[Change]:
-        """What the next delta of the answer changes; with its end the last block is closed."""
-        changes = [change for piece in self._reader.read(delta) for change in self._changes(piece)]
-        return changes + self._close() if delta.finish else changes
+    def push(self, output: Output) -> list[Change]:
+        """What the next output of the answer changes; with its end the last block is closed."""
+        changes = [change for piece in self._reader.read(output) for change in self._changes(piece)]
+        return changes + self._close() if output.finish else changes
 
     def _changes(self, piece: Piece) -> list[Change]:
         match piece:

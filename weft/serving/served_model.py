@@ -30,7 +30,7 @@ class Grammars:
             assert not isinstance(spec, ToolCalls), "calls are passed on with the conversation"
             return written_down(spec, self._options.max_schema_kb)
         if self._compiler is None:
-            self._compiler = GrammarCompiler(self._engine.tokenizer, self._options)
+            self._compiler = GrammarCompiler(self._engine.text.tokenizer, self._options)
         return await self._compiler.compile(spec, thinking)
 
     async def close(self) -> None:

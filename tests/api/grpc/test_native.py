@@ -33,7 +33,7 @@ def run(smollm2_files: ModelFiles) -> Iterator[Run]:
     with asyncio.Runner() as runner:
         engine = runner.run(start_native(config, smollm2_files))
         yield lambda scenario: runner.run(scenario(engine))
-        assert engine.open_requests() == 0
+        assert engine.stats().open_requests == 0
         runner.run(engine.close())
 
 
@@ -94,9 +94,9 @@ def test_a_cancelled_prediction_leaves_nothing_in_the_engine(run: Run) -> None:
         async with door(engine) as opened:
             call = opened.predict([ask(COUNTING, str(i), generation={"max_new_tokens": 900}) for i in range(4)])
             assert (await call.read()).chunk
-            assert engine.open_requests() == 4
+            assert engine.stats().open_requests == 4
             call.cancel()
-            await eventually(lambda: engine.open_requests() == 0)
+            await eventually(lambda: engine.stats().open_requests == 0)
             check_whole(await answer_to(opened, ask(generation=GREEDY)))
             await eventually(lambda: engine.stats().running == 0 and engine.stats().blocks_used == 0)
 

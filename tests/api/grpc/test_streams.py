@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tests.api.grpc.calls import Client, answer_to, ask, check_whole, door, eventually, failed, refused, text_of
 from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from weft.api.grpc.stream_predict import MAX_OPEN
-from weft.types import Output, SamplingParams
+from weft.backends.contract import Stream, tokens_of
+from weft.types import GenerationRequest, Output
 
 Code = grpc.StatusCode
 FIRST = Output(text="a", token_ids=[1])
@@ -29,9 +30,9 @@ class ByPrompt(ScriptedEngine):
         super().__init__()
         self.scripts = scripts
 
-    async def submit(self, prompt_token_ids: list[int], params: SamplingParams, *terms: Any, **options: Any) -> Any:
-        self.script = list(self.scripts[bytes(prompt_token_ids).decode()])
-        return await super().submit(prompt_token_ids, params, *terms, **options)
+    async def submit(self, request: GenerationRequest) -> Stream:
+        self.script = list(self.scripts[bytes(tokens_of(request.prompt)).decode()])
+        return await super().submit(request)
 
 
 def by_trace_id(responses: list[Any]) -> dict[str, list[Any]]:
@@ -164,12 +165,12 @@ def test_more_requests_than_a_stream_may_have_open_wait_unread() -> None:
         full = asyncio.Event()
 
         class Watched(ScriptedEngine):
-            async def submit(self, *args: Any, **options: Any) -> Any:
+            async def submit(self, request: GenerationRequest) -> Stream:
                 nonlocal most
                 most = max(most, len(self.open) + 1)
                 if most == MAX_OPEN:
                     full.set()
-                return await super().submit(*args, **options)
+                return await super().submit(request)
 
         async with door(Watched([full.wait, 0.2, *answer("x")])) as opened:
             found = by_trace_id([r async for r in opened.predict([ask(trace_id=str(i)) for i in range(MAX_OPEN + 50)])])
@@ -210,9 +211,9 @@ def test_a_client_that_stops_reading_is_not_read_ahead_for() -> None:
     taken = 0
 
     class Endless(ScriptedEngine):
-        async def submit(self, *args: Any, **options: Any) -> Any:
+        async def submit(self, request: GenerationRequest) -> Stream:
             self.script = Counted()  # type: ignore[assignment]
-            return await super().submit(*args, **options)
+            return await super().submit(request)
 
     class Counted:
         def __iter__(self) -> Any:

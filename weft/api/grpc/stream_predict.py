@@ -37,8 +37,8 @@ MAX_OPEN = 128
 class PredictionStream:
     """A failure ends the call, but not the predictions that were begun before it: they are finished first."""
 
-    def __init__(self, gate: Admission, options: GrpcOptions, send: Send) -> None:
-        self._gate = gate
+    def __init__(self, admission: Admission, options: GrpcOptions, send: Send) -> None:
+        self._admission = admission
         self._options = options
         self._send_now = send
         self._sending = asyncio.Lock()
@@ -95,8 +95,8 @@ class PredictionStream:
                 raise InvalidRequest("There is a prediction with this trace_id on the stream already.")
             self._open.add(trace_id)
             try:
-                with self._gate.admit() as seat:
-                    prediction = Prediction(trace_id, seat, self._options, self._send, arrived)
+                with self._admission.admit() as context:
+                    prediction = Prediction(trace_id, context, self._options, self._send, arrived)
                     await prediction.run(request)
             finally:
                 self._open.discard(trace_id)
@@ -125,4 +125,4 @@ class PredictionStream:
     async def _send(self, response: StreamPredictResponse) -> None:
         # gRPC takes one message at a time, and no other while the client does not read.
         async with self._sending:
-            await in_time(self._send_now(response), self._gate.config.server.slow_reader_timeout_s)
+            await in_time(self._send_now(response), self._admission.config.server.slow_reader_timeout_s)

@@ -20,12 +20,8 @@ from weft.serving.image_request import (
     MAX_IMAGES,
     MAX_PREVIEWS,
     MAX_PROMPT_CHARS,
-    ImageJob,
-    Wish,
     check_allowed,
-    job_of,
 )
-from weft.serving.served_model import ServedModel
 from weft.types import MAX_DENOISE_STEPS, MAX_GUIDANCE, FlowSampler, Usage
 
 Base64 = Annotated[str, Field(description="base64 of the values row by row, little-endian.")]
@@ -172,14 +168,6 @@ def images_usage(usages: Sequence[Usage]) -> ImagesUsage:
         output_tokens_details=ImageTokensDetails(image_tokens=images, text_tokens=0),
         total_tokens=prompt + images,
     )
-
-
-async def job_from(wish: Wish, service: ServedModel, *, cache_salt: str = "", priority: int = 0) -> ImageJob:
-    """As `job_of`."""
-    if wish.prompt_embeds is None and wish.additional_information is None:
-        return job_of(wish, service.engine, cache_salt=cache_salt, priority=priority)
-    # To look at every value takes a while: the streams of others go on meanwhile.
-    return await asyncio.to_thread(job_of, wish, service.engine, cache_salt=cache_salt, priority=priority)
 
 
 async def tensors_of(
