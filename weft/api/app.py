@@ -20,7 +20,6 @@ from weft.api.admin import add_admin, add_model_admin
 from weft.api.anthropic.messages import count_tokens, messages_endpoint
 from weft.api.anthropic.messages_schema import (
     AnthropicError,
-    AnthropicErrors,
     CountTokensRequest,
     MessageAnswer,
     MessagesRequest,
@@ -29,7 +28,7 @@ from weft.api.anthropic.messages_schema import (
 from weft.api.body import answer_nobody
 from weft.api.error_responses import ErrorBody, JsonResponse, answer_http_exception, answer_weft_error
 from weft.api.handler import Handler
-from weft.api.middleware import ApiKeyAuth, HeaderLimits, RequestIdMiddleware
+from weft.api.middleware import AnthropicErrors, ApiKeyAuth, HeaderLimits, RequestIdMiddleware
 from weft.api.openai.chat import chat_endpoint
 from weft.api.openai.completions import completions_endpoint
 from weft.api.openai.embeddings import EmbeddingList, EmbeddingsRequest, embeddings_endpoint
@@ -38,17 +37,23 @@ from weft.api.openai.images_schema import ImagesAnswer, ImagesRequest
 from weft.api.openai.openai_answers import (
     ChatCompletion,
     Completion,
-    Detokenized,
     ModelCard,
     ModelList,
-    Tokenized,
     Version,
 )
-from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from weft.api.openai.openai_schema import ChatRequest, CompletionRequest
 from weft.api.openai.response_store import ResponseStore, TenantStore
 from weft.api.openai.responses import responses_endpoint
 from weft.api.openai.responses_schema import DeletedResponse, InputItemList, ResponseAnswer, ResponsesRequest
-from weft.api.openai.tokenize import TokenizeHandler, detokenize, tokenize
+from weft.api.openai.tokenize import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeHandler,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
 from weft.backends.contract import Engine
 from weft.config import Config
 from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason

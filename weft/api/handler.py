@@ -8,12 +8,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
+import msgspec
 from fastapi import Response
+from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
-from weft.api import sse
 from weft.api.body import read_body
-from weft.api.error_responses import Unexpected
+from weft.api.error_responses import Unexpected, error_body
 from weft.api.http_protocol import DirectWriter, direct_writer
 from weft.errors import WeftError
 from weft.serving.admission import Admission, ClientGone, RequestContext
@@ -24,6 +25,49 @@ from weft.types import GenerationRequest, Output, Usage
 log = logging.getLogger(__name__)
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
+
+
+DONE = b"data: [DONE]\n\n"
+WAITING = b": waiting\n\n"
+"""A comment: clients read over it."""
+
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ChunkHead(Struct, frozen=True, kw_only=True):
+    """What every chunk of one stream repeats."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class ChunkFrame:
+    """Puts the choices of one stream's chunks between bytes that were encoded when the stream began."""
+
+    def __init__(self, head: ChunkHead, *, include_usage: bool) -> None:
+        self.before = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        self.after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def after_with(self, fields: dict[str, object]) -> bytes:
+        """Return what ends a chunk that has these fields besides its choices."""
+        return b"]," + msgspec.json.encode(fields)[1:] + b"\n\n" if fields else self.after
+
+
+def named_event(name: str, body: object) -> bytes:
+    """Return a server-sent event with a name."""
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def error_event(error: WeftError) -> bytes:
+    """Return what ends a stream of chunks that has begun and cannot go on."""
+    return b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n" + DONE
 
 
 class Writer:
@@ -50,7 +94,7 @@ class Writer:
 
     def failure(self, error: WeftError) -> bytes:
         """Return what ends a stream that has begun and cannot go on."""
-        return sse.error_event(error)
+        return error_event(error)
 
     async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         """Return the answer in one piece."""
@@ -184,7 +228,7 @@ async def _send_chunks(
         async with opening:
             if not is_open:
                 await keep_alive.end()
-                await response.start(sse.HEADERS)
+                await response.start(SSE_HEADERS)
                 await _written(response, writer.opening())
                 is_open = True
         await _written(response, chunks)
@@ -214,8 +258,8 @@ class KeepAlive:
     async def _say(self, response: StreamedResponse, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            await response.start(sse.HEADERS)
-            await _written(response, sse.WAITING)
+            await response.start(SSE_HEADERS)
+            await _written(response, WAITING)
 
 
 async def _written(response: StreamedResponse, body: bytes) -> None:

@@ -103,7 +103,7 @@ class Timer:
         call()
 
 
-class Protocol(HttpToolsProtocol):
+class HttpProtocol(HttpToolsProtocol):
     """Offers the short way to the application, as an extension of ASGI. Ends connections that would hold memory for
     ever: a head without an end, and an answer that nobody reads."""
 
@@ -203,9 +203,9 @@ def _in_kernel(connection: socket.socket) -> int:
     return count
 
 
-def protocol_factory(settings: Config) -> Callable[..., Protocol]:
+def protocol_factory(settings: Config) -> Callable[..., HttpProtocol]:
     """What makes the protocols of one server."""
-    return partial(Protocol, this_round=WriteBatch(), settings=settings)
+    return partial(HttpProtocol, this_round=WriteBatch(), settings=settings)
 
 
 def direct_writer(scope: Scope) -> DirectWriter | None:

@@ -1,4 +1,5 @@
-"""The outermost layer: every request has an id, a line in the log, and an answer even when Weft has a defect."""
+"""The layers before any endpoint: an id and a line in the log for every request, limits of headers, keys, and the shape
+of errors for Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ import time
 import uuid
 from collections.abc import Collection
 
+import msgspec
+from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft import logs
-from weft.api.error_responses import HeadTooLarge, NoKey, Unexpected, WrongHost, WrongKey, error_response
+from weft.api.anthropic.messages_schema import anthropic_error
+from weft.api.error_responses import ErrorBody, HeadTooLarge, NoKey, Unexpected, WrongHost, WrongKey, error_response
 from weft.api.openai.openai_schema import SANE_ID
 from weft.config import LimitOptions, ServerOptions
 from weft.errors import InvalidRequest
@@ -194,3 +198,47 @@ class ApiKeyAuth:
 
 def _is_operators(path: str) -> bool:
     return path in (ADMIN_PATH, VLLM_LOAD_PATH, VLLM_UNLOAD_PATH) or path.startswith(ADMIN_PATH + "/")
+
+
+MESSAGES_PATH = "/v1/messages"
+
+
+class AnthropicErrors:
+    """Writes answers with an error status in Anthropic's shape, below its path; all others pass as they are."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not (
+            scope["path"] == MESSAGES_PATH or scope["path"].startswith(MESSAGES_PATH + "/")
+        ):
+            await self._app(scope, receive, send)
+            return
+        refusal: Message | None = None
+
+        async def send_in_shape(message: Message) -> None:
+            nonlocal refusal
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                refusal = message
+                return
+            if refusal is not None:
+                body = _anthropic_body(refusal, message["body"])
+                await send({**refusal, "headers": _with_length(refusal, len(body))})
+                message, refusal = {**message, "body": body}, None
+            await send(message)
+
+        await self._app(scope, receive, send_in_shape)
+
+
+def _anthropic_body(refusal: Message, body: bytes) -> bytes:
+    said = msgspec.json.decode(body, type=ErrorBody).error.message
+    request_id = dict(refusal["headers"]).get(b"x-request-id")
+    return msgspec.json.encode(
+        anthropic_error(refusal["status"], said, UNSET if request_id is None else request_id.decode())
+    )
+
+
+def _with_length(refusal: Message, length: int) -> list[tuple[bytes, bytes]]:
+    others = [(name, value) for name, value in refusal["headers"] if name != b"content-length"]
+    return [*others, (b"content-length", b"%d" % length)]

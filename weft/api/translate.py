@@ -20,7 +20,7 @@ from weft.backends.contract import (
     tokens_unknown,
 )
 from weft.errors import InvalidRequest
-from weft.serving.output_reader import Reading
+from weft.serving.output_reader import ReaderOptions
 from weft.serving.request import requests_like
 from weft.serving.served_model import ServedModel
 from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, ToolCalls, ToolSpec
@@ -140,7 +140,7 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     requests: list[GenerationRequest]
     n: int = 1
     """Choices of each prompt, which follow one another."""
-    reading: Reading = Reading()
+    reader_options: ReaderOptions = ReaderOptions()
     truncated_tokens: int = 0
     """What was cut from the prompts' beginnings, because the request allowed it."""
 
@@ -163,21 +163,24 @@ async def parse_chat(
     if engine.abilities.tokens:
         # The template is rendered by another process, and its answer waited for.
         chat = await asyncio.to_thread(_chat_prompt, request, tools, engine)
-        prompt, reading = chat.token_ids, _reading(request, tools, chat.text, engine.text.styles.reasoning)
+        prompt, reader_options = (
+            chat.token_ids,
+            _reader_options(request, tools, chat.text, engine.text.styles.reasoning),
+        )
     else:
-        prompt, reading = _conversation(request, tools), _reading(request, tools)
+        prompt, reader_options = _conversation(request, tools), _reader_options(request, tools)
     params = _params(
         request,
         max_tokens=_chat_max_tokens(request),
         logprobs=request.top_logprobs or 0 if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
-        grammar=await served.grammar_of(chat_shape(request, tools), reading.thinking),
+        grammar=await served.grammar_of(chat_shape(request, tools), reader_options.thinking),
         engine=engine,
     )
     prompts, truncated = _truncated([prompt], request, params, engine)
-    task = Sample(params=params, markers=reading.markers)
+    task = Sample(params=params, markers=reader_options.markers)
     requests = _requests(request, prompts, task, served, request_id=request_id, tenant=tenant)
-    return ParsedRequest(requests=requests, n=request.n, reading=reading, truncated_tokens=truncated)
+    return ParsedRequest(requests=requests, n=request.n, reader_options=reader_options, truncated_tokens=truncated)
 
 
 async def parse_completion(
@@ -308,11 +311,11 @@ def _conversation(request: ChatRequest, tools: Toolbox) -> Conversation:
     )
 
 
-def _reading(
+def _reader_options(
     request: ChatRequest, tools: Toolbox, prompt_text: str | None = None, reasoning: ReasoningStyle | None = None
-) -> Reading:
+) -> ReaderOptions:
     """Without the prompt's text: whoever renders it reads the answer too."""
-    return Reading(
+    return ReaderOptions(
         tools=tools.style,
         declared=tuple(tool.function.name for tool in tools.offered),
         most_calls=None if request.parallel_tool_calls else 1,

@@ -24,7 +24,7 @@ _parent: ContextVar[str] = ContextVar("weft_traceparent", default="")
 """The client's span that the running task serves, as the traceparent header names it."""
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
+class RequestOutcome(Struct, frozen=True, kw_only=True):
     """How one request at the engine went. Seconds are from its arrival."""
 
     model: str
@@ -58,7 +58,7 @@ class Traces:
         self._tracer = self._provider.get_tracer(SERVICE)
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, outcome: Outcome) -> None:
+    def record(self, outcome: RequestOutcome) -> None:
         """A span from arrival to end, and in it one for the time in the queue and one for the time to the first
         token. It is sent later, from another thread."""
         from opentelemetry.trace import SpanKind, set_span_in_context
@@ -103,7 +103,7 @@ def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _attributes(outcome: Outcome) -> dict[str, str | int]:
+def _attributes(outcome: RequestOutcome) -> dict[str, str | int]:
     """Named as OpenTelemetry's conventions for generative models name them, where they do."""
     return {
         "gen_ai.request.model": outcome.model,

@@ -12,7 +12,7 @@ from typing import Any
 from weft import logs
 from weft.backends.contract import Stream, failure_of
 from weft.errors import EngineFault, Overloaded, RequestTimeout, Unavailable
-from weft.observe.traces import Outcome
+from weft.observe.traces import RequestOutcome
 from weft.serving.admission import ClientGone, RequestContext
 from weft.serving.timing import RequestTimer
 from weft.types import (
@@ -142,7 +142,7 @@ class Generation:
                 assert image_model is not None
                 self._report_images(self._outcome(image_model.name))
 
-    def _report_samples(self, outcome: Outcome) -> None:
+    def _report_samples(self, outcome: RequestOutcome) -> None:
         fields: dict[str, object] = {
             "answer_id": self._context.answer_id,
             "model": outcome.model,
@@ -161,7 +161,7 @@ class Generation:
         logs.event(log, logging.INFO, "generated", fields)
         self._trace(outcome)
 
-    def _report_images(self, outcome: Outcome) -> None:
+    def _report_images(self, outcome: RequestOutcome) -> None:
         first = self._requests[0]
         assert isinstance(first.task, GenerateImage)
         fields: dict[str, object] = {
@@ -177,7 +177,7 @@ class Generation:
         logs.event(log, logging.INFO, "drew", fields)
         self._trace(outcome)
 
-    def _trace(self, outcome: Outcome) -> None:
+    def _trace(self, outcome: RequestOutcome) -> None:
         if self._served.traces is not None:
             self._served.traces.record(outcome)
 
@@ -190,12 +190,12 @@ class Generation:
             case _:
                 return self._served.engine.text.tokenizer.decode(prompt, skip_special_tokens=False)
 
-    def _outcome(self, model_name: str) -> Outcome:
+    def _outcome(self, model_name: str) -> RequestOutcome:
         timers = self._timers.values()
         sampled = [timer for timer in timers if isinstance(timer.task, Sample)]
         queued = [timer.queue_seconds for timer in sampled if timer.queue_seconds is not None]
         firsts = [timer.first_token_seconds for timer in sampled if timer.first_token_seconds is not None]
-        return Outcome(
+        return RequestOutcome(
             model=model_name,
             request_id=self._context.request_id,
             tenant=self._context.tenant,

@@ -15,7 +15,7 @@ from weft.text.parsers.styles import ToolStyle, parser_for
 from weft.types import FinishReason, Output, Timings, TokenLogprob, Usage
 
 
-class Reading(Struct, frozen=True, kw_only=True):
+class ReaderOptions(Struct, frozen=True, kw_only=True):
     tools: ToolStyle | None = None
     """None: the request has no tools, or may not call them."""
     declared: tuple[str, ...] = ()
@@ -47,9 +47,9 @@ class Reading(Struct, frozen=True, kw_only=True):
             return None
         return Thinking(begin=self.reasoning.begin, end=self.reasoning.end, is_open=self.reasoning_opened)
 
-    def reader(self) -> Reader:
+    def reader(self) -> OutputReader:
         """For one answer."""
-        return Reader(self)
+        return OutputReader(self)
 
     def parser(self) -> Parser:
         if self.tools is None and self.reasoning is None:
@@ -57,12 +57,12 @@ class Reading(Struct, frozen=True, kw_only=True):
         return parser_for(self.tools, self.reasoning, declared=self.declared, reasoning_opened=self.reasoning_opened)
 
 
-class Reader:
+class OutputReader:
     """The pieces of one answer's outputs, without those that the request does not want to see."""
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-        self._parser = reading.parser()
+    def __init__(self, options: ReaderOptions) -> None:
+        self._options = options
+        self._parser = options.parser()
 
     def read(self, output: Output) -> list[Piece]:
         """With the last output, whatever was held back comes too."""
@@ -77,9 +77,9 @@ class Reader:
     def _keeps(self, piece: Piece) -> bool:
         match piece:
             case Reasoning():
-                return self._reading.with_reasoning
+                return self._options.with_reasoning
             case CallStarted(index=index) | CallArguments(index=index):
-                return self._reading.most_calls is None or index < self._reading.most_calls
+                return self._options.most_calls is None or index < self._options.most_calls
             case _:
                 return True
 
@@ -173,7 +173,7 @@ Change = Opened | Grown | Closed
 class OutputBlocks:
     """A reader's pieces put together: neighbours of one kind are one block, and a call ends where another begins."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: OutputReader) -> None:
         self._reader = reader
         self._open: OutputBlock | None = None
         self.all: list[OutputBlock] = []

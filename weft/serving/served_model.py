@@ -15,7 +15,7 @@ from weft.text.grammars.compiler import GrammarCompiler
 from weft.text.grammars.specs import GrammarSpec, Thinking, ToolCalls, written_down
 
 
-class Grammars:
+class GrammarWriter:
     """An engine that computes with tokens is told a grammar; for one that is given text, the request's own words are
     written down. Which of the two it is may change while the server runs."""
 
@@ -46,7 +46,7 @@ class ServedModel(Struct, frozen=True, kw_only=True):
     """The operator's name for it, or its own."""
     created: int
     metrics: Metrics
-    grammars: Grammars
+    grammars: GrammarWriter
     options: ServerOptions
     limits: LimitOptions
     traces: Traces | None = None
@@ -104,7 +104,7 @@ def open_served_model(config: Config, engine: Engine, traces: Traces | None) -> 
         model_name=name,
         created=int(time.time()),
         metrics=Metrics(name, engine),
-        grammars=Grammars(engine, config.server),
+        grammars=GrammarWriter(engine, config.server),
         options=config.server,
         limits=config.limits,
         traces=traces,

@@ -28,9 +28,8 @@ from weft.api.anthropic.messages_schema import (
 )
 from weft.api.body import parse
 from weft.api.error_responses import error_body
-from weft.api.handler import Writer
+from weft.api.handler import Writer, named_event
 from weft.api.openai.openai_schema import ChatRequest
-from weft.api.sse import named_event
 from weft.api.translate import ParsedRequest, parse_chat
 from weft.backends.contract import num_tokens, tokens_of, tokens_unknown
 from weft.errors import InvalidRequest, WeftError
@@ -156,7 +155,7 @@ _STOP = named_event("message_stop", {"type": "message_stop"})
 class MessagesWriter(Writer):
     def __init__(self, answer_id: str, chat: ParsedRequest, request: MessagesRequest) -> None:
         super().__init__(answer_id, request.model, stream=request.stream)
-        self._blocks = OutputBlocks(chat.reading.reader())
+        self._blocks = OutputBlocks(chat.reader_options.reader())
         self._usage = Usage(prompt_tokens=num_tokens(chat.prompt))
 
     def opening(self) -> bytes:

@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from weft import logs
 from weft.api.grpc.inference import SERVICE_NAME, Inference
-from weft.api.grpc.status import Status, refuse
+from weft.api.grpc.status import RpcStatus, refuse
 from weft.config import Config, GrpcOptions
 from weft.errors import ConfigError
 from weft.observe import traces
@@ -123,7 +123,7 @@ OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
 CONTROL = "/cy.llm.AiInference/Control"
 """Admin keys open it as well: what it may be told to do depends on the key."""
 
-NO_KEY = Status(grpc.StatusCode.UNAUTHENTICATED, f"This server wants an API key: {HOW}.")
+NO_KEY = RpcStatus(grpc.StatusCode.UNAUTHENTICATED, f"This server wants an API key: {HOW}.")
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):

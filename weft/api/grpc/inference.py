@@ -24,7 +24,7 @@ from weft.api.grpc.ai_service_pb2 import (
     WorkerHealthResponse,
 )
 from weft.api.grpc.image import ImageCall
-from weft.api.grpc.status import Status, parse, refuse, status_of, take_up
+from weft.api.grpc.status import RpcStatus, parse, refuse, status_of, take_up
 from weft.api.grpc.stream_predict import PredictionStream, in_time
 from weft.config import GrpcOptions
 from weft.errors import InvalidRequest, Overloaded, WeftError
@@ -204,7 +204,7 @@ class Inference:
     def _is_full(self) -> bool:
         return len(self._streams) + self._num_images >= self._options.grpc_max_streams
 
-    def _full(self) -> Status:
+    def _full(self) -> RpcStatus:
         return status_of(
             Overloaded(
                 f"{len(self._streams) + self._num_images} streams are open already.",

@@ -26,12 +26,12 @@ AMessage = TypeVar("AMessage", bound=Message)
 HEARING_S = 1.0
 
 
-class Status(Struct, frozen=True):
+class RpcStatus(Struct, frozen=True):
     code: grpc.StatusCode
     details: str
 
 
-def status_of(error: Exception) -> Status:
+def status_of(error: Exception) -> RpcStatus:
     """The status that an error stands for. What is the server's own fault is logged; of a defect of Weft's own,
     the client learns no more than that."""
     if not isinstance(error, WeftError):
@@ -39,10 +39,10 @@ def status_of(error: Exception) -> Status:
         error = Unexpected(str(error))
     elif error.status >= 500 and not isinstance(error, Unavailable):
         log.error("%s: %s", type(error).__name__, error)
-    return Status(grpc.StatusCode[error.grpc_code], error_body(error).error.message)
+    return RpcStatus(grpc.StatusCode[error.grpc_code], error_body(error).error.message)
 
 
-async def refuse(context: grpc.aio.ServicerContext[Any, Any], status: Status) -> Never:
+async def refuse(context: grpc.aio.ServicerContext[Any, Any], status: RpcStatus) -> Never:
     """End a call of which nothing was read yet. Its first message is waited for, though not for long: a client that
     is interrupted while it sends may take that for the error, and never look at the status."""
     with contextlib.suppress(TimeoutError):

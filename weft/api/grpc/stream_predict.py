@@ -13,7 +13,7 @@ import grpc
 from weft import logs
 from weft.api.grpc.ai_service_pb2 import StreamPredictRequest, StreamPredictResponse
 from weft.api.grpc.prediction import Prediction, Send
-from weft.api.grpc.status import MAX_TRACE_ID, Status, parse, status_of, take_up
+from weft.api.grpc.status import MAX_TRACE_ID, RpcStatus, parse, status_of, take_up
 from weft.config import GrpcOptions
 from weft.errors import InvalidRequest, RequestTimeout, Unavailable
 from weft.serving.admission import Admission
@@ -46,10 +46,10 @@ class PredictionStream:
         self._open: set[str] = set()
         self._num_begun = 0
         self._num_ended = 0
-        self._failure: Status | None = None
+        self._failure: RpcStatus | None = None
         self._reading: asyncio.Task[None] | None = None
 
-    async def run(self, requests: AsyncIterable[bytes]) -> Status | None:
+    async def run(self, requests: AsyncIterable[bytes]) -> RpcStatus | None:
         """Answer every request; returns how the first one failed, if one did."""
         async with asyncio.TaskGroup() as group:
             self._reading = group.create_task(self._read(requests, group))
@@ -62,7 +62,7 @@ class PredictionStream:
         if self._reading is not None and not self._reading.done():
             self._end(status_of(Unavailable("The server is shutting down.")))
 
-    def _end(self, status: Status) -> None:
+    def _end(self, status: RpcStatus) -> None:
         """Begin no more predictions, and end with this status when those already begun are done."""
         if self._failure is None:
             self._failure = status
@@ -116,11 +116,11 @@ class PredictionStream:
             }
             logs.event(log, logging.INFO, "prediction", fields)
 
-    def _named(self, status: Status, trace_id: str) -> Status:
+    def _named(self, status: RpcStatus, trace_id: str) -> RpcStatus:
         """With the prediction that it belongs to, where there could be a doubt."""
         if self._num_begun == 1 or not trace_id:
             return status
-        return Status(status.code, f"trace_id {trace_id[:MAX_TRACE_ID]!r}: {status.details}")
+        return RpcStatus(status.code, f"trace_id {trace_id[:MAX_TRACE_ID]!r}: {status.details}")
 
     async def _send(self, response: StreamPredictResponse) -> None:
         # gRPC takes one message at a time, and no other while the client does not read.

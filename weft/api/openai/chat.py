@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from weft.api import sse
 from weft.api.body import parse
-from weft.api.handler import Writer
+from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
 from weft.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
@@ -26,7 +25,6 @@ from weft.api.openai.openai_answers import (
     usage_body,
 )
 from weft.api.openai.openai_schema import ChatRequest
-from weft.api.sse import ChunkFrame, ChunkHead
 from weft.api.translate import ParsedRequest, parse_chat
 from weft.backends.contract import Engine, tokens_of
 from weft.serving.admission import RequestContext
@@ -65,13 +63,13 @@ class ChatWriter(Writer):
         )
         self._frame = ChunkFrame(self._head, include_usage=self._include_usage)
         choices = range(len(chat.requests))
-        self._readers = [chat.reading.reader() for _ in choices]
+        self._readers = [chat.reader_options.reader() for _ in choices]
         self._has_called = [False for _ in choices]
         self._usages = [Usage() for _ in choices]
         self._before_delta = [self._frame.before + b'{"index":%d,"delta":' % index for index in choices]
         self._before_text = [before + b'{"content":' for before in self._before_delta]
         self._after_text = b'},"logprobs":null,"finish_reason":null}' + self._frame.after
-        self._is_simple = chat.reading.is_plain and not (self._continuous_usage or request.return_token_ids)
+        self._is_simple = chat.reader_options.is_plain and not (self._continuous_usage or request.return_token_ids)
         """An output of text alone is a chunk of text alone."""
 
     def opening(self) -> bytes:
@@ -100,8 +98,8 @@ class ChatWriter(Writer):
 
     def closing(self, usages: Sequence[Usage]) -> bytes:
         if not self._include_usage:
-            return sse.DONE
-        return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + sse.DONE
+            return DONE
+        return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + DONE
 
     async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         first = outputs[0]
@@ -172,7 +170,7 @@ class ChatWriter(Writer):
         return tokens_of(self._chat.prompt)
 
     def _finish(self, index: int, finish: FinishReason | None) -> str:
-        if finish is FinishReason.STOP and self._has_called[index] and not self._chat.reading.is_named_call:
+        if finish is FinishReason.STOP and self._has_called[index] and not self._chat.reader_options.is_named_call:
             return "tool_calls"
         return str(finish)
 

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from weft.api import sse
 from weft.api.body import parse
-from weft.api.handler import Writer
+from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
 from weft.api.openai.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
@@ -24,7 +23,6 @@ from weft.api.openai.openai_answers import (
     usage_body,
 )
 from weft.api.openai.openai_schema import CompletionRequest
-from weft.api.sse import ChunkFrame, ChunkHead
 from weft.api.translate import ParsedRequest, parse_completion
 from weft.backends.contract import Engine, tokens_of
 from weft.serving.admission import RequestContext
@@ -110,8 +108,8 @@ class CompletionWriter(Writer):
 
     def closing(self, usages: Sequence[Usage]) -> bytes:
         if not self._include_usage:
-            return sse.DONE
-        return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + sse.DONE
+            return DONE
+        return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + DONE
 
     async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         return msgspec.json.encode(

@@ -11,7 +11,7 @@ import msgspec
 
 from weft.api.body import parse
 from weft.api.error_responses import error_body
-from weft.api.handler import Writer
+from weft.api.handler import Writer, named_event
 from weft.api.openai.images_schema import (
     CompletedImage,
     DrawnImage,
@@ -22,7 +22,6 @@ from weft.api.openai.images_schema import (
     images_usage,
     tensors_of,
 )
-from weft.api.sse import named_event
 from weft.errors import WeftError
 from weft.serving.admission import RequestContext
 from weft.serving.image_request import ImageOptions, check_image_model, image_requests_in_time, png_of, sides

@@ -157,17 +157,6 @@ class ModelList(Struct, frozen=True, kw_only=True):
     data: list[ModelCard]
 
 
-class Tokenized(Struct, frozen=True, kw_only=True):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Detokenized(Struct, frozen=True):
-    prompt: str
-
-
 class Version(Struct, frozen=True):
     version: str
 

@@ -363,23 +363,3 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(None, json_schema_extra=_LOGPROBS)
     echo: bool = Field(False, description="The prompt stands before the answer, its tokens' figures too.")
     best_of: int | None = Field(None, description="Accepted when it is n.")
-
-
-class TokenizeRequest(Fields):
-    """POST /tokenize: a prompt, or the messages of a chat."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    add_special_tokens: bool = Field(True, description="Of a prompt; a chat template brings its own.")
-    tools: list[Tool] = []
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the model's chat template.")
-    return_token_strs: bool = False
-
-
-class DetokenizeRequest(Fields):
-    """POST /detokenize"""
-
-    model: str | None = None
-    tokens: list[int]

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from weft.api.body import parse
 from weft.api.error_responses import error_body
-from weft.api.handler import Writer
+from weft.api.handler import Writer, named_event
 from weft.api.openai.openai_schema import Fields
 from weft.api.openai.response_store import StoredResponse, TenantStore
 from weft.api.openai.responses_schema import (
@@ -33,7 +33,6 @@ from weft.api.openai.responses_translate import (
     chat_request,
     listed_items,
 )
-from weft.api.sse import named_event
 from weft.api.translate import ParsedRequest, parse_chat
 from weft.backends.contract import Engine
 from weft.errors import InvalidRequest, Overloaded, WeftError
@@ -63,7 +62,7 @@ class ResponsesWriter(Writer):
         self._begun = begun
         self._engine = engine
         self._keep = keep
-        self._blocks = OutputBlocks(chat.reading.reader())
+        self._blocks = OutputBlocks(chat.reader_options.reader())
         self._finish: FinishReason | None = None
         self._num_events = 0
         # Numbered before all others, although the first output is written before the opening is asked for.

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from weft.api.openai.openai_schema import TOOL_NAME, Fields, NotYet
 from weft.serving.output_reader import BlockKind, OutputBlock
 
-Status = Literal["in_progress", "completed", "incomplete"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(Fields):
@@ -56,7 +56,7 @@ class InputMessage(Fields):
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
     id: str | None = None
-    status: Status | None = None
+    status: ItemStatus | None = None
 
 
 class FunctionCall(Fields):
@@ -69,7 +69,7 @@ class FunctionCall(Fields):
     name: str
     arguments: str = Field(description="JSON, as a string.")
     id: str | None = None
-    status: Status | None = None
+    status: ItemStatus | None = None
 
 
 class FunctionCallOutput(Fields):
@@ -79,7 +79,7 @@ class FunctionCallOutput(Fields):
     call_id: str
     output: Parts
     id: str | None = None
-    status: Status | None = None
+    status: ItemStatus | None = None
 
 
 class PastThought(Fields):
@@ -101,7 +101,7 @@ class PastReasoning(Fields):
     id: str | None = None
     summary: list[PastSummary] = Field([])
     content: list[PastThought] = Field([])
-    status: Status | None = None
+    status: ItemStatus | None = None
 
 
 def _item_type(value: Any) -> str:

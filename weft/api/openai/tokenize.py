@@ -4,36 +4,66 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
 
 from fastapi import Response
 from msgspec import Struct
+from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
 from weft.api.body import parse, read_body
 from weft.api.error_responses import JsonResponse
-from weft.api.openai.openai_answers import Detokenized, Tokenized
-from weft.api.openai.openai_schema import DetokenizeRequest, TokenizeRequest
+from weft.api.openai.openai_schema import Fields, Message, Tool
 from weft.api.translate import template_message, template_tools
 from weft.errors import InvalidRequest
 from weft.serving.admission import Admission, ClientGone, RequestContext
 from weft.types import check_token_ids
 
-Asked = Callable[[bytes, RequestContext], Awaitable[Struct]]
+
+class TokenizeRequest(Fields):
+    """POST /tokenize: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = Field(True, description="Of a prompt; a chat template brings its own.")
+    tools: list[Tool] = Field([])
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the model's chat template.")
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Fields):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class Tokenized(Struct, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct, frozen=True):
+    prompt: str
 
 
 class TokenizeHandler(Response):
-    """A response that reads its own body, and is answered in one piece without the engine."""
+    """A response that reads its own body and is answered in one piece, by the text side of the model alone."""
 
-    def __init__(self, admission: Admission, asked: Asked) -> None:
+    def __init__(self, admission: Admission, answer: Callable[[bytes, RequestContext], Awaitable[Struct]]) -> None:
         super().__init__()
         self._admission = admission
-        self._asked = asked
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._admission.admit(receive) as context:
             try:
                 body = await read_body(scope, receive, self._admission.config.server.max_body_mb << 20)
-                answer = await self._asked(body, context)
+                answer = await self._answer(body, context)
             except ClientGone:
                 return
         response = JsonResponse(answer)
