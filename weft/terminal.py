@@ -22,7 +22,7 @@ class LocalEngine(Protocol):
     def engine(self) -> Engine: ...
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Output]:
-        """The answer as it comes; raises the error that it ends with. Leaving the iterator early aborts."""
+        """Yield the answer as it comes; raises the error that it ends with. Leaving the iterator early aborts."""
 
 
 HELP = "/clear forgets the conversation, /exit leaves, Ctrl-C stops an answer."
@@ -121,7 +121,7 @@ def _answer(local: LocalEngine, messages: Messages, line: str, params: SamplingP
 
 
 def _written(local: LocalEngine, prompt: Prompt, params: SamplingParams) -> Iterator[Output]:
-    """The answer's outputs, each written to standard output before it is given."""
+    """Yield the answer's outputs, each written to standard output before."""
     for output in local.stream(prompt, params):
         sys.stdout.write(output.text)
         sys.stdout.flush()

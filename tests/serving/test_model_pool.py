@@ -221,7 +221,7 @@ def test_a_busy_model_is_never_unloaded_and_the_new_one_waits() -> None:
             # Nobody waits for it now, so that it does not take a's place when that is idle.
             await eventually(lambda: opened.states()["b"] == "unloaded")
             waiting = asyncio.create_task(opened.said("b"))
-            await eventually(lambda: opened.slot("b").waits_for_room)
+            await eventually(lambda: opened.slot("b").waits_for_memory)
             ended.set()
             assert await busy == "xy"
             assert await waiting == "I am b"

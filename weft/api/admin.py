@@ -1,5 +1,5 @@
 """The operator's routes, below /admin, two of them under vLLM's names as well. They are there only when there are
-admin keys, and `lock` opens them to no other. Nothing here tells what a prompt says."""
+admin keys, and `ApiKeyAuth` opens them to no other. Nothing here tells what a prompt says."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class OpenRequest(Struct, frozen=True, kw_only=True):
     tenant: str
     age_s: float
     tokens: int
-    """Generated so far."""
+    """Tokens that were generated so far."""
 
 
 class CacheReset(Struct, frozen=True, omit_defaults=True):
@@ -104,7 +104,7 @@ def _add_requests(app: FastAPI, admission: Admission) -> None:
 def _add_engine(app: FastAPI, admission: Admission) -> None:
     @app.post("/admin/cache/reset", include_in_schema=False)
     async def reset_cache(model: str = "") -> Response:
-        """Of the model that is named, or of all loaded ones that can."""
+        """Reset the cache of the model that is named, or of all loaded ones that can."""
         if model:
             return JsonResponse(CacheReset(int(await _served(admission, model).engine.control(ResetPrefixCache()))))
         num_blocks = 0
@@ -163,7 +163,7 @@ async def read(request: Request, kind: type[T], admission: Admission) -> T:
 
 
 def _served(admission: Admission, model: str) -> ServedModel:
-    """Of a loaded model, even while the server drains; without a name the default one's."""
+    """Return a loaded model, even while the server drains; without a name the default one."""
     slot = admission.pool.find(model)
     if slot.served is None:
         raise Unavailable(f"The model {slot.name!r} is not loaded.")
@@ -199,14 +199,14 @@ class Resident(Struct, frozen=True, kw_only=True):
     name: str
     state: str
     why: str
-    """The last load failed."""
+    """Why the last load failed."""
     stage: str
-    """Of a load under way."""
+    """How far a load under way is."""
     model: str
     engine: str
     """The one in use, or those that would be tried."""
     requests: int
-    """Inside."""
+    """Requests that are inside."""
     waiting: int
     memory_bytes: int
     """As measured or planned; 0: none."""

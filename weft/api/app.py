@@ -77,12 +77,12 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def takes(request: type[BaseModel]) -> dict[str, Any]:
-    """The body of a route that reads its own bytes."""
+    """Describe the body of a route that reads its own bytes."""
     return {"requestBody": {"required": True, "content": {"application/json": _reference(request)}}}
 
 
 def gives(answer: type[Struct], *, streamed: bool = False, error: type[Struct] = ErrorBody) -> Responses:
-    """The answers of a route that writes its own bytes."""
+    """Describe the answers of a route that writes its own bytes."""
     content = {"application/json": _reference(answer)}
     if streamed:
         content["text/event-stream"] = {"schema": {"type": "string"}}
@@ -111,14 +111,14 @@ def _reference(schema: type[Struct] | type[BaseModel]) -> dict[str, Any]:
 
 
 def build_app(engine: Engine, config: Config) -> FastAPI:
-    """The application over an engine that is ready."""
+    """Return the application over an engine that is ready."""
     admission = Admission(config)
     admission.open(engine)
     return gated_app(admission)
 
 
 def gated_app(admission: Admission) -> FastAPI:
-    """The application of a admission that may open later."""
+    """Return the application of an admission that may open later."""
     app = FastAPI(
         title="Weft", version=__version__, summary="OpenAI's interface, served by Weft.", docs_url=None, redoc_url=None,
         redirect_slashes=False,
@@ -286,7 +286,7 @@ def _residence(slot: ModelSlot) -> Residence:
 
 
 def _cards(served: ServedModel) -> list[ModelCard]:
-    """The model that writes, its adapters, and the one that draws beside it, if any."""
+    """List the language model, its adapters, and the image model beside it, if any."""
     model = served.engine.model
     writes = ModelCard(
         id=served.model_name,
@@ -299,11 +299,11 @@ def _cards(served: ServedModel) -> list[ModelCard]:
     ]
     if (image_model := model.images) is None:
         return [writes, *adapted]
-    draws = ModelCard(
+    image_card = ModelCard(
         id=image_model.name,
         created=served.created,
         max_model_len=image_model.max_prompt_tokens,
         capabilities=["images"],
         sizes=[f"{image_model.width}x{image_model.height}"],
     )
-    return [writes, *adapted, draws]
+    return [writes, *adapted, image_card]

@@ -39,7 +39,7 @@ SSE_HEADERS = [
 
 
 class ChunkHead(Struct, frozen=True, kw_only=True):
-    """What every chunk of one stream repeats."""
+    """The fields that every chunk of one stream repeats."""
 
     id: str
     object: str
@@ -241,8 +241,7 @@ async def _send_chunks(
 
 
 class KeepAlive:
-    """Tells a client, and whatever stands between, that its stream has not been forgotten; until there is more to
-    tell."""
+    """Tells a client, and the proxies between, that its stream is alive, until there is more to tell."""
 
     def __init__(self, response: StreamedResponse, interval_s: float) -> None:
         """0: it says nothing."""

@@ -88,7 +88,7 @@ LOCALHOST = "localhost"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this is a name or an address of this machine that no other machine reaches."""
+    """Return whether this is a name or an address of this machine that no other machine reaches."""
     try:
         return host == LOCALHOST or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -101,7 +101,7 @@ class HostCheck:
         self._allowed: Collection[str] = {name.lower() for name in options.allowed_host}
 
     def refusal(self, hosts: list[bytes], http_version: str) -> InvalidRequest | None:
-        """None when a request with these Host headers may go on."""
+        """Return why a request with these Host headers is refused; None: it is not."""
         if len(hosts) > 1 or (not hosts and http_version not in ("0.9", "1.0")):
             return InvalidRequest("A request has one Host header.")
         if not self._is_guarded:
@@ -116,7 +116,7 @@ class HostCheck:
 
 
 def _name(host: str) -> str:
-    """Without the port, as it is compared."""
+    """Return the host without its port, as it is compared."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.lower().removesuffix(".")
 
@@ -176,7 +176,7 @@ class ApiKeyAuth:
             await error_response(refusal)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> NoKey | WrongKey | None:
-        """None when the door opens; the task is then the key's owner's."""
+        """Return why the request is refused; None: it is not, and the task is then that of the key's tenant."""
         path = scope["path"]
         # A pipelined request's task begins as a copy of the one before it.
         logs.tenant.set("")

@@ -52,7 +52,7 @@ def serve(engine_factory: EngineFactory, config: Config) -> None:
 
 
 def serve_models(models: ConfiguredModels, config: Config) -> None:
-    """The same for several models. What keeps one of them from starting is no error here."""
+    """Serve several models until a signal says stop. What keeps one of them from starting is no error here."""
 
     async def start(admission: Admission) -> None:
         await admission.pool.start()
@@ -71,7 +71,7 @@ def _serve(start: StartAdmission, config: Config, models: ConfiguredModels | Non
 
 
 def check_reach(options: ServerOptions) -> None:
-    """Raise ConfigError for an address that others can reach, when everybody could come in."""
+    """Raise ConfigError for an address that others can reach, when no key is wanted."""
     if options.api_key or options.api_key_file or options.insecure or is_loopback(options.host):
         return
     raise ConfigError(
@@ -81,7 +81,7 @@ def check_reach(options: ServerOptions) -> None:
 
 
 def allow_many_connections() -> None:
-    """Each is an open file, and shells allow a process only 1024 until it asks for more."""
+    """Ask for many open files: each connection is one, and shells allow a process only 1024 until it does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
         allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
@@ -113,7 +113,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Signals are `_Life`'s: uvicorn would close the door before the requests inside are done."""
+    """Leaves signals to `_Life`: uvicorn would close its sockets before the requests inside are done."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -189,7 +189,7 @@ class _Life:
                 log.error("the models stay as they were: %s", error)
 
     async def _start(self, start: StartAdmission) -> bool:
-        """False when the word to stop came first."""
+        """Start what is served; false when a signal to stop came first."""
         starting = asyncio.create_task(start(self._admission))
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)

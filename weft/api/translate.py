@@ -1,4 +1,4 @@
-"""The one place where a parsed request becomes prompts, as its engine takes them, and sampling parameters."""
+"""How a parsed body becomes requests to the engine: prompts as the engine takes them, and sampling parameters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Toolbox(Struct, frozen=True):
 
 
 def toolbox(request: ChatRequest, styles: ChatStyles, *, is_read: bool = False) -> Toolbox:
-    """`is_read`: the engine finds the calls itself, and no style is needed."""
+    """Return the tools of a request. `is_read`: the engine finds the calls itself, and no style is needed."""
     choice = request.tool_choice
     names = [tool.function.name for tool in request.tools]
     if len(set(names)) < len(names):
@@ -104,7 +104,7 @@ def _response_format(request: ChatRequest) -> GrammarSpec | None:
 
 
 def _strict_calls(request: ChatRequest, tools: Toolbox) -> GrammarSpec | None:
-    """Nothing is forced, but a call must fit the schema of a tool that says so."""
+    """Force nothing, but let a call fit the schema of a tool that says so."""
     return _calls(request, tools, at_least_one=False) if any(tool.function.strict for tool in tools.offered) else None
 
 
@@ -120,7 +120,7 @@ def _calls(request: ChatRequest, tools: Toolbox, *, at_least_one: bool) -> ToolC
 
 
 def _schema(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
-    """Some clients send the schema as JSON text."""
+    """Return the schema, which some clients send as JSON text."""
     try:
         schema = msgspec.json.decode(given) if isinstance(given, str) else given
     except ValueError as error:
@@ -213,7 +213,7 @@ async def parse_completion(
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """As chat templates read it: the arguments of calls are no JSON text but what it says."""
+    """Return a message as chat templates read it: the arguments of calls are no JSON text but what it says."""
     fields = passed_message(message)
     for call in fields.get("tool_calls", ()):
         call["function"]["arguments"] = _arguments(call["function"]["arguments"])
@@ -249,7 +249,7 @@ def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
 
 
 def _arguments(text: str) -> Any:
-    """Templates write arguments as JSON themselves; what is no JSON object is left as it is."""
+    """Decode arguments, which templates write as JSON themselves; what is no JSON object is left as it is."""
     try:
         value = msgspec.json.decode(text)
     except ValueError:
@@ -314,7 +314,7 @@ def _conversation(request: ChatRequest, tools: Toolbox) -> Conversation:
 def _reader_options(
     request: ChatRequest, tools: Toolbox, prompt_text: str | None = None, reasoning: ReasoningStyle | None = None
 ) -> ReaderOptions:
-    """Without the prompt's text: whoever renders it reads the answer too."""
+    """Return how the answer is read. Without the prompt's text: the engine that renders it reads the answer too."""
     return ReaderOptions(
         tools=tools.style,
         declared=tuple(tool.function.name for tool in tools.offered),
@@ -335,7 +335,7 @@ def _prompts(prompts: list[str | list[int]], engine: Engine) -> list[Prompt]:
 
 
 def given_tokens(token_ids: list[int], engine: Engine, param: str) -> list[int]:
-    """Token ids of a client, where the engine can take them."""
+    """Return token ids of a client, where the engine can take them."""
     if not engine.abilities.tokens:
         raise tokens_unknown(engine, "Token ids instead of text", param)
     check_token_ids(token_ids, engine.model.logits_width, param)
@@ -345,13 +345,13 @@ def given_tokens(token_ids: list[int], engine: Engine, param: str) -> list[int]:
 def _truncated(
     prompts: Sequence[Prompt], request: SamplingFields, params: SamplingParams, engine: Engine
 ) -> tuple[Sequence[Prompt], int]:
-    """The prompts within the length that the request allows, and how many tokens were cut off in all."""
+    """Return the prompts within the length that the request allows, and how many tokens were cut off in all."""
     longest = request.truncate_prompt_tokens
     if longest is None:
         return prompts, 0
-    room = engine.model.max_model_len - (params.max_tokens or 1)
+    capacity = engine.model.max_model_len - (params.max_tokens or 1)
     if longest == -1:
-        longest = room
+        longest = capacity
     if not 1 <= longest <= engine.model.max_model_len:
         raise InvalidRequest(
             f"truncate_prompt_tokens is {request.truncate_prompt_tokens}; it must be -1, or from 1 to "
@@ -432,7 +432,7 @@ def _params(
 
 
 def _prompt_logprobs(request: CompletionRequest) -> int | None:
-    """An echoed prompt has figures whenever the answer has."""
+    """Return how many logprobs of the prompt are wanted; an echoed prompt has them whenever the answer has."""
     echoed = request.logprobs if request.echo else None
     asked = request.prompt_logprobs
     return max(echoed, asked) if echoed is not None and asked is not None else echoed if asked is None else asked

@@ -66,7 +66,7 @@ class ImageOptions(Struct, frozen=True, kw_only=True):
 
 
 def sides(size: str) -> tuple[int, int] | tuple[None, None]:
-    """Width and height of a size such as 32x32; none for auto."""
+    """Return width and height of a size such as 32x32; none for auto."""
     if size == AUTO:
         return None, None
     if (match := _SIZE.fullmatch(size)) is None:
@@ -100,17 +100,17 @@ def image_model(engine: Engine) -> ImageModelInfo:
 def check_image_model(name: str | None, served_name: str, engine: Engine) -> None:
     """Raise unless this is the image model, and not the one beside it, which is served under its own name; None always
     is."""
-    painter = image_model(engine)
-    if name in (None, painter.name):
+    model = image_model(engine)
+    if name in (None, model.name):
         return
-    hint = f"This server draws with {painter.name!r}."
+    hint = f"This server draws with {model.name!r}."
     if name == served_name:
         raise InvalidRequest(f"The model {name!r} writes text and draws no images.", hint=hint, param="model")
     raise ModelNotFound(f"There is no model {name!r:.200} here.", hint=hint, param="model")
 
 
 def check_allowed(limits: LimitOptions, *, prompt_embeds: object, additional_information: object) -> None:
-    """To be asked before a tensor is so much as decoded; None: not given."""
+    """Raise InvalidRequest for tensors where none are taken, before they are decoded; None: not given."""
     for field, value in (("prompt_embeds", prompt_embeds), ("additional_information", additional_information)):
         if value is not None and not limits.allow_prompt_embeds:
             raise InvalidRequest(
@@ -202,7 +202,7 @@ def _size(options: ImageOptions, model: ImageModelInfo) -> tuple[int, int]:
 
 
 def _tokens(param: str, text: str, model: ImageModelInfo, tokenizer: Tokenizer) -> list[int]:
-    """None for a model that reads the text itself."""
+    """Return the tokens of a prompt; none for a model that reads the text itself."""
     if not 0 < len(text) <= MAX_PROMPT_CHARS:
         raise InvalidRequest(f"{param} has {len(text)} characters; it must be 1 to {MAX_PROMPT_CHARS}.", param=param)
     tokens = [] if model.reads_text else tokenizer.encode(text)
@@ -226,7 +226,7 @@ _UNFILTERED = b"\0"
 
 
 def png(width: int, height: int, rgb: bytes) -> bytes:
-    """A file of rows of RGB bytes, the topmost first."""
+    """Return a PNG file of rows of RGB bytes, the topmost first."""
     row_bytes = width * RGB_BYTES
     if width < 1 or height < 1 or len(rgb) != row_bytes * height:
         raise ValueError(f"{len(rgb)} bytes are no RGB image of {width}x{height}.")

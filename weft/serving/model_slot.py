@@ -1,5 +1,5 @@
-"""One model's place in the fleet: it is loaded when somebody asks for it, once for all who do, and unloaded when it
-has to make room."""
+"""One model's slot in the pool: it is loaded when a request asks for it, once for all that do, and unloaded when its
+memory is wanted for another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BACKOFF_S, MAX_BACKOFF_S = 5.0, 300.0
 
 
 class Failure(Struct, frozen=True):
-    """The last load's."""
+    """How the last load failed."""
 
     error: Exception
     retry_at: float
@@ -35,12 +35,12 @@ class Failure(Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """For the operator."""
+        """Return the reason, for the operator."""
         return str(self.error) if isinstance(self.error, WeftError) else f"{type(self.error).__name__}: {self.error}"
 
 
 class ModelSlot:
-    """Whoever wants the model claims it, waits until it is open, enters, leaves and ends the claim (`Seat` does)."""
+    """A request claims the model, waits until it is open, enters, leaves and ends the claim (`RequestContext`)."""
 
     def __init__(
         self,
@@ -50,22 +50,22 @@ class ModelSlot:
         changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`changed` hears whenever there may be more room than before."""
+        """`changed` is called whenever there may be more memory than before."""
         self.entry = entry
         self.served: ServedModel | None = None
         self.need = Need()
         """What it takes, planned or measured, while `holds_memory`."""
         self.holds_memory = False
-        """From the moment that room was made for it."""
-        self.waits_for_room = False
+        """True from the moment that memory was set aside for it."""
+        self.waits_for_memory = False
         self.stage = ""
-        """Of a load."""
+        """How far a load is."""
         self.failure: Failure | None = None
         self.is_gone = False
-        """No longer in the fleet."""
+        """True when it is no longer in the pool."""
         self.last_used = 0.0
-        self.draws = ""
-        """What the model that draws beside it is called, as far as is known."""
+        self.image_model_name = ""
+        """The name of the image model beside it, as far as is known."""
         self.num_claims = 0
         self.num_inside = 0
         self.num_loads = self.num_failures = self.num_unloads = 0
@@ -99,17 +99,17 @@ class ModelSlot:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be entered now."""
+        """True when it can be entered now."""
         return self.served is not None and not self._leaving
 
     @property
     def is_idle(self) -> bool:
-        """Loaded, and nobody's."""
+        """True when it is loaded and no request claims it."""
         return self.is_open and not self.num_claims
 
     @property
     def is_outdated(self) -> bool:
-        """Loaded as the entry was before it changed."""
+        """True when it is loaded as the entry was before it changed."""
         before = self._loaded_entry
         return (
             self.is_open
@@ -119,7 +119,7 @@ class ModelSlot:
 
     @property
     def trouble(self) -> str:
-        """Why requests cannot be answered; empty: they can, or the model is loaded for them."""
+        """Return why requests cannot be answered; empty: they can, or the model is loaded for them."""
         if self.failure is not None and self.served is None:
             return f"failed: {public_reason(self.failure.error)}"
         if self.served is not None and not (health := self.served.engine.health()).ready:
@@ -127,18 +127,18 @@ class ModelSlot:
         return ""
 
     def answers_to(self, name: str) -> bool:
-        """Whether this is the name of an adapter (alone, or as in model:adapter), or of the model that draws."""
-        return name == self.draws or name.removeprefix(f"{self.name}:") in self.adapter_names
+        """Return whether this is the name of an adapter (alone, or as in model:adapter), or of the image model."""
+        return name == self.image_model_name or name.removeprefix(f"{self.name}:") in self.adapter_names
 
     @property
     def adapter_names(self) -> list[str]:
-        """Those that it has, or that it will have when it is loaded."""
+        """Return the adapters that it has, or that it will have when it is loaded."""
         return [*self.entry.adapters] if self.served is None else self.served.adapter_names
 
     # What a request does.
 
     def claim(self) -> None:
-        """Raises Unavailable where too many wait already."""
+        """Count a request that wants the model. Raises Unavailable where too many wait already."""
         most = self._options.max_waiting_per_model
         if not self.is_open and self.num_claims - self.num_inside >= most:
             raise self._not_now(f"{most} requests wait for it already")
@@ -148,13 +148,13 @@ class ModelSlot:
         self.num_claims -= 1
         if self.num_claims:
             return
-        if self._task is not None and self.waits_for_room:
-            # Nobody waits for it any more.
+        if self._task is not None and self.waits_for_memory:
+            # No request waits for it any more.
             self._task.cancel()
         self._changed()
 
     async def opened(self) -> None:
-        """Returns when it can be entered. Raises Unavailable when it cannot be loaded, or not in time, and
+        """Return when it can be entered. Raises Unavailable when it cannot be loaded, or not in time, and
         ModelNotFound when it was taken away."""
         wait_s = self._options.model_wait_s
         try:
@@ -171,7 +171,7 @@ class ModelSlot:
             raise self._not_now(f"it is not loaded after {wait_s:g} s ({self.stage or 'waiting for room'})") from None
 
     def enter(self) -> ServedModel:
-        """Only while it is open."""
+        """Let a request in, which is possible only while it is open."""
         assert self.served is not None and not self._leaving
         self.num_inside += 1
         self._empty.clear()
@@ -183,13 +183,13 @@ class ModelSlot:
         if not self.num_inside:
             self._empty.set()
 
-    # What the fleet does.
+    # What the pool does.
 
     def adopt(self, served: ServedModel, entry: ModelEntry) -> None:
         """Take in what was loaded, by this entry."""
         self.served, self._loaded_entry, self.failure = served, entry, None
-        painter = served.engine.model.images
-        self.draws = painter.name if painter is not None else ""
+        image_model = served.engine.model.images
+        self.image_model_name = image_model.name if image_model is not None else ""
 
     def begin(self) -> None:
         """Load it, unless that is being done, it is there, it is gone, or it failed a short while ago."""
@@ -206,7 +206,7 @@ class ModelSlot:
         self.num_failures += 1
 
     async def unload(self) -> None:
-        """Let nobody in, wait for those inside, and end the engine. Harmless when it is not loaded."""
+        """Let no request in, wait for those inside, and end the engine. Harmless when it is not loaded."""
         while self._task is not None:
             await asyncio.wait({self._task})
         if self.served is not None:
@@ -215,7 +215,7 @@ class ModelSlot:
             await asyncio.wait({self._task})
 
     async def close(self) -> None:
-        """End everything, whoever is inside."""
+        """End everything, without waiting for the requests inside."""
         self.is_gone = True
         self._empty.set()
         if self._task is not None:
@@ -252,7 +252,7 @@ class ModelSlot:
             log.info("the model %s is loaded (%.1f s)", self.name, self._load_s)
         finally:
             self.stage = ""
-            self.waits_for_room = False
+            self.waits_for_memory = False
             self._task = None
             self._changed()
 
@@ -283,7 +283,7 @@ class ModelSlot:
 
     @property
     def _seconds_left(self) -> float:
-        """Of a load, by what the last one took."""
+        """Estimate the rest of a load by what the last one took."""
         return self._load_s - (self._clock() - self._began) if self.served is None else 0.0
 
     def _not_now(self, why: str) -> Unavailable:

@@ -23,7 +23,7 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
     most_calls: int | None = None
     reasoning: ReasoningStyle | None = None
     reasoning_opened: bool = False
-    """Whether the prompt's own end has opened the reasoning."""
+    """True when the prompt's own end has opened the reasoning."""
     with_reasoning: bool = True
     is_read: bool = False
     """The engine tells thoughts and calls apart itself."""
@@ -32,7 +32,7 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
 
     @property
     def is_plain(self) -> bool:
-        """All text is content."""
+        """True when all text is content."""
         return self.tools is None and self.reasoning is None and not self.is_read
 
     @property
@@ -42,13 +42,13 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
 
     @property
     def thinking(self) -> Thinking | None:
-        """What may stand before an output that is in form."""
+        """Return what may stand before an output that is in form."""
         if self.reasoning is None:
             return None
         return Thinking(begin=self.reasoning.begin, end=self.reasoning.end, is_open=self.reasoning_opened)
 
     def reader(self) -> OutputReader:
-        """For one answer."""
+        """Return a reader for one answer."""
         return OutputReader(self)
 
     def parser(self) -> Parser:
@@ -58,14 +58,14 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
 
 
 class OutputReader:
-    """The pieces of one answer's outputs, without those that the request does not want to see."""
+    """Parses one answer's outputs into pieces, without those that the request does not want to see."""
 
     def __init__(self, options: ReaderOptions) -> None:
         self._options = options
         self._parser = options.parser()
 
     def read(self, output: Output) -> list[Piece]:
-        """With the last output, whatever was held back comes too."""
+        """Return the pieces of an output. With the last one, all that was held back comes too."""
         if isinstance(output, ParsedOutput):
             return self._kept(output.pieces)
         pieces = self._parser.push(output.text)
@@ -123,7 +123,7 @@ class CollectedOutput:
 
     @property
     def whole(self) -> Output:
-        """All text of it, as one output."""
+        """Return all text of it, as one output."""
         if self._pieces is not None:
             return ParsedOutput(text=self.text, pieces=self._pieces, finish=self.finish)
         return Output(text=self.text, finish=self.finish)
@@ -136,7 +136,7 @@ class BlockKind(enum.StrEnum):
 
 
 class OutputBlock:
-    """One of them, as far as it has come. Of a call, the text is its arguments."""
+    """A block of an answer, as far as it has come. The text of a call is its arguments."""
 
     def __init__(self, index: int, kind: BlockKind, call_id: str = "", name: str = "") -> None:
         self.index = index
@@ -171,7 +171,7 @@ Change = Opened | Grown | Closed
 
 
 class OutputBlocks:
-    """A reader's pieces put together: neighbours of one kind are one block, and a call ends where another begins."""
+    """Puts a reader's pieces together: neighbours of one kind are one block, and a call ends where another begins."""
 
     def __init__(self, reader: OutputReader) -> None:
         self._reader = reader
@@ -179,7 +179,7 @@ class OutputBlocks:
         self.all: list[OutputBlock] = []
 
     def push(self, output: Output) -> list[Change]:
-        """What the next output of the answer changes; with its end the last block is closed."""
+        """Return what the next output of the answer changes; with its end the last block is closed."""
         changes = [change for piece in self._reader.read(output) for change in self._changes(piece)]
         return changes + self._close() if output.finish else changes
 

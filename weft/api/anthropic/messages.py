@@ -62,7 +62,7 @@ def counted_request(request: CountTokensRequest) -> ChatRequest:
 
 
 def _conversation(request: CountTokensRequest) -> dict[str, Any]:
-    """The fields that decide what the prompt is."""
+    """Return the fields that decide what the prompt is."""
     system = [{"role": "system", "content": _text(request.system)}] if request.system else []
     choice, thinking, output = request.tool_choice, request.thinking, request.output_config
     return {
@@ -79,7 +79,7 @@ def _conversation(request: CountTokensRequest) -> dict[str, Any]:
 
 
 def _is_begun(last: Turn) -> bool:
-    """Whether the last message is the beginning of the answer."""
+    """Return whether the last message is the beginning of the answer."""
     if last.role != "assistant":
         return False
     if not _text(last.content) or any(isinstance(block, ToolUseBlock) for block in last.content):
@@ -207,7 +207,7 @@ class MessagesWriter(Writer):
         )
 
     def _stop(self, finish: FinishReason, matched: str | int | None) -> tuple[str, str | None]:
-        """Why it ended, and the stop sequence that ended it."""
+        """Return why it ended, and the stop sequence that ended it."""
         if finish is FinishReason.LENGTH:
             return "max_tokens", None
         if isinstance(matched, str):

@@ -15,7 +15,7 @@ from weft.types import Usage
 
 
 def _blocks_of(*types: str) -> Callable[[object], object]:
-    """What checks a content's blocks by their type. A string is short for one block of text."""
+    """Return what checks a content's blocks by their type. A string is short for one block of text."""
 
     def checked(value: object) -> object:
         if isinstance(value, str):
@@ -272,7 +272,7 @@ def message_usage(usage: Usage) -> MessageUsage:
 
 
 def answer_block(block: OutputBlock, text: str) -> AnswerBlock:
-    """The block with this text, as far as it is known."""
+    """Return the block with this text, as far as it is known."""
     match block.kind:
         case BlockKind.TEXT:
             return TextAnswer(text)
@@ -283,8 +283,8 @@ def answer_block(block: OutputBlock, text: str) -> AnswerBlock:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Of a call that was cut off, what there is. Parsers take for a call only what has an object's braces; what is in
-    them may be no JSON all the same, and is given as it was written."""
+    """Return the arguments of a call; of one that was cut off, what there is. Parsers take for a call only what has an
+    object's braces; what is in them may be no JSON all the same, and is given as it was written."""
     try:
         value: dict[str, Any] = pydantic_core.from_json(arguments or "{}", allow_partial=True)
     except ValueError:

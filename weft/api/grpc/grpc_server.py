@@ -1,4 +1,4 @@
-"""The gRPC server's life. It shares the admission with the HTTP door: draining, health and limits hold for both."""
+"""The gRPC server's life. It shares the admission with HTTP: draining, health and limits hold for both."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ SERVICES = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 
 class RpcServer:
-    """The open door."""
+    """The gRPC server that listens."""
 
     def __init__(self, server: grpc.aio.Server, inference: Inference, probes: Probes, port: int) -> None:
         self.port = port
@@ -226,7 +226,7 @@ class RpcServer:
 
 
 async def serve_rpc(admission: Admission, config: Config) -> RpcServer:
-    """Open the door, on the running event loop. Raises ConfigError when it cannot be where it is told to be."""
+    """Listen on the running event loop. Raises ConfigError when the address cannot be had."""
     options = config.grpc
     server = grpc.aio.server(interceptors=[KeyCheck(admission)], options=_channel_options(config))
     inference, probes = Inference(admission, options), Probes(admission)

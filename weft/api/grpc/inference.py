@@ -40,7 +40,7 @@ class Commands:
         self._admission = admission
 
     async def obey(self, request: ControlMessage, keys: Iterable[str]) -> dict[str, str]:
-        """The payload of the answer. `keys` are those that the caller showed."""
+        """Carry out a command, and return the payload of the answer. `keys` are those that the caller showed."""
         match request.command:
             case "ping":
                 return {"message": "pong"}
@@ -65,7 +65,7 @@ class Commands:
     def _list(self) -> dict[str, str]:
         self._admission.check_open()
         slots = self._admission.pool.slots
-        every = [name for slot in slots for name in (slot.name, *slot.adapter_names, slot.draws) if name]
+        every = [name for slot in slots for name in (slot.name, *slot.adapter_names, slot.image_model_name) if name]
         names = {"models": ",".join(every)}
         if self._admission.pool.has_many:
             names["loaded"] = ",".join(slot.name for slot in slots if slot.is_open)
@@ -76,7 +76,7 @@ class Commands:
         return self._admission.pool.named(request.payload.get("model_id", ""))
 
     def _check_admin(self, keys: Iterable[str]) -> None:
-        """In a fleet of one there is nothing to guard: it refuses them all."""
+        """Raise WrongKey unless an admin key was shown. A pool of one model refuses these commands itself."""
         admins = self._admission.admin_keys
         if self._admission.pool.has_many and (not admins.required or admins.owner(keys) is None):
             raise WrongKey("This command wants one of the operator's keys (--admin-key).")
@@ -86,7 +86,7 @@ _FAILED = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.REJECTED)
 
 
 def figures(models: Sequence[Metrics]) -> dict[str, str]:
-    """The same figures as /metrics, as text, of all models together; none until one is there to be measured."""
+    """Return the figures of /metrics as text, of all models together; none until one is loaded."""
     if not models:
         return {}
     samples = [sample for metrics in models for family in metrics.collect() for sample in family.samples]

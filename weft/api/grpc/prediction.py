@@ -36,7 +36,7 @@ class ChunkBuffer:
         self._ended = False
         self._some = asyncio.Event()
         self._enough = asyncio.Event()
-        self._room: asyncio.Future[None] = self._loop.create_future()
+        self._drained: asyncio.Future[None] = self._loop.create_future()
 
     def put(self, chunk: str) -> asyncio.Future[None] | None:
         """When the buffer is full, returns what to await before the next chunk: a slow reader holds up nothing but
@@ -48,11 +48,11 @@ class ChunkBuffer:
         if len(self._held) < self._size:
             return None
         self._enough.set()
-        self._room = self._loop.create_future()
-        return self._room
+        self._drained = self._loop.create_future()
+        return self._drained
 
     def end(self) -> None:
-        """No more chunks will come."""
+        """Take note that no more chunks will come."""
         self._ended = True
         self._some.set()
         self._enough.set()
@@ -71,8 +71,8 @@ class ChunkBuffer:
         self._begun = True
         text = "".join(self._held)
         self._held.clear()
-        if not self._room.done():
-            self._room.set_result(None)
+        if not self._drained.done():
+            self._drained.set_result(None)
         if not self._ended:
             self._some.clear()
             self._enough.clear()

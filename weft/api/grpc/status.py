@@ -32,7 +32,7 @@ class RpcStatus(Struct, frozen=True):
 
 
 def status_of(error: Exception) -> RpcStatus:
-    """The status that an error stands for. What is the server's own fault is logged; of a defect of Weft's own,
+    """Return the status that an error stands for. What is the server's own fault is logged; of a defect of Weft's own,
     the client learns no more than that."""
     if not isinstance(error, WeftError):
         log.error("unexpected error", exc_info=error)
@@ -52,7 +52,7 @@ async def refuse(context: grpc.aio.ServicerContext[Any, Any], status: RpcStatus)
 
 
 def parse(kind: type[AMessage], message: bytes) -> AMessage:
-    """Parsed here and not by gRPC, which would call a client's mistake an error of the server's."""
+    """Parse a message, here and not by gRPC, which would call a client's mistake an error of the server's."""
     try:
         return kind.FromString(message)
     except DecodeError as error:

@@ -42,7 +42,7 @@ class PredictionStream:
         self._options = options
         self._send_now = send
         self._sending = asyncio.Lock()
-        self._room = asyncio.Semaphore(MAX_OPEN)
+        self._capacity = asyncio.Semaphore(MAX_OPEN)
         self._open: set[str] = set()
         self._num_begun = 0
         self._num_ended = 0
@@ -75,10 +75,10 @@ class PredictionStream:
     async def _read(self, requests: AsyncIterable[bytes], group: asyncio.TaskGroup) -> None:
         async for message in requests:
             arrived = time.perf_counter()
-            await self._room.acquire()
+            await self._capacity.acquire()
             if self._failure is not None:
                 # Read and let go: a client that cannot send might never look at the status.
-                self._room.release()
+                self._capacity.release()
                 continue
             self._num_begun += 1
             group.create_task(self._predict(message, arrived))
@@ -108,7 +108,7 @@ class PredictionStream:
         finally:
             self._num_ended += 1
             self._stop_reading_when_done()
-            self._room.release()
+            self._capacity.release()
             fields = {
                 "status": code.name,
                 "tokens": 0 if prediction is None else prediction.num_tokens,
@@ -117,7 +117,7 @@ class PredictionStream:
             logs.event(log, logging.INFO, "prediction", fields)
 
     def _named(self, status: RpcStatus, trace_id: str) -> RpcStatus:
-        """With the prediction that it belongs to, where there could be a doubt."""
+        """Name the prediction that a status belongs to, where there is more than one."""
         if self._num_begun == 1 or not trace_id:
             return status
         return RpcStatus(status.code, f"trace_id {trace_id[:MAX_TRACE_ID]!r}: {status.details}")

@@ -120,7 +120,7 @@ class ChatWriter(Writer):
         )
 
     def _chunk(self, index: int, body: dict[str, object], output: Output | None) -> bytes:
-        """A chunk of one piece; the first one that an output gives has the figures of its tokens."""
+        """Return a chunk of one piece; the first one that an output gives has the figures of its tokens."""
         choice: dict[str, object] = {"logprobs": None, "finish_reason": None}
         if output is not None and output.logprobs:
             choice["logprobs"] = self._logprobs(output.token_ids, output.logprobs)

@@ -149,7 +149,7 @@ class CompletionWriter(Writer):
 
     @property
     def _shows_answer(self) -> bool:
-        """Not with an echo of the prompt alone."""
+        """True unless only an echo of the prompt is wanted."""
         return self._request.max_tokens > 0
 
     def _shown(self, text: str) -> str:

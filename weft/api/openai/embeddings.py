@@ -137,7 +137,7 @@ def _encoded(request: EmbeddingsRequest, engine: Engine) -> list[Prompt]:
 
 
 def _texts(request: EmbeddingsRequest, engine: Engine) -> list[Prompt]:
-    """The inputs, for an engine that is given text."""
+    """Return the inputs, for an engine that is given text."""
     asked = {
         "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
         "add_special_tokens": not request.add_special_tokens,
@@ -151,7 +151,7 @@ def _texts(request: EmbeddingsRequest, engine: Engine) -> list[Prompt]:
 
 def _longest(request: EmbeddingsRequest, max_model_len: int) -> int | None:
     longest = request.truncate_prompt_tokens
-    # The engine wants room for one token behind every prompt.
+    # The engine wants space for one token behind every prompt.
     most = max_model_len - 1
     if longest is None or 1 <= longest <= most:
         return longest

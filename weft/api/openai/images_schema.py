@@ -158,7 +158,7 @@ class CompletedImage(ShownImage, frozen=True, kw_only=True):
 
 
 def images_usage(usages: Sequence[Usage]) -> ImagesUsage:
-    """Of all images of one prompt, which counts once."""
+    """Return the usage of all images of one prompt, which counts once."""
     prompt = max(usage.prompt_tokens for usage in usages)
     images = sum(usage.completion_tokens for usage in usages)
     return ImagesUsage(
@@ -173,7 +173,7 @@ def images_usage(usages: Sequence[Usage]) -> ImagesUsage:
 async def tensors_of(
     request: ImagesRequest, limits: LimitOptions
 ) -> tuple[PromptEmbeds | None, AdditionalInformation | None]:
-    """As they came in JSON, decoded and not checked yet."""
+    """Return the tensors of a request, decoded from JSON and not checked yet."""
     embeds, information = request.prompt_embeds, request.additional_information
     check_allowed(limits, prompt_embeds=embeds, additional_information=information)
     return (

@@ -162,7 +162,7 @@ class Version(Struct, frozen=True):
 
 
 def usage_body(usages: Sequence[Usage], n: int = 1, truncated_tokens: int = 0) -> UsageBody:
-    """Of all choices, where each prompt has `n` of them, one after the other: a prompt counts once."""
+    """Return the usage of all choices, `n` of each prompt one after the other: a prompt counts once."""
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
     completion = sum(usage.completion_tokens for usage in usages)
     return UsageBody(

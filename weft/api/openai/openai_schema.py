@@ -18,7 +18,7 @@ NotYet = Mapping[str, Sequence[object]]
 
 
 def without_empty_fields(value: Any, known: Collection[str], not_yet: NotYet) -> Any:
-    """The object without its nulls and without what asks for nothing; refuses what Weft would have to ignore."""
+    """Return the object without its nulls and without what asks for nothing; refuses what Weft would have to ignore."""
     if not isinstance(value, dict):
         return value
     kept = {}
@@ -50,7 +50,7 @@ def with_empty_fields(schema: dict[str, Any], not_yet: NotYet) -> None:
 
 
 def content_text(value: object) -> str:
-    """A message's content: a string, or text parts."""
+    """Return a message's content, which is a string or text parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -59,7 +59,7 @@ def content_text(value: object) -> str:
 
 
 def prompts(value: object) -> list[str | list[int]]:
-    """One prompt or several, each a string or a list of token ids."""
+    """Return one prompt or several, each a string or a list of token ids."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -104,7 +104,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _said(value: object) -> str:
-    """The value when it is short enough to name."""
+    """Return the value when it is short enough to name."""
     return repr(value) if isinstance(value, str | int | float) and len(repr(value)) < 40 else "it"
 
 
@@ -247,7 +247,7 @@ class StreamOptions(Fields):
 
 
 def _within(low: float, high: float | None = None, *, open_low: bool = False) -> dict[str, JsonValue]:
-    """The bounds of a number, for those who read the interface; `SamplingParams.check` is who keeps them."""
+    """Return the bounds of a number, for the description; `SamplingParams.check` enforces them."""
     bounds: dict[str, JsonValue] = {"exclusiveMinimum" if open_low else "minimum": low}
     return bounds if high is None else bounds | {"maximum": high}
 

@@ -51,7 +51,7 @@ from weft.serving.request import unique_id
 from weft.types import FinishReason, GenerationRequest, Output, Usage
 
 Keep = Callable[[bytes, Sequence[OutputBlock]], None]
-"""Is given the finished answer, in JSON and as its blocks."""
+"""Takes the finished answer, in JSON and as its blocks."""
 
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.THINKING: "rs", BlockKind.CALL: "fc"}
 
@@ -134,7 +134,7 @@ class ResponsesWriter(Writer):
         return self._event(name, output_index=block.index, item=output_item(block, self._item_id(block), status))
 
     def _part_event(self, name: str, block: OutputBlock, text: str) -> bytes:
-        """A call has no parts."""
+        """Return the event of a block's part; a call has no parts."""
         if block.kind is BlockKind.CALL:
             return b""
         return self._block_event(name, block, part=part_of(block, text), content_index=0)
@@ -150,7 +150,7 @@ class ResponsesWriter(Writer):
         return f"{_PREFIXES[block.kind]}_{self.answer_id.removeprefix('resp_')}{block.index:04x}"
 
     def _status(self, block: OutputBlock) -> str:
-        """Of a block that is closed: only the last one can have been cut off."""
+        """Return the status of a block that is closed: only the last one can have been cut off."""
         is_cut = self._finish is FinishReason.LENGTH and block is self._blocks.all[-1]
         return "incomplete" if is_cut else "completed"
 
@@ -166,7 +166,7 @@ class ResponsesWriter(Writer):
         )
 
     def _count(self, text: str) -> int:
-        """0 where tokens are not known."""
+        """Count the tokens of a text; 0 where tokens are not known."""
         if not self._engine.abilities.tokens:
             return 0
         return len(self._engine.text.tokenizer.encode(text, add_special_tokens=False))
@@ -183,7 +183,7 @@ class ResponsesWriter(Writer):
 
 
 def _failure_code(error: WeftError) -> str:
-    """The nearest of the codes that there are."""
+    """Return the nearest of the codes that there are."""
     if isinstance(error, Overloaded):
         return "rate_limit_exceeded"
     return "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"
@@ -225,7 +225,7 @@ def _begun(request: ResponsesRequest) -> ResponseAnswer:
         max_output_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
-        # Clients expect `strict` even when nobody said anything about it.
+        # Clients expect `strict` even when the request did not give it.
         tools=[{"strict": None, **_dumped(tool)} for tool in request.tools],
         tool_choice=choice if isinstance(choice, str) else _dumped(choice),
         parallel_tool_calls=request.parallel_tool_calls,

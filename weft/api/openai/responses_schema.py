@@ -42,7 +42,7 @@ AnyPart = Annotated[
 
 
 def _as_parts(value: object) -> object:
-    """A string is short for one part of text."""
+    """Return the parts of a content; a string is short for one part of text."""
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
@@ -105,7 +105,7 @@ class PastReasoning(Fields):
 
 
 def _item_type(value: Any) -> str:
-    """A message need not say what it is."""
+    """Return an item's type; a message need not say what it is."""
     return str(value.get("type", "message")) if isinstance(value, dict) else ""
 
 
@@ -124,7 +124,7 @@ AnyItem = Annotated[
 
 
 def _as_items(value: object) -> object:
-    """A string is short for one message of the user."""
+    """Return the items of an input; a string is short for one message of the user."""
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
@@ -353,12 +353,12 @@ class InputItemList(Struct, frozen=True, kw_only=True):
 
 
 def part_of(block: OutputBlock, text: str) -> OutputTextPart | ReasoningPart:
-    """The one part that a block of text or of reasoning has."""
+    """Return the one part that a block of text or of reasoning has."""
     return OutputTextPart(text) if block.kind is BlockKind.TEXT else ReasoningPart(text)
 
 
 def output_item(block: OutputBlock, item_id: str, status: str) -> OutputItem:
-    """As far as the block has come; what is in progress has nothing yet."""
+    """Return a block as an item, as far as it has come; what is in progress has nothing yet."""
     begun = status == "in_progress"
     match block.kind:
         case BlockKind.TEXT:
