@@ -11,7 +11,7 @@ import httpx
 from msgspec.structs import replace
 
 from tests.api.scripted_engine import ScriptedEngine, answer
-from weft.api.app import gated_app
+from weft.api.app import admission_app
 from weft.backends.contract import Engine, FreeMemory, Need, StageReport
 from weft.config import Config, ModelEntry, load
 from weft.errors import ConfigError, OutOfMemory
@@ -112,7 +112,7 @@ async def house(
     if prepare is not None:
         prepare(roster)
     gate = Admission(config, roster)
-    transport = httpx.ASGITransport(gated_app(gate))
+    transport = httpx.ASGITransport(admission_app(gate))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=20) as client:
         starting = asyncio.create_task(gate.pool.start())
         await asyncio.wait({starting}, timeout=0.05)

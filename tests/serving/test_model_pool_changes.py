@@ -15,7 +15,7 @@ from tests.api.grpc.calls import Client, answer_to, ask, eventually, text_of
 from tests.api.http import error_of
 from tests.api.scripted_engine import answer
 from tests.serving.model_pools import House, ScriptedRoster, entry, house, run
-from weft.api.app import gated_app
+from weft.api.app import admission_app
 from weft.api.grpc.grpc_server import serve_rpc
 from weft.backends.contract import cannot
 from weft.errors import ModelError
@@ -206,7 +206,7 @@ def test_an_operator_who_hangs_up_before_naming_a_model_reloads_none() -> None:
                 "path": path, "raw_path": path.encode(), "query_string": b"",
                 "headers": [(b"host", b"localhost"), (b"x-api-key", b"root"), (b"content-length", b"13")],
             }  # fmt: skip
-            await gated_app(opened.gate)(scope, hung_up, send)
+            await admission_app(opened.gate)(scope, hung_up, send)
             assert sent[0]["status"] == 200
 
     run(scenario)

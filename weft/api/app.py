@@ -114,10 +114,10 @@ def build_app(engine: Engine, config: Config) -> FastAPI:
     """Return the application over an engine that is ready."""
     admission = Admission(config)
     admission.open(engine)
-    return gated_app(admission)
+    return admission_app(admission)
 
 
-def gated_app(admission: Admission) -> FastAPI:
+def admission_app(admission: Admission) -> FastAPI:
     """Return the application of an admission that may open later."""
     app = FastAPI(
         title="Weft", version=__version__, summary="OpenAI's interface, served by Weft.", docs_url=None, redoc_url=None,

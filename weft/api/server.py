@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from weft import logs
-from weft.api.app import gated_app
+from weft.api.app import admission_app
 from weft.api.http_protocol import protocol_factory
 from weft.api.middleware import is_loopback
 from weft.backends.contract import ConfiguredModels, Engine
@@ -126,7 +126,7 @@ class _Life:
         self._listener = listener
         self._admission = Admission(config, models)
         options = uvicorn.Config(
-            gated_app(self._admission),
+            admission_app(self._admission),
             http=protocol_factory(config),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,

@@ -35,7 +35,7 @@ class Address(Struct, frozen=True):
         return cls(parts.hostname, parts.port or (443 if tls else 80), tls, prefix, key)
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """Return a whole request, ready to be sent."""
+        """A whole request, ready to be sent."""
         head = f"{method} {self.prefix}{path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
         if self.key:
             head += f"Authorization: Bearer {self.key}\r\n"
@@ -161,7 +161,7 @@ class _Answer:
                 self._end()
 
     def _read_chunks(self, data: bytes) -> None:
-        """Read whole chunks only: what is left of the last one waits for the rest of it."""
+        """Whole chunks only: what is left of the last one waits for the rest of it."""
         at = 0
         while (line_end := data.find(b"\r\n", at)) >= 0:
             size = int(data[at:line_end].partition(b";")[0], 16)

@@ -139,7 +139,7 @@ class MixedReport(Struct, frozen=True, kw_only=True):
 
     @property
     def all_as_alone(self) -> bool:
-        """True when every request gave in every mode what it gives alone."""
+        """Whether every request gave in every mode what it gives alone."""
         work = self.work
         return all(
             mode.same_texts in (None, work.chats) and mode.same_images in (None, work.images) for mode in self.modes
@@ -191,7 +191,7 @@ Tick = Callable[[str], None]
 
 
 def modes_of(work: MixedWork) -> list[Mode]:
-    """Return the modes that there is work for."""
+    """Those that there is work for."""
     return [mode for mode in MODES if (work.chats or not mode.chats) and (work.images or not mode.images)]
 
 
@@ -253,7 +253,7 @@ class _Bench:
         return served
 
     async def _serve(self, mode: Mode) -> Served:
-        """Serve all the work once, in the way of the mode."""
+        """All the work once, in the way of the mode."""
         self._num_served += 1
         turn = asyncio.Semaphore(1 if mode.one_at_a_time else self._work.chats + self._work.images)
         began = time.perf_counter()
@@ -326,7 +326,7 @@ def _reports(served: dict[Mode, list[Served]]) -> list[ModeReport]:
 
 
 def _num_same(alone: Sequence[object], runs: list[Any]) -> int:
-    """Count the requests that gave the same in every run as alone."""
+    """How many requests gave the same in every run as alone."""
     return sum(all(given == expected for given in all_given) for expected, *all_given in zip(alone, *runs, strict=True))
 
 

@@ -96,7 +96,7 @@ async def run_offline(config: Config, work: OfflineWork, tick: Tick = lambda nam
 
 
 def judge(report: OfflineReport, required: Required) -> list[Judged]:
-    """Judge every line that the bounds are about."""
+    """Of every line that the bounds are about."""
     judged: list[Judged] = []
     for figure in report.figures:
         if figure.name.startswith(FIRST_TOKEN):
@@ -150,7 +150,7 @@ class _Bench:
         return work.requests * work.output_tokens / seconds
 
     async def generate(self, requests: int, input_tokens: int, output_tokens: int) -> float:
-        """Return the seconds for a batch of random prompts, every one with exactly so many output tokens."""
+        """Seconds for a batch of random prompts, every one with exactly so many output tokens."""
         params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
         width = self.engine.model.logits_width
         prompts = [[self.random.randrange(10, width) for _ in range(input_tokens)] for _ in range(requests)]
@@ -187,7 +187,7 @@ async def _measure(name: str, unit: str, once: Callable[[], Awaitable[float]], r
 
 
 def _processes_below(pid: int) -> Iterator[int]:
-    """Yield the processes that one has started, and theirs; none where the system does not tell."""
+    """Those that a process has started, and theirs. None where the system does not tell."""
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, listed.read_text().split()):
             yield child
@@ -195,6 +195,6 @@ def _processes_below(pid: int) -> Iterator[int]:
 
 
 def _peak_mib(pid: int) -> float:
-    """Return the most memory that a process has held so far."""
+    """The most memory that a process has held so far."""
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(lines["VmHWM"].split()[0]) / 1024 if "VmHWM" in lines else 0.0

@@ -1,6 +1,6 @@
 """How many messages an answer takes over gRPC, with its chunks joined and without.
 
-The same greedy answers are asked for twice, from an endpoint that sends every chunk by itself and from one with the
+The same greedy answers are asked for twice, through a door that sends every chunk by itself and through one with the
 configured buffer. Messages are counted where they arrive, tokens where they are made, and the texts are compared.
 """
 
@@ -38,7 +38,7 @@ class RpcWork(Struct, frozen=True, kw_only=True):
 
 
 class Passage(Struct, frozen=True, kw_only=True):
-    """All answers through one endpoint."""
+    """All answers through one door."""
 
     buffer_size: int
     flush_interval_ms: int
@@ -96,9 +96,9 @@ async def _pass(engine: Engine, config: Config, work: RpcWork) -> tuple[Passage,
             config.grpc, grpc_port=0, grpc_socket="", grpc_tls_cert="", grpc_tls_key="", grpc_tls_client_ca=""
         ),
     )
-    admission = Admission(config)
-    admission.open(engine)
-    server = await serve_rpc(admission, config)
+    gate = Admission(config)
+    gate.open(engine)
+    server = await serve_rpc(gate, config)
     tokens_before = engine.stats().generation_tokens
     began = time.perf_counter()
     try:
@@ -121,7 +121,7 @@ async def _ask_all(channel: grpc.aio.Channel, work: RpcWork) -> list[_Answer]:
     predict = channel.stream_stream(
         f"/{SERVICE_NAME}/StreamPredict", StreamPredictRequest.SerializeToString, StreamPredictResponse.FromString
     )
-    capacity = asyncio.Semaphore(work.concurrency)
+    room = asyncio.Semaphore(work.concurrency)
 
     async def ask(number: int) -> _Answer:
         request = StreamPredictRequest(
@@ -130,7 +130,7 @@ async def _ask_all(channel: grpc.aio.Channel, work: RpcWork) -> list[_Answer]:
             metadata=StreamMetadata(trace_id=str(number)),
         )
         answer = _Answer()
-        async with capacity:
+        async with room:
             began = time.perf_counter()
             async for response in predict(iter([request])):
                 answer.messages += 1

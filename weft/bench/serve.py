@@ -45,7 +45,7 @@ class Load(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Load:
-        """Parse a load such as `32x64:128:256`: 32 connections, 64 requests, 128 prompt tokens, 256 output tokens."""
+        """From `32x64:128:256`: 32 connections, 64 requests, 128 prompt tokens, 256 output tokens."""
         found = re.fullmatch(r"\s*(\d+)x(\d+):(\d+):(\d+)\s*", text)
         if found is None or not all(map(int, found.groups())):
             raise ConfigError(
@@ -120,7 +120,7 @@ class ServeReport(Struct, frozen=True, kw_only=True):
 
 
 def judge(report: ServeReport, required: Required) -> list[Judged]:
-    """Judge every load: the median time to the first token, and the tokens of all connections together."""
+    """Of every load: the median time to the first token, and the tokens of all connections together."""
     judged: list[Judged] = []
     for figures in report.figures:
         judged += required.first_token(f"{figures.load}, first token", figures.first_token_ms.p50)
@@ -163,7 +163,7 @@ async def run_serve(
 
 @asynccontextmanager
 async def own_server(flags: Sequence[str]) -> AsyncIterator[tuple[str, float]]:
-    """Start `weft serve` on a free port: its address, and the seconds from its start until it was ready."""
+    """`weft serve` on a free port: its address, and the seconds from its start until it was ready."""
     command = [sys.executable, "-m", "weft", "serve", "--port", "0", "--no-grpc", "--log-level", "warning", *flags]
     began = time.perf_counter()
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
@@ -228,7 +228,7 @@ class StreamTimes:
                 self._event(line[5:].strip(), now)
 
     def failure(self, status: int, wanted: int) -> str:
-        """Return what is wrong with the answer, now that it has ended; empty for nothing."""
+        """What is wrong with the answer, now that it has ended; empty for nothing."""
         if status != 200:
             return f"status {status}: {self._beginning.decode(errors='replace').strip()[:200]}"
         if self.error:
@@ -269,7 +269,7 @@ class _Bench:
         self._random = random.Random(work.seed)
 
     async def warm_up(self) -> None:
-        """Send two requests, one after the other; raises what keeps the server from answering them."""
+        """Two requests, one after the other; raises what keeps the server from answering them."""
         run = await self.run(Load(1, 2, 16, 4), lambda: None)
         if run.failures:
             raise Unavailable(f"The server does not answer as it should: {run.failures[0]}.")
@@ -335,7 +335,7 @@ class _Cards(Struct):
 
 
 async def _until_prepared(address: Address) -> None:
-    """Wait for a Weft that is ready but still compiles and captures in its idle gaps; other servers do not say."""
+    """A Weft that is ready may still compile and capture in its idle gaps; other servers do not say."""
     began = time.perf_counter()
     while time.perf_counter() - began < PREPARE_TIMEOUT_S:
         _, body = await _get(address, "/metrics")
@@ -380,7 +380,7 @@ def _figures(load: Load, runs: list[Run]) -> LoadFigures:
 
 
 def _quantiles(seconds: list[float]) -> Quantiles:
-    """Return quantiles in milliseconds; 0 for no times at all."""
+    """In milliseconds; 0 for no times at all."""
     if not seconds:
         return Quantiles(0.0, 0.0)
     seconds.sort()
