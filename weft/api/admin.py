@@ -209,7 +209,7 @@ class Resident(Struct, frozen=True, kw_only=True):
     """Requests that are inside."""
     waiting: int
     memory_bytes: int
-    """As measured or planned; 0: none."""
+    """Bytes as measured or planned; 0: none."""
     idle_s: float | None
 
 

@@ -25,7 +25,7 @@ from weft.api.anthropic.messages_schema import (
     MessagesRequest,
     TokenCount,
 )
-from weft.api.body import answer_nobody
+from weft.api.body import answer_gone_client
 from weft.api.error_responses import ErrorBody, JsonResponse, answer_http_exception, answer_weft_error
 from weft.api.handler import Handler
 from weft.api.middleware import AnthropicErrors, ApiKeyAuth, HeaderLimits, RequestIdMiddleware
@@ -126,7 +126,7 @@ def admission_app(admission: Admission) -> FastAPI:
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     app.add_exception_handler(WeftError, answer_weft_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
-    app.add_exception_handler(ClientGone, answer_nobody)
+    app.add_exception_handler(ClientGone, answer_gone_client)
     app.add_middleware(ApiKeyAuth, admission=admission)
     app.add_middleware(HeaderLimits, admission=admission)
     app.add_middleware(RequestIdMiddleware)

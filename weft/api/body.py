@@ -33,7 +33,7 @@ class TooMany(InvalidRequest):
 class Cap(Struct, frozen=True):
     field: str
     count: Callable[[Any], int]
-    """Of the field's value, whatever a client may have put there; what it cannot be is for others to say."""
+    """Counts in the field's value, of whatever type it is; the schema refuses wrong types later."""
     limit: Callable[[LimitOptions], int]
     flag: str
 
@@ -106,7 +106,7 @@ BODY_SECONDS = 120.0
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-async def answer_nobody(request: Request, error: Exception) -> Response:
+async def answer_gone_client(request: Request, error: Exception) -> Response:
     return Response()
 
 

@@ -44,7 +44,7 @@ class RequestTimer:
         self._first_token: float | None = None
         self._last_token = arrived
         self._num_told = 0
-        """Of its tokens, those whose ids were told: all or none."""
+        """How many of its tokens came with their ids: all or none."""
         self._counted_at = arrived
         """When tokens that came as text were counted last."""
 

@@ -68,7 +68,7 @@ class CompletionWriter(Writer):
         self._usages = [Usage() for _ in choices]
         self._has_begun = [False for _ in choices]
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
-        """By prompt: its first choice brings them, before any other choice begins."""
+        """Logprobs of each prompt: its first choice brings them, before any other choice begins."""
         self._is_simple = not (self._continuous_usage or request.return_token_ids or request.echo)
         """An output of text alone is a chunk of text alone."""
 

@@ -129,7 +129,7 @@ class ImageProgress(Struct, frozen=True, kw_only=True):
 
     type: str = "image_generation.progress"
     index: int
-    """Of the image, from 0."""
+    """Index of the image, from 0."""
     step: int
     steps: int
 

@@ -139,16 +139,16 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str = "weft"
     max_model_len: int | UnsetType = UNSET
-    """Of a model that draws: the longest prompt. Some engines do not tell, and no model that is not loaded."""
+    """Context length; the longest prompt of an image model. Unset where it is not known."""
     capabilities: list[str] | UnsetType = UNSET
     state: str | UnsetType = UNSET
-    """Of one of several models: unloaded, loading, loaded, unloading or failed."""
+    """State of one of several models: unloaded, loading, loaded, unloading or failed."""
     why: str | UnsetType = UNSET
     """It failed."""
     sizes: list[str] | UnsetType = UNSET
-    """Of the images, where it draws."""
+    """Sizes of the images that it generates."""
     parent: str | UnsetType = UNSET
-    """Of an adapter: the model that it is for."""
+    """The model that an adapter is for."""
     root: str | UnsetType = UNSET
 
 

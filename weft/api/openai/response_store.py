@@ -20,7 +20,7 @@ TTL_S = 24 * 3600.0
 
 class StoredResponse(Struct, frozen=True, eq=False):
     answer: bytes
-    """As it was given, in JSON."""
+    """The answer in JSON, as it was given."""
     input_items: list[dict[str, Any]]
     messages: list[dict[str, Any]]
     """The conversation up to and with this answer, as chat messages, without instructions."""
