@@ -20,7 +20,7 @@ from weft.api.grpc.grpc_server import serve_rpc
 from weft.backends.contract import cannot
 from weft.errors import ModelError
 from weft.serving import model_pool
-from weft.types import Output
+from weft.types import ControlMessage, Output
 
 ADMIN = {"x-api-key": "root"}
 
@@ -246,10 +246,10 @@ def test_one_model_that_cannot_forget_keeps_no_other_from_it(monkeypatch: pytest
             for name in ("a", "b", "c"):
                 await opened.said(name)
 
-            async def reset_cache() -> int:
+            async def control(message: ControlMessage) -> str:
                 raise cannot("remote", "reset its peer's cache")
 
-            monkeypatch.setattr(opened.roster.engines["b"], "reset_cache", reset_cache)
+            monkeypatch.setattr(opened.roster.engines["b"], "control", control)
             told = await opened.client.post("/admin/cache/reset", headers=ADMIN)
             reason = "The engine remote cannot reset its peer's cache. `weft engines` lists those that there are."
             assert told.status_code == 200
