@@ -16,7 +16,7 @@ from tests.api.grpc.calls import answer_to, ask, check_whole, door, eventually, 
 from weft.backends.native import NativeEngine, start_native
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
-from weft.types import SamplingParams
+from weft.types import GenerationRequest, Sample, SamplingParams
 
 COUNTING = "One, two, three, four,"
 PROMPTS = (COUNTING, "The capital of France is", "中文：你好，世界！中文：你好，", "Once upon a time")
@@ -48,8 +48,9 @@ def own(run: Run) -> Answers:
 
     async def scenario(engine: NativeEngine) -> None:
         for prompt in PROMPTS:
-            deltas = [delta async for delta in await engine.submit(engine.tokenizer.encode(prompt), params)]
-            answers[prompt] = "".join(delta.text for delta in deltas), deltas[-1].usage.completion_tokens
+            request = GenerationRequest(prompt=engine.text.tokenizer.encode(prompt), task=Sample(params=params))
+            outputs = [output async for output in await engine.submit(request)]
+            answers[prompt] = "".join(output.text for output in outputs), outputs[-1].usage.completion_tokens
 
     run(scenario)
     return answers

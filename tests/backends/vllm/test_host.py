@@ -25,7 +25,7 @@ from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.wire import Start, receive
 from weft.errors import InvalidRequest, ModelError
-from weft.serving.image_request import image_model
+from weft.serving.image_request import drawing_model
 from weft.types import Event, FinishReason, ImageParams, ModelInfo, Output, Pooling, Request, SamplingParams
 
 DEADLY = 99
@@ -171,7 +171,7 @@ def test_what_vllm_does_not_do_is_refused_by_its_name(in_a_house: Any) -> None:
             with pytest.raises(NotSupported, match="cpu-vllm cannot"):
                 await work
         with pytest.raises(InvalidRequest, match="no model that draws") as refused:
-            image_model(engine)
+            drawing_model(engine)
         assert "--engine" in refused.value.hint
 
     in_a_house(scenario)
