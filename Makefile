@@ -1,6 +1,8 @@
 # Everything Weft needs is installed into .venv, from the versions in constraints.txt.
 #   make serve   serve the default model at 127.0.0.1:8000
 #   make test    run every test
+#   make test-busy run every test beside two processes that keep both cores busy
+#   make coverage  run every test and tell, room by room, which lines and branches none of them reaches
 #   make check   lint, format, types and tests: what a change must pass
 #   make bench   measure this machine
 #   make proto   write the Python of the gRPC door's messages from its .proto file
@@ -15,17 +17,26 @@ INSTALL := $(PIP) install --constraint constraints.txt --only-binary :all: --no-
 ARGS ?=
 VLLM_ENV ?= build/vllm
 LLAMA_SERVER ?=
+# On two workers, a file for one of them: what it starts is started once. The longest files come first.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test check lint bench proto show-vllm-bench show-vllm-engine show-remote-peers clean
+.PHONY: serve test test-busy coverage check lint bench proto show-vllm-bench show-vllm-engine show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
 	@$(BIN)/weft serve $(ARGS)
 
-# On two workers, a file for one of them: what it starts is started once. The longest files come first.
 test: .venv/installed-dev
 	@$(BIN)/weft pull smollm2
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python $(PYTEST) $(ARGS)
+
+test-busy: .venv/installed-dev
+	@$(BIN)/weft pull smollm2
+	$(BIN)/python -m tests.busy $(BIN)/python $(PYTEST) $(ARGS)
+
+coverage: .venv/installed-dev
+	@$(BIN)/weft pull smollm2
+	$(BIN)/python -m tests.coverage_by_room $(PYTEST) $(ARGS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""The command line: its flags, its refusals, its manners."""
+"""Tests the command line: its flags, its errors and its exit codes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.api.scripted_engine import ScriptedEngine, answer
+from tests.api.scripted_engine import ScriptedEngine, answer, forever
 from weft import __version__, cli, terminal
 from weft.api import server
 from weft.backends.blocking import BlockingEngine
-from weft.config import Config, settings
 from weft.errors import InvalidRequest, ModelError
+from weft.options import Config, settings
 from weft.terminal import LocalEngine
 from weft.types import Output, SamplingParams
 
@@ -35,7 +35,7 @@ def weft(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Compl
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """The configurations that `weft serve` would have served."""
+    """Return the configurations that `weft serve` would have served."""
     for name in [name for name in os.environ if name.startswith("WEFT_")]:
         monkeypatch.delenv(name)
     seen: list[Config] = []
@@ -160,7 +160,7 @@ def test_a_question_that_is_refused_is_taken_back(local: LocalEngine) -> None:
 
 
 def test_an_answer_that_is_left_is_ended_and_the_engine_lives_on(local: LocalEngine) -> None:
-    local.engine.script = [Output(text="Hel", token_ids=[1]), 60.0]  # type: ignore[attr-defined]
+    local.engine.script = [Output(text="Hel", token_ids=[1]), forever]  # type: ignore[attr-defined]
     deltas = local.stream([1], SamplingParams())
     assert next(iter(deltas)).text == "Hel"
     deltas.close()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Where a setting comes from, and how a wrong one is refused."""
+"""Tests where a setting comes from, and how a wrong one is refused."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weft.config import RESERVED_ENV, Config, load, nearest, settings
+from weft.config import RESERVED_ENV, load, nearest
 from weft.errors import ConfigError
+from weft.options import Config, settings
 
 
 def toml(folder: Path, text: str) -> Path:

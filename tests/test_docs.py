@@ -1,4 +1,4 @@
-"""The pages: no link leads nowhere, every page can be found from the README, and tests that are named are there."""
+"""Every link of the pages has a target, every page can be found from the README, and named tests exist."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
 def links(page: Path) -> list[tuple[Path, str]]:
-    """The files that a page leads to, each with the heading behind #."""
+    """Return the files that a page links to, each with the heading behind #."""
     found = re.findall(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)", FENCED.sub("", page.read_text()))
     return [((page.parent / name).resolve() if name else page, part) for name, part in found if ":" not in name]
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes of headings."""
     headings = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -48,7 +48,7 @@ def test_tests_that_are_named_are_there(page: Path) -> None:
 
 
 def test_every_fault_has_a_test_for_every_engine() -> None:
-    """Five faults, three kinds of engine."""
+    """There are five faults and three kinds of engine."""
     page = (ROOT / "docs/faults.md").read_text()
     rows = re.findall(r"^\| (native|vLLM|remote) \|.*\| (.+) \|$", page, re.MULTILINE)
     assert [engine for engine, _ in rows] == ["native", "vLLM", "remote"] * 5

@@ -1,4 +1,4 @@
-"""`weft image` and `LLM.draw`: the same image by both ways, and what they refuse."""
+"""`weft image` and `LLM.draw` give the same image, and refuse the same requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,21 +16,39 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tests.api.http import wait_until
 from tests.api.openai.pixels import pixels_of
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step, picture
+from tests.waiting import PATIENCE, wait_until
 from weft import LLM, cli, llm, terminal
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ConfigError, EngineFault, InvalidRequest
 from weft.serving.image_request import ImageOptions
 from weft.types import FinishReason, ImageParams, Output
 
+TELLS_OF_ITS_STEPS = """
+import sys
+from pathlib import Path
+from weft import cli
+from weft.api import terminal
+
+begun = Path(sys.argv.pop(1))
+
+class Progress(terminal.Progress):
+    def update(self, *args, **fields):
+        super().update(*args, **fields)
+        begun.touch()
+
+terminal.Progress = Progress
+cli.main()
+"""
+"""The command, which makes a file when it shows the first step of an image."""
+
 WIDE = {"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
-    """What every command and every LLM starts."""
+    """The engine that every command and every LLM starts."""
     engine = ScriptedEngine(images=PAINTER)
 
     async def start(*_: Any) -> ScriptedEngine:
@@ -125,11 +142,11 @@ def test_the_python_api_draws(engine: ScriptedEngine, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_it_without_a_word_and_without_a_file(smollm2_files: ModelFiles, tmp_path: Path) -> None:
-    """As a terminal does it: the whole group of processes is interrupted, in the midst of the image."""
-    file = tmp_path / "out.png"
+    """The whole process group is interrupted during the image, as a terminal does it."""
+    file, begun = tmp_path / "out.png", tmp_path / "begun"
     words = ("image", "a red circle", "--steps", "1000", "-o", str(file))
     process = subprocess.Popen(
-        [sys.executable, "-m", "weft", *words],
+        [sys.executable, "-c", TELLS_OF_ITS_STEPS, str(begun), *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -137,11 +154,9 @@ def test_ctrl_c_ends_it_without_a_word_and_without_a_file(smollm2_files: ModelFi
         # As in a terminal: what a shell starts in the background ignores Ctrl-C, and so does all that it starts.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    wait_until(lambda: bool(children.read_text()))
-    time.sleep(4)
+    wait_until(begun.exists, "the first step")
     assert process.poll() is None, "it is still drawing"
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert said.strip() == "" and not file.exists()

@@ -1,4 +1,4 @@
-"""The Python API, over the real engine process."""
+"""Tests the Python API over the real engine process."""
 
 from __future__ import annotations
 

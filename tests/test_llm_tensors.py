@@ -1,4 +1,4 @@
-"""LLM.draw from tensors: as at the doors, where it is allowed."""
+"""LLM.draw takes tensors where they are allowed, as the endpoints do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One line an event, whatever is in it."""
+"""The log has one line for each event, whatever is in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/migration.md: no name of the source system is left out, and none of Weft's is made up."""
+"""docs/migration.md names every name of the source system, and only names that Weft has."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from weft.backends.registry import BUILT_IN, OLD_NAMES
-from weft.config import ENV_ALIASES, RESERVED_ENV, settings
+from weft.config import ENV_ALIASES, RESERVED_ENV
 from weft.models_file import MEANINGLESS, OLD_KEYS
+from weft.options import settings
 
 PAGE = (Path(__file__).parents[1] / "docs" / "migration.md").read_text()
 VARIABLES = """
@@ -45,7 +46,7 @@ def section(heading: str) -> str:
 
 
 def rows(heading: str) -> dict[str, str]:
-    """What is said here of every name in the first column."""
+    """Return the row of every name in the first column."""
     lines = re.findall(r"^\| (.+?) \| (.+?) \|$", section(heading), re.MULTILINE)
     return {name: here for there, here in lines for name in re.findall(r"`([^`]+)`", there)}
 

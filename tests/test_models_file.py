@@ -1,5 +1,5 @@
-"""The registry file: settings over the server's, every mistake with its line in all three formats, and read again when
-it changes."""
+"""The registry file overrides the server's settings, reports every mistake with its line in all three formats, and is
+read again when it changes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from weft.config import BackendOptions, Config, ModelOptions
 from weft.errors import ConfigError
 from weft.models_file import ModelRegistry, read_registry
+from weft.options import BackendOptions, Config, ModelOptions
 
 ENGINES = ["native", "cuda-vllm", "cuda-vllm-async", "remote"]
 SERVER = Config(
@@ -193,7 +193,7 @@ def test_every_mistake_is_told_with_its_line(tmp_path: Path, suffix: str) -> Non
         ("a.json", '{"a": {"path": "x", "use_4bit": true, "quantization": "awq"}}', "and quantization is 'awq'"),
         ("a.json", '{"a": {"path": "/x", "model_source": "huggingface"}}', "'/x' is no model of huggingface"),
         ("a.json", '{"a": {"path": "x", "model_source": "local"}}', "x: there is no such file or directory"),
-        ("a.ini", "", "a.ini: what kind of file it is is told by its end"),
+        ("a.ini", "", "a.ini: the suffix does not tell the format"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_wrong(
@@ -256,7 +256,7 @@ class Clock:
 
 
 def put(file: Path, models: dict[str, dict[str, Any]] | str) -> None:
-    """As editors do it: a new file in place of the old."""
+    """Replace the file by a new one, as editors do."""
     fresh = file.with_suffix(".new")
     fresh.write_text(models if isinstance(models, str) else as_toml(models))
     fresh.replace(file)

@@ -1,4 +1,4 @@
-"""Tensors from clients: every rule has a refusal that names the field, and nothing is copied on the way."""
+"""Tensors from clients: every rule has an error that names the field, and nothing is copied."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_what_is_right_passes(fields: dict[str, Any]) -> None:
         ),
         ({"data": bfloat16(1, 2, 3, np.nan), "shape": (1, 4), "dtype": "bfloat16"}, "data", "infinite"),
         ({"data": bfloat16(-np.inf, 2, 3, 4), "shape": (1, 4), "dtype": "bfloat16"}, "data", "infinite"),
-        ({"sha256": "0" * 64}, "sha256", "not that of the data"),
-        ({"sha256": "nonsense"}, "sha256", "not that of the data"),
+        ({"sha256": "0" * 64}, "sha256", "does not match the data"),
+        ({"sha256": "nonsense"}, "sha256", "does not match the data"),
     ],
 )
 def test_every_violation_names_its_field(fields: dict[str, Any], field: str, said: str) -> None:
@@ -106,7 +106,7 @@ def test_too_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_that_draws_from_no_states_takes_none() -> None:
-    with pytest.raises(InvalidRequest, match="no hidden states"):
+    with pytest.raises(InvalidRequest, match="takes no prompt embeds"):
         embeds().check(max_rows=MAX_ROWS, width=0)
 
 
@@ -149,7 +149,7 @@ def test_an_entry_that_the_model_does_not_know_is_named_with_those_it_knows(know
     assert error.param == "additional_information.entries['x']" and said in str(error)
 
 
-# What an image is drawn from.
+# Conditioning of images.
 
 NEGATIVE = "additional_information.entries['negative_prompt_embeds']"
 

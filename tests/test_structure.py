@@ -1,11 +1,13 @@
-"""The plan of the house, kept by a test: which room may import which, and what nobody may import."""
+"""The layout of weft/: which package may import which, what no module may import, names that mean one thing, size."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 import weft
 
 PACKAGE = Path(weft.__file__).parent
-GROUND = {"types", "plan", "errors", "config", "switches", "logs", "payloads", "__init__"}
+GROUND = {"types", "plan", "errors", "config", "options", "switches", "logs", "payloads", "__init__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": set(),
     "kernels": set(),
@@ -63,11 +65,23 @@ CORE = [
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "yaml.load", "os.system"}
 
+MAX_FILES = 260
+MAX_LINES = 38_932
+SMALL_LINES = 80
+SMALL_ON_PURPOSE = {
+    "weft.__main__": "`python -m weft` needs a module of this name",
+    "weft.text.grammars.sandbox_child": "a script for a process that imports nothing of Weft",
+    "weft.compat.factory": "a lazy name of weft.backends, which must not load it before it is asked for",
+    "weft.kernels.triton.linears": "a family of kernels, imported where there is a GPU",
+    "weft.kernels.triton.rope_store": "a family of kernels, imported where there is a GPU",
+}
+"""Modules below SMALL_LINES with one importer, and why each stands alone."""
+
 FILES = sorted(PACKAGE.rglob("*.py"))
-ROOMS = {path.stem for path in PACKAGE.iterdir()}
+TOP_NAMES = {path.stem for path in PACKAGE.iterdir()}
 
 
-def room_of(path: Path) -> str:
+def top_name(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
@@ -82,14 +96,14 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_run_one_way(path: Path) -> None:
-    room = room_of(path)
-    if room == "__init__" or path == PACKAGE / "backends/__init__.py":  # their names are lazy
+    package = top_name(path)
+    if package == "__init__" or path == PACKAGE / "backends/__init__.py":  # their names are lazy
         return
-    allowed = GROUND | {room} | MAY_IMPORT.get(room, set())
+    allowed = GROUND | {package} | MAY_IMPORT.get(package, set())
     for module in imported_modules(ast.parse(path.read_text())):
         parts = module.split(".")
-        if parts[0] == "weft" and len(parts) > 1 and parts[1] in ROOMS:
-            assert parts[1] in allowed, f"{room} imports {module}"
+        if parts[0] == "weft" and len(parts) > 1 and parts[1] in TOP_NAMES:
+            assert parts[1] in allowed, f"{package} imports {module}"
         assert parts[0] not in FORBIDDEN_MODULES, f"{path.name} imports {module}"
 
 
@@ -101,9 +115,9 @@ def test_nothing_executes_data(path: Path) -> None:
             assert name not in FORBIDDEN_CALLS, f"line {node.lineno}: {name}"
 
 
-@pytest.mark.parametrize("room", ["api", "serving"])
-def test_the_api_knows_only_the_contract_of_an_engine(room: str) -> None:
-    for path in (PACKAGE / room).rglob("*.py"):
+@pytest.mark.parametrize("package", ["api", "serving"])
+def test_the_api_knows_only_the_contract_of_an_engine(package: str) -> None:
+    for path in (PACKAGE / package).rglob("*.py"):
         for module in imported_modules(ast.parse(path.read_text())):
             if module.startswith("weft.backends"):
                 assert module.startswith("weft.backends.contract"), f"{path.name} imports {module}"
@@ -115,11 +129,11 @@ def test_the_api_process_never_imports_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("room", ["scheduler", "kernels", "model", "worker"])
-def test_what_a_gpu_runs_needs_no_front_end_package(room: str) -> None:
+@pytest.mark.parametrize("package", ["scheduler", "kernels", "model", "worker"])
+def test_what_a_gpu_runs_needs_no_front_end_package(package: str) -> None:
     modules = [
         ".".join(("weft", *path.relative_to(PACKAGE).with_suffix("").parts))
-        for path in sorted((PACKAGE / room).rglob("*.py"))
+        for path in sorted((PACKAGE / package).rglob("*.py"))
         if path.name != "__init__.py" and not {"cpu", "triton"} & set(path.parts)
     ]
     script = (
@@ -133,3 +147,65 @@ def test_what_a_gpu_runs_needs_no_front_end_package(room: str) -> None:
 
 def test_the_core_stays_readable_in_an_hour() -> None:
     assert sum(len((PACKAGE / name).read_text().splitlines()) for name in CORE) < 3000
+
+
+def module_name(path: Path) -> str:
+    return ".".join(("weft", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {module_name(path): path for path in FILES}
+
+
+def without_type_checking(tree: ast.Module) -> ast.Module:
+    body = [node for node in tree.body if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")]
+    return ast.Module(body, type_ignores=[])
+
+
+def dependencies(path: Path) -> set[str]:
+    """Return the modules of weft that a module imports anywhere in its text. The names that a package offers for type
+    checkers are loaded when they are asked for, and do not count."""
+    tree = ast.parse(path.read_text())
+    if path.name == "__init__.py":
+        tree = without_type_checking(tree)
+    found = set()
+    for name in imported_modules(tree):
+        module = name if name in MODULES else name.rpartition(".")[0]
+        if module in MODULES and module not in ("weft", module_name(path)):
+            found.add(module)
+    return found
+
+
+def test_no_modules_import_each_other() -> None:
+    try:
+        TopologicalSorter({name: dependencies(path) for name, path in MODULES.items()}).prepare()
+    except CycleError as error:
+        pytest.fail(" <- ".join(error.args[1]))
+
+
+def test_a_basename_means_one_thing() -> None:
+    counted = Counter(path.stem for path in FILES if path.name != "__init__.py")
+    assert [name for name, count in counted.items() if count > 1] == []
+
+
+def test_a_class_name_means_one_thing() -> None:
+    owners: dict[str, list[str]] = defaultdict(list)
+    for name, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                owners[node.name].append(name)
+    assert {name: modules for name, modules in owners.items() if len(modules) > 1} == {}
+
+
+def test_a_small_module_serves_more_than_one() -> None:
+    importers = Counter(module for path in FILES for module in dependencies(path))
+    small = {
+        name
+        for name, path in MODULES.items()
+        if path.name != "__init__.py" and len(path.read_text().splitlines()) < SMALL_LINES and importers[name] < 2
+    }
+    assert small == SMALL_ON_PURPOSE.keys()
+
+
+def test_the_whole_stays_small() -> None:
+    assert len(FILES) <= MAX_FILES
+    assert sum(len(path.read_text().splitlines()) for path in FILES) < MAX_LINES

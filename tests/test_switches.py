@@ -1,4 +1,4 @@
-"""What is switched off, and for whom."""
+"""Tests which switches are off, and in which engines."""
 
 from __future__ import annotations
 

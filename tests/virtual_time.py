@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 
@@ -27,11 +30,30 @@ class _Loop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._jumping.now
 
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """The work of a thread is done at once, and takes none of the loop's time."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=_Loop) as runner:
+    """Run `work` on a loop whose clock jumps. time.monotonic and time.perf_counter tell its time meanwhile."""
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=_Loop) as runner:
+        loop = runner.get_loop()
+        patch.setattr(time, "monotonic", loop.time)
+        patch.setattr(time, "perf_counter", loop.time)
         return runner.run(work)
 
 
 def now() -> float:
     return asyncio.get_running_loop().time()
+
+
+async def sleep(seconds: float) -> None:
+    """Let time pass, which is possible on the clock that jumps alone: a test never waits for real time."""
+    assert isinstance(asyncio.get_running_loop(), _Loop), "only `virtual_time.run` lets time pass"
+    await asyncio.sleep(seconds)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from weft import __version__
-from weft.config import Config, Setting, load, settings
+from weft.config import load
 from weft.errors import ConfigError, Unavailable, WeftError
+from weft.options import Config, Setting, settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -193,7 +194,7 @@ def generate(
 @configured("model", "backend", "cache", "scheduler", "engine", positional_model=True)
 def chat(
     config: Config,
-    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    system: Annotated[str, typer.Option(help="The system message before the conversation.")] = "",
     max_tokens: MaxTokens = None,
     temperature: Temperature = 0.2,
     top_p: TopP = 0.9,
@@ -217,10 +218,10 @@ def chat(
 @configured("model", "cache", "scheduler", "engine")
 def image(
     config: Config,
-    prompt: Annotated[str, typer.Argument(help='What to draw, as in "a red circle on a blue background".')],
+    prompt: Annotated[str, typer.Argument(help='What the image shows, as in "a red circle on a blue background".')],
     output: Annotated[Path, typer.Option("--output", "-o", help="The PNG file to write.")] = Path("image.png"),
     steps: Annotated[
-        int | None, typer.Option(help="More take longer and draw finer; else as the model has it.")
+        int | None, typer.Option(help="More take longer and give finer images; else the model's own.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same image; else any.")] = None,
     guidance: Annotated[
@@ -228,17 +229,17 @@ def image(
     ] = None,
     negative: Annotated[str, typer.Option(help="What the image is steered away from.")] = "",
     sampler: Annotated[
-        str, typer.Option(help="The way of a step: heun is finer than euler, and slower.", metavar="euler|heun")
+        str, typer.Option(help="The sampler: heun is finer than euler, and slower.", metavar="euler|heun")
     ] = "euler",
     size: Annotated[str, typer.Option(help="Width and height, as in 32x32; auto: as the model has it.")] = "auto",
 ) -> None:
-    """Draw an image of what the prompt says, and write it to a PNG file.
+    """Generate an image from the prompt, and write it to a PNG file.
 
     weft image "a red circle on a blue background" -o circle.png
 
     weft image "the letter K in green" --seed 7 --steps 50 -o k.png
 
-    The line that it ends with tells the seed: the same prompt, seed and settings give the same image again.
+    The last line shows the seed: the same prompt, seed and settings give the same image again.
     """
     import asyncio
 
@@ -261,17 +262,17 @@ def image(
     )
     logs.set_up("warning")
 
-    # Of all engines it is Weft's own that draws.
+    # Only Weft's own engine generates images.
     native = replace(config, backend=replace(config.backend, engine="native"))
 
-    async def generate() -> None:
+    async def generate_image() -> None:
         engine = await _start(native)
         try:
             await terminal.write_image(engine, options, output, _console(stderr=True))
         finally:
             await engine.close()
 
-    asyncio.run(generate())
+    asyncio.run(generate_image())
 
 
 @app.command()
@@ -399,7 +400,7 @@ def version() -> None:
 
 
 def _check_models(roster: ModelsFromFile) -> None:
-    """Ends with 1 when something is wrong with one of them."""
+    """Check all models of the file; exit with 1 when one has a fault."""
     import asyncio
 
     from weft import logs

@@ -1,4 +1,4 @@
-"""One error tree. Every error says what was asked, what is possible, and what to change."""
+"""The error tree. Every error says what was asked, what is possible, and what to change."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ class WeftError(Exception):
         return f"{self.message} {self.hint}".strip()
 
 
-class InvalidRequest(WeftError):
-    """The request itself is wrong; sending it again unchanged cannot help."""
+class InvalidRequest(WeftError, ValueError):
+    """The request itself is wrong; sending it again unchanged cannot help.
+
+    It is a ValueError too: callers of the CY-LLM Engine's contract catch that.
+    """
 
     status = 400
     grpc_code = "INVALID_ARGUMENT"
@@ -43,7 +46,7 @@ class ModelNotFound(WeftError):
 
 
 class Overloaded(WeftError):
-    """The queue is full. `retry_after_s` is a guess at when there will be room."""
+    """The queue is full. `retry_after_s` estimates when a retry may succeed."""
 
     status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
@@ -55,8 +58,7 @@ class Overloaded(WeftError):
 
 
 class Unavailable(WeftError):
-    """The server cannot take requests now: starting, draining, or its engine cannot be started. `retry_after_s` is a
-    guess at when it can."""
+    """The server cannot take requests now. `retry_after_s` estimates when it can."""
 
     status = 503
     grpc_code = "UNAVAILABLE"
@@ -92,13 +94,13 @@ class ModelError(WeftError):
 
 
 class OutOfMemory(WeftError):
-    """What was asked does not fit; the message holds the numbers, the hint the flag that would fit."""
+    """What was asked does not fit in memory; the message holds the numbers, the hint the flag that would fit."""
 
     kind = "out_of_memory"
 
 
 _PRIVATE = re.compile(r"\n|Traceback|0x[0-9a-fA-F]{4,}|(?:/[\w.-]+){2,}|\w:\\|\d+\.\d+\.\d+\.\d+")
-"""Tracebacks, addresses, paths."""
+"""Matches tracebacks, addresses and paths."""
 
 
 def is_private(text: str) -> bool:
@@ -107,6 +109,6 @@ def is_private(text: str) -> bool:
 
 
 def public_reason(error: Exception) -> str:
-    """Why something failed, as far as a client may learn it."""
+    """Return why something failed, as far as a client may learn it."""
     text = str(error) if isinstance(error, WeftError) else ""
     return "the server's log says why." if not text or is_private(text) else text

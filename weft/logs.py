@@ -1,4 +1,4 @@
-"""Logging: one line an event, with the request it belongs to and whose it is. No prompt's text, unless asked for."""
+"""Writes the log: one line for each event, with its request and tenant. Prompts are not logged unless asked for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ request_id: ContextVar[str] = ContextVar("weft_request_id", default="")
 """The request that the running task serves; every line logged meanwhile carries it."""
 
 tenant: ContextVar[str] = ContextVar("weft_tenant", default="")
-"""The name of the key that opened the door for the running task; empty where no key is wanted."""
+"""The name of the API key of the request that the running task serves; empty where no key is required."""
 
 LogFormat = Literal["text", "json"]
 
@@ -42,8 +42,8 @@ def event(logger: logging.Logger, level: int, message: str, fields: Mapping[str,
 
 
 class LineFormatter(logging.Formatter):
-    """2026-01-31T08:15:00.123Z INFO weft.api request_id=… tenant=… message name=value. A traceback is a quoted
-    value in the line."""
+    """Formats a record as 2026-01-31T08:15:00.123Z INFO weft.api request_id=… tenant=… message name=value. A traceback
+    is a quoted value in the line."""
 
     def format(self, record: logging.LogRecord) -> str:
         parts = [_time(record), record.levelname, record.name]
@@ -56,7 +56,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """The same as an object a line. The names of an event's own values do not hide the others."""
+    """Formats a record as a JSON object in a line. An event's own values do not hide the others."""
 
     def format(self, record: logging.LogRecord) -> str:
         said: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""The registry file: models by the names that clients use, each with its own settings.
+"""Reads the registry file: models by the names that clients use, each with its own settings.
 
 Every entry becomes a whole `Config`: the server's, with the entry's settings over it. The keys of the CY-LLM Engine's
 registry are understood as well (OLD_KEYS).
@@ -22,9 +22,10 @@ from msgspec.structs import replace
 
 from weft.checkpoint.adapter_files import DEFAULT_ADAPTER, adapter_settings
 from weft.checkpoint.model_files import SOURCES
-from weft.config import Config, LoadMode, ModelEntry, Setting, nearest, settings
+from weft.config import nearest
 from weft.errors import ConfigError
 from weft.hub.hub_api import HUB_ID
+from weft.options import Config, LoadMode, ModelEntry, Setting, settings
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 4
@@ -37,32 +38,32 @@ class Located(Struct, frozen=True):
     lines: dict[KeyPath, int]
 
     def place(self, *path: str) -> str:
-        """file:line of a key, or of the nearest around it."""
+        """Return file:line of a key, or of the nearest key around it."""
         while path and path not in self.lines:
             path = path[:-1]
         return f"{self.file}:{self.lines.get(path, 1)}"
 
 
 def read_located(file: Path) -> Located:
-    """Raises ConfigError for a file that cannot be read or parsed, or that has a key twice."""
+    """Read a file and the line of every key. Raises ConfigError for one that is unreadable or has a key twice."""
     parse = _PARSERS.get(file.suffix.lower())
     if parse is None:
-        raise ConfigError(f"{file}: what kind of file it is is told by its end.", hint=f"{', '.join(_PARSERS)}.")
+        raise ConfigError(f"{file}: the suffix does not tell the format.", hint=f"Known: {', '.join(_PARSERS)}.")
     try:
         with file.open("rb") as opened:
             text = opened.read(MAX_BYTES + 1).decode()
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: this is no text.") from error
+        raise ConfigError(f"{file}: not UTF-8 text.") from error
     if len(text) > MAX_BYTES:
-        raise ConfigError(f"{file}: this is larger than such a file can be.")
+        raise ConfigError(f"{file}: larger than {MAX_BYTES >> 20} MiB.")
     value, lines = parse(file, text)
     return Located(file, value, lines)
 
 
 class _Lines:
-    """The line of every key, and of none a second one."""
+    """The line of every key; a key that is there twice is refused."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -84,7 +85,7 @@ def _json(file: Path, text: str) -> tuple[Any, dict[KeyPath, int]]:
         raise ConfigError(f"{file}:{error.lineno}: not valid JSON: {error.msg}.") from error
     except RecursionError as error:
         raise ConfigError(f"{file}: not valid JSON: nested too deep.") from error
-    # That it is valid is known: a string before a colon is a key, and what is open tells whose.
+    # The text is valid JSON: a string before a colon is a key of the innermost open object.
     lines = _Lines(file)
     path: list[str] = []
     line, counted_to = 1, 0
@@ -94,7 +95,7 @@ def _json(file: Path, text: str) -> tuple[Any, dict[KeyPath, int]]:
         counted_to = token.start()
         match token[0]:
             case "{" | "[":
-                # What stands in a list is told apart by where it begins.
+                # Items of a list are told apart by where they begin.
                 path.append(key or str(token.start()))
                 key = ""
             case "}" | "]":
@@ -113,9 +114,9 @@ def _toml(file: Path, text: str) -> tuple[Any, dict[KeyPath, int]]:
     try:
         value = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        told = re.search(r"line (\d+)", str(error))
-        raise ConfigError(f"{file}:{told[1] if told else 1}: not valid TOML: {error}.") from error
-    # That it is valid is known: the fewest lines that are valid by themselves are one statement.
+        at = re.search(r"line (\d+)", str(error))
+        raise ConfigError(f"{file}:{at[1] if at else 1}: not valid TOML: {error}.") from error
+    # The text is valid TOML: the fewest lines that are valid by themselves are one statement.
     lines: dict[KeyPath, int] = {}
     table: KeyPath = ()
     statement, first = "", 1
@@ -136,7 +137,7 @@ def _toml(file: Path, text: str) -> tuple[Any, dict[KeyPath, int]]:
 
 
 def _paths(value: Any) -> list[KeyPath]:
-    """Every key in a value, those outside first."""
+    """Return the path of every key in a value, outer keys first."""
     if isinstance(value, list):
         return [path for item in value for path in _paths(item)]
     if not isinstance(value, dict):
@@ -155,7 +156,7 @@ def _yaml(file: Path, text: str) -> tuple[Any, dict[KeyPath, int]]:
     lines = _Lines(file)
 
     def walk(node: Any, path: KeyPath) -> None:
-        # Deeper there are no keys that anybody asks for, and aliases could make it endless.
+        # Deeper keys are never looked up, and aliases could make the walk endless.
         if isinstance(node, yaml.MappingNode) and len(path) < MAX_DEPTH:
             for key, value in node.value:
                 inner = (*path, str(key.value))
@@ -183,11 +184,11 @@ _PARSERS: dict[str, Callable[[Path, str], tuple[Any, dict[KeyPath, int]]]] = {
 log = logging.getLogger(__name__)
 
 SECTIONS = ("model", "backend", "cache", "scheduler", "engine")
-"""What a model may set for itself; the rest is the server's, and so is what a model is called."""
+"""Sections that a model may set for itself; the others, and the model's name, are the server's."""
 KNOWN = {setting.name: setting for setting in settings(*SECTIONS) if setting.name != "served_model_name"}
 OF_SERVER = {setting.name for setting in settings()} - KNOWN.keys()
 ONE_VALUE = {"kv_cache_dtype": "auto"}
-"""Keys that have a meaning at one value alone: that of what happens anyway."""
+"""Keys that are accepted with one value only: the one that describes what happens anyway."""
 OWN_KEYS: dict[str, Any] = {
     "path": str,
     "adapter": str,
@@ -199,7 +200,7 @@ OWN_KEYS: dict[str, Any] = {
     **{key: Literal[value] for key, value in ONE_VALUE.items()},
 }
 OLD_KEYS = {"model_path": "path", "model": "path", "adapter_path": "adapter"}
-"""What the CY-LLM Engine calls a key that has another name here."""
+"""Keys of the CY-LLM Engine that have another name here."""
 MEANINGLESS = (
     "enable_prompt_cache",
     "prompt_cache_ttl",
@@ -207,8 +208,9 @@ MEANINGLESS = (
     "skip_validation",
     "use_safetensors",
 )
-"""Keys of the CY-LLM Engine. Answers are not kept, nobody is asked while a model loads, files are always checked, and
-only safetensors and GGUF are read. One warning names them all. `load_model` knows them too (backends/keywords)."""
+"""Keys of the CY-LLM Engine without an effect here: answers are not kept, no question is asked while a model loads,
+files are always checked, and only safetensors and GGUF are read. One warning names them all. `load_model` knows them
+too (compat/keywords)."""
 FOUR_BIT = "bitsandbytes"
 POLL_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
@@ -225,7 +227,7 @@ class ModelRegistry:
         engines: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engines`: the names that an entry's engine may have; none: they are not checked here.
+        """`engines` are the names that an entry's engine may have; with none, they are not checked here.
 
         Raises ConfigError that names every mistake in the file."""
         self._file = file
@@ -237,8 +239,8 @@ class ModelRegistry:
         self.entries: Mapping[str, ModelEntry] = read_registry(file, config, engines=engines)
 
     def refresh(self) -> bool:
-        """Take in a file that has changed, and say whether it did. One that is broken changes nothing but the log.
-        Cheap: the file is looked at once a second at most."""
+        """Reload a file that has changed, and return whether it did. A broken file is logged and changes nothing. The
+        file is looked at once a second at most."""
         if self._clock() < self._next_look:
             return False
         self._next_look = self._clock() + POLL_SECONDS
@@ -266,15 +268,15 @@ class ModelRegistry:
 
 
 def read_registry(file: Path, config: Config, *, engines: Collection[str] = ()) -> dict[str, ModelEntry]:
-    """The entries by name. Raises ConfigError that names every mistake, each with its line."""
+    """Return the entries by name. Raises ConfigError that names every mistake, each with its line."""
     notes = _Notes(read_located(file))
     entries = {path[-1]: _Entry(notes, path, config, engines).read(table) for path, table in _tables(notes)}
-    notes.tell()
+    notes.report()
     return entries
 
 
 class _Notes:
-    """What there is to say about a file, all of it at once."""
+    """The mistakes and warnings about a file, reported all at once."""
 
     def __init__(self, located: Located) -> None:
         self.located = located
@@ -285,21 +287,21 @@ class _Notes:
     def wrong(self, path: KeyPath, problem: str, hint: str = "") -> None:
         self.mistakes.append(f"{self.located.place(*path)}: {problem} {hint}".strip())
 
-    def tell(self) -> None:
-        """Raises ConfigError for mistakes."""
+    def report(self) -> None:
+        """Raise ConfigError for mistakes, and log warnings."""
         if len(self.mistakes) == 1:
             raise ConfigError(self.mistakes[0])
         if self.mistakes:
             file = self.located.file
             raise ConfigError("\n".join([f"{file}: {len(self.mistakes)} mistakes:", *self.mistakes]))
         if self.meaningless:
-            log.warning("keys that mean nothing here are passed over: %s", ", ".join(self.meaningless))
+            log.warning("keys without an effect here are ignored: %s", ", ".join(self.meaningless))
         for text in self.outdated:
             log.warning("%s", text)
 
 
 def _tables(notes: _Notes) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
-    """The entries of a file: under `models`, or the whole of it."""
+    """Yield the entries of a file: under `models`, or the whole of it."""
     top = notes.located.value
     path: KeyPath = ()
     if isinstance(top, dict) and "models" in top:
@@ -319,7 +321,7 @@ def _tables(notes: _Notes) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
 
 
 class _Entry:
-    """The reading of one entry."""
+    """The reader of one entry."""
 
     def __init__(self, notes: _Notes, path: KeyPath, base: Config, engines: Collection[str]) -> None:
         self._notes = notes
@@ -327,13 +329,13 @@ class _Entry:
         self._base = base
         self._engines = engines
         self._given: dict[str, str] = {}
-        """The key that was written, by the one that it means."""
+        """The key that was written, by the key that it means."""
         self._own: dict[str, Any] = {}
         self._settings: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
 
     def read(self, table: dict[str, Any]) -> ModelEntry:
         for key, value in table.items():
-            # In JSON and YAML one writes null for what is not said.
+            # In JSON and YAML null stands for a key that is not given.
             if value is not None:
                 self._take(str(key), value)
         self._settle_quantization()
@@ -406,7 +408,7 @@ class _Entry:
             self._wrong("trust_remote_code", "only vLLM ever runs code that comes with a model.")
 
     def _config(self, adapters: dict[str, str]) -> Config:
-        """The server's, but for what is a model's own: that holds for the models that say it."""
+        """Return the server's configuration with the entry's settings over it."""
         own: dict[str, dict[str, Any]] = {
             "model": {
                 "model": self._model(),
@@ -423,7 +425,7 @@ class _Entry:
         return replace(self._base, **sections)
 
     def _adapters(self) -> dict[str, str]:
-        """Directories by name."""
+        """Return the adapters' directories by name."""
         adapters: dict[str, str] = {}
         if "adapter" in self._own:
             adapters[DEFAULT_ADAPTER] = self._folder(self._own["adapter"], "adapter")
@@ -438,7 +440,7 @@ class _Entry:
         return found
 
     def _model(self) -> str:
-        """As --model has it."""
+        """Return the model as --model takes it."""
         source = self._own.get("model_source")
         path: str = self._own.get("path", "")
         if not path:
@@ -447,7 +449,7 @@ class _Entry:
             return self._path[-1]
         if source in SOURCES:
             if not HUB_ID.fullmatch(path):
-                self._wrong("path", f"{path!r} is no model of {source}: these are called org/name.")
+                self._wrong("path", f"{path!r} is no model of {source}: its models are named org/name.")
             return f"{source}:{path}"
         found = self._beside_file(path)
         is_path = source == "local" or path.startswith(("/", "./", "../", "~")) or path.endswith(".gguf")
@@ -456,11 +458,11 @@ class _Entry:
         return found
 
     def _is_remote(self) -> bool:
-        """Whether the model is somewhere else, so that it need not be named here."""
+        """Return whether the model runs on a remote server, so that it need not be named here."""
         return bool(self._settings["backend"].get("engine_url", self._base.backend.engine_url))
 
     def _beside_file(self, path: str) -> str:
-        """A path that begins with a dot begins where the registry file is."""
+        """Resolve a path that begins with a dot against the folder of the registry file."""
         return os.path.normpath(self._notes.located.file.absolute().parent / path) if path.startswith(".") else path
 
 

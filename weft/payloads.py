@@ -1,4 +1,4 @@
-"""Tensors that clients send: prompts that were encoded elsewhere, and what else a model may be told.
+"""Tensors that clients send: prompt embeds, and additional information for a model.
 
 Nothing is copied on the way: decoded from msgpack, the data is a view into the message, and `array` a view into that.
 """
@@ -22,25 +22,25 @@ MAX_ENTRIES = 100
 
 BFLOAT16 = "bfloat16"
 STORED_AS = {"float32": "<f4", "float16": "<f2", BFLOAT16: "<u2"}
-"""As numpy calls it, with the bytes of a value. It has no bfloat16: its bits are kept as integers."""
+"""The numpy type of each dtype; its last digit is the size in bytes. Numpy has no bfloat16: its bits are integers."""
 
 BFLOAT16_EXPONENT = 0x7F80
-"""All of these bits are set in an infinity or a NaN, and in no other value."""
+"""The exponent bits: all of them are set in an infinity or a NaN, and in no other value."""
 
 Value = bool | int | float | str
 
 
 class Tensor(Struct, frozen=True, kw_only=True):
-    """Values row by row, little-endian."""
+    """A tensor is its values row by row, little-endian."""
 
     data: memoryview
     shape: tuple[int, ...]
     dtype: str
     sha256: str = ""
-    """Of the data, in hexadecimal; empty: not given."""
+    """The digest of the data, in hexadecimal; empty: not given."""
 
     def array(self) -> NDArray[Any]:
-        """A view of the data of a tensor that was checked."""
+        """Return a view of the data of a tensor that was checked."""
         import numpy as np  # servers that take no tensors start without it
 
         return np.frombuffer(self.data, STORED_AS[self.dtype]).reshape(self.shape)
@@ -54,9 +54,9 @@ class Tensor(Struct, frozen=True, kw_only=True):
         if self.data.nbytes != wanted:
             raise _wrong(f"{field}.data", f"it has {self.data.nbytes} bytes; its shape and dtype ask for {wanted}")
         if self.sha256 and hashlib.sha256(self.data).hexdigest() != self.sha256.lower():
-            raise _wrong(f"{field}.sha256", "it is not that of the data")
+            raise _wrong(f"{field}.sha256", "it does not match the data")
         if not self._is_finite():
-            raise _wrong(f"{field}.data", "it has values that are infinite or no numbers")
+            raise _wrong(f"{field}.data", "it has values that are infinite or not numbers")
 
     def _is_finite(self) -> bool:
         import numpy as np
@@ -68,12 +68,12 @@ class Tensor(Struct, frozen=True, kw_only=True):
 
 
 class PromptEmbeds(Tensor, frozen=True, kw_only=True):
-    """A prompt's hidden states, a row a token."""
+    """The hidden states of a prompt, one row for each token."""
 
     def check(self, *, max_rows: int, width: int, field: str = "prompt_embeds") -> None:
-        """Raise InvalidRequest for what a model of this context and this width cannot take; 0: it takes none at all."""
+        """Raise InvalidRequest for a tensor that a model of this context and width cannot take; 0: it takes none."""
         if width == 0:
-            raise _wrong(field, "this model draws from no hidden states")
+            raise _wrong(field, "this model takes no prompt embeds")
         if len(self.shape) != 2:
             raise _wrong(f"{field}.shape", f"it has {len(self.shape)} dimensions; rows and width are 2")
         rows, given_width = self.shape
@@ -85,20 +85,19 @@ class PromptEmbeds(Tensor, frozen=True, kw_only=True):
 
 
 class InfoEntry(Struct, frozen=True, kw_only=True):
-    """Exactly one of the two."""
+    """An entry has a tensor or values: exactly one of the two."""
 
     tensor: Tensor | None = None
     values: list[Value] | None = None
 
 
 class AdditionalInformation(Struct, frozen=True, kw_only=True):
-    """What else a model may be told, by the names that it knows."""
+    """Further inputs for a model, by the names that it knows."""
 
     entries: dict[str, InfoEntry] = {}
 
     def check(self, known: Collection[str]) -> None:
-        """Raise InvalidRequest for what is no information, and for what a model that knows these names would have to
-        ignore."""
+        """Raise InvalidRequest for malformed entries, and for names that the model does not know."""
         field = "additional_information.entries"
         if len(self.entries) > MAX_ENTRIES:
             raise _wrong(field, f"there are {len(self.entries)}; at most {MAX_ENTRIES}")
@@ -114,7 +113,7 @@ class AdditionalInformation(Struct, frozen=True, kw_only=True):
 
 
 NEGATIVE_PROMPT_EMBEDS = "negative_prompt_embeds"
-"""The entry of additional information that is the hidden states of a negative prompt."""
+"""The entry of additional information that holds the prompt embeds of the negative prompt."""
 
 
 def entry_field(name: str) -> str:
@@ -122,17 +121,17 @@ def entry_field(name: str) -> str:
 
 
 class GivenTexts(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Prompts of an image that its client has encoded itself."""
+    """The prompt embeds that a client sent for an image."""
 
     prompt: PromptEmbeds | None = None
     negative: PromptEmbeds | None = None
 
     @property
     def num_bytes(self) -> int:
-        return sum(text.data.nbytes for text in (self.prompt, self.negative) if text is not None)
+        return sum(embeds.data.nbytes for embeds in (self.prompt, self.negative) if embeds is not None)
 
     def check(self, *, max_rows: int, width: int) -> None:
-        """Raise InvalidRequest, with the field that it came in, for what a model cannot draw from."""
+        """Raise InvalidRequest, with the field that it came in, for a tensor that the model cannot take."""
         if self.prompt is not None:
             self.prompt.check(max_rows=max_rows, width=width)
         if self.negative is not None:
@@ -146,8 +145,8 @@ NO_TEXTS = GivenTexts()
 def given_texts(
     embeds: PromptEmbeds | None, information: AdditionalInformation | None, *, known: Collection[str]
 ) -> GivenTexts:
-    """What a client sent, as an image is drawn from it; `known` are the names that the model knows. Raises
-    InvalidRequest for all that is wrong but the tensors, which `GivenTexts.check` is for."""
+    """Return the prompt embeds among what a client sent; `known` are the names that the model knows. Raises
+    InvalidRequest for everything but the tensors themselves, which `GivenTexts.check` checks."""
     if information is None:
         return GivenTexts(prompt=embeds)
     information.check(known)
@@ -165,7 +164,7 @@ def _check_entry(entry: InfoEntry, field: str) -> None:
         raise _wrong(field, "it must have either a tensor or values")
     for value in entry.values or ():
         if isinstance(value, float) and not math.isfinite(value):
-            raise _wrong(f"{field}.values", "it has a value that is infinite or no number")
+            raise _wrong(f"{field}.values", "it has a value that is infinite or not a number")
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise _wrong(f"{field}.values", "it has an integer of more than 64 bits")
 

@@ -1,7 +1,7 @@
-"""What the scheduler promises for one step, and what the worker returns for it.
+"""The plan that the scheduler makes of one step, and the result that the worker returns for it.
 
-The worker hears of a request in full once, when it is admitted to a row. After that a plan carries
-only what is new: how far to go, and which blocks were added.
+The worker is told of a request in full once, when it is admitted to a row. After that a plan carries only what is new:
+how many tokens to compute, and which blocks were added.
 """
 
 from __future__ import annotations
@@ -13,45 +13,45 @@ from weft.types import ImageParams, Pooling, SamplingParams, TokenLogprob
 
 
 class ImageLimits(Struct, frozen=True, kw_only=True):
-    """The same for images: what the model that draws can do, and how much of it at once."""
+    """The limits of images: what the image model can do, and how much of it at once."""
 
     width: int
     height: int
     num_tokens: int
-    """What an image counts as in one pass of the model."""
+    """Tokens that one pass of the model over an image counts as."""
     max_prompt_tokens: int
-    canvas_bytes: int
-    """What one image holds from its admission to its end: its latents, and what else the model keeps of it."""
+    latent_slot_bytes: int
+    """Bytes that an image holds from its admission to its end: its latents, and what else the model keeps of it."""
     max_num_images: int
     reads_text: bool = False
-    """The model encodes prompts by itself: no stage does it before."""
+    """True when the model has a text encoder of its own: the language model encodes nothing for it."""
     text_width: int = 0
-    """Of the hidden states that images are drawn from; 0: from none."""
-    text_bytes: int = 0
-    """What those of one prompt take."""
-    max_num_texts: int = 0
-    """Prompts whose hidden states are kept: at least two."""
+    """Width of the prompt embeds; 0: the model takes none."""
+    embeds_bytes: int = 0
+    """Bytes of the prompt embeds of one prompt."""
+    max_num_embeds: int = 0
+    """Prompts whose embeds are kept: at least two."""
     max_mixed_denoise: int
     max_embedding_bytes: int
-    """For all canvases and texts, which are allocated at the start, and for tensors of clients."""
+    """Bytes for all latent slots and prompt embeds, which are allocated at the start, and for tensors of clients."""
     whole_images: bool = False
-    """All steps of an image at once, with everybody waiting for it: what denoise steps are measured against."""
+    """True when all steps of an image are made at once, while other requests wait: the baseline of denoise steps."""
     single_images: bool = False
-    """No two images in a step: what drawing them together is measured against."""
+    """True when no two images share a step: the baseline of batched denoise steps."""
 
     @property
-    def max_given_bytes(self) -> int:
-        """For tensors of clients: what canvases and texts leave."""
-        slots = self.max_num_images * self.canvas_bytes + self.max_num_texts * self.text_bytes
+    def max_client_bytes(self) -> int:
+        """Bytes for tensors of clients: what latent slots and prompt embeds leave."""
+        slots = self.max_num_images * self.latent_slot_bytes + self.max_num_embeds * self.embeds_bytes
         return self.max_embedding_bytes - slots
 
     def cost(self, image: ImageParams) -> int:
-        """Of one denoise step, in tokens of the step's budget."""
+        """Return the cost of one denoise step, in tokens of the step's budget."""
         return self.num_tokens * image.passes_per_step
 
 
 class Limits(Struct, frozen=True, kw_only=True):
-    """The numbers that scheduler and worker both work within, all of them resolved."""
+    """The limits that scheduler and worker both keep, with every default resolved."""
 
     num_blocks: int
     block_size: int
@@ -65,51 +65,51 @@ class Limits(Struct, frozen=True, kw_only=True):
     max_preemptions: int = 3
     force_preempt_every: int = 0
     image: ImageLimits | None = None
-    """None: there is no model that draws."""
+    """None: there is no image model."""
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
 
 class Admission(Struct, frozen=True):
-    """A request takes a row of the worker, until `StepPlan.release` names that row."""
+    """A request takes a row of the worker until `StepPlan.release` names that row."""
 
     row: int
     token_ids: list[int]
-    """Everything known: the prompt, then the tokens sampled before a preemption or a restart."""
+    """All known tokens: the prompt, then those sampled before a preemption or a restart."""
     num_prompt_tokens: int
     params: SamplingParams
     stop_token_ids: list[int]
     adapter: int | None = None
-    """The number of its adapter, which the worker has by now."""
+    """The number of its LoRA adapter, which the worker has loaded by now."""
 
 
 class PromptLogprobs(Struct, frozen=True):
-    """The log probabilities of the prompt tokens that follow a row's tokens, and of so many of the likeliest ones."""
+    """The row returns the log probabilities of the prompt tokens that follow its tokens, and of the likeliest ones."""
 
     num_top: int
 
 
 class Pooled(Struct, frozen=True):
-    """The hidden states of a prompt's tokens as one vector of length one."""
+    """The row returns its prompt's hidden states, pooled into one vector of length one."""
 
     pooling: Pooling
-    """The mean is of all tokens since the row's start: the worker keeps their sum from step to step."""
+    """The mean is of all tokens since the prompt's start: the worker keeps their sum from step to step."""
     is_end: bool
-    """These are the prompt's last tokens: the vector comes back."""
+    """True when these are the prompt's last tokens: the vector is returned."""
 
 
-class Held(Struct, frozen=True):
-    """The hidden states of a prompt's tokens, kept in the worker as a text that images are drawn from."""
+class KeptHiddenStates(Struct, frozen=True):
+    """The worker keeps the hidden states of the row's tokens as the prompt embeds of images."""
 
     slot: int
-    """Of the text."""
+    """The slot of the prompt embeds."""
     is_end: bool
-    """These are the prompt's last tokens: the text is whole."""
+    """True when these are the prompt's last tokens: the prompt embeds are complete."""
 
 
-Extra = PromptLogprobs | Pooled | Held
-"""What a row may ask of its tokens besides the next one. Steps with such a row are not as fast as others."""
+RowRequest = PromptLogprobs | Pooled | KeptHiddenStates
+"""What a row may request of its tokens besides sampling. Steps with such a row run without CUDA graphs."""
 
 
 class Row(Struct, frozen=True):
@@ -121,34 +121,32 @@ class Row(Struct, frozen=True):
     new_blocks: list[int]
     """Block ids to append to the row's table before the step."""
     samples: bool
-    """The last of these tokens is the last one known: sample the token that follows it."""
-    extra: Extra | None = None
+    """True when the last of these tokens is the last one known: the token that follows it is sampled."""
+    request: RowRequest | None = None
 
 
-class PlacedText(Struct, frozen=True):
-    """A text that an image is drawn from, and where it is; none at all, as it stands here."""
+class PlacedEmbeds(Struct, frozen=True):
+    """The prompt embeds of an image, and their slot; by default those of an empty prompt."""
 
     slot: int = -1
     length: int = 0
     embeds: PromptEmbeds | None = None
-    """Set: a client's, to be put there first. Else it was encoded there."""
+    """Prompt embeds that a client sent, to be written to the slot first; None: they were encoded there."""
 
 
 class DenoiseAdmission(Struct, frozen=True):
-    """An image is begun on a canvas, and goes on until `StepPlan.release_slots` names it. Its texts stay where they are
-    for as long."""
+    """An image takes a latent slot until `StepPlan.release_slots` names it; its prompt embeds stay as long."""
 
     slot: int
     image: ImageParams
-    text: PlacedText
-    negative: PlacedText
+    prompt: PlacedEmbeds
+    negative: PlacedEmbeds
 
 
 class Denoise(Struct, frozen=True):
     """Make the denoise steps start .. start + count - 1 of one image: one step, or all that are left.
 
-    The latents after earlier steps are still there, as far back as steps may be under way: a step that was planned may
-    be planned again.
+    The latents before steps that are under way are kept, so a step that was planned may be planned again.
     """
 
     slot: int
@@ -156,24 +154,26 @@ class Denoise(Struct, frozen=True):
     count: int
     cost: int
     """In tokens of the step's budget."""
-    shows: bool
-    """The image as it is then is wanted."""
+    wants_image: bool
+    """True when the latents are decoded after these steps, to a preview or to the result."""
 
 
 class StepPlan(Struct, frozen=True):
+    """The work of one step."""
+
     step_id: int
     release: list[int]
     """Rows to forget before anything else; after a step that failed, also rows that the worker may not know."""
     admit: list[Admission]
     rows: list[Row]
     release_slots: list[int] = []
-    """The same for canvases."""
+    """Latent slots to forget, in the same way."""
     admit_images: list[DenoiseAdmission] = []
     denoise: list[Denoise] = []
 
     @property
     def num_tokens(self) -> int:
-        """What the step counts as against its budget."""
+        """Tokens that the step takes of its budget."""
         return sum(row.count for row in self.rows) + sum(one.cost for one in self.denoise)
 
     @property
@@ -182,15 +182,15 @@ class StepPlan(Struct, frozen=True):
 
 
 class Sampled(Struct, frozen=True):
-    """What sampling gave one row; `error` instead of a token when its logits were no numbers."""
+    """The token sampled for one row, or an `error` when its logits were not numbers."""
 
     token_id: int
     logprob: TokenLogprob | None = None
     error: str = ""
 
 
-class Gained(Struct, frozen=True):
-    """What a row got of the extra that it asked for; `error` when it were no numbers."""
+class RowOutput(Struct, frozen=True):
+    """The output of a row's request, or an `error` when it was not numbers."""
 
     logprobs: list[TokenLogprob] = []
     vector: bytes | None = None
@@ -198,19 +198,21 @@ class Gained(Struct, frozen=True):
     error: str = ""
 
 
-class Drawn(Struct, frozen=True):
-    """What a denoise step brought; `error` when the latents are no numbers."""
+class DenoiseOutput(Struct, frozen=True):
+    """The output of a denoise step, or an `error` when the latents are not numbers."""
 
     image: bytes | None = None
-    """Rows of RGB bytes, when it shows."""
+    """Rows of RGB bytes, when the plan wants the image."""
     error: str = ""
 
 
 class StepResult(Struct, frozen=True):
+    """The results of one step."""
+
     step_id: int
     sampled: list[Sampled]
     """One for every row of the plan that samples, in the plan's order."""
-    gained: list[Gained] = []
-    """One for every row of the plan that asks for an extra, in the plan's order."""
-    drawn: list[Drawn] = []
+    row_outputs: list[RowOutput] = []
+    """One for every row of the plan that has a request, in the plan's order."""
+    denoise_outputs: list[DenoiseOutput] = []
     """One for each of the plan's denoise steps, in its order."""

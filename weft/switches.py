@@ -1,4 +1,4 @@
-"""Optimisations that can be switched off, so that the worth of each can be measured: WEFT_WITHOUT=graphs,gemv."""
+"""Switches optimisations off, so that the worth of each can be measured: WEFT_WITHOUT=graphs,gemv."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SWITCHES = {
     "skinny": "linear layers of a few rows are read at the memory's speed, fused with their neighbours",
     "library-attention": "a long prompt that is alone in its step goes to cuDNN's attention",
     "last-tokens": "the last layer computes only the tokens that sample",
-    "denoise-steps": "an image advances by a step at a time beside everybody's tokens; off: all its steps at once",
+    "denoise-steps": "images advance a step at a time beside the tokens of other requests; off: all steps at once",
     "denoise-batches": "images make their steps together; off: one image after the other",
 }
 
@@ -30,7 +30,7 @@ def is_on(name: str) -> bool:
 
 
 def switched_off(environment: Mapping[str, str]) -> set[str]:
-    """Raises ConfigError for a name that is no switch: whoever mistypes one must not measure with it on."""
+    """Return the names that are switched off. Raises ConfigError for an unknown name."""
     names = {name.strip() for name in environment.get(VARIABLE, "").split(",") if name.strip()}
     if unknown := names - SWITCHES.keys():
         raise ConfigError(f"{VARIABLE}: there is no switch {min(unknown)!r}.", hint=f"Known: {', '.join(SWITCHES)}.")
@@ -39,7 +39,7 @@ def switched_off(environment: Mapping[str, str]) -> set[str]:
 
 @contextmanager
 def without(*names: str) -> Iterator[None]:
-    """Engines that are started meanwhile do without these as well."""
+    """Switch these off in engines that are started inside the block."""
     before = os.environ.get(VARIABLE, "")
     os.environ[VARIABLE] = ",".join([before, *names])
     try:

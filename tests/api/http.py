@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import httpx
@@ -15,29 +14,40 @@ import uvicorn
 from fastapi import FastAPI
 
 from tests.api.scripted_engine import ScriptedEngine
+from tests.waiting import wait_until
 from weft.api.app import build_app
 from weft.api.http_protocol import protocol_factory
-from weft.config import Config, load
+from weft.config import load
+from weft.options import Config
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HELLO = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
 PROMPT = {"model": "scripted", "prompt": "hi"}
 
+Run = Callable[[Coroutine[Any, Any, httpx.Response]], httpx.Response]
+"""asyncio.run, or virtual_time.run for what takes time."""
+
 
 def request(
-    engine: ScriptedEngine, method: str, path: str, config: Config | None = None, **options: Any
+    engine: ScriptedEngine,
+    method: str,
+    path: str,
+    config: Config | None = None,
+    *,
+    run: Run = asyncio.run,
+    **options: Any,
 ) -> httpx.Response:
     """One request to a fresh application over this engine."""
-    return request_app(build_app(engine, config or load(env={})), method, path, **options)
+    return request_app(build_app(engine, config or load(env={})), method, path, run=run, **options)
 
 
-def request_app(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+def request_app(app: FastAPI, method: str, path: str, *, run: Run = asyncio.run, **options: Any) -> httpx.Response:
     async def go() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return await client.request(method, path, **options)
 
-    return asyncio.run(go())
+    return run(go())
 
 
 def post(engine: ScriptedEngine, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -77,15 +87,8 @@ def real_server(app: FastAPI, config: Config | None = None) -> Iterator[str]:
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        wait_until(lambda: server.started)
+        wait_until(lambda: server.started, "the server's start")
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.01)

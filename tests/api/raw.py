@@ -7,13 +7,18 @@ import socket
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.waiting import PATIENCE
+
+SILENCE_S = 0.5
+"""How long a server is listened to after its answers, for one that it should not give."""
+
 
 def connect(url: str, receive_buffer: int = 0) -> socket.socket:
     address = urlsplit(url)
     connection = socket.socket()
     if receive_buffer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    connection.settimeout(20)
+    connection.settimeout(PATIENCE)
     connection.connect((address.hostname, address.port))
     return connection
 
@@ -29,16 +34,17 @@ def everything(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(1 << 20), b""))
 
 
-def exchange(url: str, request: bytes, silence_s: float = 0.5) -> bytes:
-    """All that the server says to these bytes until it closes, or says no more. The connection stays open on this
-    side: a client that has gone would not be answered."""
+def exchange(url: str, request: bytes, num_answers: int = 1) -> bytes:
+    """All that the server says to these bytes until it closes, or says no more after so many answers. The connection
+    stays open on this side: a client that has gone would not be answered."""
     received = b""
     with connect(url) as connection:
         connection.sendall(request)
         try:
             while data := connection.recv(1 << 20):
                 received += data
-                connection.settimeout(silence_s)
+                if received.count(b"HTTP/1.1 ") >= num_answers:
+                    connection.settimeout(SILENCE_S)
         except (TimeoutError, ConnectionResetError):
             return received
     return received

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from tests import virtual_time
 from weft.backends.contract import (
     Abilities,
     ChatPrompt,
@@ -47,7 +48,18 @@ from weft.types import (
 Condition = Callable[[], Awaitable[object]]
 
 Step = Output | float | Condition | Exception
-"""An output to give, seconds or something else to wait for, or an error to raise."""
+"""An output to give, seconds of virtual time or something else to wait for, or an error to raise."""
+
+
+async def forever() -> None:
+    """A condition that never comes about: a task that waits for it must be cancelled."""
+    await asyncio.Event().wait()
+
+
+async def next_turn() -> None:
+    """A condition that holds in the loop's next turn."""
+    await asyncio.sleep(0)
+
 
 PAINTER = ImageModelInfo(
     name="painter",
@@ -99,7 +111,7 @@ class Embedded(Struct, frozen=True):
     adapter: str | None
 
 
-class Drawn(Struct, frozen=True):
+class SubmittedImage(Struct, frozen=True):
     prompt: list[int]
     image: ImageParams
     cache_salt: str
@@ -168,9 +180,9 @@ class ScriptedEngine:
         self.state = Health(True)
         self.submitted: list[Submitted] = []
         self.embedded: list[Embedded] = []
-        self.embed_seconds = 0.0
-        """How long a vector takes."""
-        self.drawn: list[Drawn] = []
+        self.embed_when: Condition = next_turn
+        """What a vector waits for."""
+        self.drawn: list[SubmittedImage] = []
         self.image_script: Sequence[Step] | None = None
         """None: every step, to the end."""
         self.open: set[str] = set()
@@ -242,13 +254,13 @@ class ScriptedEngine:
         vector = array("f", [len(prompt), prompt[0]]).tobytes()
         usage = Usage(prompt_tokens=len(prompt))
         last = Output(embedding=vector, finish=FinishReason.STOP, usage=usage)
-        return _Play(self, request_id, iter([self.embed_seconds, last]))
+        return _Play(self, request_id, iter([self.embed_when, last]))
 
     def _generate_image(self, request: GenerationRequest, task: GenerateImage) -> Stream:
         request_id = self._opened(request, len(self.drawn))
         prompt = tokens_of(request.prompt)
         self.drawn.append(
-            Drawn(prompt, task.params, request.cache_salt, request.priority, request.tenant, task.conditioning)
+            SubmittedImage(prompt, task.params, request.cache_salt, request.priority, request.tenant, task.conditioning)
         )
         steps = all_steps(task.params, len(prompt)) if self.image_script is None else iter(self.image_script)
         return _Play(self, request_id, steps)
@@ -322,8 +334,8 @@ class _Play(Stream):
                     return step
                 case Exception():
                     raise step
-                case float() | int():
-                    await asyncio.sleep(step)
+                case float():
+                    await virtual_time.sleep(step)
                 case condition:
                     await condition()
         raise StopAsyncIteration

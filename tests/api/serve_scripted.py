@@ -5,12 +5,12 @@ It starts, and answers, when there is the file that the option `start_when`, or 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from pathlib import Path
 
 from tests.api.scripted_engine import ScriptedEngine, answer
+from tests.waiting import until
 from weft.api.server import serve
 from weft.config import load
 from weft.errors import ModelError, WeftError
@@ -27,8 +27,8 @@ def main() -> None:
     options = json.loads(sys.argv[1])
 
     async def wait_for(option: str) -> None:
-        while option in options and not Path(options[option]).exists():
-            await asyncio.sleep(0.01)
+        if option in options:
+            await until(Path(options[option]).exists, option)
 
     async def start() -> Announcing:
         await wait_for("start_when")

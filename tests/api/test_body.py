@@ -20,8 +20,9 @@ from weft.api import http_protocol
 from weft.api.app import build_app
 from weft.api.body import CAPS, check_caps, check_depth, parse
 from weft.api.openai.openai_schema import ChatRequest
-from weft.config import LimitOptions, load
+from weft.config import load
 from weft.errors import InvalidRequest
+from weft.options import LimitOptions
 from weft.types import Output
 
 USER = {"role": "user", "content": "hi"}
@@ -184,17 +185,29 @@ def test_a_head_without_an_end_is_ended() -> None:
 
 
 def test_a_head_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "HEAD_S", 0.3)
-    engine = ScriptedEngine([Output(text="a", token_ids=[1]), 1.0, *answer("b")])
+    given_up = asyncio.Event()
+    give_up = http_protocol.Protocol._give_up_head
+
+    def giving_up(connection: http_protocol.Protocol) -> None:
+        give_up(connection)
+        given_up.set()
+
+    monkeypatch.setattr(http_protocol.Protocol, "_give_up_head", giving_up)
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.05)
+    engine = ScriptedEngine([Output(text="a", token_ids=[1]), given_up.wait, *answer("b")])
     with real_server(build_app(engine, load(env={}))) as url:
         for beginning in (b"", b"GET /v1/models HTTP/1.1\r\nHost: local"):
             with raw.connect(url) as connection:
                 connection.sendall(beginning)
                 assert raw.everything(connection) == b"", "closed without an answer"
+        given_up.clear()
+        monkeypatch.setattr(http_protocol, "HEAD_S", 3600)
         with raw.connect(url) as connection:
             asked = raw.post_bytes(COMPLETIONS, PROMPT | {"stream": True}, "Connection: close\r\n")
             connection.sendall(asked)
+            assert connection.recv(100)
             # Some clients send a line end behind the body: their answers are not cut off for it.
+            monkeypatch.setattr(http_protocol, "HEAD_S", 0.05)
             connection.sendall(b"\r\n")
             assert b"[DONE]" in raw.everything(connection)
 

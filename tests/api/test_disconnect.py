@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.api.http import CHAT, COMPLETIONS, HELLO, real_server, wait_until
-from tests.api.scripted_engine import ScriptedEngine, Step, answer
+from tests.api.http import CHAT, COMPLETIONS, HELLO, real_server
+from tests.api.scripted_engine import ScriptedEngine, Step, answer, forever
+from tests.waiting import wait_until
 from weft.api.app import build_app
 from weft.config import load
 from weft.types import Output
@@ -30,7 +31,7 @@ def post_raw(url: str, path: str, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize("script", [[60.0], [FIRST, 60.0]], ids=["queued", "decoding"])
+@pytest.mark.parametrize("script", [[forever], [FIRST, forever]], ids=["queued", "decoding"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
     ("path", "prompt"),

@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import virtual_time
 from tests.api.http import CHAT, COMPLETIONS, chat, complete, error_of, events, request, request_app
-from tests.api.scripted_engine import ScriptedEngine, Step
+from tests.api.scripted_engine import ScriptedEngine, Step, next_turn
 from weft.api.app import admission_app
 from weft.backends.contract import Health
 from weft.config import load
@@ -93,7 +94,7 @@ def test_an_answer_that_ends_badly(finish: FinishReason, status: int) -> None:
 def test_a_defect_is_answered_without_its_secrets(
     end: list[Step], began: list[Step], stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = ScriptedEngine([*began, *end] or [0.0])
+    engine = ScriptedEngine([*began, *end] or [next_turn])
     response = request(
         engine,
         "POST",
@@ -137,13 +138,14 @@ def test_one_failed_choice_fails_the_request() -> None:
 
 def test_a_request_that_takes_too_long_is_ended() -> None:
     config = load({"request_timeout_s": 0.05}, env={})
-    engine = ScriptedEngine([FIRST, 5.0])
+    engine = ScriptedEngine([FIRST, 3600.0])
     hello: dict[str, Any] = {"model": "scripted", "prompt": "x"}
-    response = request(engine, "POST", COMPLETIONS, config, json=hello)
+    response = request(engine, "POST", COMPLETIONS, config, run=virtual_time.run, json=hello)
     assert response.status_code == 504
     assert error_of(response)["code"] == "timeout"
     assert not engine.open
-    *_, last = events(request(engine, "POST", COMPLETIONS, config, json=hello | {"stream": True}))
+    streamed = request(engine, "POST", COMPLETIONS, config, run=virtual_time.run, json=hello | {"stream": True})
+    *_, last = events(streamed)
     assert last["error"]["code"] == "timeout"
     assert not engine.open
 

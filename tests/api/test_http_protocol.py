@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 import httpx
 from starlette.types import Receive, Scope, Send
 
-from tests.api.http import COMPLETIONS, PROMPT, real_server, wait_until
-from tests.api.scripted_engine import ScriptedEngine, Step, answer
+from tests.api.http import COMPLETIONS, PROMPT, real_server
+from tests.api.scripted_engine import ScriptedEngine, Step, answer, next_turn
 from tests.api.test_disconnect import post_raw
+from tests.waiting import wait_until
 from weft.api.app import build_app
 from weft.api.http_protocol import DirectWriter, WriteBatch, direct_writer
 from weft.config import load
@@ -125,7 +126,7 @@ def stream_text(data: bytes) -> str:
 def test_a_reader_who_hangs_up_with_a_reset_leaves_the_others_whole() -> None:
     steps: list[Step] = []
     for _ in range(200):
-        steps += [Output(text="ab", token_ids=[97, 98]), 0.0]
+        steps += [Output(text="ab", token_ids=[97, 98]), next_turn]
     engine = ScriptedEngine([*steps, *answer("z", finish=FinishReason.LENGTH)])
     with real_server(build_app(engine, load(env={}))) as url:
         body = PROMPT | {"stream": True}

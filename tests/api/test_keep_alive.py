@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from tests import virtual_time
 from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, request
 from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from weft.config import load
@@ -18,7 +19,7 @@ OFTEN = load({"keep_alive_s": 0.05}, env={})
 
 def streamed(script: list[Step], path: str = CHAT, config=OFTEN, **fields: object):
     body = (HELLO if path == CHAT else PROMPT) | {"stream": True} | fields
-    return request(ScriptedEngine(script), "POST", path, config, json=body)
+    return request(ScriptedEngine(script), "POST", path, config, run=virtual_time.run, json=body)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -26,7 +27,7 @@ def test_comments_come_before_the_first_token_and_then_no_more(path: str) -> Non
     response = streamed([0.48, *answer("Hel"), 0.2], path)
     assert response.status_code == 200
     comments = response.text.count(WAITING)
-    assert 2 <= comments <= 9
+    assert comments == 9, "one every 0.05 s of 0.48 s"
     assert response.text.startswith(WAITING * comments + "data: {")
     undisturbed = streamed(answer("Hel"), path).text
     assert WAITING not in undisturbed
@@ -66,5 +67,5 @@ def test_0_is_never(script: list[Step]) -> None:
 
 
 def test_an_answer_in_one_piece_has_none() -> None:
-    response = request(ScriptedEngine([0.12, *answer("x")]), "POST", CHAT, OFTEN, json=HELLO)
+    response = request(ScriptedEngine([0.12, *answer("x")]), "POST", CHAT, OFTEN, run=virtual_time.run, json=HELLO)
     assert response.json()["choices"][0]["message"]["content"] == "x"

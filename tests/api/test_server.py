@@ -17,12 +17,11 @@ import httpx
 import msgspec
 import pytest
 
-from tests.api.http import COMPLETIONS, PROMPT, wait_until
+from tests.api.http import COMPLETIONS, PROMPT
 from tests.ports import reserved_port
+from tests.waiting import PATIENCE, wait_until
 from weft.api.server import bind
 from weft.errors import ConfigError
-
-PATIENCE_S = 30
 
 
 @contextlib.contextmanager
@@ -54,9 +53,7 @@ class Ask(threading.Thread):
         wait_until(lambda: "begun" in self.text)
 
     def run(self) -> None:
-        with httpx.stream(
-            "POST", self.url + COMPLETIONS, json=PROMPT | {"stream": True}, timeout=PATIENCE_S
-        ) as response:
+        with httpx.stream("POST", self.url + COMPLETIONS, json=PROMPT | {"stream": True}, timeout=PATIENCE) as response:
             for text in response.iter_text():
                 self.text += text
 
@@ -93,7 +90,7 @@ def test_a_signal_drains_and_ends_with_0(tmp_path: Path) -> None:
         go.touch()
         ask.join()
         assert "done" in ask.text and ask.text.endswith("data: [DONE]\n\n")
-        output, _ = child.communicate(timeout=PATIENCE_S)
+        output, _ = child.communicate(timeout=PATIENCE)
         assert (child.returncode, output) == (0, "engine closed\n")
 
 
@@ -103,7 +100,7 @@ def test_what_outlasts_the_drain_is_ended(tmp_path: Path) -> None:
         child.send_signal(signal.SIGTERM)
         ask.join()
         assert "shutting down" in ask.text and ask.text.endswith("data: [DONE]\n\n")
-        assert child.wait(timeout=PATIENCE_S) == 0
+        assert child.wait(timeout=PATIENCE) == 0
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
@@ -113,7 +110,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         child.send_signal(signal.SIGINT)
         wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
         child.send_signal(signal.SIGTERM)
-        assert child.wait(timeout=PATIENCE_S) == 0
+        assert child.wait(timeout=PATIENCE) == 0
         ask.join()
         assert "shutting down" in ask.text
 
@@ -123,12 +120,12 @@ def test_a_signal_while_the_engine_starts_ends_with_0(tmp_path: Path) -> None:
     with reserved_port() as port, process(start_when=never, settings={"port": port}) as child:
         wait_until(lambda: is_up(f"http://127.0.0.1:{port}"))
         child.send_signal(signal.SIGTERM)
-        assert child.wait(timeout=PATIENCE_S) == 0
+        assert child.wait(timeout=PATIENCE) == 0
 
 
 def test_an_engine_that_does_not_start_is_explained() -> None:
     with process(start_error="The file is damaged.") as child:
-        _, errors = child.communicate(timeout=PATIENCE_S)
+        _, errors = child.communicate(timeout=PATIENCE)
         assert child.returncode == 1
         assert errors == "The file is damaged. Try another.\n"
 

@@ -30,7 +30,7 @@ from weft.api.app import build_app
 from weft.backends.contract import Conversation
 from weft.config import load
 from weft.serving import rate_limits
-from weft.text.grammars.specs import Choice, JsonObject, JsonSchema, Lark, Regex, read_back
+from weft.text.grammars.specs import ChoiceSpec, JsonObjectSpec, JsonSchemaSpec, LarkSpec, RegexSpec, decode_spec
 from weft.text.parsers.pieces import Content
 from weft.types import FinishReason, Output, Usage
 
@@ -144,14 +144,14 @@ def test_what_an_output_must_be_is_passed_on_in_its_own_words() -> None:
     def asked(**fields: Any) -> Any:
         engine = TextEngine()
         assert chat(engine, **fields).status_code == 200
-        return read_back(engine.submitted[0].params.grammar)
+        return decode_spec(engine.submitted[0].params.grammar)
 
     formed = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    assert asked(response_format=formed) == JsonSchema(schema=SCHEMA, param="response_format.json_schema.schema")
-    assert asked(response_format={"type": "json_object"}) == JsonObject()
-    assert asked(structured_outputs={"regex": "a+"}).pattern == Regex(pattern="a+").pattern
-    assert asked(structured_outputs={"choice": ["a"]}).options == Choice(options=["a"]).options
-    assert asked(structured_outputs={"grammar": "start: /a/"}).text == Lark(text="start: /a/").text
+    assert asked(response_format=formed) == JsonSchemaSpec(schema=SCHEMA, param="response_format.json_schema.schema")
+    assert asked(response_format={"type": "json_object"}) == JsonObjectSpec()
+    assert asked(structured_outputs={"regex": "a+"}).pattern == RegexSpec(pattern="a+").pattern
+    assert asked(structured_outputs={"choice": ["a"]}).options == ChoiceSpec(options=["a"]).options
+    assert asked(structured_outputs={"grammar": "start: /a/"}).text == LarkSpec(text="start: /a/").text
     large = {"type": "object", "description": "x" * 100_000}
     refused(chat(TextEngine(), structured_outputs={"json": large}), "--max-schema-kb")
 

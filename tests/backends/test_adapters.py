@@ -17,10 +17,11 @@ from tests.backends.vllm.real import save_adapter
 from weft.backends.adapters import Adapters
 from weft.backends.failover import start_engine
 from weft.checkpoint.adapter_files import adapter_paths, adapter_settings
-from weft.config import Config, load
+from weft.config import load
 from weft.errors import ConfigError, InvalidRequest, ModelError
 from weft.hub.resolve import resolve
 from weft.llm import LLM
+from weft.options import Config
 
 
 @pytest.fixture

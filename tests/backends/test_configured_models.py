@@ -15,9 +15,10 @@ from tests.backends.openai_server.peer import ScriptedPeer
 from tests.tiny_adapters import save_adapter
 from weft.backends import registry
 from weft.backends.configured_models import ModelsFromFile
-from weft.config import Config, load
+from weft.config import load
 from weft.errors import ConfigError, ModelError, OutOfMemory
 from weft.machine.hardware import inspect_machine
+from weft.options import Config
 
 GIB = 1 << 30
 

@@ -1,112 +1,360 @@
-"""The tables of docs/backends.md against the code: what each engine does, its defaults, where the test cases are."""
+"""The tables of docs/backends.md against what runs: every cell that is marked as shown names a case that runs it here,
+or a test that runs it where vLLM is."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import random
 import re
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any
 
 import pytest
+import uvicorn
+from gguf import GGMLQuantizationType, GGUFReader
+from msgspec import Struct
 
-from weft.backends import BaseEngine, create_engine
-from weft.backends.contract import Abilities, Stream
-from weft.backends.native import NativeEngine, NativeStream, start_native
-from weft.backends.openai_server.peer_stream import RemoteStream
-from weft.backends.openai_server.remote_engine import RemoteEngine
-from weft.backends.openai_server.servers import MINDIE, TENSORRT, WEFT, abilities_of
-from weft.backends.registry import BUILT_IN
+from tests.tiny_adapters import save_adapter
+from tests.waiting import until
+from weft.api.app import build_app
+from weft.api.http_protocol import protocol_factory
+from weft.backends import BaseEngine, registry, start_engine
+from weft.backends.blocking import BlockingEngine
+from weft.backends.contract import Engine, Terms, text_prompt
+from weft.backends.native import start_native
+from weft.backends.registry import BUILT_IN, EngineSpec
 from weft.backends.vllm.arguments import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, VllmKind, arguments_of
-from weft.backends.vllm.vllm_engine import ABILITIES as VLLM
-from weft.backends.vllm.vllm_engine import VllmEngine
 from weft.checkpoint.model_files import ModelFiles
-from weft.compat.hosted import HostedEngine
-from weft.config import CacheOptions, load
-from weft.errors import ConfigError
+from weft.config import load
+from weft.errors import ConfigError, InvalidRequest
 from weft.machine.planner import AUTO_DTYPE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from weft.options import CacheOptions, Config
+from weft.types import FinishReason, Output, SamplingParams
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/backends.md").read_text()
 COLUMNS = ["streaming", "batch", "LoRA", "quantisation", "abort", "seed", "logprobs", "stop"]
-ABILITIES: dict[str, Abilities] = {
-    "native": NativeEngine.abilities,
-    "cuda-vllm-async": VLLM,
-    "cuda-vllm": VLLM,
-    "cpu-vllm": VLLM,
-    "ascend-vllm": VLLM,
-    "cuda-trt, tokens": abilities_of(TENSORRT, tokens=True),
-    "cuda-trt, text": abilities_of(TENSORRT, tokens=False),
-    "ascend-mindie, tokens": abilities_of(MINDIE, tokens=True),
-    "ascend-mindie, text": abilities_of(MINDIE, tokens=False),
-    "remote, tokens": abilities_of(WEFT, tokens=True),
-    "remote, text": abilities_of(WEFT, tokens=False),
-}
-"""The best that an engine can be; the footnotes tell of less."""
+NOT_SHOWN = "not shown here"
+OWN_CLASS = "a class of your own"
 FILES = ModelFiles(name="tiny", kind="huggingface", path=Path("/models/tiny"), weight_files=[])
+PROMPT = "The weft runs across"
+NUM_ROWS = 4
+"""How many requests the native engine computes together."""
+LONG = 480
+"""Tokens of an answer that nearly fills the context."""
 
 
 def table_under(heading: str) -> list[list[str]]:
     """The cells of the first table below a heading, its own heading first."""
-    section = PAGE.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    section = re.split(rf"\n##+ {re.escape(heading)}\n", PAGE)[1].split("\n#", 1)[0]
     lines = re.findall(r"^\|(.+)\|$", section, re.MULTILINE)
     return [[cell.strip() for cell in line.split("|")] for line in lines if not set(line) <= set("-|")]
 
 
-def test_every_engine_is_in_the_table_as_it_is_in_the_code() -> None:
+def cells(mark: str) -> list[tuple[str, str]]:
+    """Engine and column of every cell that begins so, whatever footnotes follow."""
+    [_, *rows] = table_under("What each does")
+    return [
+        (engine, column)
+        for engine, *row in rows
+        for column, cell in zip(COLUMNS, row, strict=True)
+        if re.fullmatch(f"{mark}[¹²³⁴⁵⁶⁷⁸]*", cell)
+    ]
+
+
+SHOWN, SHOWN_WITH_VLLM, REFUSED, UNSHOWN = (cells(mark) for mark in ("✓", "✓ᵛ", "–", NOT_SHOWN))
+
+
+def test_the_table_has_every_engine_and_no_other_marks() -> None:
     [heading, *rows] = table_under("What each does")
     assert heading == ["engine", *COLUMNS]
-    assert {name.split(",")[0] for name, *_ in rows} == set(BUILT_IN)
-    table = {name: dict(zip(COLUMNS, cells, strict=True)) for name, *cells in rows}
-    assert set(table) == {*ABILITIES, "hybrid"}
-    for name, abilities in ABILITIES.items():
-        engine = name.split(",")[0]
-        can = {"LoRA": abilities.lora, "seed": abilities.seed, "logprobs": abilities.logprobs}
-        can |= {"stop": abilities.stop_tokens, **dict.fromkeys(("streaming", "abort"), streams_and_ends(engine))}
-        can |= {"batch": asks_at_once(engine), "quantisation": quantises(engine)}
-        assert {column: table[name][column][0] == "✓" for column in COLUMNS} == can, name
-
-
-def engine_class(name: str) -> type:
-    """Of what a line of the table starts."""
-    module = str(BUILT_IN[name].start).partition(":")[0]
-    return {
-        "weft.backends.native": NativeEngine,
-        "weft.backends.vllm.vllm_engine": VllmEngine,
-        "weft.backends.openai_server.start": RemoteEngine,
-    }[module]
-
-
-def streams_and_ends(name: str) -> bool:
-    """Its answers are read one delta after the other, and closed before their end, by code of their own."""
-    answers = {NativeEngine: NativeStream, VllmEngine: NativeStream, RemoteEngine: RemoteStream}[engine_class(name)]
-    returned = get_type_hints(engine_class(name).submit)["return"]
-    return returned in (answers, Stream) and {"__anext__", "aclose"} <= vars(answers).keys()
-
-
-def asks_at_once(name: str) -> bool:
-    """By the one batch that is asked for at once; that of BaseEngine asks for one after the other."""
-    return type(create_engine(name)).infer_batch is HostedEngine.infer_batch is not BaseEngine.infer_batch
-
-
-def quantises(name: str) -> bool:
-    """Weights that are quantised are served: vLLM is told how, the native engine reads GGUF and refuses the setting,
-    and of a server there is nothing to tell."""
-    config = load({"engine": name, "quantization": "fp8"}, env={})
-    kinds = {kind.name: kind for kind in (CUDA_ASYNC, CUDA_SYNC, CPU, ASCEND)}
-    if name in kinds:
-        return bool(arguments_of(config, FILES, kinds[name])["quantization"] == "fp8")
-    if BUILT_IN[name].needs_url:
-        return True
-    with pytest.raises(ConfigError, match="Serve a GGUF file"):
-        asyncio.run(start_native(config))
-    return "gguf" in get_args(get_type_hints(ModelFiles)["kind"])
+    assert {name.split(",")[0] for name, *_ in rows} == {*BUILT_IN, OWN_CLASS}
+    assert len(SHOWN) + len(SHOWN_WITH_VLLM) + len(REFUSED) + len(UNSHOWN) == len(rows) * len(COLUMNS)
+    assert {engine for engine, _ in SHOWN} >= {"native", "remote, tokens", "remote, text", "hybrid", OWN_CLASS}
 
 
 def test_every_mark_has_its_footnote() -> None:
     marks = str.maketrans("¹²³⁴⁵⁶⁷⁸", "12345678")
-    used = {mark for row in table_under("What each does")[1:] for cell in row[1:] for mark in cell[1:].translate(marks)}
+    used = {mark for row in table_under("What each does")[1:] for cell in row[1:] for mark in cell.translate(marks)}
     section = PAGE.split("\n## What each does\n", 1)[1].split("\n## ", 1)[0]
-    assert used == set(re.findall(r"^(\d)\. ", section, re.MULTILINE))
+    assert used & set("12345678") == set(re.findall(r"^(\d)\. ", section, re.MULTILINE))
+
+
+# The engines that run here. All but one have the same native engine behind them.
+
+
+class Chorus(BaseEngine):
+    """A class as others write it: it draws words by its seed, and ends at a stop string."""
+
+    words = ("warp", "weft", "loom", "reed", "heddle", "shed", "pick", "sley", "beat", "cloth")
+
+    def __init__(self) -> None:
+        self.together = threading.Barrier(NUM_ROWS)
+        self.left = threading.Event()
+
+    def load_model(self, model_path: str, adapter_path: str | None = None, **kwargs: Any) -> None:
+        pass
+
+    def infer(self, prompt: str, **kwargs: Any) -> Generator[str, None, None]:
+        drawn = random.Random(kwargs.get("seed"))
+        if prompt == "together":
+            self.together.wait()
+        try:
+            for number in range(kwargs.get("max_tokens", 4)):
+                word = drawn.choice(self.words) if "seed" in kwargs else self.words[number % len(self.words)]
+                if word in kwargs.get("stop", ()):
+                    return
+                yield f" {kwargs.get('lora_name', '')}{word}"
+        finally:
+            self.left.set()
+
+    def unload_model(self) -> None:
+        pass
+
+    def get_memory_usage(self) -> dict[str, float]:
+        return dict.fromkeys(("allocated_gb", "reserved_gb", "total_gb", "utilization"), 0.0)
+
+
+class Answered(Struct, frozen=True):
+    deltas: list[Output]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def scores(self) -> list[Any]:
+        return [score for delta in self.deltas for score in delta.logprobs or ()]
+
+
+class Stand(Struct, frozen=True, kw_only=True):
+    """An engine that is asked, and the native one that computes, for what it counts."""
+
+    engine: Engine
+    native: Engine
+    model: Path
+
+    async def ask(self, prompt: str = PROMPT, adapter: str | None = None, **params: Any) -> Answered:
+        asked = SamplingParams(**{"temperature": 0, "max_tokens": 24} | params)
+        submitted = await self.engine.submit(text_prompt(self.engine, prompt), asked, Terms(adapter=adapter))
+        answered = Answered([delta async for delta in submitted])
+        assert not answered.deltas[-1].error
+        return answered
+
+
+@asynccontextmanager
+async def served(engine: Engine, config: Config) -> AsyncIterator[str]:
+    """A Weft server over the engine, on the loop that the engine is on."""
+    http = protocol_factory(config)
+    app = build_app(engine, config)
+    server = uvicorn.Server(uvicorn.Config(app, http=http, port=0, log_config=None, lifespan="off", ws="none"))
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@pytest.fixture(scope="module")
+def model(tiny_gguf: Callable[[str, str], Path]) -> Path:
+    return tiny_gguf("smollm2", "Q8_0")
+
+
+@pytest.fixture(scope="module")
+def native(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockingEngine]:
+    adapter = save_adapter("smollm2", tmp_path_factory.mktemp("adapters") / "red")
+    settings = {"num_blocks": 256, "max_num_seqs": NUM_ROWS, "threads": 1, "image_model": "none", "device": "cpu"}
+    config = load({"model": str(model), "adapter": [f"red={adapter}"], **settings}, env={})
+    with BlockingEngine(lambda: start_native(config)) as looped:
+        yield looped
+
+
+@pytest.fixture(scope="module")
+def stands(native: BlockingEngine, model: Path) -> Iterator[dict[str, Stand]]:
+    """Every engine of the table that runs here, by its row."""
+    stack = AsyncExitStack()
+
+    async def start() -> dict[str, Stand]:
+        url = await stack.enter_async_context(served(native.engine, load(env={})))
+        tokens = {"tokenizer": str(model), "max_model_len": 512}
+        rows: dict[str, dict[str, Any]] = {
+            "remote, tokens": {"engine": "remote", "engine_url": url, **tokens},
+            "remote, text": {"engine": "remote", "engine_url": url},
+            "hybrid": {"engine": "remote,native", "engine_url": url, **tokens},
+            "cuda-trt": {"engine": "cuda-trt", "engine_url": url},
+            "ascend-mindie": {"engine": "ascend-mindie", "engine_url": url},
+            OWN_CLASS: {"engine": "chorus", "model": "any", "adapter": ["red=/loras/red"]},
+        }
+        engines = {"native": native.engine}
+        for row, flags in rows.items():
+            engines[row] = await start_engine(load(flags, env={}))
+            stack.push_async_callback(engines[row].close)
+        return {row: Stand(engine=engine, native=native.engine, model=model) for row, engine in engines.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        chorus = EngineSpec(name="chorus", start=Chorus, platform="any", about="a test's", takes_adapters=True)
+        patch.setattr(registry, "_registered", {"chorus": chorus})
+        started = native.wait(start())
+    yield started
+    native.wait(stack.aclose())
+
+
+# What shows each column.
+
+
+async def streams(stand: Stand) -> None:
+    answered = await stand.ask(max_tokens=200)
+    *before, last = answered.deltas
+    assert len(before) > 1 and last.finish is not None
+    assert all(delta.finish is None for delta in before)
+    assert answered.text == (await stand.ask(max_tokens=200)).text
+
+
+async def batches(stand: Stand) -> None:
+    prompts = ["together"] * NUM_ROWS if is_own_class(stand) else [f"{PROMPT} {i}" for i in range(NUM_ROWS)]
+    steps = stand.native.stats().steps
+    answers = await asyncio.gather(*(stand.ask(prompt, max_tokens=64, **endless(stand)) for prompt in prompts))
+    if is_own_class(stand):
+        assert len({answered.text for answered in answers}) == 1, "all of them waited for each other"
+        return
+    assert stand.native.stats().steps - steps < NUM_ROWS * 64 / 2, "several rows a step"
+    for prompt, answered in zip(prompts, answers, strict=True):
+        assert answered.text == (await stand.ask(prompt, max_tokens=64, **endless(stand))).text
+
+
+async def adapts(stand: Stand) -> None:
+    plain, red = await stand.ask(), await stand.ask(adapter="red")
+    assert red.text != plain.text == (await stand.ask()).text
+
+
+async def quantises(stand: Stand) -> None:
+    """The weights that are served are quantised: those of the file. To quantise others is not the native engine's."""
+    types = {tensor.tensor_type for tensor in GGUFReader(stand.model).tensors}
+    assert GGMLQuantizationType.Q8_0 in types
+    answered = await stand.ask()
+    assert answered.text == (await Stand(engine=stand.native, native=stand.native, model=stand.model).ask()).text
+    with pytest.raises(ConfigError, match="Serve a GGUF file"):
+        await start_native(load({"model": str(stand.model), "quantization": "fp8"}, env={}))
+
+
+async def aborts(stand: Stand) -> None:
+    """Many more than run at once are left when the first has begun: those that wait never run."""
+    num_requests = 8 * NUM_ROWS
+    begun = asyncio.Event()
+    tokens = stand.native.stats().generation_tokens
+
+    async def read() -> None:
+        params = SamplingParams(max_tokens=LONG, temperature=0, **endless(stand))
+        async with aclosing(await stand.engine.submit(text_prompt(stand.engine, PROMPT), params)) as deltas:
+            async for _ in deltas:
+                begun.set()
+
+    if is_own_class(stand):
+        stand.engine.inner.left.clear()  # type: ignore[attr-defined]
+        num_requests = 1
+    reading = [asyncio.create_task(read()) for _ in range(num_requests)]
+    await begun.wait()
+    for task in reading:
+        task.cancel()
+    await asyncio.gather(*reading, return_exceptions=True)
+    if is_own_class(stand):
+        await until(stand.engine.inner.left.is_set)  # type: ignore[attr-defined]
+        return
+    await until(lambda: stand.native.stats().running == stand.native.stats().waiting == 0)
+    assert stand.native.stats().generation_tokens - tokens < num_requests * LONG / 2
+
+
+async def repeats(stand: Stand) -> None:
+    drawn = [(await stand.ask(temperature=1.0, seed=seed)).text for seed in (5, 5, 6)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+async def scores(stand: Stand) -> None:
+    mine = await stand.ask(logprobs=2, **endless(stand))
+    theirs = await Stand(engine=stand.native, native=stand.native, model=stand.model).ask(logprobs=2, ignore_eos=True)
+    assert len(mine.scores) == len(theirs.scores) == 24
+    for score, other in zip(mine.scores, theirs.scores, strict=True):
+        assert score.logprob == pytest.approx(other.logprob, abs=1e-5) and score.logprob < 0
+        assert [token for token, _ in score.top] == [token for token, _ in other.top] and len(score.top) == 2
+
+
+async def stops(stand: Stand) -> None:
+    plain = await stand.ask(max_tokens=60, **endless(stand))
+    if is_own_class(stand):
+        assert (await stand.ask(max_tokens=60, stop=("reed",))).text == plain.text[: plain.text.index(" reed")]
+        return
+    text = plain.text
+    stop = next(text[i : i + 2] for i in range(8, len(text)) if text[i : i + 2].isascii() and text[i : i + 2].strip())
+    cut = await stand.ask(max_tokens=60, stop=(stop,), **endless(stand))
+    assert cut.text == text[: text.index(stop)]
+    assert (cut.deltas[-1].finish, cut.deltas[-1].stop_reason) == (FinishReason.STOP, stop)
+    biased = await stand.ask(max_tokens=60, logit_bias={70: 100.0}, stop_token_ids=(70,), **endless(stand))
+    assert biased.deltas[-1].finish is FinishReason.STOP and biased.deltas[-1].usage.completion_tokens == 1
+
+
+def is_own_class(stand: Stand) -> bool:
+    return stand.engine.name == "chorus"
+
+
+def endless(stand: Stand) -> dict[str, Any]:
+    """What keeps an answer going to its limit; a class of one's own is not told of it."""
+    return {} if is_own_class(stand) else {"ignore_eos": True}
+
+
+SHOWS: dict[str, Callable[[Stand], Awaitable[None]]] = {
+    "streaming": streams,
+    "batch": batches,
+    "LoRA": adapts,
+    "quantisation": quantises,
+    "abort": aborts,
+    "seed": repeats,
+    "logprobs": scores,
+    "stop": stops,
+}
+ASKS_FOR: dict[str, dict[str, Any]] = {"LoRA": {"adapter": "red"}, "logprobs": {"logprobs": 1}}
+"""What asks for a column, for engines that refuse it."""
+
+
+@pytest.mark.parametrize(("engine", "column"), SHOWN)
+def test_what_is_marked_as_shown_is_shown(
+    native: BlockingEngine, stands: dict[str, Stand], engine: str, column: str
+) -> None:
+    async def case() -> None:
+        async with asyncio.timeout(120):
+            await SHOWS[column](stands[engine])
+
+    native.wait(case())
+
+
+@pytest.mark.parametrize(("engine", "column"), REFUSED)
+def test_what_is_marked_as_refused_is_refused_by_the_engines_name(
+    native: BlockingEngine, stands: dict[str, Stand], engine: str, column: str
+) -> None:
+    stand = stands[engine]
+    with pytest.raises(InvalidRequest, match=f"engine {stand.engine.name}"):
+        native.wait(stand.ask(**ASKS_FOR[column]))
+
+
+@pytest.mark.parametrize(("engine", "column"), SHOWN_WITH_VLLM)
+def test_what_is_shown_with_vllm_has_its_test(engine: str, column: str) -> None:
+    """One that is marked as needing vLLM, and so is run wherever vLLM is."""
+    [heading, *rows] = table_under("Tests with vLLM")
+    [row] = [row for row in rows if row[0] == column]
+    place = heading.index(f"`{engine}`")
+    [file] = re.findall(r"`(tests/\S+\.py)`", rows[0][place])
+    [name] = re.findall(r"`(test_\w+)`", row[place])
+    body = ast.parse((ROOT / file).read_text()).body
+    assert name in {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    marks = [
+        node.value.id for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "pytestmark"
+    ]
+    assert marks == ["needs_vllm"]
 
 
 @pytest.mark.parametrize("kind", [CUDA_ASYNC, CUDA_SYNC, CPU, ASCEND])

@@ -9,12 +9,15 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
 from msgspec.structs import replace
 
+from tests import virtual_time
 from tests.backends.reciting_engine import QUESTION, TEXT, ByteTokenizer, RecitingEngine
+from tests.waiting import PATIENCE, until
 from weft.backends import failover
 from weft.backends.contract import Abilities, Engine, Health, Terms
 from weft.backends.failover import FailoverEngine, start_engine
@@ -63,7 +66,7 @@ def text_of(deltas: list[Output]) -> str:
 
 def run(scenario: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(scenario(), 20)
+        await asyncio.wait_for(scenario(), PATIENCE)
 
     asyncio.run(bounded())
 
@@ -172,8 +175,7 @@ def test_an_idle_engine_that_dies_is_replaced_too(caplog: pytest.LogCaptureFixtu
         async with served(first, RecitingEngine("second")) as engine:
             first.state = Health(False, "failed")
             assert engine.health() == Health(False, "restarting"), "not failed: another will be there"
-            while not engine.health().ready:
-                await asyncio.sleep(0.01)
+            await until(lambda: engine.health().ready, "another engine is ready")
             assert engine.name == "second"
 
     run(scenario)
@@ -185,24 +187,25 @@ def test_an_idle_engine_that_dies_is_replaced_too(caplog: pytest.LogCaptureFixtu
 
 
 def test_an_engine_that_recovers_by_itself_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "TICK_SECONDS", 0.01)
+    """It has `patience_s`, 1 s, of the virtual clock; where it says that it restarts it has as long as it takes."""
+    monkeypatch.setattr(failover, "time", SimpleNamespace(monotonic=virtual_time.now))
+    monkeypatch.setattr(failover, "TICK_SECONDS", 0.125)
 
     async def scenario() -> None:
         first = RecitingEngine("first")
         async with served(first, RecitingEngine("second")) as engine:
-            for reason, seconds in (("restarting", 1.3), ("unreachable", 0.05)):
+            for reason, seconds in (("restarting", 3600), ("unreachable", 0.75)):
                 first.state = Health(False, reason)
-                await asyncio.sleep(seconds)
+                await virtual_time.sleep(seconds)
                 assert engine.health() == Health(False, reason)
                 first.state = Health(True)
-                await asyncio.sleep(0.05)
+                await virtual_time.sleep(0.25)
             assert engine.name == "first"
             first.state = Health(False, "unreachable")
-            while engine.name == "first":
-                await asyncio.sleep(0.01)
-            assert engine.name == "second"
+            await virtual_time.sleep(1.5)
+            assert engine.name == "second" and engine.health().ready
 
-    run(scenario)
+    virtual_time.run(scenario())
 
 
 def test_an_answer_that_cannot_be_continued_ends_with_an_error() -> None:
@@ -300,12 +303,13 @@ def test_closing_ends_what_is_open_and_starts_nothing() -> None:
 
 
 class Clinging(RecitingEngine):
-    """Takes its time with what it is told to `linger` at, and counts how often it is closed."""
+    """Works at what it is told to `linger` at until it may `go_on`, and counts how often it is closed."""
 
     def __init__(self, name: str, linger: str = "", **options: int) -> None:
         super().__init__(name, **options)
         self.linger = linger
         self.at_work = asyncio.Event()
+        self.go_on = asyncio.Event()
         self.times_closed = 0
 
     async def load_adapter(self, name: str, path: str) -> None:
@@ -320,7 +324,7 @@ class Clinging(RecitingEngine):
     async def _work(self, what: str) -> None:
         if what == self.linger:
             self.at_work.set()
-            await asyncio.sleep(0.2)
+            await self.go_on.wait()
 
 
 @pytest.mark.parametrize("linger", ["load", "close"])
@@ -332,11 +336,13 @@ def test_closing_during_a_takeover_leaves_no_engine_and_nobody_waiting(linger: s
             first.state = Health(False, "failed")
             waiting = asyncio.create_task(engine.submit(PROMPT, PLAIN))
             await (second if linger == "load" else first).at_work.wait()
-        assert first.closed and first.times_closed == 1
-        assert second.times_closed == (1 if linger == "load" else 0), "it was never started"
-        with pytest.raises(Unavailable, match="shutting down"):
-            await waiting
-        await engine.close()
+            closing = asyncio.create_task(engine.close())
+            with pytest.raises(Unavailable, match="shutting down"):
+                await waiting
+            first.go_on.set()
+            await closing
+            assert first.closed and first.times_closed == 1
+            assert second.times_closed == (1 if linger == "load" else 0), "it was never started"
         assert first.times_closed + second.times_closed == (2 if linger == "load" else 1), "closed is closed"
 
     run(scenario)

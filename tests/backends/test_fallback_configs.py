@@ -9,10 +9,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from weft.backends.safe_loading import HALVINGS, LEAST_CONTEXT, fallback_configs, flags_between
-from weft.config import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.errors import OutOfMemory
-from weft.machine.memory import GIB, Room
+from weft.machine.memory import GIB, DeviceMemory
 from weft.machine.planner import Place, Plan
+from weft.options import CacheOptions, Config, ModelOptions, SchedulerOptions
 
 TOO_MUCH = OutOfMemory("Too much.")
 """What the plan says, before any engine does."""
@@ -20,8 +20,9 @@ TOO_MUCH = OutOfMemory("Too much.")
 
 def plan(place: Place = "cuda", **changes: Any) -> Plan:
     plain = Plan(
-        model="m", engine="native", place=place, device="", dtype="bfloat16", room=Room(total=80 * GIB), weights=GIB,
-        kv=59 * GIB, kv_per_token=1024, num_blocks=100, max_model_len=32768, max_num_seqs=256,
+        model="m", engine="native", place=place, device="", dtype="bfloat16",
+        memory=DeviceMemory(total=80 * GIB), weights=GIB, kv=59 * GIB, kv_per_token=1024,
+        num_blocks=100, max_model_len=32768, max_num_seqs=256,
         max_num_batched_tokens=8192, free_share=0.9, largest_context=20000, largest_batch=1,
     )  # fmt: skip
     return replace(plain, **changes)

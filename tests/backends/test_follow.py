@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE
 from weft.backends.native import NativeStream
 from weft.engine.journal import Entry, Journal
 from weft.text.detokenizer import OutputText
@@ -56,7 +57,7 @@ def answer_of(client: JournalOnly, stop: tuple[str, ...] = ()) -> NativeStream:
 
 
 def run(scenario: Any) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 10))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
 def test_a_follower_gets_every_token_when_it_comes() -> None:
@@ -93,9 +94,10 @@ def test_while_a_delta_is_being_taken_the_next_one_grows() -> None:
     async def scenario() -> None:
         client = JournalOnly()
         deltas: list[Output] = []
-        go_on = asyncio.Event()
+        is_taking, go_on = asyncio.Event(), asyncio.Event()
 
         async def wait() -> None:
+            is_taking.set()
             await go_on.wait()
 
         def take(delta: Output) -> Awaitable[None] | None:
@@ -105,7 +107,7 @@ def test_while_a_delta_is_being_taken_the_next_one_grows() -> None:
         following = asyncio.create_task(answer_of(client).follow(take))
         await asyncio.sleep(0)
         client.bring("abcd")
-        await asyncio.sleep(0.01)
+        await is_taking.wait()
         client.bring("ef", FinishReason.LENGTH)
         assert [delta.text for delta in deltas] == ["a", "b"]
         go_on.set()

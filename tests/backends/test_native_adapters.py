@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.tiny_adapters import lora_tensors, save_adapter, save_merged
+from tests.waiting import PATIENCE, until
 from weft.backends.contract import Terms
 from weft.backends.native import NativeEngine, start_native
 from weft.checkpoint.adapter_files import adapter_settings
@@ -16,6 +19,7 @@ from weft.config import load
 from weft.engine.process import EngineThread
 from weft.errors import InvalidRequest, ModelError
 from weft.hub.resolve import resolve
+from weft.model.lora import read_adapter
 from weft.types import Pooling, SamplingParams
 
 PROMPT = [(13 * i + 5) % 300 for i in range(20)]
@@ -83,19 +87,31 @@ def test_what_the_engine_cannot_use_is_refused_when_it_is_loaded(tiny_model: Pat
     asyncio.run(scenario())
 
 
-def test_a_load_that_is_given_up_leaves_no_adapter(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_load_that_is_given_up_leaves_no_adapter(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is held while it reads the adapter's files: the load cannot be done before it is given up."""
     folder = save_adapter("smollm2", tmp_path / "adapter")
+    is_reading, go_on = threading.Event(), threading.Event()
+
+    def read_when_told(*of_adapter: Any) -> Any:
+        is_reading.set()
+        assert go_on.wait(PATIENCE)
+        return read_adapter(*of_adapter)
+
+    monkeypatch.setattr("weft.worker.lora_rows.read_adapter", read_when_told)
 
     async def scenario() -> None:
         engine = await start(tiny_model, {})
         try:
             loading = asyncio.create_task(engine.load_adapter("a", str(folder)))
-            while not engine.adapters:
-                await asyncio.sleep(0)
+            await until(is_reading.is_set, "the engine reads the adapter")
+            assert [adapter.number for adapter in engine.adapters] == [1]
             loading.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await loading
             assert not engine.adapters
+            go_on.set()
             await engine.load_adapter("a", str(folder))
             assert [adapter.number for adapter in engine.adapters] == [2]
         finally:

@@ -8,10 +8,10 @@ import gc
 import logging
 import os
 import threading
-import time
 import types
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,11 @@ import grpc.aio
 import pytest
 
 from tests.backends.one_piece import behind, give_in_one_piece
+from tests.waiting import PATIENCE, wait_until
 from weft.backends import BaseEngine, InferMetrics, create_engine
 from weft.checkpoint.model_files import ModelFiles
 from weft.compat.hosted import HostedEngine
+from weft.engine.wire import StepOutput
 from weft.errors import ContextTooLong, InvalidRequest, Unavailable
 from weft.types import FinishReason
 
@@ -59,14 +61,51 @@ def children() -> dict[int, int]:
     return found
 
 
-def test_tc_001_tc_002_it_streams_text_as_tokens_come(engine: HostedEngine, text: str) -> None:
-    began = time.monotonic()
-    chunks = engine.infer(PROMPT, **GREEDY | {"max_new_tokens": 100, "ignore_eos": True})
-    assert isinstance(chunks, types.GeneratorType)
-    times = [time.monotonic() - began for _ in chunks]
-    assert "Paris" in text
-    assert len(times) > 60, "a token at a time"
-    assert times[0] < times[-1] / 3, "the first piece did not wait for the last"
+@contextmanager
+def held_back(engine: HostedEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Of what the engine process sends, only the first step with tokens arrives before the given function is called,
+    from whichever thread."""
+    client: Any = behind(engine).client  # type: ignore[attr-defined]
+    looped = engine._looped
+    assert looped is not None
+    deliver = client._deliver
+    held: list[StepOutput] = []
+    num_steps, is_open = 0, False
+
+    def hold(output: StepOutput) -> None:
+        nonlocal num_steps
+        num_steps += bool(output.tokens or output.events)
+        if is_open or num_steps <= 1:
+            deliver(output)
+        else:
+            held.append(output)
+
+    def let_through() -> None:
+        nonlocal is_open
+        is_open = True
+        for output in held:
+            deliver(output)
+
+    def go_on() -> None:
+        looped._loop.call_soon_threadsafe(let_through)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "_deliver", hold)
+        yield go_on
+
+
+def test_tc_001_tc_002_it_streams_text_as_tokens_come(
+    engine: HostedEngine, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held_back(engine, monkeypatch) as go_on:
+        chunks = engine.infer(PROMPT, **GREEDY | {"max_new_tokens": 100, "ignore_eos": True})
+        assert isinstance(chunks, types.GeneratorType)
+        first = next(chunks)
+        assert behind(engine).open_requests() == 1, "the first piece did not wait for the last"
+        go_on()
+        rest = list(chunks)
+    assert "Paris" in text and (first + "".join(rest)).startswith(text)
+    assert len(rest) > 60, "a token at a time"
     metrics = engine.last_metrics
     assert metrics is not None and metrics.finish is FinishReason.LENGTH
     assert metrics.completion_tokens == 100 and metrics.prompt_tokens == 5
@@ -135,25 +174,28 @@ def test_tc_010_memory_is_really_given_back(smollm2_files: ModelFiles) -> None:
         engine.infer(PROMPT)
 
 
-def test_inside_a_running_loop_it_waits_for_nobody_but_the_engine(engine: HostedEngine, text: str) -> None:
+def test_inside_a_running_loop_it_waits_for_nobody_but_the_engine(
+    engine: HostedEngine, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def scenario() -> None:
         # Blocking, on the loop's own thread: all that answers it runs elsewhere.
         assert "".join(engine.infer(PROMPT, **GREEDY)) == text
         assert engine.infer_batch([PROMPT], **GREEDY) == [text]
-        turns = 0
+        # Read asynchronously, it leaves the loop to others: the rest comes only after some turns of another task.
+        with held_back(engine, monkeypatch) as go_on:
+            chunks = engine.async_infer(PROMPT, **GREEDY)
+            first = await anext(chunks)
 
-        async def count() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0.005)
+            async def turn() -> None:
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                go_on()
 
-        counting = asyncio.create_task(count())
-        assert "".join([chunk async for chunk in engine.async_infer(PROMPT, **GREEDY)]) == text
-        counting.cancel()
-        assert turns > 5, "the loop went on meanwhile"
+            turning = asyncio.create_task(turn())
+            assert first + "".join([chunk async for chunk in chunks]) == text
+            await turning
 
-    asyncio.run(asyncio.wait_for(scenario(), 120))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
 
 
 def test_nested_in_each_other(engine: HostedEngine, text: str) -> None:
@@ -221,15 +263,12 @@ def test_under_grpc_s_own_event_loop(engine: HostedEngine, text: str) -> None:
             leaving.cancel()
         await server.stop(None)
 
-    asyncio.run(asyncio.wait_for(scenario(), 120))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
     until_idle(engine)
 
 
-def until_idle(engine: HostedEngine, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while behind(engine).open_requests():
-        assert time.monotonic() < deadline, "a request goes on that nobody reads"
-        time.sleep(0.01)
+def until_idle(engine: HostedEngine) -> None:
+    wait_until(lambda: not behind(engine).open_requests(), "the end of a request that nobody reads")
 
 
 def leave_by_break(engine: HostedEngine) -> None:
@@ -273,8 +312,10 @@ def leave_a_task(engine: HostedEngine) -> None:
 def leave_by_abort(engine: HostedEngine) -> None:
     chunks = engine.infer(PROMPT, **ENDLESS, request_id="mine")
     next(chunks)
-    threading.Timer(0.1, engine.abort, ["mine"]).start()
+    aborting = threading.Thread(target=engine.abort, args=["mine"])
+    aborting.start()
     assert len(list(chunks)) < 899
+    aborting.join(PATIENCE)
 
 
 @pytest.mark.parametrize(

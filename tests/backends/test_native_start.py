@@ -6,23 +6,24 @@ import asyncio
 import gc
 import shutil
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE, until
 from weft.backends import native
 from weft.backends.model_text import ModelText, open_model_text
 from weft.backends.native import start_native
-from weft.config import Config, load
+from weft.config import load
 from weft.engine.process import LaunchedEngine
 from weft.errors import EngineFault, ModelError
+from weft.options import Config
 
 
 class SilentEngine:
-    """Loads for as long as it is left to."""
+    """Loads for as long as it is left to: a start that waits for it never ends."""
 
     pid: int | None = None
 
@@ -49,7 +50,7 @@ def broken_model(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def config_of(model: Path) -> Config:
-    return load({"model": str(model), "image_model": "none"}, env={})
+    return load({"model": str(model), "image_model": "none", "start_timeout_s": 3600.0}, env={})
 
 
 def run(scenario: Callable[[], Any]) -> list[dict[str, Any]]:
@@ -58,7 +59,7 @@ def run(scenario: Callable[[], Any]) -> list[dict[str, Any]]:
 
     async def whole() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, complaint: complaints.append(complaint))
-        await asyncio.wait_for(scenario(), 20)
+        await asyncio.wait_for(scenario(), PATIENCE)
         gc.collect()
         await asyncio.sleep(0)
 
@@ -68,10 +69,8 @@ def run(scenario: Callable[[], Any]) -> list[dict[str, Any]]:
 
 def test_a_broken_tokenizer_is_told_of_before_the_weights_are_loaded(broken_model: Path) -> None:
     async def scenario() -> None:
-        began = time.monotonic()
         with pytest.raises(ModelError, match="tokenizer"):
             await start_native(config_of(broken_model), launch=SilentEngine)
-        assert time.monotonic() - began < 10
 
     assert run(scenario) == []
 
@@ -93,7 +92,7 @@ def test_the_room_is_closed_when_the_start_is_given_up(tiny_model: Path, monkeyp
         opened.append(room)
         return room
 
-    monkeypatch.setattr(native, "open_text_room", open_it)
+    monkeypatch.setattr(native, "open_model_text", open_it)
     monkeypatch.setattr(ModelText, "close", lambda room: closed.append(room))
 
     async def scenario() -> None:
@@ -101,8 +100,7 @@ def test_the_room_is_closed_when_the_start_is_given_up(tiny_model: Path, monkeyp
             await start_native(config_of(tiny_model), launch=no_engine)
         assert len(opened) == 1 and closed == opened
         starting = asyncio.create_task(start_native(config_of(tiny_model), launch=SilentEngine))
-        while len(opened) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(opened) == 2, "the text room is open")
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting

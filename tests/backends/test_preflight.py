@@ -14,11 +14,11 @@ from weft import cli
 from weft.backends import preflight
 from weft.backends.preflight import findings, machine_findings
 from weft.backends.registry import EngineInfo, list_engines
-from weft.config import BackendOptions, Config, ModelOptions
 from weft.errors import ConfigError
 from weft.machine.devices import Device
 from weft.machine.hardware import Cpu, Machine, Memory, MemoryLimit
 from weft.machine.memory import GIB
+from weft.options import BackendOptions, Config, ModelOptions
 
 CPU = Cpu(cores=16, usable_cores=4, features=("avx2", "amx_tile"))
 BARE = Machine(cpu=CPU, memory=Memory(total=64 * GIB, free=60 * GIB))
@@ -152,4 +152,4 @@ def test_the_engine_says_what_the_device_is_that_has_the_memory(
 def test_memory_of_another_size_without_a_gpu(shape: Path) -> None:
     model = ModelOptions(model=str(shape), load_format="dummy", image_model="none", device="cpu")
     made = preflight.planned(Config(model=model), 16)
-    assert made.place == "cpu" and made.room.total == 16 * GIB and made.is_final
+    assert made.place == "cpu" and made.memory.total == 16 * GIB and made.is_final

@@ -10,28 +10,29 @@ import logging
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 
+from tests.waiting import PATIENCE, until, wait_until
 from weft.backends import safe_loading
 from weft.backends.contract import Engine, Health
 from weft.backends.native import start_native
 from weft.backends.safe_loading import Loading, LoadStage, check_load, load_safely
 from weft.checkpoint.model_files import ModelFiles, dummy_files
-from weft.config import BackendOptions, CacheOptions, Config, EngineOptions, ModelOptions
 from weft.engine.process import EngineProcess
 from weft.errors import EngineFault, ModelError, OutOfMemory, Unavailable, WeftError
 from weft.hub.progress import Report
 from weft.machine.devices import Device
 from weft.machine.hardware import Cpu, Machine, Memory
 from weft.machine.memory import GIB
+from weft.options import BackendOptions, CacheOptions, Config, EngineOptions, ModelOptions
 from weft.types import SamplingParams
 
 LLAMA_8B = {
@@ -258,6 +259,21 @@ def test_an_engine_that_the_kernel_ended_for_want_of_memory_was_short_of_it(monk
 # Stages and stalls.
 
 
+class Clock:
+    """Stands still until it is told to move on, and counts how often it is looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        self.num_looks = 0
+        monkeypatch.setattr(safe_loading, "time", SimpleNamespace(monotonic=self._look))
+        for name in ("POLL_SECONDS", "TICK_SECONDS"):
+            monkeypatch.setattr(safe_loading, name, 0.01)
+
+    def _look(self) -> float:
+        self.num_looks += 1
+        return self.seconds
+
+
 def test_every_stage_is_told(llama_8b: Config) -> None:
     heard: list[LoadStage] = []
 
@@ -272,8 +288,12 @@ def test_every_stage_is_told(llama_8b: Config) -> None:
 def test_the_hub_may_take_its_time(llama_8b: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has its own limit for downloads, and knows whether they move."""
 
+    clock = Clock(monkeypatch)
+
     def find_slowly(config: Config, report: Report) -> ModelFiles:
-        time.sleep(1.3)
+        clock.seconds += 3600
+        looks = clock.num_looks
+        wait_until(lambda: clock.num_looks > looks + 10, "the load is looked at")
         return dummy_files(Path(config.model.model))
 
     monkeypatch.setattr(safe_loading, "find_model", find_slowly)
@@ -285,7 +305,7 @@ def test_a_start_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def hang(config: Config) -> Engine:
         try:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         finally:
             ended.append("ended")
         raise AssertionError
@@ -296,8 +316,15 @@ def test_a_start_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ended == ["ended"]
 
 
-def test_an_engine_that_never_gets_ready_is_closed(llama_8b: Config) -> None:
-    engine = StandIn(reasons=["starting"] * 10_000)
+def test_an_engine_that_never_gets_ready_is_closed(llama_8b: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+
+    class NeverReady(StandIn):
+        def health(self) -> Health:
+            clock.seconds += 0.25
+            return Health(False, "starting")
+
+    engine = NeverReady()
 
     async def start(config: Config) -> Engine:
         return engine  # type: ignore[return-value]
@@ -315,7 +342,7 @@ def test_a_load_that_is_called_off_leaves_nothing_behind() -> None:
         begun.set()
         # As an engine may, it is ready all the same.
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
         made.append(StandIn())
         return made[0]  # type: ignore[return-value]
 
@@ -345,8 +372,10 @@ def test_a_load_may_go_on_by_itself() -> None:
         go_on.set()
         assert isinstance(await under_way.engine(), StandIn)
         assert under_way.stage.stage == "ready" and under_way.is_done
-        called_off = Loading(lambda config: asyncio.sleep(60), ELSEWHERE)  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)
+        for event in (begun, go_on):
+            event.clear()
+        called_off = Loading(start, ELSEWHERE)
+        await begun.wait()
         await called_off.cancel()
         assert called_off.is_done
 
@@ -367,12 +396,11 @@ def test_a_machine_that_takes_long_to_look_at_holds_up_nobody(llama_8b: Config) 
 
         def machine() -> Machine:
             looked.set()
-            assert goes_on.wait(5), "the loop stood still"
+            assert goes_on.wait(PATIENCE), "the loop stood still"
             return gpu()()
 
         checking = asyncio.create_task(check_load(llama_8b, machine=machine))
-        while not looked.is_set():
-            await asyncio.sleep(0.01)
+        await until(looked.is_set, "the machine is looked at")
         goes_on.set()
         assert await checking is not None
 
@@ -415,7 +443,7 @@ def test_a_real_engine_in_too_little_memory_gets_a_smaller_cache(
 
     with caplog.at_level(logging.WARNING, "weft"):
         asyncio.run(serve())
-    assert len(launched) == 2 and launched[1].wait(5) is not None
+    assert len(launched) == 2 and launched[1].wait(PATIENCE) is not None
     assert "the cache 8192 MiB" in caplog.text and "--kv-cache-memory-mb 0" in caplog.text
 
 

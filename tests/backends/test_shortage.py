@@ -11,11 +11,11 @@ import pytest
 
 from weft.backends.native import start_native
 from weft.backends.safe_loading import load_safely
-from weft.config import BackendOptions, CacheOptions, Config, ModelOptions
 from weft.engine.process import EngineProcess
 from weft.errors import OutOfMemory
 from weft.machine.hardware import Cpu, Machine, Memory
 from weft.machine.memory import GIB
+from weft.options import BackendOptions, CacheOptions, Config, ModelOptions
 
 ROOMY = Machine(cpu=Cpu(cores=2, usable_cores=2, features=()), memory=Memory(total=64 * GIB, free=64 * GIB))
 

@@ -15,8 +15,9 @@ from weft.backends import create_engine, registry, start_engine
 from weft.backends.contract import Engine
 from weft.backends.failover import FailoverEngine
 from weft.backends.registry import BUILT_IN
-from weft.config import Config, load
+from weft.config import load
 from weft.errors import ConfigError, ModelError, OutOfMemory, Unavailable
+from weft.options import Config
 
 pytestmark = pytest.mark.usefixtures("no_weft_environment")
 

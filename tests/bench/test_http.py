@@ -1,4 +1,4 @@
-"""The benchmark's client: what it reads does not depend on how the bytes come."""
+"""What the benchmark's client reads does not depend on how the bytes are split."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.waiting import PATIENCE
 from weft.bench.http import Address, Connection, OnBody
 from weft.errors import ConfigError
 
@@ -52,7 +53,7 @@ class Served:
 
 @asynccontextmanager
 async def connected(served: Served) -> AsyncIterator[Callable[[OnBody], Awaitable[int]]]:
-    async with asyncio.timeout(10), await asyncio.start_server(served, "127.0.0.1", 0) as server:
+    async with asyncio.timeout(PATIENCE), await asyncio.start_server(served, "127.0.0.1", 0) as server:
         address = Address("127.0.0.1", server.sockets[0].getsockname()[1])
         connection = await Connection.open(address)
         try:

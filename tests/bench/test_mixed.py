@@ -1,8 +1,7 @@
-"""Chats and images at once: which modes there are, what they count, and how the command ends."""
+"""Tests the modes of the mixed benchmark, what they count, and the command's exit code."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Callable
@@ -13,19 +12,20 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step, answer
+from tests import virtual_time
+from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step, all_steps, answer
 from tests.tiny_images import save_image_model
-from weft.backends.contract import Stream
+from weft.backends.contract import Stream, tokens_of
 from weft.bench import mixed
 from weft.bench.commands import app as bench
 from weft.bench.mixed import (
     Chat,
-    Figures,
+    MixedFigures,
     MixedReport,
     MixedWork,
     ModeReport,
     Picture,
-    Served,
+    WorkResult,
     figures_of,
     num_runs,
     run_mixed,
@@ -50,12 +50,12 @@ ODD: list[Step] = [0.01, *answer("Hello", ", ", "World", finish=FinishReason.LEN
 
 
 class Scripted(ScriptedEngine):
-    """Notes for every request how many chats and images are under way when it comes."""
+    """An engine that notes for every request how many chats and images are running when it comes."""
 
     def __init__(self) -> None:
         super().__init__(USUAL, images=PAINTER)
         self.odd_chats: set[int] = set()
-        """Those, by their number, that are answered otherwise."""
+        """Numbers of the chats that get another answer."""
         self.odd_images: set[int] = set()
         self.chats_came: list[tuple[int, int]] = []
         self.images_came: list[tuple[int, int]] = []
@@ -66,10 +66,11 @@ class Scripted(ScriptedEngine):
     async def submit(self, request: GenerationRequest) -> Stream:
         if isinstance(request.task, GenerateImage):
             self.images_came.append(self._under_way())
-            params = request.task.params
             is_odd = len(self.drawn) in self.odd_images
-            task = replace(request.task, params=replace(params, seed=params.seed + 9 * is_odd))
-            return await super().submit(replace(request, task=task))
+            params = request.task.params
+            params = replace(params, seed=params.seed + 9 * is_odd)
+            self.image_script = [0.002, *all_steps(params, len(tokens_of(request.prompt)))]
+            return await super().submit(replace(request, task=replace(request.task, params=params)))
         self.script = ODD if len(self.submitted) in self.odd_chats else USUAL
         self.chats_came.append(self._under_way())
         return await super().submit(request)
@@ -80,7 +81,7 @@ class Scripted(ScriptedEngine):
 
 
 class Engines:
-    """Those that a benchmark starts, and what is switched off when it does."""
+    """The engines that a benchmark starts, and what is switched off when it does."""
 
     def __init__(self) -> None:
         self.first = Scripted()
@@ -95,13 +96,15 @@ class Engines:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
+    """They take time, which passes on the virtual clock."""
     engines = Engines()
     monkeypatch.setattr(mixed, "start_native", engines.start)
+    monkeypatch.setattr("weft.bench.commands.run", virtual_time.run)
     return engines
 
 
 def measure(work: MixedWork, tick: Callable[[str], None] = lambda name: None) -> MixedReport:
-    return asyncio.run(run_mixed(load(env={}), work, tick))
+    return virtual_time.run(run_mixed(load(env={}), work, tick))
 
 
 def by_name(report: MixedReport) -> dict[str, ModeReport]:
@@ -222,7 +225,7 @@ def test_figures_are_of_the_times_that_things_came() -> None:
         Picture(arrived=0.0, asked=1.0, ended=3.0, rgb=b""),
         Picture(arrived=1.0, asked=2.25, ended=4.0, rgb=b""),
     ]
-    assert figures_of(Served(began=0.0, chats=chats, images=images)) == Figures(
+    assert figures_of(WorkResult(began=0.0, chats=chats, images=images)) == MixedFigures(
         seconds=6.0,
         output_tokens_per_s=8 / 6,
         decode_tokens_per_s=3 / 2,  # from 2, where both decode, to 4, where the last image ends
@@ -235,10 +238,11 @@ def test_figures_are_of_the_times_that_things_came() -> None:
         image_p50_s=3.0,
         image_max_s=3.0,
     )
-    text = figures_of(Served(began=0.0, chats=chats, images=[]))
+    text = figures_of(WorkResult(began=0.0, chats=chats, images=[]))
     assert text.decode_tokens_per_s == 4 / 3 and text.images_per_s is None and text.image_max_s is None
     later = [Picture(arrived=0.0, asked=6.0, ended=7.0, rgb=b"")]
-    assert figures_of(Served(began=0.0, chats=chats, images=later)).decode_tokens_per_s is None, "no chat decodes then"
+    late = figures_of(WorkResult(began=0.0, chats=chats, images=later))
+    assert late.decode_tokens_per_s is None, "no chat decodes then"
 
 
 def test_the_command_measures_real_engines(tiny_model: Path, tmp_path: Path) -> None:

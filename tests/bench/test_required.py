@@ -1,5 +1,5 @@
-"""Benchmarks that must reach something, by their exit code. TC-005 and TC-006 are such commands; here only that they
-work is tested, for figures need a machine of their own."""
+"""Benchmarks with required figures report them by their exit code. TC-005 and TC-006 are such commands; the figures
+need a machine of their own, so only the commands are tested here."""
 
 from __future__ import annotations
 

@@ -1,17 +1,24 @@
-"""The load benchmark against real servers: what it counts, what it calls a failure, and how the command ends."""
+"""Tests the load benchmark against real servers: what it counts, what it calls a failure, and its exit code."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.api.clock import Clock
 from tests.api.http import real_server
 from tests.api.scripted_engine import ScriptedEngine, answer
+from tests.waiting import until
 from weft.api.app import build_app
+from weft.bench import serve
 from weft.bench.commands import app as bench
 from weft.bench.serve import Load, Run, ServeReport, ServeWork, StreamTimes, own_server, run_serve
 from weft.config import load
@@ -22,9 +29,8 @@ FIVE = ["He", "l", "lo"]
 """Five tokens of a byte each, in three events."""
 
 
-def five_tokens(*waits: float) -> ScriptedEngine:
-    steps = answer(*FIVE, finish=FinishReason.LENGTH)
-    return ScriptedEngine([steps[0], *waits, *steps[1:]])
+def five_tokens() -> ScriptedEngine:
+    return ScriptedEngine(answer(*FIVE, finish=FinishReason.LENGTH))
 
 
 def measure(engine: ScriptedEngine, *loads: Load, runs: int = 1) -> ServeReport:
@@ -37,30 +43,67 @@ def measure(engine: ScriptedEngine, *loads: Load, runs: int = 1) -> ServeReport:
 
 
 async def _without_warm_up(url: str, work: ServeWork) -> ServeReport:
-    """The warm-up wants 4 tokens, and the scripts give others."""
-    from weft.bench import serve
-
+    """Skip the warm-up, which asks for 4 tokens where the scripts give others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(serve._Bench, "warm_up", lambda self: asyncio.sleep(0))
         return await run_serve(url, work)
 
 
-def test_tokens_are_the_servers_and_times_are_of_its_events() -> None:
-    engine = five_tokens(0.1)
-    report = measure(engine, Load(2, 6, 7, 5), Load(3, 3, 4, 5), runs=2)
+def test_tokens_are_the_servers_and_times_are_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only the engine moves: by 20 ms before the first event of an answer, by 100 ms behind it."""
+    clock = Clock()
+    begun: set[StreamTimes] = set()
+    engine = five_tokens()
+
+    class Watched(StreamTimes):
+        def read(self, data: bytes) -> None:
+            super().read(data)
+            if self.first_s is not None:
+                begun.add(self)
+
+    async def before_the_first() -> None:
+        clock.now += 0.02
+
+    async def behind_the_first() -> None:
+        await until(lambda: len(begun) == len(engine.submitted), "the first event at its reader")
+        clock.now += 0.1
+
+    first_step, *later = engine.script
+    engine.script = [before_the_first, first_step, behind_the_first, *later]
+    monkeypatch.setattr(serve, "time", SimpleNamespace(perf_counter=clock, process_time=time.process_time))
+    monkeypatch.setattr(serve, "StreamTimes", Watched)
+    report = measure(engine, Load(1, 3, 7, 5), Load(2, 6, 7, 5), runs=2)
     assert report.model == "scripted" and report.num_failures == 0
-    first, second = report.figures
+    alone, first = report.figures
+    assert [run.output_tokens for run in alone.runs] == [15, 15]
     assert [run.output_tokens for run in first.runs] == [30, 30]
-    assert [run.output_tokens for run in second.runs] == [15, 15]
+    for run in alone.runs:
+        assert run.first_token_ms.p50 == pytest.approx(20)
+        # Two events a stream follow the first: one after 100 ms, one at once.
+        assert run.inter_token_ms.p99 == pytest.approx(100)
+        assert run.seconds == pytest.approx(3 * 0.12), "three requests one after the other"
     for run in first.runs:
-        # Two events a stream follow the first: one after the wait, one at once.
-        assert run.inter_token_ms.p99 >= 95 > run.inter_token_ms.p50 or run.inter_token_ms.p50 >= 95
-        assert 0 < run.first_token_ms.p50 < 90
-        assert run.seconds >= 3 * 0.1, "three requests one after the other on each connection"
+        assert run.seconds == pytest.approx(6 * 0.12)
         assert run.output_tokens_per_s == pytest.approx(30 / run.seconds)
     speeds = sorted(run.output_tokens_per_s for run in first.runs)
     assert first.output_tokens_per_s == pytest.approx(sum(speeds) / 2)
     assert first.spread == pytest.approx((speeds[1] - speeds[0]) / first.output_tokens_per_s)
+
+
+def test_the_cpu_time_of_the_servers_process_is_counted_for_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's clock, as its metrics tell it, is one that rises by 0.3 s with every reading."""
+    readings = count(10.0, 0.3)
+    monkeypatch.setattr("weft.observe.metrics.process_time", lambda: next(readings))
+    first, second = measure(five_tokens(), Load(2, 6, 7, 5), Load(3, 3, 4, 5), runs=2).figures
+    assert [run.server_cpu_us_per_token for run in first.runs] == [pytest.approx(0.3e6 / 30)] * 2
+    assert first.server_cpu_us_per_token == pytest.approx(10_000)
+    assert second.server_cpu_us_per_token == pytest.approx(20_000)
+
+
+def test_a_server_that_does_not_tell_its_cpu_time_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.api.app.exposition", lambda *_: b"# nothing\n")
+    report = measure(five_tokens(), Load(1, 1, 4, 5))
+    assert only_run(report).server_cpu_us_per_token is None is report.figures[0].server_cpu_us_per_token
 
 
 def test_prompts_are_token_ids_of_the_asked_length_and_none_comes_twice() -> None:
@@ -142,6 +185,9 @@ def test_the_command_prints_a_table_writes_json_and_fails_when_a_request_does(tm
         assert len(four.submitted) == 2 + 2 * 5, "two to warm up, and the work"
         report = json.loads(file.read_text())
         assert [line["num_failures"] for line in report["figures"]] == [0, 0]
+        for line in report["figures"]:
+            shown = f"{line['server_cpu_us_per_token']:,.0f}"
+            assert line["server_cpu_us_per_token"] > 0 and f" {shown} " in good.output
         bad = CliRunner().invoke(bench, [*common, "--work", "1x1:3:9"])
         assert bad.exit_code == 1 and "9 tokens were asked for, 4 came" in bad.output
         wrong = CliRunner().invoke(bench, ["serve", "--url", url, "m", "--max-num-seqs", "3"])
@@ -168,6 +214,8 @@ def test_a_server_of_its_own_is_started_measured_and_ended(tiny_model: Path) -> 
     report = asyncio.run(scenario())
     assert report.num_failures == 0 and report.figures[0].runs[0].output_tokens == 24
     assert report.startup_seconds is not None and report.startup_seconds > 0.2
+    cpu = report.figures[0].server_cpu_us_per_token
+    assert cpu is not None and 0 < cpu < 1e6 * (os.cpu_count() or 1) * report.figures[0].runs[0].seconds
 
 
 def test_a_server_that_does_not_start_is_told(capfd: pytest.CaptureFixture[str]) -> None:

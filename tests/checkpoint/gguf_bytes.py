@@ -1,4 +1,4 @@
-"""A GGUF file, byte by byte, so that a test can put any lie into any field."""
+"""Writes a GGUF file byte by byte, so that a test can put a wrong value into any field."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def array(key: str, code: int, values: Sequence[object], *, count: int | None = 
 
 
 def tensor(name: str, shape: Sequence[int], code: int = 0, offset: int = 0, *, dimensions: int | None = None) -> bytes:
-    """`shape` in the order of the file: the contiguous dimension first."""
+    """Describe a tensor; `shape` is in the order of the file, the contiguous dimension first."""
     count = len(shape) if dimensions is None else dimensions
     return string(name) + u32(count) + b"".join(map(u64, shape)) + u32(code) + u64(offset)
 
@@ -61,7 +61,7 @@ def gguf(
 
 
 def small_model() -> bytes:
-    """Two tensors, a tokenizer, and a value of every type."""
+    """Return a file with two tensors, a tokenizer, and a value of every type."""
     pairs = [
         pair("general.architecture", STRING, "llama"),
         pair("llama.block_count", U32, 2),

@@ -1,4 +1,4 @@
-"""The GGUF reader: what is right is read, what is wrong is refused by name, and no lie costs memory."""
+"""The GGUF reader reads valid files, refuses others with the reason, and allocates nothing for false sizes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         gguf([string("a") + u32(ARRAY) + u32(STRING) + u64(1) + u64(HUGE)]),
         "string 0 of metadata 'a' needs",
     ),
-    "key twice": (gguf([pair("a", U8, 1)] * 2), "'a' stands twice"),
+    "key twice": (gguf([pair("a", U8, 1)] * 2), "'a' is in the file twice"),
     "alignment 0": (gguf([pair("general.alignment", U32, 0)]), "general.alignment is 0"),
     "alignment 24": (gguf([pair("general.alignment", U32, 24)]), "power of two"),
     "alignment text": (gguf([pair("general.alignment", STRING, "32")]), "power of two"),
@@ -123,8 +123,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "large tensor": (gguf((), [tensor("t", [2**40])], ZEROS), "ends at byte 4398046511168, and the file at 320"),
     "far offset": (gguf((), [tensor("t", [8], 0, 2**62)], ZEROS), "and the file at 320"),
     "odd offset": (gguf((), [tensor("t", [8], 0, 4)], ZEROS), "no multiple of the alignment 32"),
-    "overlap": (gguf((), [tensor("a", [16], 0, 0), tensor("b", [8], 0, 32)], ZEROS), "'b' lies over"),
-    "tensor twice": (gguf((), [tensor("a", [8]), tensor("a", [8], 0, 32)], ZEROS), "'a' stands twice"),
+    "overlap": (gguf((), [tensor("a", [16], 0, 0), tensor("b", [8], 0, 32)], ZEROS), "'b' overlaps"),
+    "tensor twice": (gguf((), [tensor("a", [8]), tensor("a", [8], 0, 32)], ZEROS), "'a' is in the file twice"),
     "ragged row": (gguf((), [tensor("t", [33], 8)], ZEROS), "rows of 33, no multiple of Q8_0's 32"),
     "unsupported type": (gguf((), [tensor("t", [256], 10)], ZEROS), "type Q2_K is not supported; supported: F32, F16"),
     "unknown type": (gguf((), [tensor("t", [8], 77)], ZEROS), "type number 77 is not supported"),

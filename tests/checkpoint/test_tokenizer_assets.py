@@ -1,4 +1,4 @@
-"""The tokenizer, template and facts of a model, from both kinds of files."""
+"""Reads the tokenizer, template and facts of a model from both kinds of files."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import PATIENCE
 from weft import LLM
 from weft.backends import BaseEngine, InferMetrics, start_engine
 from weft.backends.contract import Conversation, NotSupported, Terms
@@ -119,7 +120,7 @@ def test_a_reader_that_is_cancelled_hears_so_and_the_generator_is_closed(add_eng
         def infer(self, prompt: str, **kwargs: Any) -> Generator[str, None, None]:
             try:
                 self.begun.set()
-                assert self.may_go_on.wait(20)
+                assert self.may_go_on.wait(PATIENCE)
                 yield prompt
                 raise AssertionError("a chunk too many")
             finally:

@@ -6,27 +6,30 @@ import asyncio
 import inspect
 import logging
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
 from msgspec.structs import replace
 
-from tests.api.http import wait_until
-from tests.api.scripted_engine import ScriptedEngine, answer
+from tests.api.scripted_engine import ScriptedEngine, Step, answer
+from tests.waiting import PATIENCE, until, wait_until
 from weft.backends import BaseEngine, InferMetrics, create_engine
 from weft.backends.contract import Abilities
 from weft.backends.rechunk import split_words
 from weft.checkpoint.adapter_files import adapter_paths
+from weft.compat import hosted
 from weft.compat.hosted import HostedEngine
 from weft.compat.keywords import SAMPLING_DEFAULTS
-from weft.config import Config
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, OutOfMemory, Unavailable
 from weft.models_file import MEANINGLESS
+from weft.options import Config
 from weft.types import Adapter, FinishReason, MemoryLedger, Output, SamplingParams, Usage
 
 pytestmark = pytest.mark.usefixtures("no_weft_environment")
+
+HANGING: list[Step] = [Output(text="a", token_ids=[1]), lambda: asyncio.Event().wait()]
 
 
 class Stage:
@@ -41,8 +44,7 @@ class Stage:
 
     async def start(self, config: Config) -> ScriptedEngine:
         self.configs.append(config)
-        while not self.may_start.is_set():
-            await asyncio.sleep(0.01)
+        await until(self.may_start.is_set, "the engine may start")
         if self.failures:
             raise self.failures.pop()
         return self.engine
@@ -153,6 +155,16 @@ def test_a_word_that_cannot_be_is_refused_and_named(
     assert not stage.engine.submitted
 
 
+@pytest.mark.parametrize(("prompt", "words"), [("", {}), ("Hi", {"temperature": -1}), ("Hi", {"colour": "red"})])
+def test_a_refusal_is_the_value_error_that_callers_from_elsewhere_catch(
+    engine: BaseEngine, prompt: str, words: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        engine.infer(prompt, **words)
+    assert isinstance(caught.value, InvalidRequest) and caught.value.status == 400
+    assert issubclass(ContextTooLong, ValueError) and not issubclass(Unavailable, ValueError)
+
+
 def test_a_prompt_that_cannot_be_never_reaches_the_engine(stage: Stage, engine: BaseEngine) -> None:
     with pytest.raises(InvalidRequest, match="empty"):
         engine.infer("")
@@ -209,11 +221,26 @@ def test_joined_the_pieces_are_the_text_whatever_the_tokens(
         assert len(chunks) <= -(-(num_tokens or len(split_words(text))) // size)
 
 
-def test_figures_of_every_request(stage: Stage, engine: BaseEngine) -> None:
+class Clock:
+    """Stands still until it is told to move on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        monkeypatch.setattr(hosted, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
+
+    async def quarter(self) -> None:
+        self.seconds += 0.25
+
+    async def half(self) -> None:
+        self.seconds += 0.5
+
+
+def test_figures_of_every_request(stage: Stage, engine: BaseEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
     stage.engine.script = [
-        0.05,
+        clock.quarter,
         Output(text="a", token_ids=[1], queue_seconds=0.01),
-        0.05,
+        clock.half,
         Output(
             text="bc", token_ids=[2, 3], finish=FinishReason.LENGTH, usage=Usage(prompt_tokens=2, completion_tokens=3)
         ),
@@ -224,11 +251,11 @@ def test_figures_of_every_request(stage: Stage, engine: BaseEngine) -> None:
     metrics = seen[0]
     assert (metrics.request_id, metrics.finish) == ("mine", FinishReason.LENGTH)
     assert (metrics.prompt_tokens, metrics.completion_tokens, metrics.queue_seconds) == (2, 3, 0.01)
-    assert 0.04 < metrics.ttft_seconds < metrics.generation_seconds - 0.04
-    assert metrics.tokens_per_second == pytest.approx(3 / metrics.generation_seconds)
+    assert (metrics.ttft_seconds, metrics.generation_seconds, metrics.tokens_per_second) == (0.25, 0.75, 4)
     engine.infer_batch(["a", "b"], request_id="two", on_metrics=seen.append)
     assert [one.request_id for one in seen[1:]] == ["two-0", "two-1"]
-    assert all(one.completion_tokens == 3 and one.ttft_seconds > 0.04 for one in seen[1:])
+    assert all(one.completion_tokens == 3 and one.ttft_seconds >= 0.25 for one in seen[1:])
+    stage.engine.script = HANGING
     chunks = engine.infer("hi", on_metrics=seen.append)
     next(chunks)
     chunks.close()
@@ -240,35 +267,47 @@ def test_figures_of_every_request(stage: Stage, engine: BaseEngine) -> None:
     assert len(seen) == 5, "once for every request"
 
 
-def test_a_slow_reader_does_not_make_the_engine_slow(stage: Stage, engine: BaseEngine) -> None:
-    for _ in engine.infer("hi"):
-        time.sleep(0.2)
-    assert engine.last_metrics is not None and engine.last_metrics.generation_seconds < 0.8, "5 pieces take 1 s to read"
+def test_a_slow_reader_does_not_make_the_engine_slow(
+    stage: Stage, engine: BaseEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine gives the last token while the first is read, and only its own time counts."""
+    clock, all_given = Clock(monkeypatch), threading.Event()
+
+    async def tell() -> None:
+        all_given.set()
+
+    stage.engine.script = [Output(text="Hello, ", token_ids=[1]), clock.half, *answer("world"), tell]
+    chunks = engine.infer("hi")
+    first = next(chunks)
+    assert all_given.wait(PATIENCE)
+    clock.seconds += 3600
+    assert "".join([first, *chunks]) == "Hello, world"
+    assert engine.last_metrics is not None and engine.last_metrics.generation_seconds == 0.5
 
 
 def test_a_batch_is_asked_for_at_once(stage: Stage, engine: BaseEngine) -> None:
     async def until_all_are_asked_for() -> None:
-        async with asyncio.timeout(20):
-            while len(stage.engine.submitted) < 20:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(stage.engine.submitted) == 20, "all are asked for")
 
     stage.engine.script = [until_all_are_asked_for, *answer("done")]
     assert engine.infer_batch([f"prompt {number}" for number in range(20)]) == ["done"] * 20
 
 
 def test_abort_by_id(stage: Stage, engine: BaseEngine) -> None:
-    stage.engine.script = [Output(text="a", token_ids=[1]), 60.0]
+    stage.engine.script = HANGING
     chunks = engine.infer("hi", request_id="mine")
     assert next(chunks) == "a"
     assert not engine.abort("yours")
-    threading.Timer(0.1, engine.abort, ["mine"]).start()
+    aborting = threading.Thread(target=engine.abort, args=["mine"])
+    aborting.start()
     assert list(chunks) == []
+    aborting.join(PATIENCE)
     assert engine.last_metrics is not None and engine.last_metrics.finish is FinishReason.ABORT
     assert not stage.engine.open
 
 
 def test_abort_of_a_batch_and_of_one_in_it(stage: Stage, engine: BaseEngine) -> None:
-    stage.engine.script = [Output(text="a", token_ids=[1]), 60.0]
+    stage.engine.script = HANGING
     seen: list[InferMetrics] = []
     done: list[list[str]] = []
 
@@ -286,7 +325,7 @@ def test_abort_of_a_batch_and_of_one_in_it(stage: Stage, engine: BaseEngine) -> 
     wait_until(lambda: len(stage.engine.open) == 2)
     assert asking.is_alive(), "the others go on"
     assert engine.abort("two")
-    asking.join(20)
+    asking.join(PATIENCE)
     assert done == [["a", "a", "a"]] and not stage.engine.open
     assert [one.finish for one in seen] == [FinishReason.ABORT] * 3
     assert not engine.abort("two") and not engine.abort("two-0")

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import httpx
 
+from tests.waiting import PATIENCE
+
 
 class Server:
     """`weft serve`, ready. A context manager that leaves nothing running."""
@@ -31,7 +33,7 @@ class Server:
         line = self.process.stdout.readline()
         found = re.search(r"at (http://\S+)", line)
         if found is None:
-            self.process.wait(30)
+            self.process.wait(PATIENCE)
             self._close()
             raise AssertionError(f"the server said {line!r}\n" + "".join(self.log))
         self.url = found[1]
@@ -43,17 +45,17 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.send_signal(signal.SIGTERM)
-            self.process.wait(30)
+            self.process.wait(PATIENCE)
         self._close()
 
     def _close(self) -> None:
-        self._reading.join(10)
+        self._reading.join(PATIENCE)
         assert self.process.stdout is not None and self.process.stderr is not None
         self.process.stdout.close()
         self.process.stderr.close()
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=30)
+        return httpx.get(self.url + path, timeout=PATIENCE)
 
     def metric(self, name: str) -> float:
         found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics").text, re.MULTILINE)

@@ -15,8 +15,8 @@ import grpc
 import httpx
 import pytest
 
-from tests.api.http import wait_until
 from tests.e2e.server import Server
+from tests.waiting import PATIENCE, wait_until
 from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 
 CONTEXT = 64
@@ -30,7 +30,7 @@ class Canary(threading.Thread):
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
-        self._client = httpx.Client(base_url=url, timeout=60)
+        self._client = httpx.Client(base_url=url, timeout=PATIENCE)
         self.first = self.ask()
         self.runs = 0
         self.changed: list[str] = []
@@ -59,7 +59,7 @@ class Doors:
         wait_until(lambda: "gRPC answers" in "".join(server.log))
         (port,) = re.findall(r"gRPC answers on port (\d+)", "".join(server.log))
         self._channel = grpc.insecure_channel(f"127.0.0.1:{port}")
-        self.client = httpx.Client(base_url=server.url, timeout=60)
+        self.client = httpx.Client(base_url=server.url, timeout=PATIENCE)
 
     def predict(self, *, prompt: Any = "hi", model_id: str = "", **generation: Any) -> str:
         """The status of a prediction."""
@@ -71,7 +71,7 @@ class Doors:
         given = {"max_new_tokens": 2, **generation}
         request = StreamPredictRequest(prompt=prompt, model_id=model_id, generation=GenerationParameters(**given))
         try:
-            assert list(call(iter([request]), timeout=60))[-1].end_of_stream
+            assert list(call(iter([request]), timeout=PATIENCE))[-1].end_of_stream
         except grpc.RpcError as error:
             return error.code().name
         return "OK"
@@ -105,7 +105,7 @@ def beside(canary: Canary) -> Iterator[None]:
     """A whole answer goes by beside every test, and it is the same as ever."""
     before = canary.runs
     yield
-    wait_until(lambda: canary.runs > before + 1, 60)
+    wait_until(lambda: canary.runs > before + 1, "a whole answer beside the test")
     assert not canary.changed
 
 

@@ -9,8 +9,8 @@ import grpc
 import httpx
 import pytest
 
-from tests.api.http import wait_until
 from tests.e2e.server import Server
+from tests.waiting import wait_until
 from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 from weft.checkpoint.model_files import ModelFiles
 

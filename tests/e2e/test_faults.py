@@ -6,13 +6,14 @@ import asyncio
 import json
 import os
 import signal
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.e2e.server import Server
+from tests.waiting import PATIENCE, wait_until
 from weft.checkpoint.model_files import ModelFiles
 
 TOPICS = [
@@ -41,11 +42,9 @@ async def stream(client: httpx.AsyncClient, body: dict) -> str:
     raise AssertionError("the stream ended without [DONE]")
 
 
-async def until(true, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not await asyncio.to_thread(true):
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.05)
+async def until(condition: Callable[[], object], what: str = "the condition") -> None:
+    """Ask the server in a thread, while this loop's streams go on."""
+    await asyncio.to_thread(wait_until, condition, what)
 
 
 def connect(server: Server) -> httpx.AsyncClient:
@@ -75,26 +74,18 @@ def test_a_hundred_chats_at_once_are_each_their_solo_run(server: Server) -> None
     lengths = (2, 5, 8, 12, 16)
 
     async def scenario() -> None:
-        most_running = 0.0
-
-        async def watch() -> None:
-            nonlocal most_running
-            while True:
-                most_running = max(most_running, await asyncio.to_thread(server.metric, "weft_num_requests_running"))
-                await asyncio.sleep(0.3)
-
         async with connect(server) as client:
             solo = {topic: await stream(client, chat(topic, max(lengths))) for topic in TOPICS}
-            watching = asyncio.create_task(watch())
             work = [(topic, length) for length in lengths for topic in TOPICS]
-            texts = await asyncio.gather(*(stream(client, chat(topic, length)) for topic, length in work))
-            watching.cancel()
+            chats = asyncio.gather(*(stream(client, chat(topic, length)) for topic, length in work))
+            await until(lambda: chats.done() or server.metric("weft_num_requests_running") > 16, "many at once")
+            assert not chats.done(), "no more than 16 ran at the same time"
+            texts = await chats
         assert len(texts) == 100
         for (topic, length), text in zip(work, texts, strict=True):
             assert text and solo[topic].startswith(text), f"{topic}, {length} tokens"
             if length == max(lengths):
                 assert text == solo[topic]
-        assert most_running > 16
 
     asyncio.run(scenario())
 
@@ -115,18 +106,22 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server, streaming: bool) 
 
 def test_terminated_it_finishes_what_runs_and_takes_nothing_new(smollm2_files: ModelFiles) -> None:
     async def scenario() -> None:
-        with Server("--drain-timeout-s", "60") as server:
+        with Server("--drain-timeout-s", "3600", "--heartbeat-timeout-s", "3600") as server:
             children = server.children()
             async with connect(server) as client:
                 running = asyncio.create_task(stream(client, chat("tea", 60, ignore_eos=True)))
                 await until(lambda: server.metric("weft_generation_tokens_total") > 3)
+                engine_pid = server.engine_pid()
+                os.kill(engine_pid, signal.SIGSTOP)
                 server.process.send_signal(signal.SIGTERM)
                 await until(lambda: server.get("/health").status_code == 503)
                 refused = await client.post("/v1/chat/completions", json=chat("tea", 4))
                 assert refused.status_code == 503
                 assert "shutting down" in refused.json()["error"]["message"]
+                assert not running.done()
+                os.kill(engine_pid, signal.SIGCONT)
                 assert len(await running) > 60
-            assert await asyncio.to_thread(server.process.wait, 30) == 0
+            assert await asyncio.to_thread(server.process.wait, PATIENCE) == 0
             assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
     asyncio.run(scenario())
@@ -134,7 +129,7 @@ def test_terminated_it_finishes_what_runs_and_takes_nothing_new(smollm2_files: M
 
 def test_terminated_twice_it_ends_at_once(smollm2_files: ModelFiles) -> None:
     async def scenario() -> None:
-        with Server("--drain-timeout-s", "600") as server:
+        with Server("--drain-timeout-s", "3600") as server:
             async with connect(server) as client:
                 running = asyncio.create_task(stream(client, chat("tea", 4000, ignore_eos=True)))
                 await until(lambda: server.metric("weft_generation_tokens_total") > 3)
@@ -143,7 +138,7 @@ def test_terminated_twice_it_ends_at_once(smollm2_files: ModelFiles) -> None:
                 server.process.send_signal(signal.SIGTERM)
                 with pytest.raises((AssertionError, httpx.HTTPError)):
                     await running
-            assert await asyncio.to_thread(server.process.wait, 30) == 0
+            assert await asyncio.to_thread(server.process.wait, PATIENCE) == 0
 
     asyncio.run(scenario())
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ import openai
 import pytest
 
 from tests.e2e.server import Server
+from tests.waiting import PATIENCE, wait_until
 
 ADMIN = {"x-api-key": "root"}
 FLAGS = ("--kv-cache-memory-mb", "32", "--image-model", "none", "--threads", "1", "--admin-key", "root")
@@ -57,13 +57,6 @@ def write(file: Path, models: dict[str, dict[str, Any]]) -> Path:
     other = file.with_suffix(".next")
     other.write_text(json.dumps({"models": models}, indent=1))
     return other.replace(file)
-
-
-def eventually(true: Callable[[], object], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -130,10 +123,10 @@ def test_the_death_of_one_engine_is_not_heard_by_the_other_s_streams(fleet: Flee
 
     reading = threading.Thread(target=stream)
     reading.start()
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE)
     os.kill(second, signal.SIGKILL)
     assert fleet.complete("second").status_code == 200
-    reading.join(60)
+    reading.join(PATIENCE)
     assert "".join(texts) == whole
     assert first in fleet.engine_pids() and second not in fleet.engine_pids()
     lines = fleet.get("/metrics").text.splitlines()
@@ -144,11 +137,11 @@ def test_the_death_of_one_engine_is_not_heard_by_the_other_s_streams(fleet: Flee
 def test_the_file_changes_while_it_serves(fleet: Fleet, models: dict[str, dict[str, Any]]) -> None:
     before = {*fleet.engine_pids()}
     fleet.file.write_text('{"models": {"first": {"pat": 1}}}')
-    eventually(lambda: any("the models stay as they were" in line and "models.json:1" in line for line in fleet.log))
+    wait_until(lambda: any("the models stay as they were" in line and "models.json:1" in line for line in fleet.log))
     assert fleet.complete("first").status_code == 200
     write(fleet.file, {"third": models["second"], "first": {**models["first"], "max_model_len": 64}})
-    eventually(lambda: not before & {*fleet.engine_pids()})
-    eventually(lambda: fleet.states() == {"third": "unloaded", "first": "loaded"})
+    wait_until(lambda: not before & {*fleet.engine_pids()})
+    wait_until(lambda: fleet.states() == {"third": "unloaded", "first": "loaded"})
     assert fleet.complete("second").status_code == 404
     assert fleet.complete("first", 100).status_code == 400
 
@@ -172,7 +165,7 @@ def test_one_at_a_time_and_one_that_is_damaged(models: dict[str, dict[str, Any]]
     assert first.endswith("models.json:3: first: ok") and second.endswith("models.json:6: second: ok")
     assert "models.json:9: damaged: " in third and "model.safetensors" in third
     with Fleet(file, "--max-loaded-models", "1") as fleet:
-        eventually(lambda: any("models.json:9: damaged cannot be loaded" in line for line in fleet.log))
+        wait_until(lambda: any("models.json:9: damaged cannot be loaded" in line for line in fleet.log))
         assert fleet.states() == {"first": "unloaded", "second": "unloaded", "damaged": "failed"}
         for name in ("first", "second"):
             assert fleet.complete(name).status_code == 200

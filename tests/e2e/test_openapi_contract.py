@@ -26,6 +26,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tests.e2e.hostile import BASES
 from tests.e2e.tiny_server import NAME, TinyServer
+from tests.waiting import PATIENCE
 from weft.api.app import ANSWERS, REQUESTS
 
 NUM_CASES = 100
@@ -96,7 +97,7 @@ def try_out(operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode, s
     )
     @given(case=cases(operation, mode))
     def one(case: Case) -> None:
-        response = case.call(session=session, timeout=30)
+        response = case.call(session=session, timeout=PATIENCE)
         statuses.append(response.status_code)
         # Of a stream the description tells nothing but that it is one.
         streamed = response.headers["content-type"][0].startswith("text/event-stream")

@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.http import wait_until
 from tests.api.openai.pixels import pixels_of
 from tests.e2e.tiny_server import NAME, TinyServer
 from tests.tiny_pipelines import SIZE, save_pipeline
+from tests.waiting import wait_until
 
 pytest.importorskip("diffusers")
 

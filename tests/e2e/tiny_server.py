@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.e2e.server import Server
+from tests.waiting import wait_until
 
 NAME = "tiny"
 
@@ -21,20 +21,16 @@ class TinyServer(Server):
         self.first_engine = self.engine_pid()
 
     def grpc_port(self) -> int:
-        deadline = time.monotonic() + 10
-        while not (found := re.search(r"gRPC answers on port (\d+)", "".join(self.log))):
-            assert time.monotonic() < deadline, "gRPC never answered"
-            time.sleep(0.01)
-        return int(found[1])
+        told = re.compile(r"gRPC answers on port (\d+)")
+        wait_until(lambda: told.search("".join(self.log)), "gRPC's port")
+        (port,) = told.findall("".join(self.log))
+        return int(port)
 
     def check_unharmed(self) -> None:
         """The first engine still runs, and holds nothing; the log tells of no error. The engine checks its own books
         whenever it is idle, and would have died of a block that was lost."""
-        deadline = time.monotonic() + 20
         held = ("weft_num_requests_running", "weft_num_requests_waiting", "weft_kv_cache_usage_perc")
-        while any(left := {name: self.metric(name) for name in held}.values()):
-            assert time.monotonic() < deadline, f"still held: {left}"
-            time.sleep(0.05)
+        wait_until(lambda: not any(map(self.metric, held)), f"0 of {', '.join(held)}")
         assert self.get("/health").status_code == 200
         assert self.metric("weft_engine_restarts_total") == 0
         assert self.engine_pid() == self.first_engine

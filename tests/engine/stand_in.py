@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable
 
+from tests.waiting import PATIENCE
 from weft.engine.wire import FromEngine, Ready, Shutdown, Start, ToEngine, frame, receive
 from weft.types import ModelInfo
 
@@ -19,11 +19,12 @@ MODEL = ModelInfo(
 class StandIn:
     """Ready at once. The test reads what it is sent from `inbox`, and sends what it likes."""
 
-    def __init__(self, burial_seconds: float = 0.0) -> None:
+    def __init__(self, may_be_buried: threading.Event | None = None) -> None:
+        """With an event, it has ended for whoever waits for it when that is set."""
         self.pid: int | None = None
         self.socket, self._theirs = socket.socketpair()
         self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        self._burial_seconds = burial_seconds
+        self._may_be_buried = may_be_buried
         self._thread = threading.Thread(target=self._read_forever, daemon=True)
         self._thread.start()
 
@@ -35,7 +36,8 @@ class StandIn:
         self._theirs.shutdown(socket.SHUT_RDWR)
 
     def wait(self, timeout_s: float) -> str | None:
-        time.sleep(self._burial_seconds)
+        if self._may_be_buried is not None:
+            assert self._may_be_buried.wait(PATIENCE)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             return None

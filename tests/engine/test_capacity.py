@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from tests.engine.stand_in import StandIns
 from tests.engine.test_client import FILES, submitted, until
-from weft.config import SchedulerOptions, load
+from weft.config import load
 from weft.engine.client import EngineClient, check_capacity
 from weft.errors import Overloaded
+from weft.options import SchedulerOptions
 from weft.types import Pooling, Request, SamplingParams
 
 

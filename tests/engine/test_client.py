@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 import uvloop
 
 from tests.engine.stand_in import StandIn, StandIns
+from tests.waiting import PATIENCE, until
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.engine.client import EngineClient
@@ -34,14 +36,8 @@ async def client_of(launch: StandIns) -> AsyncIterator[EngineClient]:
         await client.close()
 
 
-async def until(true) -> None:
-    async with asyncio.timeout(10):
-        while not true():
-            await asyncio.sleep(0.01)
-
-
 async def submitted(engine: StandIn) -> list[Request]:
-    message = await asyncio.to_thread(engine.inbox.get, timeout=10)
+    message = await asyncio.to_thread(engine.inbox.get, timeout=PATIENCE)
     assert isinstance(message, Submit)
     return message.requests
 
@@ -84,7 +80,8 @@ def test_a_listener_hears_of_every_arrival() -> None:
 
 def test_requests_that_come_while_a_dead_engine_is_buried_are_served_by_the_next() -> None:
     async def scenario() -> None:
-        launch = StandIns(partial(StandIn, burial_seconds=0.3))
+        may_be_buried = threading.Event()
+        launch = StandIns(partial(StandIn, may_be_buried))
         async with client_of(launch) as client:
             old = client.submit(request("old"))
             await submitted(launch.launched[0])
@@ -96,6 +93,8 @@ def test_requests_that_come_while_a_dead_engine_is_buried_are_served_by_the_next
             client.submit(request("left"))
             client.abort("left")
             assert client.stats().generation_tokens == 1, "counters never fall"
+            assert len(launch.launched) == 1
+            may_be_buried.set()
             await until(lambda: len(launch.launched) == 2 and client.state == "ready")
             # The old one was in the dead engine's steps: it comes back alone, and with what its user has.
             assert [(r.request_id, r.output_token_ids) for r in await submitted(launch.launched[1])] == [("old", [5])]

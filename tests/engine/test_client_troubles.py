@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from tests.engine.stand_in import StandIn, StandIns
-from tests.engine.test_client import FILES, client_of, request, until
+from tests.engine.test_client import FILES, client_of, request
+from tests.waiting import PATIENCE, until
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.process import EngineProcess
@@ -17,7 +18,7 @@ from weft.engine.wire import Done, ResetCache, StepOutput, frame
 from weft.errors import EngineFault
 from weft.types import EngineStats, FinishReason
 
-SILENT = "import socket, sys, time; socket.socket(fileno=int(sys.argv[1])); time.sleep(60)"
+SILENT = "import signal, socket, sys; socket.socket(fileno=int(sys.argv[1])); signal.pause()"
 """It holds its end open, and never looks at it."""
 
 
@@ -47,7 +48,7 @@ def test_where_no_process_can_be_started_requests_end() -> None:
         [event] = entry.take()
         assert not isinstance(event, int) and event.finish is FinishReason.ERROR
         assert client.num_open == 0
-        await asyncio.wait_for(client.close(), 10)
+        await asyncio.wait_for(client.close(), PATIENCE)
 
     asyncio.run(scenario())
 
@@ -63,7 +64,7 @@ def test_an_unforeseen_error_ends_requests_and_the_engine(monkeypatch: pytest.Mo
             monkeypatch.setattr(EngineClient, "_deliver", fails)
             launch.launched[0].send(StepOutput({}, [], EngineStats()))
             await until(lambda: client.state == "failed" and client.num_open == 0)
-            await asyncio.to_thread(launch.launched[0]._thread.join, 10)
+            await asyncio.to_thread(launch.launched[0]._thread.join, PATIENCE)
             assert not launch.launched[0]._thread.is_alive()
 
     asyncio.run(scenario())
@@ -83,7 +84,7 @@ def test_an_answer_for_somebody_who_has_gone_harms_nothing() -> None:
             again = asyncio.create_task(client.send_on(ResetCache))
             await asyncio.sleep(0)
             launch.launched[0].send(Done(2, "7"))
-            assert await asyncio.wait_for(again, 10) == "7"
+            assert await asyncio.wait_for(again, PATIENCE) == "7"
 
     asyncio.run(scenario())
 
@@ -101,7 +102,7 @@ def test_a_start_that_is_called_off_leaves_no_process() -> None:
         await until(lambda: bool(launched))
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(starting, 10)
+            await asyncio.wait_for(starting, PATIENCE)
         assert launched[0].has_ended
 
     asyncio.run(scenario())
@@ -119,7 +120,7 @@ def test_a_close_waits_for_no_engine_that_is_still_starting() -> None:
         await client.start()
         launched[0].kill()
         await until(lambda: len(launched) == 2)
-        await asyncio.wait_for(client.close(), 10)
+        await asyncio.wait_for(client.close(), PATIENCE)
         [_, second] = launched
         assert isinstance(second, SilentEngine) and second.has_ended
         assert client.state == "closed"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.engine.stand_in import StandIns
-from tests.engine.test_client import client_of, until
+from tests.engine.test_client import client_of
+from tests.waiting import PATIENCE, until
 from weft.backends.native import NativeEngine, start_native
 from weft.config import load
 from weft.engine.wire import Done, ResetCache, StartProfile
@@ -28,7 +29,7 @@ def test_answers_reach_those_who_asked_in_any_order() -> None:
             asked.append(asyncio.create_task(client.send_on(lambda number: StartProfile(number, "folder"))))
             await asyncio.sleep(0)
             engine = launch.launched[0]
-            sent = [await asyncio.to_thread(engine.inbox.get, timeout=10) for _ in asked]
+            sent = [await asyncio.to_thread(engine.inbox.get, timeout=PATIENCE) for _ in asked]
             assert [type(errand) for errand in sent] == [ResetCache, ResetCache, StartProfile]
             first, second, third = (errand.number for errand in sent)
             engine.send(Done(third, error="No room."), Done(second, "two"), Done(99, "nobody's"), Done(first, "one"))
@@ -47,7 +48,7 @@ def test_an_engine_that_dies_leaves_nobody_waiting() -> None:
             await asyncio.sleep(0)
             launch.launched[0].kill()
             with pytest.raises(Unavailable):
-                await asyncio.wait_for(asked, 10)
+                await asyncio.wait_for(asked, PATIENCE)
             await until(lambda: client.state == "ready")
 
     asyncio.run(scenario())

@@ -17,6 +17,7 @@ from tests.engine.test_core import core_of
 from tests.engine.test_out_of_memory import BOTH, EVERYWHERE, WHERE, Fails, PoorRunner
 from tests.scheduler.simulation import drawing, expected_images, expected_output, image_limits, limits, request
 from tests.tiny_images import SIZE, save_image_model
+from tests.waiting import until
 from weft.backends.contract import ImageUpdate
 from weft.backends.native import NativeEngine, start_native
 from weft.config import load
@@ -224,8 +225,7 @@ def test_leaving_ends_an_image(tiny_model: Path, image_model: Path) -> None:
             assert (await anext(stream)).step == 1
             await stream.aclose()
             assert [update async for update in stream] == []
-            while engine.stats().images_running or engine.open_requests():
-                await asyncio.sleep(0.01)
+            await until(lambda: not engine.stats().images_running and not engine.open_requests(), "the image's end")
             assert engine.stats().embedding_bytes == 0
 
     asyncio.run(scenario())

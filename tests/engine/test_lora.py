@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.tiny_adapters import save_adapter
+from tests.waiting import PATIENCE, until
 from tests.worker.driving import request
 from weft.config import load
 from weft.engine.client import EngineClient
@@ -49,7 +50,7 @@ async def answer(client: EngineClient, made: Request) -> tuple[list[int], Event]
             if arrival.finish is not None:
                 return tokens, arrival
         arrived.clear()
-        await asyncio.wait_for(arrived.wait(), 60)
+        await asyncio.wait_for(arrived.wait(), PATIENCE)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +86,7 @@ def test_adapters_are_switched_and_mixed_and_survive_their_engine(
             bad = replace(request("bad", PROMPT, 5), adapter=broken)
             first_pid, generated = client.engine_pid, client.stats().generation_tokens
             streams = [asyncio.create_task(answer(client, one)) for one in [*made(adapters, "killed"), bad]]
-            while client.stats().generation_tokens < generated + 60:
-                await asyncio.sleep(0.005)
+            await until(lambda: client.stats().generation_tokens >= generated + 60, "sixty tokens")
             os.kill(first_pid, signal.SIGKILL)
             *killed, (nothing, refused) = await asyncio.gather(*streams)
             assert [tokens for tokens, _ in killed] == alone

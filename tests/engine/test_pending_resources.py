@@ -16,6 +16,7 @@ from tests.engine.stand_in import StandIns
 from tests.engine.test_client import client_of
 from tests.engine.test_client import request as sent
 from tests.scheduler.simulation import SimulatedWorker, expected_output, limits, request
+from tests.waiting import PATIENCE, until
 from weft.engine.core import EngineCore
 from weft.engine.wire import Submit, Vocabulary
 from weft.errors import InvalidRequest
@@ -200,7 +201,7 @@ def test_every_engine_learns_the_vocabulary_once_and_before_the_first_grammar() 
 
             async def heard(engine: int, count: int) -> list[object]:
                 inbox = launch.launched[engine].inbox
-                return [await asyncio.to_thread(inbox.get, timeout=10) for _ in range(count)]
+                return [await asyncio.to_thread(inbox.get, timeout=PATIENCE) for _ in range(count)]
 
             def formed(name: str) -> Request:
                 return replace(sent(name), params=replace(sent(name).params, grammar="start: X"))
@@ -211,10 +212,7 @@ def test_every_engine_learns_the_vocabulary_once_and_before_the_first_grammar() 
             assert [type(message) for message in messages] == [Submit, Vocabulary, Submit, Submit]
             assert messages[1] == vocabulary
             launch.launched[0].kill()
-            while len(launch.launched) < 2:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(launch.launched) == 2, "the next engine")
             assert [type(message) for message in await heard(1, 2)] == [Vocabulary, Submit]
-            # It does not end by itself when the client says goodbye.
-            asyncio.get_running_loop().call_later(0.1, launch.launched[1].kill)
 
     asyncio.run(scenario())

@@ -10,20 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import Config
 from weft.engine import loop
 from weft.engine.process import EngineProcess, run_engine
 from weft.engine.wire import Failed, Inbox, Start, frame
+from weft.options import Config
 
 NO_MODEL = Start(Config(), ModelFiles(name="none", kind="gguf", path=Path("none.gguf"), weight_files=[]))
 HANGS_AT_ITS_END = """
-import time
+import signal
 from weft.engine import process
 
 class Hanging:
-    def __del__(self, sleep=time.sleep):
-        sleep(60)
+    def __del__(self, hang=signal.pause):
+        hang()
 
 hanging = Hanging()
 process.main()
@@ -35,10 +36,10 @@ def test_a_failed_engine_is_gone_though_its_teardown_would_hang() -> None:
     try:
         with engine.socket:
             engine.socket.sendall(frame(NO_MODEL))
-            assert engine.wait(30) == "exit code 1"
+            assert engine.wait(PATIENCE) == "exit code 1"
     finally:
         engine.kill()
-        engine.wait(5)
+        engine.wait(PATIENCE)
 
 
 def test_a_failure_is_told_by_its_kind_and_first_line(
@@ -63,7 +64,7 @@ def test_a_failure_is_told_by_its_kind_and_first_line(
         transport.write(frame(NO_MODEL))
         told = await inbox.read()
         assert told == Failed("AcceleratorError", "CUDA error: an illegal memory access was encountered")
-        await asyncio.to_thread(thread.join, 10)
+        await asyncio.to_thread(thread.join, PATIENCE)
         assert codes == [1]
         transport.close()
         theirs.close()

@@ -22,15 +22,16 @@ from tests.scheduler.simulation import drawing, embeds, request
 from tests.tiny_images import save_image_model
 from weft.backends.contract import failure_of
 from weft.backends.native import NativeEngine, start_native
-from weft.config import SchedulerOptions, load
+from weft.config import load
 from weft.engine.client import EngineClient, check_tensor_capacity
 from weft.engine.process import EngineProcess, EngineThread
 from weft.errors import InvalidRequest, Overloaded
 from weft.hub.resolve import resolve
+from weft.options import SchedulerOptions
 from weft.payloads import GivenTexts, PromptEmbeds
-from weft.plan import Held
+from weft.plan import KeptHiddenStates
 from weft.types import FinishReason, Request
-from weft.worker.diffusion.denoiser import TextTable
+from weft.worker.diffusion.denoiser import PromptEmbedsTable
 
 WIDTH = 96
 NEGATIVE = "negative_prompt_embeds"
@@ -139,13 +140,13 @@ def test_states_and_prompts_are_one_to_an_image(
     tiny_model: Path, image_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[np.ndarray] = []
-    hold = TextTable.hold
+    hold = PromptEmbedsTable.keep
 
-    def watching(table: TextTable, one: Held, start: int, states: Tensor) -> None:
+    def watching(table: PromptEmbedsTable, one: KeptHiddenStates, start: int, states: Tensor) -> None:
         held.append(states.numpy().copy())
         hold(table, one, start, states)
 
-    monkeypatch.setattr(TextTable, "hold", watching)
+    monkeypatch.setattr(PromptEmbedsTable, "keep", watching)
 
     async def scenario() -> None:
         engine = await started(tiny_model, image_model)

@@ -19,7 +19,7 @@ from weft.backends.native import NativeEngine
 from weft.checkpoint.model_files import ModelFiles
 from weft.engine.process import EngineThread
 from weft.text.grammars.compiler import GrammarCompiler
-from weft.text.grammars.specs import Choice, JsonObject, JsonSchema, Lark, Regex
+from weft.text.grammars.specs import ChoiceSpec, JsonObjectSpec, JsonSchemaSpec, LarkSpec, RegexSpec
 from weft.types import FinishReason, SamplingParams
 
 QUESTION = "Describe somebody you know, in JSON."
@@ -62,7 +62,7 @@ def loads_llguidance(engine: NativeEngine) -> bool:
 def test_a_models_answers_fit_their_schemas(smollm2_files: ModelFiles) -> None:
     async def scenario() -> None:
         async with constrained(smollm2_files, launch=EngineThread) as (engine, compiler):
-            grammars = [await compiler.compile(JsonSchema(schema=SCHEMAS[name])) for name in FOR_A_MODEL]
+            grammars = [await compiler.compile(JsonSchemaSpec(schema=SCHEMAS[name])) for name in FOR_A_MODEL]
             asked = [
                 (name, params(grammar, seed=i, temperature=temperature))
                 for i, temperature in enumerate((0.0, 1.0))
@@ -85,9 +85,9 @@ def test_every_kind_of_form(smollm2_files: ModelFiles) -> None:
             await answer(engine, prompt(engine), FREE)
             assert not loads_llguidance(engine), "nobody has asked for a grammar"
             specs = [
-                Regex(pattern="[A-Z][a-z]{2,8}, [0-9]{1,2}"),
-                Choice(options=["yes", "no", "maybe"]),
-                Lark(text='start: "Dear " NAME ","\nNAME: /[A-Z][a-z]{1,9}/'),
+                RegexSpec(pattern="[A-Z][a-z]{2,8}, [0-9]{1,2}"),
+                ChoiceSpec(options=["yes", "no", "maybe"]),
+                LarkSpec(text='start: "Dear " NAME ","\nNAME: /[A-Z][a-z]{1,9}/'),
             ]
             asked = [params(await compiler.compile(spec)) for spec in specs]
             texts = [text for text, _ in await asyncio.gather(*(answer(engine, prompt(engine), one) for one in asked))]
@@ -95,7 +95,7 @@ def test_every_kind_of_form(smollm2_files: ModelFiles) -> None:
             assert texts[1] in ("yes", "no", "maybe")
             assert re.fullmatch("Dear [A-Z][a-z]{1,9},", texts[2])
             text, last = await answer(
-                engine, prompt(engine), params(await compiler.compile(JsonObject()), max_tokens=8)
+                engine, prompt(engine), params(await compiler.compile(JsonObjectSpec()), max_tokens=8)
             )
             assert last.finish is FinishReason.LENGTH and text.startswith("{")
             assert loads_llguidance(engine)
@@ -106,7 +106,7 @@ def test_every_kind_of_form(smollm2_files: ModelFiles) -> None:
 def test_killed_in_mid_answer_the_whole_answer_still_fits(smollm2_files: ModelFiles) -> None:
     async def scenario() -> None:
         async with constrained(smollm2_files) as (engine, compiler):
-            grammar = await compiler.compile(JsonSchema(schema=LONG))
+            grammar = await compiler.compile(JsonSchemaSpec(schema=LONG))
             asked = [params(grammar, seed=seed) for seed in range(3)]
             undisturbed = await asyncio.gather(*(answer(engine, prompt(engine), one) for one in asked))
             pid = engine.client.engine_pid

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -18,6 +17,7 @@ import pytest
 
 from tests.engine.faulty import POISON
 from tests.tiny_images import SIZE, save_image_model
+from tests.waiting import until, wait_until
 from weft.backends.native import NativeEngine, start_native
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
@@ -52,13 +52,6 @@ async def answer(engine: NativeEngine, prompt: str | list[int], params: Sampling
     async for delta in await engine.submit(tokens, params):
         text += delta.text
     return text, delta
-
-
-async def until(true, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -125,7 +118,7 @@ def test_killed_in_mid_image_it_is_drawn_again_and_is_the_same(smollm2_files: Mo
 
 def test_a_stopped_engine_is_noticed_and_replaced(smollm2_files: ModelFiles) -> None:
     async def scenario() -> None:
-        async with serving(smollm2_files, heartbeat_timeout_s=4) as engine:
+        async with serving(smollm2_files, heartbeat_timeout_s=5) as engine:
             expected, _ = await answer(engine, PROMPTS[0], GREEDY)
             pid = engine.client.engine_pid
             stream = asyncio.create_task(answer(engine, PROMPTS[0], GREEDY))
@@ -230,7 +223,7 @@ def test_the_engine_dies_with_its_parent(smollm2_files: ModelFiles) -> None:
         "    engine = await start_native(load({'kv_cache_memory_mb': 64, 'max_model_len': 512}, env={}))\n"
         "    engine.encode_chat([{'role': 'user', 'content': 'hi'}])\n"
         "    print(engine.client.engine_pid, flush=True)\n"
-        "    await asyncio.sleep(600)\n"
+        "    await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
@@ -240,10 +233,7 @@ def test_the_engine_dies_with_its_parent(smollm2_files: ModelFiles) -> None:
         assert str(engine_pid) in children
         parent.kill()
         parent.wait()
-    deadline = time.monotonic() + 3
-    while any(alive(int(pid)) for pid in children):
-        assert time.monotonic() < deadline, f"left behind: {children}"
-        time.sleep(0.05)
+    wait_until(lambda: not any(alive(int(pid)) for pid in children), f"the end of {children}")
 
 
 def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, smollm2_files: ModelFiles) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 from weft.kernels import HeadNorms, HeadShape
 from weft.kernels.triton import elementwise, launch, linears, sampling_kernels
 from weft.kernels.triton.decode_attention import decode_attention
+from weft.kernels.triton.elementwise import rotate_and_store
 from weft.kernels.triton.prefill_attention import prefill_attention
-from weft.kernels.triton.rope_store import rotate_and_store
 
 COLD_BYTES = 256 << 20
 """The sets of inputs of one measurement take at least so much together: four times the L2."""

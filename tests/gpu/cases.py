@@ -26,11 +26,10 @@ from weft.kernels.triton import (
     linears,
     prefill_attention,
     sampling_kernels,
-    skinny,
 )
 from weft.kernels.triton import prefill_attention as attention
+from weft.kernels.triton.elementwise import rotate_and_store
 from weft.kernels.triton.launch import overlapping_launches
-from weft.kernels.triton.rope_store import rotate_and_store
 from weft.kernels.triton.thresholds import keep_thresholds
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -237,21 +236,21 @@ def check_skinny(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     weight, bias = randn(n, k, dtype=dtype) * k**-0.5, randn(n, dtype=dtype)
     tolerance = TOLERANCE[dtype]
     plain = x.float() @ weight.float().T
-    assert skinny.fits(x, weight)
+    assert linears.fits_skinny(x, weight)
     for _ in range(2):
         with poisoned():
-            assert_near(skinny.skinny_linear(x, weight), plain, tolerance)
-            assert_near(skinny.skinny_linear(x, weight, bias), plain + bias.float(), tolerance)
+            assert_near(linears.skinny_linear(x, weight), plain, tolerance)
+            assert_near(linears.skinny_linear(x, weight, bias), plain + bias.float(), tolerance)
             wide = randn(rows, n + 40, dtype=dtype)
             kept, residual = wide.clone(), wide[:, 16 : n + 16]
-            skinny.skinny_linear_add(x, weight, bias, residual)
+            linears.skinny_linear_add(x, weight, bias, residual)
             assert_near(residual, kept[:, 16 : n + 16].float() + plain + bias.float(), tolerance)
             assert torch.equal(wide[:, :16], kept[:, :16]) and torch.equal(wide[:, n + 16 :], kept[:, n + 16 :])
             if n % 2 == 0:
-                assert_near(skinny.skinny_gate_up(x, weight), reference.silu_mul(plain), 2 * tolerance)
+                assert_near(linears.skinny_gate_up(x, weight), reference.silu_mul(plain), 2 * tolerance)
 
 
-def check_skinny_cut(config: skinny.Config, gated: bool) -> None:
+def check_skinny_cut(config: linears.SkinnyConfig, gated: bool) -> None:
     """However a product is cut it is the same product, and bit for bit the same one every time."""
     rows, n, k = config.rows - 3, 304, 1040
     x, weight = randn(rows, k, dtype=FP16), randn(n, k, dtype=FP16) * k**-0.5
@@ -261,7 +260,7 @@ def check_skinny_cut(config: skinny.Config, gated: bool) -> None:
     again = first.clone()
     for out in (first, again):
         with poisoned():
-            skinny._launch(x, weight, None, None, out, gated, config)
+            linears._launch(x, weight, None, None, out, gated, config)
     assert_near(first, wanted, 2 * TOLERANCE[FP16])
     assert torch.equal(first, again)
 
@@ -269,8 +268,8 @@ def check_skinny_cut(config: skinny.Config, gated: bool) -> None:
 def check_skinny_configs() -> None:
     """Whatever is asked for, tiles are powers of two, several are on their way, and they fit in shared memory."""
     for n, k in ((12288, 4096), (4096, 11008), (34816, 5120), (151936, 5120), (96, 64), (7, 3)):
-        for rows in range(1, skinny.MAX_ROWS + 1):
-            config = skinny.config_for(rows, n, k, gated=n % 2 == 0)
+        for rows in range(1, linears.MAX_ROWS + 1):
+            config = linears.skinny_config(rows, n, k, gated=n % 2 == 0)
             assert config.rows >= rows and config.stages >= 3 and 1 <= config.split_k <= max(1, k // config.block_k)
             assert 2 * config.stages * config.block_k * (config.block_n + config.rows) <= 227 << 10
             assert all(size & (size - 1) == 0 for size in (config.rows, config.block_n, config.block_k))
@@ -282,7 +281,7 @@ def check_skinny_replay(rows: int, hidden: int, width: int) -> None:
     gate_up, down = randn(2 * width, hidden) * hidden**-0.5, randn(hidden, width) * width**-0.5
 
     def layer() -> None:
-        skinny.skinny_linear_add(skinny.skinny_gate_up(x, gate_up), down, None, residual)
+        linears.skinny_linear_add(linears.skinny_gate_up(x, gate_up), down, None, residual)
 
     layer()
     graph = torch.cuda.CUDAGraph()
@@ -447,10 +446,10 @@ def cases() -> dict[str, Callable[[], None]]:
     add(check_skinny, 1, 7, 3, FP16)
     for gated in (False, True):
         for config in (
-            skinny.Config(8, 32, 128, 1, 4, 4, 4),
-            skinny.Config(8, 64, 64, 3, 4, 4, 4),
-            skinny.Config(16, 32, 256, 4, 4, 3, 2),
-            skinny.Config(32, 128, 64, 16, 8, 3, 3),
+            linears.SkinnyConfig(8, 32, 128, 1, 4, 4, 4),
+            linears.SkinnyConfig(8, 64, 64, 3, 4, 4, 4),
+            linears.SkinnyConfig(16, 32, 256, 4, 4, 3, 2),
+            linears.SkinnyConfig(32, 128, 64, 16, 8, 3, 3),
         ):
             add(check_skinny_cut, config, gated)
     if INTERPRETED:

@@ -12,8 +12,8 @@ if not torch.cuda.is_available():
 
 from tests import tiny_models
 from tests.worker.driving import Driven, load, request, run, under_reference, watched_logits
-from weft.config import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.hub.resolve import resolve
+from weft.options import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.types import SamplingParams
 from weft.worker.worker import Worker
 

@@ -57,11 +57,16 @@ def requests() -> list[Request]:
 
 
 async def end_of(entry: Entry) -> Event:
-    while True:
+    ended: asyncio.Future[Event] = asyncio.get_running_loop().create_future()
+
+    def take() -> None:
         for arrival in entry.take():
             if isinstance(arrival, Event) and arrival.finish is not None:
-                return arrival
-        await asyncio.sleep(0.01)
+                ended.set_result(arrival)
+
+    entry.listener = take
+    take()
+    return await ended
 
 
 def is_alive(pid: int) -> bool:

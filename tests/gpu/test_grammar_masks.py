@@ -18,7 +18,7 @@ from tests.text.grammars.grammar_maker import grammars
 from tests.tiny_models import END_OF_TURN, VOCAB_SIZE, tokenizer_json
 from tests.worker.driving import Driven, load, request, run, under_reference
 from tests.worker.test_grammar_invariance import PATTERN, SCHEMA
-from weft.text.grammars.specs import JsonSchema, Regex, words_of
+from weft.text.grammars.specs import JsonSchemaSpec, RegexSpec, vocabulary_of
 from weft.text.tokenizer import Tokenizer
 from weft.types import Request, TextAssets
 from weft.worker.grammar_masks import rule_out
@@ -30,13 +30,13 @@ TOKENIZER = Tokenizer.from_assets(TextAssets(kind="json", tokenizer_json=tokeniz
 
 
 def taught(driven: Driven) -> Driven:
-    words = words_of(TOKENIZER)
+    words = vocabulary_of(TOKENIZER)
     driven.runner.constraints.learn(words.tokens, words.special_ids, words.eos_token_ids, VOCAB_SIZE)
     return driven
 
 
 def work() -> list[Request]:
-    schema, pattern = grammars(TOKENIZER, [JsonSchema(schema=SCHEMA), Regex(pattern=PATTERN)])
+    schema, pattern = grammars(TOKENIZER, [JsonSchemaSpec(schema=SCHEMA), RegexSpec(pattern=PATTERN)])
     requests = []
     for i, prompt in enumerate(PROMPTS):
         for kind, params in (("greedy", {}), ("seeded", SEEDED)):

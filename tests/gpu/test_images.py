@@ -16,8 +16,8 @@ from tests.gpu.test_engine import forbid_waiting, work
 from tests.tiny_images import save_image_model
 from tests.worker.driving import Driven, Outcome, load, run
 from tests.worker.test_denoise import WIDTH, images
-from weft.config import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.hub.resolve import resolve
+from weft.options import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.types import FinishReason
 from weft.worker.worker import Worker
 

@@ -17,7 +17,7 @@ from tests.gpu.test_engine import PROMPTS, SEEDED, forbid_waiting, on_gpu
 from tests.tiny_adapters import save_adapter
 from tests.worker.driving import load, request, run, under_reference
 from weft.types import Adapter, Request
-from weft.worker.lora_rows import Adapters
+from weft.worker.lora_rows import LoraRows
 
 pytestmark = pytest.mark.gpu
 
@@ -83,7 +83,7 @@ def test_a_launch_does_not_wait_and_others_keep_their_graphs(tmp_path: Path) -> 
 def test_an_adapter_that_made_room_gives_its_memory_back(tmp_path: Path) -> None:
     folder, adapters = tiny_models.save_directory("llama3", tmp_path / "llama3"), saved("llama3", tmp_path, 3)
     gpu = on_gpu(folder)
-    kept = gpu.runner.adapters = Adapters(gpu.runner.stepper.model, most=1)
+    kept = gpu.runner.adapters = LoraRows(gpu.runner.stepper.model, most=1)
 
     def held() -> int:
         torch.cuda.synchronize()

@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 
 from tests.worker.driving import Driven, request, run
 from weft.checkpoint.model_files import ModelFiles, dummy_files
-from weft.config import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.errors import OutOfMemory
 from weft.kernels.weights import DecoderWeights
 from weft.machine.memory import MIB
 from weft.model.loader import load_weights, open_model
+from weft.options import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.types import FinishReason
 from weft.worker.memory_profile import compute, largest_step
 from weft.worker.worker import Worker

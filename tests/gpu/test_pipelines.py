@@ -68,7 +68,7 @@ def test_their_steps_wait_for_nothing(folders: tuple[Path, Path], monkeypatch: p
     """Prompts are encoded by the library, which waits: once for an image."""
     gpu = on_gpu(*folders)
     run(gpu, images())
-    painter = gpu.runner.denoiser.painter
+    pipeline = gpu.runner.denoiser.pipeline
 
     def without_waiting(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -81,6 +81,6 @@ def test_their_steps_wait_for_nothing(folders: tuple[Path, Path], monkeypatch: p
         return call
 
     for name in ("denoise_step", "decode"):
-        monkeypatch.setattr(painter, name, without_waiting(getattr(painter, name)))
+        monkeypatch.setattr(pipeline, name, without_waiting(getattr(pipeline, name)))
     outcome = run(gpu, images(), overlap=True)
     assert all(output.finish is FinishReason.STOP for output in outcome.outputs.values())

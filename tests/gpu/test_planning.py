@@ -15,11 +15,11 @@ if not torch.cuda.is_available():
 
 from tests.gpu.test_memory import config_json
 from weft.checkpoint.model_files import dummy_files
-from weft.config import CacheOptions, Config, ModelOptions
 from weft.machine.devices import accelerator, cuda_devices
 from weft.machine.hardware import inspect_machine
 from weft.machine.memory import GIB
 from weft.machine.planner import plan_load
+from weft.options import CacheOptions, Config, ModelOptions
 from weft.worker.worker import Worker
 
 pytestmark = pytest.mark.gpu

@@ -17,8 +17,8 @@ from tests.tiny_images import save_image_model
 from tests.worker.driving import run
 from tests.worker.test_denoise import TEXTS, WIDTH, image, images
 from tests.worker.test_prompt_embeds import embeds, given, pictures
-from weft.plan import Held
-from weft.worker.diffusion.denoiser import TextTable
+from weft.plan import KeptHiddenStates
+from weft.worker.diffusion.denoiser import PromptEmbedsTable
 
 pytestmark = pytest.mark.gpu
 
@@ -34,13 +34,13 @@ def test_states_and_prompts_are_one_to_an_image(
     folders: tuple[Path, Path], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[torch.Tensor] = []
-    hold = TextTable.hold
+    hold = PromptEmbedsTable.keep
 
-    def watching(table: TextTable, one: Held, start: int, states: torch.Tensor) -> None:
+    def watching(table: PromptEmbedsTable, one: KeptHiddenStates, start: int, states: torch.Tensor) -> None:
         held.append(states.cpu())
         hold(table, one, start, states)
 
-    monkeypatch.setattr(TextTable, "hold", watching)
+    monkeypatch.setattr(PromptEmbedsTable, "keep", watching)
     gpu = on_gpu(*folders, dtype=dtype)
     asked = image("i", TEXTS[0], negative_token_ids=TEXTS[1])
     expected = pictures(gpu, asked)

@@ -26,7 +26,7 @@ from weft.kernels import REFERENCE, ops_for
 from weft.kernels.sampling import gumbel_noise
 from weft.plan import Sampled
 from weft.types import SamplingParams
-from weft.worker.sampler import rehearse
+from weft.worker.sampler import warm_up_sampler
 
 pytestmark = pytest.mark.gpu
 needs_device = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
@@ -150,7 +150,7 @@ def test_what_is_kept_is_drawn_as_before() -> None:
 def test_a_batch_of_everything_waits_for_nothing(dtype: torch.dtype) -> None:
     logits = torch.randn(64, 151_936, device=DEVICE).to(dtype)
     targets = mixture(64, 151_936)
-    rehearse(logits, OPS)
+    warm_up_sampler(logits, OPS)
     positions = [len(one.history) for one in targets]
     wanted = sample(logits, targets, OPS).read()
     table = table_of(targets, DEVICE.type)

@@ -11,7 +11,7 @@ from weft.hub import catalog as pip
 
 @pytest.fixture(autouse=True)
 def weft_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home of its own for every test, and the tiny model in the catalogue."""
+    """Every test has a home folder of its own, and the tiny model in the catalogue."""
     folder = tmp_path / "home"
     monkeypatch.setenv("WEFT_HOME", str(folder))
     # Neither what else is on this machine nor a hub is seen.

@@ -1,4 +1,4 @@
-"""A hub on this machine: as much of what huggingface.co and modelscope.cn answer as their own clients ask for."""
+"""A hub on this machine, with the answers of huggingface.co and modelscope.cn that their own clients need."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.waiting import PATIENCE
+
 LFS_SUFFIX = ".safetensors"
 
 
 class FakeHub:
-    """The files of a folder, as org/name."""
+    """A hub that serves the files of a folder as org/name."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.commits = {"main": "1" * 40, "v1": "1" * 40, "1" * 40: "1" * 40}
         self.asked: list[str] = []
-        """Every path, with its query."""
+        """Every requested path, with its query."""
         self.ranges: list[str] = []
         self.tokens: set[str | None] = set()
         self.refusal: tuple[int, str] | None = None
-        """The status and the error code of every question."""
+        """The status and the error code of every answer."""
         self.cuts: dict[str, int] = {}
-        """Break off the first answer with a file after so many bytes."""
+        """Bytes after which the first answer with a file is broken off, by file."""
         self.hang = threading.Event()
         self.hangs = False
-        """Send no byte of a file before `hang` is set."""
+        """True to send no byte of a file before `hang` is set."""
         self.lies: dict[str, bytes] = {}
-        """Other content than that of the digest."""
+        """Content of files that does not match their digests."""
         self.url = ""
 
     def digest(self, name: str) -> str:
@@ -120,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
             start = int(wanted.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         if hub.hangs and self.command == "GET":
-            hub.hang.wait(10)
+            hub.hang.wait(PATIENCE)
         cut = hub.cuts.pop(name, None) if self.command == "GET" else None
         self._send(206 if wanted else 200, content[start:], headers, cut)
 
@@ -142,7 +144,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: Any) -> None:
-        """A client that went away is no fault."""
+        """Ignore errors of clients that closed the connection."""
 
 
 @contextmanager

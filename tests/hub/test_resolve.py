@@ -1,4 +1,4 @@
-"""From a name, a path or a hub id to files that are whole; everything else is refused with what to do."""
+"""A name, a path or a hub id is resolved to files that are whole; everything else is refused with what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs and NPUs, as their drivers tell of them."""
+"""GPUs and NPUs are listed as their drivers report them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 class Nvml:
-    """Two GPUs of 80 GiB, of which the driver keeps half a GiB; the second is used. Errors are told by code."""
+    """A driver with two GPUs of 80 GiB, of which it keeps half a GiB; the second is in use. Errors are codes."""
 
     uuids = ("GPU-aaaa-1", "GPU-bbbb-2")
 

@@ -1,4 +1,4 @@
-"""What a machine has, read from the kernel's files of machines that are not this one."""
+"""Hardware is read from the kernel's files of other machines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.machine.hardware import inspect_machine, oom_kills, read_cpu, read_mem
 
 GIB = 2**30
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1048576 kB\nMemAvailable:   25165824 kB\n"
-"""32 GiB, of which 24 can be had."""
+"""A machine with 32 GiB, of which 24 are available."""
 UNIFIED = "29 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
 VERSION_1 = (
     "33 25 0:30 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755\n"
@@ -38,7 +38,7 @@ def test_without_limits_it_is_the_machines_memory(tmp_path: Path) -> None:
 
 
 def test_the_limit_of_any_control_group_around_holds(tmp_path: Path) -> None:
-    """The innermost has none, the one around it 8 GiB, the outermost 16 GiB."""
+    """The innermost group has no limit, the one around it 8 GiB, the outermost 16 GiB."""
     root = machine(
         tmp_path,
         {
@@ -81,7 +81,7 @@ def test_version_1_is_read_by_its_own_names(tmp_path: Path) -> None:
 
 
 def test_a_container_that_sees_its_own_part_of_the_hierarchy(tmp_path: Path) -> None:
-    """Its group is named from the outside, and mounted as the root."""
+    """The container's group is named from the outside, and mounted as the root."""
     root = machine(
         tmp_path,
         {

@@ -1,4 +1,4 @@
-"""How large a model is, from its files alone: the same as what is loaded."""
+"""The size of a model from its files alone is the size of what is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def compare(files: ModelFiles, dtype: torch.dtype) -> None:
-    """With what Weft's own engine makes of the files."""
+    """Compare the size with what Weft's own engine makes of the files."""
     size = size_of(files)
     with open_model(files) as (config, source):
         weights = load_weights(files, config, source, dtype=dtype, device=CPU)

@@ -1,4 +1,4 @@
-"""The plan of a load: what it says of this and that machine, and that the engine then takes as much."""
+"""Tests the plan of a load on several machines, and that the engine then takes as much."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from msgspec.structs import replace
 from tests.tiny_adapters import EVERY_PART, lora_tensors, save_adapter
 from weft.checkpoint.adapter_files import MAX_RANK
 from weft.checkpoint.model_files import ModelFiles, dummy_files, model_at
-from weft.config import Config, ModelOptions
 from weft.errors import ConfigError
 from weft.machine import planner
 from weft.machine.devices import Device
 from weft.machine.hardware import Cpu, Machine, Memory
 from weft.machine.memory import GIB, MIB, graphs_bytes
 from weft.machine.model_size import size_of
-from weft.machine.planner import HABITS, plan_lines, plan_load
+from weft.machine.planner import MEMORY_PROFILES, plan_lines, plan_load
 from weft.model.loader import open_model
 from weft.model.lora import read_adapter
+from weft.options import Config, ModelOptions
 from weft.worker.graphs import graph_shapes
 from weft.worker.worker import Worker
 
@@ -53,7 +53,7 @@ def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 
 def config(**settings: Any) -> Config:
-    """By setting name, whatever the section. Nothing draws."""
+    """Make a configuration by setting names, whatever the section, without an image model."""
     made = Config(model=ModelOptions(image_model="none"))
     for section in ("model", "backend", "cache", "scheduler"):
         options = getattr(made, section)
@@ -75,7 +75,7 @@ def test_weights_are_held_as_the_place_has_it(llama_8b: ModelFiles) -> None:
 
 
 def test_the_cache_is_by_key_value_heads(llama_8b: ModelFiles) -> None:
-    """A quarter of what 32 heads would take: 128 KiB a token, so 16 GiB for a whole context."""
+    """The cache is a quarter of what 32 heads would take: 128 KiB a token, so 16 GiB for a whole context."""
     plan = plan_load(config(max_model_len=131072), llama_8b, gpus(80))
     assert plan.kv_per_token == 32 * 2 * 8 * 128 * 2 == 128 * 1024
     assert plan.problem is None and plan.max_model_len == 131072
@@ -84,14 +84,14 @@ def test_the_cache_is_by_key_value_heads(llama_8b: ModelFiles) -> None:
 
 def test_the_parts_of_the_device_add_up(llama_8b: ModelFiles) -> None:
     ledger = plan_load(config(), llama_8b, gpus(80, 78)).ledger
-    assert ledger.total == 80 * GIB and ledger.others == 2 * GIB + HABITS["native"].framework_bytes
+    assert ledger.total == 80 * GIB and ledger.others == 2 * GIB + MEMORY_PROFILES["native"].framework_bytes
     # Three quarters are Weft's: what is left of them is less than a block.
     rest = ledger.spare - 18 * GIB
     assert 0 <= rest < 2 * MIB + 2, rest
 
 
 def test_what_fits_fits_and_no_more(llama_8b: ModelFiles) -> None:
-    """The largest context is found again by asking for it, but for the tables that a shorter one saves."""
+    """The largest context fits when it is asked for; a shorter one saves only its tables."""
     machine = gpus(28)
     plan = plan_load(config(), llama_8b, machine)
     assert 2048 < plan.largest_context < 131072 and plan.max_model_len == plan.largest_context
@@ -152,10 +152,10 @@ def test_adapters_are_counted_as_no_less_than_they_hold(tiny_directory: Callable
 
 
 def test_the_room_that_vllm_makes_for_adapters_is_estimated(tiny_directory: Callable[[str], Path]) -> None:
-    model, framework = model_at(tiny_directory("smollm2")), HABITS["cuda-vllm"].framework_bytes
+    model, framework = model_at(tiny_directory("smollm2")), MEMORY_PROFILES["cuda-vllm"].framework_bytes
 
     def libraries(**settings: Any) -> int:
-        return plan_load(config(dtype="float32", **settings), model, gpus(16), engine="cuda-vllm").room.libraries
+        return plan_load(config(dtype="float32", **settings), model, gpus(16), engine="cuda-vllm").memory.libraries
 
     largest = sum(4 * tensor.numel() for tensor in lora_tensors("smollm2", 1, rank=MAX_RANK).values())
     assert libraries(max_loras=3) == framework
@@ -187,7 +187,7 @@ def test_a_cache_that_is_too_large_is_refused_with_the_size_that_fits(llama_8b: 
 
 
 def test_estimates_alone_warn_and_do_not_refuse(llama_8b: ModelFiles) -> None:
-    """The weights and one request fit; what steps and libraries take is not known for certain."""
+    """The weights and one request fit; only the estimates of steps and libraries exceed the memory."""
     plan = plan_load(config(max_model_len=2048, gpu_memory_utilization=0.9), llama_8b, gpus(17.5))
     assert plan.problem is None and "estimated" in plan.warning and plan.largest_context == 0
 
@@ -244,7 +244,7 @@ def test_a_table_says_what_and_how_it_is_known(llama_8b: ModelFiles) -> None:
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step is computed here."""
+    """Skip compilation: no step is computed here."""
     monkeypatch.setattr("weft.worker.worker._native_step", lambda model, kv_cache: None)
 
 
@@ -289,7 +289,7 @@ def test_the_estimate_of_graphs_covers_those_that_are_captured(llama_8b: ModelFi
     geometry = size_of(llama_8b).geometry
     assert geometry is not None
     captured = graphs_bytes(geometry, torch.bfloat16, graph_shapes(seqs))
-    estimated = plan_load(config(max_num_seqs=seqs), llama_8b, gpus(80)).room.graphs
+    estimated = plan_load(config(max_num_seqs=seqs), llama_8b, gpus(80)).memory.graphs
     assert captured <= estimated < 1.6 * captured
 
 

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from tests.model.test_dit import SMALL, Inputs, inputs, scrambled
-from weft.model.diffusion.dit import Dit, DitConfig, KeysValues, SteadyDit, reading_bytes
+from weft.model.diffusion.dit import BatchInvariantDit, Dit, DitConfig, KeysValues, encoded_bytes
 
 
-def velocities(model: SteadyDit, given: Inputs, chosen: list[int]) -> Tensor:
+def velocities(model: BatchInvariantDit, given: Inputs, chosen: list[int]) -> Tensor:
     latents, t, text, lengths = (part[chosen] for part in given)
-    return model.velocity(latents, t, [model.read(text[i, :length]) for i, length in enumerate(lengths.tolist())])
+    return model.velocity(latents, t, [model.encode(text[i, :length]) for i, length in enumerate(lengths.tolist())])
 
 
-def alone(model: SteadyDit, given: Inputs) -> Tensor:
+def alone(model: BatchInvariantDit, given: Inputs) -> Tensor:
     return torch.cat([velocities(model, given, [i]) for i in range(len(given[0]))])
 
 
@@ -23,7 +23,7 @@ def alone(model: SteadyDit, given: Inputs) -> Tensor:
     ("config", "sizes"), [(SMALL, (2, 3, 7, 8)), (DitConfig(), (2, 5))], ids=["small", "as trained"]
 )
 def test_an_image_has_the_same_bits_in_any_batch(config: DitConfig, sizes: tuple[int, ...]) -> None:
-    model, given = SteadyDit(scrambled(config)), inputs(config, max(sizes))
+    model, given = BatchInvariantDit(scrambled(config)), inputs(config, max(sizes))
     expected = alone(model, given)
     assert expected.std() > 0.1
     for size in sizes:
@@ -38,19 +38,21 @@ def test_an_image_without_a_text_has_the_velocity_that_training_knows(chosen: li
     dit, given = scrambled(SMALL), inputs(SMALL, 3)
     assert given[3][0] == 0
     expected = dit(*(part[chosen] for part in given))
-    torch.testing.assert_close(velocities(SteadyDit(dit), given, chosen), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(velocities(BatchInvariantDit(dit), given, chosen), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_reading_is_as_large_as_it_is_counted() -> None:
-    reading = SteadyDit(scrambled(SMALL)).read(torch.zeros(SMALL.max_text_tokens, SMALL.text_width))
-    assert reading is not None
-    held = [reading.whole, *(part for block in reading.words for part in block)]
-    assert sum(part.untyped_storage().nbytes() for part in held) == reading_bytes(SMALL, torch.float32)
+    encoded = BatchInvariantDit(scrambled(SMALL)).encode(torch.zeros(SMALL.max_text_tokens, SMALL.text_width))
+    assert encoded is not None
+    held = [encoded.pooled, *(part for block in encoded.keys_values for part in block)]
+    assert sum(part.untyped_storage().nbytes() for part in held) == encoded_bytes(SMALL, torch.float32)
 
 
 def test_training_and_drawing_compute_the_same_function() -> None:
     dit, given = scrambled(SMALL), inputs(SMALL, 9)
-    torch.testing.assert_close(velocities(SteadyDit(dit), given, list(range(9))), dit(*given), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        velocities(BatchInvariantDit(dit), given, list(range(9))), dit(*given), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_where_sizes_round_differently_images_are_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +61,7 @@ def test_where_sizes_round_differently_images_are_computed_alone(monkeypatch: py
     def rounded(self: Dit, latents: Tensor, condition: Tensor, words: list[KeysValues]) -> Tensor:
         return exact(self, latents, condition, words) * (1 + 1e-6 * len(latents))
 
-    model, given = SteadyDit(scrambled(SMALL)), inputs(SMALL, 4)
+    model, given = BatchInvariantDit(scrambled(SMALL)), inputs(SMALL, 4)
     monkeypatch.setattr(Dit, "drawn", rounded)
     expected = alone(model, given)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Pipelines of `diffusers` as painters: the images that the library makes by itself, in any company."""
+"""Pipelines of `diffusers` as pipelines: the images that the library makes by itself, in any company."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from weft.errors import ConfigError, ModelError
 from weft.model.diffusion import flow
 from weft.model.diffusion.diffusers_load import load_pipeline
-from weft.model.diffusion.diffusers_pipeline import PipelineDrawing, PipelinePainter, held_bytes
+from weft.model.diffusion.diffusers_pipeline import DiffusersImage, DiffusersPipeline, kept_bytes
 from weft.model.diffusion.pipeline import KEPT_STATES
-from weft.plan import DenoiseAdmission, PlacedText
+from weft.plan import DenoiseAdmission, PlacedEmbeds
 from weft.types import ImageParams
 
 diffusers = pytest.importorskip("diffusers")
@@ -36,12 +36,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def painters(folders: dict[str, Path]) -> dict[str, PipelinePainter]:
-    return {name: painter_of(folder) for name, folder in folders.items()}
+def pipelines(folders: dict[str, Path]) -> dict[str, DiffusersPipeline]:
+    return {name: pipeline_of(folder) for name, folder in folders.items()}
 
 
-def painter_of(folder: Path, num_slots: int = 4) -> PipelinePainter:
-    return PipelinePainter(load_pipeline(folder, dtype=torch.float32, device=CPU), num_slots)
+def pipeline_of(folder: Path, num_slots: int = 4) -> DiffusersPipeline:
+    return DiffusersPipeline(load_pipeline(folder, dtype=torch.float32, device=CPU), num_slots)
 
 
 def asked(text: str = PROMPTS[0], **changes: Any) -> ImageParams:
@@ -50,17 +50,17 @@ def asked(text: str = PROMPTS[0], **changes: Any) -> ImageParams:
     )
 
 
-def begun(painter: PipelinePainter, image: ImageParams, slot: int = 0) -> tuple[PipelineDrawing, Tensor]:
-    drawing, noise = painter.prepare(DenoiseAdmission(slot, image, PlacedText(), PlacedText()))
+def begun(pipeline: DiffusersPipeline, image: ImageParams, slot: int = 0) -> tuple[DiffusersImage, Tensor]:
+    drawing, noise = pipeline.prepare(DenoiseAdmission(slot, image, PlacedEmbeds(), PlacedEmbeds()))
     return drawing, noise.unsqueeze(0)
 
 
 @torch.inference_mode()
-def drawn(painter: PipelinePainter, image: ImageParams) -> Tensor:
-    drawing, latents = begun(painter, image)
+def drawn(pipeline: DiffusersPipeline, image: ImageParams) -> Tensor:
+    drawing, latents = begun(pipeline, image)
     for step in range(image.steps):
-        latents = painter.denoise_step(latents, [drawing], [step], 1)
-    return painter.decode(latents)
+        latents = pipeline.denoise_step(latents, [drawing], [step], 1)
+    return pipeline.decode(latents)
 
 
 def drawn_by_diffusers(folder: Path, name: str, image: ImageParams, **parts: None) -> Tensor:
@@ -83,20 +83,20 @@ def drawn_by_diffusers(folder: Path, name: str, image: ImageParams, **parts: Non
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("changes", [{}, {"negative_text": PROMPTS[1], "steps": 7}, {"guidance_scale": 1.0}], ids=str)
 def test_an_image_is_what_the_library_makes(
-    folders: dict[str, Path], painters: dict[str, PipelinePainter], name: str, changes: dict[str, Any]
+    folders: dict[str, Path], pipelines: dict[str, DiffusersPipeline], name: str, changes: dict[str, Any]
 ) -> None:
     image = asked(**changes)
     expected = drawn_by_diffusers(folders[name], name, image)
-    got = (drawn(painters[name], image) / 2 + 0.5).clamp(0, 1)
+    got = (drawn(pipelines[name], image) / 2 + 0.5).clamp(0, 1)
     assert got.shape == expected.shape and expected.std() > 0.05
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_both_prompts_are_read(painters: dict[str, PipelinePainter], name: str) -> None:
+def test_both_prompts_are_read(pipelines: dict[str, DiffusersPipeline], name: str) -> None:
     image = asked(steps=2)
     first, *others = (
-        drawn(painters[name], one)
+        drawn(pipelines[name], one)
         for one in (image, replace(image, prompt_text=PROMPTS[1]), replace(image, negative_text=PROMPTS[1]))
     )
     assert all((other - first).abs().max() > 1e-3 for other in others)
@@ -105,57 +105,57 @@ def test_both_prompts_are_read(painters: dict[str, PipelinePainter], name: str) 
 @pytest.mark.parametrize("name", MAKERS)
 @torch.inference_mode()
 def test_images_at_different_steps_in_one_batch_are_those_drawn_alone(
-    painters: dict[str, PipelinePainter], name: str
+    pipelines: dict[str, DiffusersPipeline], name: str
 ) -> None:
-    painter = painters[name]
+    pipeline = pipelines[name]
     images = [
         asked(PROMPTS[i], steps=4 + i, seed=i, guidance_scale=2.0 + i, negative_text=PROMPTS[-i]) for i in (0, 1, 2)
     ]
-    alone = [drawn(painter, image) for image in images]
-    drawings, latents = zip(*(begun(painter, image, slot) for slot, image in enumerate(images)), strict=True)
+    alone = [drawn(pipeline, image) for image in images]
+    drawings, latents = zip(*(begun(pipeline, image, slot) for slot, image in enumerate(images)), strict=True)
     at, finished = [0, 0, 0], list(latents)
     for number in range(8):
         # Each begins a step after the one before it.
         able = [i for i, image in enumerate(images) if i <= number and at[i] < image.steps]
-        moved = painter.denoise_step(
+        moved = pipeline.denoise_step(
             torch.cat([finished[i] for i in able]), [drawings[i] for i in able], [at[i] for i in able], 1
         )
         for i, latent in zip(able, torch.split(moved, 1), strict=True):
             finished[i], at[i] = latent, at[i] + 1
     assert at == [image.steps for image in images]
     for latent, expected in zip(finished, alone, strict=True):
-        torch.testing.assert_close(painter.decode(latent), expected, atol=2e-5, rtol=0)
+        torch.testing.assert_close(pipeline.decode(latent), expected, atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", MAKERS)
 @torch.inference_mode()
-def test_steps_that_were_taken_back_are_made_again(painters: dict[str, PipelinePainter], name: str) -> None:
+def test_steps_that_were_taken_back_are_made_again(pipelines: dict[str, DiffusersPipeline], name: str) -> None:
     """Whatever the scheduler remembered of them is forgotten."""
-    painter, image = painters[name], asked(steps=7)
-    drawing, noise = begun(painter, image)
+    pipeline, image = pipelines[name], asked(steps=7)
+    drawing, noise = begun(pipeline, image)
     latents = [noise]
     for step in (0, 1, 2, 1, 2, 3, 4, 4, 5, 4, 5, 6):
         assert len(latents) - step <= KEPT_STATES
         del latents[step + 1 :]
-        latents.append(painter.denoise_step(latents[step], [drawing], [step], 1))
-    assert torch.equal(painter.decode(latents[-1]), drawn(painter, image))
+        latents.append(pipeline.denoise_step(latents[step], [drawing], [step], 1))
+    assert torch.equal(pipeline.decode(latents[-1]), drawn(pipeline, image))
 
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_new_engine_draws_the_same_bits(
-    folders: dict[str, Path], painters: dict[str, PipelinePainter], name: str
+    folders: dict[str, Path], pipelines: dict[str, DiffusersPipeline], name: str
 ) -> None:
-    assert torch.equal(drawn(painter_of(folders[name]), asked()), drawn(painters[name], asked()))
+    assert torch.equal(drawn(pipeline_of(folders[name]), asked()), drawn(pipelines[name], asked()))
 
 
 @pytest.mark.parametrize("name", MAKERS)
 @torch.inference_mode()
-def test_all_steps_at_once_and_once_more(painters: dict[str, PipelinePainter], name: str) -> None:
-    painter, image = painters[name], asked()
-    drawing, noise = begun(painter, image)
+def test_all_steps_at_once_and_once_more(pipelines: dict[str, DiffusersPipeline], name: str) -> None:
+    pipeline, image = pipelines[name], asked()
+    drawing, noise = begun(pipeline, image)
     for _ in range(2):
         assert torch.equal(
-            painter.decode(painter.denoise_step(noise, [drawing], [0], image.steps)), drawn(painter, image)
+            pipeline.decode(pipeline.denoise_step(noise, [drawing], [0], image.steps)), drawn(pipeline, image)
         )
 
 
@@ -163,24 +163,24 @@ def test_a_solver_of_a_higher_order_remembers_as_much_as_it_needs(tmp_path: Path
     name = "PixArtSigmaPipeline"
     folder = save_pipeline(name, tmp_path / name, solver_order=3)
     image = asked(steps=17)
-    got = (drawn(painter_of(folder), image) / 2 + 0.5).clamp(0, 1)
+    got = (drawn(pipeline_of(folder), image) / 2 + 0.5).clamp(0, 1)
     torch.testing.assert_close(got, drawn_by_diffusers(folder, name, image), atol=2e-5, rtol=0)
 
 
 def test_shifts_that_depend_on_the_size(tmp_path: Path) -> None:
     name = "StableDiffusion3Pipeline"
     folder = save_pipeline(name, tmp_path / name, use_dynamic_shifting=True)
-    got = (drawn(painter_of(folder), asked()) / 2 + 0.5).clamp(0, 1)
+    got = (drawn(pipeline_of(folder), asked()) / 2 + 0.5).clamp(0, 1)
     torch.testing.assert_close(got, drawn_by_diffusers(folder, name, asked()), atol=2e-5, rtol=0)
 
 
-def test_memory_is_counted(painters: dict[str, PipelinePainter], folders: dict[str, Path]) -> None:
+def test_memory_is_counted(pipelines: dict[str, DiffusersPipeline], folders: dict[str, Path]) -> None:
     family = load_pipeline(folders["PixArtSigmaPipeline"], dtype=torch.float32, device=CPU)
     texts, latents = 300 * 32 * 4 + 300 * 8, 4 * 8 * 8 * 4
-    assert held_bytes(family) == 2 * texts + 4 * latents, "two outputs of the transformer before each of three states"
-    models = [family.transformer, family.autoencoder, family.pipeline.text_encoder]
+    assert kept_bytes(family) == 2 * texts + 4 * latents, "two outputs of the transformer before each of three states"
+    models = [family.transformer, family.vae, family.pipeline.text_encoder]
     weights = sum(weight.numel() * 4 for model in models for weight in model.parameters())
-    assert painters["PixArtSigmaPipeline"].num_bytes == weights + 4 * 2 * texts
+    assert pipelines["PixArtSigmaPipeline"].num_bytes == weights + 4 * 2 * texts
     assert (family.image_size, family.num_tokens, family.latent_shape) == (16, 16, (4, 8, 8))
 
 
@@ -208,7 +208,7 @@ def load_changed(folder: Path, target: Path, file: str, **changes: Any) -> None:
 def test_an_unknown_class_is_refused_with_those_that_are_known(
     folders: dict[str, Path], tmp_path: Path, name: Any
 ) -> None:
-    with pytest.raises(ConfigError, match="does not draw with") as raised:
+    with pytest.raises(ConfigError, match="are not supported") as raised:
         load_changed(folders["PixArtSigmaPipeline"], tmp_path / "p", "model_index.json", _class_name=name)
     assert all(known in raised.value.hint for known in MAKERS)
 
@@ -227,14 +227,14 @@ def test_an_unknown_class_is_refused_with_those_that_are_known(
 )
 def test_parts_of_other_classes_are_refused(folders: dict[str, Path], tmp_path: Path, part: dict[str, Any]) -> None:
     (name,) = part
-    with pytest.raises(ModelError, match=f"{name} is .* it must be of"):
+    with pytest.raises(ModelError, match=f"{name} is .* it must be one of"):
         load_changed(folders["PixArtSigmaPipeline"], tmp_path / "p", "model_index.json", **part)
 
 
 def test_the_largest_text_encoder_may_be_left_out(folders: dict[str, Path], tmp_path: Path) -> None:
     name, left_out = "StableDiffusion3Pipeline", ("text_encoder_3", "tokenizer_3")
     folder = changed(folders[name], tmp_path / "p", "model_index.json", **{part: [None, None] for part in left_out})
-    got = (drawn(painter_of(folder), asked()) / 2 + 0.5).clamp(0, 1)
+    got = (drawn(pipeline_of(folder), asked()) / 2 + 0.5).clamp(0, 1)
     expected = drawn_by_diffusers(folder, name, asked(), **dict.fromkeys(left_out))
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
 
@@ -249,7 +249,7 @@ def test_the_largest_text_encoder_may_be_left_out(folders: dict[str, Path], tmp_
 def test_steps_that_add_noise_are_refused(
     folders: dict[str, Path], tmp_path: Path, name: str, setting: dict[str, Any]
 ) -> None:
-    with pytest.raises(ModelError, match="could not be drawn again"):
+    with pytest.raises(ModelError, match="could not be generated again"):
         load_changed(folders[name], tmp_path / "p", "scheduler/scheduler_config.json", **setting)
 
 
@@ -267,9 +267,9 @@ def test_weights_that_are_missing_are_not_made_up(folders: dict[str, Path], tmp_
 
 
 def test_a_prompt_that_is_too_long_is_not_logged(
-    painters: dict[str, PipelinePainter], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    pipelines: dict[str, DiffusersPipeline], capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for painter in painters.values():
-        drawn(painter, asked(" ".join(["cat"] * 400), steps=1))
+    for pipeline in pipelines.values():
+        drawn(pipeline, asked(" ".join(["cat"] * 400), steps=1))
     captured = capfd.readouterr()
     assert "cat" not in captured.out + captured.err + caplog.text

@@ -1,4 +1,4 @@
-"""Every query of the dashboard asks for something that /metrics has, under its name and with its labels."""
+"""Every query of the dashboard names metrics and labels that /metrics has."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def queries() -> list[str]:
 
 
 def asked_for(query: str) -> tuple[set[str], set[str]]:
-    """The metrics and the labels that a query names."""
+    """Return the metrics and the labels that a query names."""
     labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", query))
     labels |= {name.strip() for names in re.findall(r"by \(([^)]*)\)", query) for name in names.split(",")}
     labels |= set(re.findall(r"label_values\(\w+, (\w+)\)", query))
@@ -45,7 +45,7 @@ def asked_for(query: str) -> tuple[set[str], set[str]]:
 
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
-    """Every sample's labels by its name, after a request was served."""
+    """Return every sample's labels by its name, after a request was served."""
     app = build_app(ScriptedEngine(answer("ab", "c")), load(env={}))
     assert request_app(app, "POST", COMPLETIONS, json=PROMPT).status_code == 200
     found: dict[str, set[str]] = {}
@@ -77,7 +77,7 @@ def test_what_a_dashboard_must_show_is_shown() -> None:
 
 
 def test_the_same_dashboard_serves_with_the_names_of_others(exposed: dict[str, set[str]]) -> None:
-    """Whoever has dashboards for vLLM keeps them."""
+    """Dashboards made for vLLM's names work with Weft's aliases."""
     alone = {"weft_prepared", "weft_engine_restarts_total", "weft_num_requests_rejected_total"}
     for metric in set().union(*(asked_for(query)[0] for query in queries())) - alone:
         assert metric.replace("weft_", "vllm:", 1) in exposed

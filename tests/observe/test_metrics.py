@@ -1,12 +1,13 @@
-"""The names, types and labels that dashboards rely on."""
+"""Tests the names, types and labels that dashboards rely on."""
 
 from __future__ import annotations
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests import virtual_time
 from tests.api.http import COMPLETIONS, PROMPT, chat, request, request_app
-from tests.api.scripted_engine import ScriptedEngine, answer
+from tests.api.scripted_engine import ScriptedEngine, answer, next_turn
 from weft.api.app import build_app
 from weft.config import load
 from weft.errors import Overloaded
@@ -50,7 +51,7 @@ WEFT_ALONE = {"weft_prepared", "weft_engine_restarts_total", "weft_num_requests_
 
 
 def samples(text: str) -> dict[str, float]:
-    """Every sample by its name and its labels, the model's own label left out."""
+    """Return every sample by its name and its labels, the model's own label left out."""
     found = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -64,7 +65,8 @@ def test_names_types_and_labels() -> None:
     families = {family.name: family for family in text_string_to_metric_families(text)}
     types = {name + ("_total" if family.type == "counter" else ""): family.type for name, family in families.items()}
     aliases = {name.replace("weft_", "vllm:"): kind for name, kind in CONTRACT.items() if name not in WEFT_ALONE}
-    assert types == CONTRACT | aliases
+    assert types == CONTRACT | aliases | {"process_cpu_seconds_total": "counter"}
+    assert [sample.labels for sample in families.pop("process_cpu_seconds").samples] == [{}]
     for family in families.values():
         assert family.documentation
         for sample in family.samples:
@@ -123,12 +125,12 @@ def test_rejections_and_failures_are_counted() -> None:
     app = build_app(ScriptedEngine(refuse=Overloaded("full")), load(env={}))
     request_app(app, "POST", COMPLETIONS, json=PROMPT)
     assert samples(request_app(app, "GET", "/metrics").text)["weft_num_requests_rejected_total"] == 1
-    app = build_app(ScriptedEngine([0.0, RuntimeError("broken")]), load(env={}))
+    app = build_app(ScriptedEngine([next_turn, RuntimeError("broken")]), load(env={}))
     request_app(app, "POST", COMPLETIONS, json=PROMPT)
     found = samples(request_app(app, "GET", "/metrics").text)
     assert found["weft_request_success_total{'finished_reason': 'error'}"] == 1
     app = build_app(ScriptedEngine([5.0]), load({"request_timeout_s": 0.01}, env={}))
-    request_app(app, "POST", COMPLETIONS, json=PROMPT)
+    request_app(app, "POST", COMPLETIONS, run=virtual_time.run, json=PROMPT)
     found = samples(request_app(app, "GET", "/metrics").text)
     assert found["weft_request_success_total{'finished_reason': 'timeout'}"] == 1
 
@@ -162,12 +164,14 @@ def test_every_reason_is_counted() -> None:
 def test_every_stage_of_a_request_is_timed_and_its_tokens_counted() -> None:
     first = Output(text="ab", token_ids=[1, 2], queue_seconds=0.25)
     app = build_app(ScriptedEngine([0.3, first, 0.05, *answer("c")]), load(env={}))
-    assert request_app(app, "POST", COMPLETIONS, json=PROMPT | {"prompt": "y" * 40}).status_code == 200
+    body = PROMPT | {"prompt": "y" * 40}
+    assert request_app(app, "POST", COMPLETIONS, run=virtual_time.run, json=body).status_code == 200
     found = samples(request_app(app, "GET", "/metrics").text)
     assert found["weft_request_queue_time_seconds_sum"] == 0.25
-    first_token, end = found["weft_time_to_first_token_seconds_sum"], found["weft_e2e_request_latency_seconds_sum"]
-    assert found["weft_request_prefill_time_seconds_sum"] == pytest.approx(first_token - 0.25)
-    assert found["weft_request_decode_time_seconds_sum"] == pytest.approx(end - first_token, abs=0.02)
+    assert found["weft_time_to_first_token_seconds_sum"] == pytest.approx(0.3)
+    assert found["weft_e2e_request_latency_seconds_sum"] == pytest.approx(0.35)
+    assert found["weft_request_prefill_time_seconds_sum"] == pytest.approx(0.3 - 0.25)
+    assert found["weft_request_decode_time_seconds_sum"] == pytest.approx(0.05)
     assert found["weft_request_prompt_tokens_bucket{'le': '20.0'}"] == 0
     assert found["weft_request_prompt_tokens_bucket{'le': '50.0'}"] == 1
     assert found["weft_request_generation_tokens_sum"] == 3
@@ -175,10 +179,11 @@ def test_every_stage_of_a_request_is_timed_and_its_tokens_counted() -> None:
 
 @pytest.mark.parametrize(("told_last", "num_observed"), [(None, 0), (0.0, 1), (0.25, 1)])
 def test_a_queue_that_nobody_knows_of_is_not_observed(told_last: float | None, num_observed: int) -> None:
-    """An engine may tell of it with the end of the answer, or never."""
+    """An engine may report its queue time with the end of the answer, or never."""
     script = [0.3, Output(text="a", token_ids=[1]), Output(finish=FinishReason.STOP, queue_seconds=told_last)]
     app = build_app(ScriptedEngine(script), load(env={}))
-    answered = request_app(app, "POST", COMPLETIONS, json=PROMPT | {"return_timings": True})
+    body = PROMPT | {"return_timings": True}
+    answered = request_app(app, "POST", COMPLETIONS, run=virtual_time.run, json=body)
     told_ms = None if told_last is None else 1000 * told_last
     assert answered.json()["choices"][0]["timings"]["queue_ms"] == told_ms
     found = samples(request_app(app, "GET", "/metrics").text)

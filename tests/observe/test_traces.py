@@ -1,4 +1,4 @@
-"""A span for every request, part of the client's own trace where it has one."""
+"""Every request gets a span, part of the client's own trace where it has one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tests import virtual_time
 from tests.api.grpc.calls import ask, door
 from tests.api.http import COMPLETIONS, PROMPT, request_app
 from tests.api.scripted_engine import ScriptedEngine, Step, answer
@@ -40,7 +41,8 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
 
 def post(script: list[Step], headers: dict[str, str] | None = None, **fields: Any) -> int:
     app = build_app(ScriptedEngine(script), load(WITH_TRACES, env={}))
-    return request_app(app, "POST", COMPLETIONS, json=PROMPT | fields, headers=headers).status_code
+    body = PROMPT | fields
+    return request_app(app, "POST", COMPLETIONS, run=virtual_time.run, json=body, headers=headers).status_code
 
 
 def seconds(span: ReadableSpan) -> float:
@@ -64,7 +66,8 @@ def test_a_request_s_stages(exporter: InMemorySpanExporter) -> None:
         parent = spans[name].parent
         assert parent is not None and parent.span_id == whole.context.span_id
     assert seconds(spans["queue"]) == pytest.approx(0.02, abs=1e-4)
-    assert seconds(spans["first token"]) >= 0.035
+    assert seconds(spans["first token"]) == pytest.approx(0.06 - 0.02, abs=1e-4)
+    assert seconds(spans["answer"]) == pytest.approx(0.03, abs=1e-4)
     assert spans["first token"].end_time == spans["answer"].start_time
     assert seconds(whole) == pytest.approx(sum(seconds(span) for span in spans.values()) - seconds(whole), abs=1e-3)
     assert whole.attributes is not None
@@ -99,7 +102,7 @@ def test_a_failure_has_its_span(exporter: InMemorySpanExporter) -> None:
 
 def test_predictions_have_spans_too(exporter: InMemorySpanExporter) -> None:
     async def scenario() -> None:
-        async with door(ScriptedEngine(SCRIPT), **WITH_TRACES) as opened:
+        async with door(ScriptedEngine(), **WITH_TRACES) as opened:
             method = opened.channel.stream_stream("/cy.llm.AiInference/StreamPredict")
             call = method([ask(trace_id="t-1").SerializeToString()], metadata=[("traceparent", TRACEPARENT)])
             assert [one async for one in call]

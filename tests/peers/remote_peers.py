@@ -25,13 +25,14 @@ import httpx
 from msgspec import Struct
 
 from tests import tiny_models
+from tests.waiting import until, wait_until
 from weft.backends.contract import Engine, Prompt, chat_prompt, text_prompt
 from weft.backends.native import start_native
 from weft.backends.openai_server.start import start
 from weft.config import load
 from weft.errors import InvalidRequest, WeftError
 from weft.text.grammars.compiler import GrammarCompiler
-from weft.text.grammars.specs import JsonSchema, written_down
+from weft.text.grammars.specs import JsonSchemaSpec, encode_spec
 from weft.types import FinishReason, Output, SamplingParams
 
 MODEL = "qwen3"
@@ -132,13 +133,13 @@ class Checks:
         return ""
 
     async def form(self) -> str:
-        spec = JsonSchema(schema={"enum": ["yes", "no"]})
+        spec = JsonSchemaSpec(schema={"enum": ["yes", "no"]})
         if self.engine.abilities.tokens:
             compiler = GrammarCompiler(self.engine.tokenizer)
             grammar = await compiler.compile(spec)
             await compiler.close()
         else:
-            grammar = written_down(spec, 64)
+            grammar = encode_spec(spec, 64)
         params = SamplingParams(max_tokens=40, temperature=0, grammar=grammar)
         try:
             deltas = await all_of(self.engine, self.prompt, params)
@@ -173,15 +174,11 @@ class Checks:
             await anext(answer)
             await answer.aclose()
         must(self.engine.open_requests() == 0, self.engine.open_requests())
-        deadline = time.monotonic() + 10
-        while (running := await self._running()) > 0:
-            must(time.monotonic() < deadline, f"{running} are still running")
-            await asyncio.sleep(0.1)
+        await asyncio.to_thread(wait_until, lambda: self._running() == 0, "the end of what nobody reads")
         return ""
 
-    async def _running(self) -> float:
-        async with httpx.AsyncClient() as client:
-            metrics = (await client.get(f"{self.url}/metrics")).text
+    def _running(self) -> float:
+        metrics = httpx.get(f"{self.url}/metrics").text
         [found] = re.findall(rf"^{self.peer.running}(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)
         return float(found)
 
@@ -207,10 +204,7 @@ async def death(engine: Engine, process: subprocess.Popen[bytes]) -> str:
     process.kill()
     last = [delta async for delta in answer][-1]
     must(last.finish is FinishReason.ERROR, last)
-    deadline = time.monotonic() + 10
-    while engine.health().ready:
-        must(time.monotonic() < deadline, engine.health())
-        await asyncio.sleep(0.1)
+    await until(lambda: not engine.health().ready, "health says that the peer is lost")
     return last.error[:100]
 
 
@@ -223,7 +217,7 @@ async def run(peer: Peer, url: str, process: subprocess.Popen[bytes], folder: Pa
         began = time.perf_counter()
         try:
             said, mark = await checking, "ok"
-        except (Failed, WeftError, ValueError) as error:
+        except (Failed, WeftError, ValueError, TimeoutError) as error:
             said, mark = f"{type(error).__name__}: {error}", "FAILED"
             num_failed += 1
         print(f"{peer.name:10} {mode:7} {name:22} {mark:7} {time.perf_counter() - began:6.2f} s  {said}", flush=True)

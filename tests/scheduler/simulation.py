@@ -18,14 +18,14 @@ from weft.payloads import GivenTexts, PromptEmbeds
 from weft.plan import (
     Denoise,
     DenoiseAdmission,
-    Drawn,
-    Gained,
-    Held,
+    DenoiseOutput,
     ImageLimits,
+    KeptHiddenStates,
     Limits,
     Pooled,
     PromptLogprobs,
     Row,
+    RowOutput,
     Sampled,
     StepPlan,
     StepResult,
@@ -61,15 +61,15 @@ def image_limits(**changes: object) -> ImageLimits:
         "num_tokens": 4,
         "max_prompt_tokens": 12,
         "text_width": 2,
-        "canvas_bytes": 100,
-        "text_bytes": 10,
+        "latent_slot_bytes": 100,
+        "embeds_bytes": 10,
         "max_num_images": 3,
         "max_mixed_denoise": 8,
     }
     chosen = defaults | changes
     num_images = chosen["max_num_images"]
-    chosen.setdefault("max_num_texts", 2 * num_images)
-    slots = num_images * chosen["canvas_bytes"] + chosen["max_num_texts"] * chosen["text_bytes"]
+    chosen.setdefault("max_num_embeds", 2 * num_images)
+    slots = num_images * chosen["latent_slot_bytes"] + chosen["max_num_embeds"] * chosen["embeds_bytes"]
     return ImageLimits(**({"max_embedding_bytes": slots + 100} | chosen))
 
 
@@ -218,12 +218,12 @@ class SimulatedWorker:
         self.largest_batch = 0
         self.broken: set[int] = set()
         """Token ids that make the logits of every sequence they stand in no numbers."""
-        self.texts: dict[int, dict[int, bytes]] = {}
+        self.embeds: dict[int, dict[int, bytes]] = {}
         """By slot: the digest after each token, or after the last one all that a client sent."""
         self.encoded: list[int] = []
-        """Tokens of every text that was encoded to its end."""
-        self.canvases: dict[int, tuple[DenoiseAdmission, tuple[bytes, bytes], dict[int, bytes]]] = {}
-        """By slot: with its texts, and the latents after so many steps."""
+        """Tokens of every prompt that was encoded to its end."""
+        self.images: dict[int, tuple[DenoiseAdmission, tuple[bytes, bytes], dict[int, bytes]]] = {}
+        """By latent slot: with its prompt embeds, and the latents after so many steps."""
         self.broken_seeds: set[int] = set()
         self.denoised = 0
 
@@ -231,14 +231,14 @@ class SimulatedWorker:
         for row in plan.release:
             del self.rows[row]
         for slot in plan.release_slots:
-            self.canvases.pop(slot, None)
+            self.images.pop(slot, None)
         assert plan.rows or plan.denoise, "an empty step"
         for admission in plan.admit:
             assert admission.row not in self.rows, "a row was given to two requests"
             self.rows[admission.row] = (list(admission.token_ids), [])
         assert len({row.row for row in plan.rows}) == len(plan.rows), "a row is planned twice"
         self.largest_batch = max(self.largest_batch, len(plan.rows))
-        sampled, gained = [], []
+        sampled, row_outputs = [], []
         for row in plan.rows:
             tokens, blocks = self.rows[row.row]
             blocks += row.new_blocks
@@ -257,35 +257,35 @@ class SimulatedWorker:
                 tokens.append(token)
                 broken = self.broken.intersection(tokens[:-1])
                 sampled.append(Sampled(-1, error="not a number") if broken else Sampled(token))
-            if row.extra is not None:
+            if row.request is not None:
                 broken = self.broken.intersection(tokens[: row.start + row.count])
-                gained.append(Gained(error="not a number") if broken else self._gained(row))
+                row_outputs.append(RowOutput(error="not a number") if broken else self._row_output(row))
         for admission in plan.admit_images:
             self._begin(admission)
         assert len({one.slot for one in plan.denoise}) == len(plan.denoise), "an image is planned twice"
-        return StepResult(plan.step_id, sampled, gained, [self._denoise(one) for one in plan.denoise])
+        return StepResult(plan.step_id, sampled, row_outputs, [self._denoise(one) for one in plan.denoise])
 
     def _begin(self, admission: DenoiseAdmission) -> None:
-        for text in (admission.text, admission.negative):
+        for text in (admission.prompt, admission.negative):
             if text.embeds is not None:
                 assert len(text.embeds.data) == text.length * 4
-                self.texts[text.slot] = {text.length - 1: bytes(text.embeds.data)}
+                self.embeds[text.slot] = {text.length - 1: bytes(text.embeds.data)}
             else:
-                assert not text.length or len(self.texts[text.slot]) == text.length, "the text is not whole"
-        texts = self._texts_of(admission)
-        self.canvases[admission.slot] = admission, texts, {0: first_latents(admission.image, *texts)}
+                assert not text.length or len(self.embeds[text.slot]) == text.length, "incomplete prompt embeds"
+        texts = self._embeds_of(admission)
+        self.images[admission.slot] = admission, texts, {0: first_latents(admission.image, *texts)}
 
-    def _texts_of(self, admission: DenoiseAdmission) -> tuple[bytes, bytes]:
+    def _embeds_of(self, admission: DenoiseAdmission) -> tuple[bytes, bytes]:
         text, negative = (
-            self.texts[text.slot][text.length - 1] if text.slot >= 0 else b""
-            for text in (admission.text, admission.negative)
+            self.embeds[text.slot][text.length - 1] if text.slot >= 0 else b""
+            for text in (admission.prompt, admission.negative)
         )
         return text, negative
 
-    def _denoise(self, one: Denoise) -> Drawn:
-        admission, texts, latents = self.canvases[one.slot]
+    def _denoise(self, one: Denoise) -> DenoiseOutput:
+        admission, texts, latents = self.images[one.slot]
         image = admission.image
-        assert self._texts_of(admission) == texts, "a text was overwritten that an image is drawn from"
+        assert self._embeds_of(admission) == texts, "prompt embeds were overwritten that an image uses"
         assert one.count > 0 and one.start + one.count <= image.steps, "the plan asks for steps nobody asked for"
         here = latents[one.start]
         for step in range(one.start, one.start + one.count):
@@ -295,30 +295,30 @@ class SimulatedWorker:
         latents.pop(end - KEPT_LATENTS, None)
         self.denoised += one.count
         if image.seed in self.broken_seeds:
-            return Drawn(error="not a number")
-        return Drawn(here if one.shows else None)
+            return DenoiseOutput(error="not a number")
+        return DenoiseOutput(here if one.wants_image else None)
 
-    def _gained(self, row: Row) -> Gained:
+    def _row_output(self, row: Row) -> RowOutput:
         tokens, blocks = self.rows[row.row]
         stop = row.start + row.count
-        match row.extra:
+        match row.request:
             case PromptLogprobs():
                 positions = range(row.start + 1, stop + 1 - row.samples)
-                return Gained([score(tokens[position], position) for position in positions])
+                return RowOutput([score(tokens[position], position) for position in positions])
             case Pooled(pooling=pooling, is_end=is_end):
                 assert not row.samples
                 if pooling is Pooling.MEAN:
                     assert row.start == 0 or self.pooled[row.row] == row.start, "tokens are missing in the mean"
                     self.pooled[row.row] = stop
                 assert is_end == (stop == len(tokens))
-                return Gained(vector=self._read(blocks, stop - 1) + pooling.encode()) if is_end else Gained()
-            case Held(slot=slot, is_end=is_end):
+                return RowOutput(vector=self._read(blocks, stop - 1) + pooling.encode()) if is_end else RowOutput()
+            case KeptHiddenStates(slot=slot, is_end=is_end):
                 assert not row.samples and is_end == (stop == len(tokens))
-                text = {} if row.start == 0 else self.texts[slot]
-                self.texts[slot] = text | {i: self._read(blocks, i) for i in range(row.start, stop)}
+                text = {} if row.start == 0 else self.embeds[slot]
+                self.embeds[slot] = text | {i: self._read(blocks, i) for i in range(row.start, stop)}
                 self.encoded += [len(tokens)] * is_end
-                return Gained()
-        raise AssertionError("an unknown extra")
+                return RowOutput()
+        raise AssertionError("an unknown row request")
 
     def _slot(self, blocks: list[int], position: int) -> int:
         block = blocks[position // self.block_size]

@@ -20,11 +20,11 @@ from tests.scheduler.simulation import (
     request,
 )
 from weft.errors import InvalidRequest
-from weft.plan import Held, ImageLimits, Limits
+from weft.plan import ImageLimits, KeptHiddenStates, Limits
+from weft.scheduler.cursors import EncodePrompt, GenerateImage, GenerateTokens, PoolPrompt, stages_of
 from weft.scheduler.denoise import PATIENCE
 from weft.scheduler.integrity import IntegrityError, check_integrity
-from weft.scheduler.prompt_embeds import TextKey
-from weft.scheduler.stages import Draw, Encode, Generate, Pool, stages_of
+from weft.scheduler.prompt_embeds import PromptKey
 from weft.types import FinishReason, Pooling, Request
 
 DELAYS = pytest.mark.parametrize("delay", [0, 1, 2])
@@ -62,22 +62,22 @@ def assert_nothing_is_held(simulation: Simulation) -> None:
 # What kind of request it is.
 
 
-def encode(*token_ids: int, salt: str = "") -> Encode:
-    return Encode(TextKey(salt, token_ids))
+def encode(*token_ids: int, salt: str = "") -> EncodePrompt:
+    return EncodePrompt(PromptKey(salt, token_ids))
 
 
 def test_the_kind_comes_from_the_request_and_the_model() -> None:
     here = roomy()
     image = drawing("i", [1, 2], negative=[3])
-    of_two = Draw(image.image, 4 * 2)
+    of_two = GenerateImage(image.image, 4 * 2)
     assert stages_of(image, here) == [encode(1, 2), encode(3), of_two]
-    assert stages_of(request("t", [1, 2]), here) == [Generate()]
-    assert stages_of(request("v", [1, 2], pooling=Pooling.MEAN), here) == [Pool(Pooling.MEAN)]
-    assert stages_of(drawing("i", [1, 2]), here) == [encode(1, 2), Draw(drawing("i").image, 8)]
+    assert stages_of(request("t", [1, 2]), here) == [GenerateTokens()]
+    assert stages_of(request("v", [1, 2], pooling=Pooling.MEAN), here) == [PoolPrompt(Pooling.MEAN)]
+    assert stages_of(drawing("i", [1, 2]), here) == [encode(1, 2), GenerateImage(drawing("i").image, 8)]
     alone = drawing("i", [1, 2], negative=[3], guidance=1.0)
-    assert stages_of(alone, here) == [encode(1, 2), Draw(alone.image, 4)], "one pass steers away from nothing"
+    assert stages_of(alone, here) == [encode(1, 2), GenerateImage(alone.image, 4)], "one pass steers away from nothing"
     twice = drawing("i", [1, 2], negative=[1, 2], salt="s")
-    assert stages_of(twice, here) == [encode(1, 2, salt="s"), Draw(twice.image, 8)], "one text, encoded once"
+    assert stages_of(twice, here) == [encode(1, 2, salt="s"), GenerateImage(twice.image, 8)], "one text, encoded once"
 
 
 @DELAYS
@@ -95,7 +95,7 @@ def test_text_vector_and_image_of_one_prompt_each_get_what_they_asked_for(delay:
 
 def test_without_a_model_that_draws_an_image_is_refused() -> None:
     simulation = Simulation(limits())
-    with pytest.raises(InvalidRequest, match="no model that draws"):
+    with pytest.raises(InvalidRequest, match="no image model"):
         simulation.add(drawing("i"))
     assert not simulation.scheduler.has_work
 
@@ -107,7 +107,7 @@ def test_the_fast_way_is_one_step_for_the_prompt_and_one_for_each_step_asked_for
     simulation = simulated(drawing("i", [1, 2, 3], 4))
     simulation.run()
     shapes = [
-        (plan.rows and plan.rows[0].count, [(one.start, one.shows) for one in plan.denoise])
+        (plan.rows and plan.rows[0].count, [(one.start, one.wants_image) for one in plan.denoise])
         for plan in simulation.plans
     ]
     assert shapes == [(3, []), ([], [(0, False)]), ([], [(1, False)]), ([], [(2, False)]), ([], [(3, True)])]
@@ -140,7 +140,7 @@ def test_both_prompts_are_encoded_in_chunks_like_any_other(chunk: int, delay: in
     simulation.run()
     assert_drawn(simulation, asked)
     rows = [row for plan in simulation.plans for row in plan.rows]
-    assert sum(row.count for row in rows) == 17 and all(isinstance(row.extra, Held) for row in rows)
+    assert sum(row.count for row in rows) == 17 and all(isinstance(row.request, KeptHiddenStates) for row in rows)
     assert simulation.scheduler.stats().prompt_tokens == 17
     assert_nothing_is_held(simulation)
 
@@ -303,7 +303,7 @@ def test_what_prompts_leave_is_the_images() -> None:
     images = [drawing(f"i{i}", [i], 20) for i in range(3)]
     simulation = simulated(*images, max_num_batched_tokens=24, max_num_seqs=3)
     simulation.step()
-    assert len(simulation.scheduler.images.drawing) == 3
+    assert len(simulation.scheduler.images.denoising) == 3
     simulation.add(*(request(f"v{i}", [i] * 3, 1, pooling=Pooling.MEAN) for i in range(8)))
     simulation.step()
     (plan,) = simulation.plans[1:]
@@ -500,16 +500,16 @@ def test_an_image_that_cannot_be_drawn_is_refused(asked: Request, param: str) ->
 
 
 def lost_canvas(simulation: Simulation) -> None:
-    simulation.scheduler.images.holdings.free_canvases.pop()
+    simulation.scheduler.images.memory.free_latent_slots.pop()
 
 
 def canvas_of_two(simulation: Simulation) -> None:
-    one, other = simulation.scheduler.images.drawing
-    one.slot = other.slot
+    one, other = simulation.scheduler.images.denoising
+    one.latent_slot = other.latent_slot
 
 
 def miscounted_canvases(simulation: Simulation) -> None:
-    simulation.scheduler.images.holdings.num_canvases += 1
+    simulation.scheduler.images.memory.num_latent_slots += 1
 
 
 def miscounted_images(simulation: Simulation) -> None:
@@ -517,16 +517,16 @@ def miscounted_images(simulation: Simulation) -> None:
 
 
 def forgotten_image(simulation: Simulation) -> None:
-    simulation.scheduler.images.drawing.pop()
+    simulation.scheduler.images.denoising.pop()
 
 
 def drawing_on_nothing(simulation: Simulation) -> None:
-    holdings, (one, _) = simulation.scheduler.images.holdings, simulation.scheduler.images.drawing
-    holdings.give_back(one)
+    memory, (one, _) = simulation.scheduler.images.memory, simulation.scheduler.images.denoising
+    one.release(memory)
 
 
 def too_far(simulation: Simulation) -> None:
-    simulation.scheduler.images.drawing[0].computed += 1
+    simulation.scheduler.images.denoising[0].computed += 1
 
 
 def too_many_bytes(simulation: Simulation) -> None:
@@ -535,7 +535,7 @@ def too_many_bytes(simulation: Simulation) -> None:
 
 
 def never_begun(simulation: Simulation) -> None:
-    simulation.scheduler.images.drawing[0].is_begun = False
+    simulation.scheduler.images.denoising[0].is_begun = False
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.scheduler.simulation import (
     limits,
     request,
 )
-from weft.plan import Drawn, Gained, ImageLimits, Limits, Sampled, StepPlan, StepResult
+from weft.plan import DenoiseOutput, ImageLimits, Limits, RowOutput, Sampled, StepPlan, StepResult
 from weft.scheduler.denoise import PATIENCE
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
@@ -39,8 +39,8 @@ def blank(plan: StepPlan) -> StepResult:
     return StepResult(
         plan.step_id,
         [Sampled(1) for row in plan.rows if row.samples],
-        [Gained() for row in plan.rows if row.extra is not None],
-        [Drawn(b"" if one.shows else None) for one in plan.denoise],
+        [RowOutput() for row in plan.rows if row.request is not None],
+        [DenoiseOutput(b"" if one.wants_image else None) for one in plan.denoise],
     )
 
 
@@ -67,7 +67,7 @@ def steps_of(scheduler: Scheduler, arrivals: list[Request], per_step: float, rnd
         while arrivals and (rnd.random() < per_step / (1 + per_step) or not scheduler.has_work):
             scheduler.add(arrivals.pop())
         decoding = {cursor.row for cursor in scheduler.running if cursor.decoding}
-        could_draw = any(cursor.todo for cursor in scheduler.images.drawing)
+        could_draw = any(cursor.todo for cursor in scheduler.images.denoising)
         could_prefill = any(not cursor.decoding and cursor.todo for cursor in scheduler.running)
         plan = scheduler.schedule()
         assert plan is not None, "nothing is planned though there is work"
@@ -187,9 +187,9 @@ def workloads(draw: st.DrawFn) -> dict[str, object]:
             force_preempt_every=draw(st.sampled_from([0, 0, 2, 5])),
             image=image_limits(
                 max_num_images=draw(st.integers(1, 4)),
-                max_num_texts=draw(st.integers(2, 8)),
+                max_num_embeds=draw(st.integers(2, 8)),
                 max_mixed_denoise=draw(st.integers(1, 20)),
-                canvas_bytes=draw(st.sampled_from([100, 400])),
+                latent_slot_bytes=draw(st.sampled_from([100, 400])),
                 whole_images=draw(st.sampled_from([False, False, False, True])),
             ),
         ),

@@ -12,10 +12,10 @@ from tests.scheduler.simulation import Simulation, drawing, embeds, expected_out
 from tests.scheduler.test_denoise import DELAYS, assert_drawn, assert_nothing_is_held, roomy, simulated
 from weft.errors import InvalidRequest
 from weft.payloads import GivenTexts, PromptEmbeds
+from weft.scheduler.cursors import EncodePrompt, GenerateImage, stages_of
 from weft.scheduler.integrity import IntegrityError, check_integrity
-from weft.scheduler.prompt_embeds import TextKey, Texts
+from weft.scheduler.prompt_embeds import EmbedsCache, PromptKey
 from weft.scheduler.scheduler import Scheduler
-from weft.scheduler.stages import Draw, Encode, stages_of
 from weft.types import FinishReason, Request
 
 P, N = [1, 2, 3, 4, 5], [7, 8]
@@ -141,7 +141,7 @@ def test_each_ends_by_itself_where_the_text_is_no_numbers(delay: int) -> None:
     for one in broken:
         assert simulation.ends[one.request_id].error == "not a number"
     assert_drawn(simulation, sound)
-    assert TextKey("", (49, 1, 2)) not in simulation.scheduler.images.holdings.texts.by_key
+    assert PromptKey("", (49, 1, 2)) not in simulation.scheduler.images.memory.embeds.by_key
     assert_nothing_is_held(simulation)
 
 
@@ -167,7 +167,7 @@ def test_preemption_of_encoders_is_bounded(every: int, delay: int) -> None:
 
 
 def test_a_slot_that_is_needed_is_that_of_the_text_let_go_longest_ago() -> None:
-    simulation = simulated(of_images=image_limits(max_num_images=1, max_num_texts=3))
+    simulation = simulated(of_images=image_limits(max_num_images=1, max_num_embeds=3))
 
     def encodes(*prompt: int) -> bool:
         before = len(simulation.worker.encoded)
@@ -195,7 +195,7 @@ def test_a_slot_that_holds_nothing_is_reused_before_one_that_does() -> None:
         drawing("other", N, 1, guidance=1.0),
         drawing("again", P, 1, guidance=1.0),
     ]
-    simulation = simulated(of_images=image_limits(max_num_images=1, max_num_texts=2))
+    simulation = simulated(of_images=image_limits(max_num_images=1, max_num_embeds=2))
     for one in asked:
         simulation.add(one)
         simulation.run()
@@ -219,7 +219,7 @@ def test_what_is_drawn_from_is_not_forgotten_and_all_else_is() -> None:
     simulation = simulated(done, running)
     while "done" not in simulation.ends:
         simulation.step()
-    texts = simulation.scheduler.images.holdings.texts
+    texts = simulation.scheduler.images.memory.embeds
     assert len(texts.by_key) == 2
     texts.forget_unused()
     check_integrity(simulation.scheduler)
@@ -233,7 +233,7 @@ def test_what_is_drawn_from_is_not_forgotten_and_all_else_is() -> None:
 def test_images_wait_for_texts_where_those_are_fewer_than_canvases() -> None:
     asked = [drawing(f"i{i}", [i], 3, negative=[i, i]) for i in range(5)]
     chat = request("chat", [1], 4)
-    simulation = simulated(*asked, chat, of_images=image_limits(max_num_images=4, max_num_texts=3))
+    simulation = simulated(*asked, chat, of_images=image_limits(max_num_images=4, max_num_embeds=3))
     simulation.run()
     assert_drawn(simulation, *asked)
     assert simulation.outputs["chat"] == expected_output(chat, 64)
@@ -246,9 +246,9 @@ def test_images_wait_for_texts_where_those_are_fewer_than_canvases() -> None:
 def test_the_language_model_is_not_asked_for_what_a_client_has_encoded() -> None:
     here = roomy()
     both = drawing("i", negative_given=embeds(3, 4), given=embeds(1, 2))
-    assert stages_of(both, here) == [Draw(both.image, 8)]
+    assert stages_of(both, here) == [GenerateImage(both.image, 8)]
     prompt_alone = drawing("i", given=embeds(1, 2), negative=[3])
-    assert stages_of(prompt_alone, here) == [Encode(TextKey("", (3,))), Draw(prompt_alone.image, 8)]
+    assert stages_of(prompt_alone, here) == [EncodePrompt(PromptKey("", (3,))), GenerateImage(prompt_alone.image, 8)]
 
 
 @DELAYS
@@ -275,7 +275,7 @@ def test_equal_tensors_are_neither_shared_nor_kept() -> None:
     simulation.step()
     assert simulation.scheduler.stats().embedding_bytes == 2 * (100 + 10 + 4), "canvas, text and tensor"
     simulation.run()
-    texts = simulation.scheduler.images.holdings.texts
+    texts = simulation.scheduler.images.memory.embeds
     assert not texts.by_key and all(text.source is None for text in texts.slots)
 
 
@@ -326,11 +326,11 @@ def test_bytes_are_given_back_on_every_end(end: Callable[[Simulation], None], de
     first, second = given("first", negative_given=LARGE, seed=66), given("second")
     simulation = simulated(first, second, delay=delay)
     simulation.step()
-    assert simulation.scheduler.images.holdings.given_bytes == 80
+    assert simulation.scheduler.images.memory.client_bytes == 80
     end(simulation)
     simulation.worker.broken_seeds = set()
     simulation.step()
-    assert simulation.scheduler.images.holdings.given_bytes == 40, "the second has its turn at once"
+    assert simulation.scheduler.images.memory.client_bytes == 40, "the second has its turn at once"
     simulation.run()
     assert_drawn(simulation, second)
     assert_nothing_is_held(simulation)
@@ -395,36 +395,36 @@ def test_a_prompt_is_given_once(texts: GivenTexts, changes: dict[str, list[int]]
 
 
 def test_only_images_have_tensors() -> None:
-    with pytest.raises(InvalidRequest, match="Only images"):
+    with pytest.raises(InvalidRequest, match="Only requests for images"):
         simulated(replace(request("chat", [1]), given=GivenTexts(prompt=embeds(1, 2))))
 
 
 def test_a_model_that_draws_from_no_states_takes_none() -> None:
-    with pytest.raises(InvalidRequest, match="no hidden states"):
+    with pytest.raises(InvalidRequest, match="takes no prompt embeds"):
         simulated(drawing("i", given=embeds(1, 2)), of_images=image_limits(text_width=0))
 
 
 # The books.
 
 
-def texts_of(simulation: Simulation) -> Texts:
-    return simulation.scheduler.images.holdings.texts
+def texts_of(simulation: Simulation) -> EmbedsCache:
+    return simulation.scheduler.images.memory.embeds
 
 
 def text_taken_for_nobody(simulation: Simulation) -> None:
-    texts_of(simulation).take(TextKey("", (9,)))
+    texts_of(simulation).take(PromptKey("", (9,)))
 
 
 def text_given_back_under_its_image(simulation: Simulation) -> None:
-    texts_of(simulation).give_back(simulation.scheduler.images.drawing[0].texts[0])
+    texts_of(simulation).give_back(simulation.scheduler.images.denoising[0].embeds[0])
 
 
 def text_lost_by_its_image(simulation: Simulation) -> None:
-    simulation.scheduler.images.drawing[0].texts = None, None
+    simulation.scheduler.images.denoising[0].embeds = None, None
 
 
 def text_used_and_to_be_reused(simulation: Simulation) -> None:
-    texts_of(simulation).unused[simulation.scheduler.images.drawing[0].texts[0]] = None
+    texts_of(simulation).unused[simulation.scheduler.images.denoising[0].embeds[0]] = None
 
 
 def slot_never_reused(simulation: Simulation) -> None:
@@ -432,8 +432,8 @@ def slot_never_reused(simulation: Simulation) -> None:
 
 
 def text_under_anothers_key(simulation: Simulation) -> None:
-    text = texts_of(simulation).by_key.pop(TextKey("", tuple(P)))
-    texts_of(simulation).by_key[TextKey("", (9,))] = text
+    text = texts_of(simulation).by_key.pop(PromptKey("", tuple(P)))
+    texts_of(simulation).by_key[PromptKey("", (9,))] = text
 
 
 def text_not_found(simulation: Simulation) -> None:
@@ -441,37 +441,37 @@ def text_not_found(simulation: Simulation) -> None:
 
 
 def drawn_from_half_a_text(simulation: Simulation) -> None:
-    simulation.scheduler.images.drawing[0].texts[0].is_whole = False
+    simulation.scheduler.images.denoising[0].embeds[0].is_complete = False
 
 
 def encoded_by_nobody(simulation: Simulation) -> None:
     """Its images would wait for ever."""
-    simulation.scheduler.images.drawing[0].texts[0].is_being_encoded = True
+    simulation.scheduler.images.denoising[0].embeds[0].is_being_encoded = True
 
 
 def half_a_text_is_known(simulation: Simulation) -> None:
     """The next image of its prompt would be drawn from half of it."""
     text = next(iter(texts_of(simulation).unused))
-    text.source = TextKey("", (9,))
+    text.source = PromptKey("", (9,))
     texts_of(simulation).by_key[text.source] = text
 
 
 def tensor_of_two(simulation: Simulation) -> None:
-    one, other = simulation.scheduler.images.drawing[1:]
-    other.texts[0].refs -= 1
-    one.texts[0].refs += 1
-    other.texts = one.texts
+    one, other = simulation.scheduler.images.denoising[1:]
+    other.embeds[0].refs -= 1
+    one.embeds[0].refs += 1
+    other.embeds = one.embeds
 
 
 def miscounted_tensors(simulation: Simulation) -> None:
-    simulation.scheduler.images.holdings.given_bytes -= 1
+    simulation.scheduler.images.memory.client_bytes -= 1
 
 
 def aside_without_a_canvas(simulation: Simulation) -> None:
     images = simulation.scheduler.images
-    cursor = images.drawing.pop()
-    images.holdings.give_back(cursor)
-    images.aside.append(cursor)
+    cursor = images.denoising.pop()
+    cursor.release(images.memory)
+    images.awaiting_embeds.append(cursor)
 
 
 @pytest.mark.parametrize(
@@ -496,9 +496,9 @@ def aside_without_a_canvas(simulation: Simulation) -> None:
 def test_damage_is_noticed(damage: Callable[[Simulation], None]) -> None:
     asked = [drawing("a", P, 9, guidance=1.0), *(drawing(name, given=embeds(1, 2), steps=9) for name in "bc")]
     simulation = simulated(*asked)
-    while len(simulation.scheduler.images.drawing) < 3:
+    while len(simulation.scheduler.images.denoising) < 3:
         simulation.step()
-    simulation.scheduler.images.drawing.sort(key=lambda cursor: cursor.id)
+    simulation.scheduler.images.denoising.sort(key=lambda cursor: cursor.id)
     check_integrity(simulation.scheduler)
     damage(simulation)
     with pytest.raises(IntegrityError):

@@ -19,7 +19,7 @@ from weft.errors import InvalidRequest
 from weft.plan import Pooled, PromptLogprobs
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import NO_MEMORY, Scheduler
-from weft.scheduler.step import MAX_SCORED_TOKENS
+from weft.scheduler.step import MAX_PROMPT_LOGPROBS
 from weft.types import Event, FinishReason, Pooling, Request
 
 NUMBERS = [(i * 7 + i // 50) % VOCAB for i in range(200)]
@@ -28,7 +28,7 @@ BOTH = pytest.mark.parametrize("pooling", Pooling)
 
 
 def asked_extras(simulation: Simulation, name: str) -> list[object]:
-    return [row.extra for row in simulation.rows_of(name)]
+    return [row.request for row in simulation.rows_of(name)]
 
 
 # Log probabilities of a prompt.
@@ -71,7 +71,7 @@ def test_a_step_scores_no_more_than_there_is_memory_for() -> None:
     simulation.add(*(request(f"r{i}", [i] * 300, 2, prompt_logprobs=1) for i in range(3)), request("p", [9] * 300, 2))
     simulation.run()
     for plan in simulation.plans:
-        assert sum(row.count for row in plan.rows if row.extra is not None) <= MAX_SCORED_TOKENS
+        assert sum(row.count for row in plan.rows if row.request is not None) <= MAX_PROMPT_LOGPROBS
     assert simulation.rows_of("p")[0].count == 300, "others are not cut"
     for i in range(3):
         assert_prompt_logprobs(simulation, request(f"r{i}", [i] * 300, 2, prompt_logprobs=1))

@@ -11,7 +11,7 @@ import pytest
 
 import weft.scheduler
 
-GROUND = {"weft", "weft.types", "weft.plan", "weft.errors", "weft.config", "weft.payloads"}
+GROUND = {"weft", "weft.types", "weft.plan", "weft.errors", "weft.config", "weft.options", "weft.payloads"}
 MODULES = [
     "weft.scheduler",
     *(f"weft.scheduler.{module.name}" for module in pkgutil.iter_modules(weft.scheduler.__path__)),

@@ -158,7 +158,7 @@ def test_a_deep_queue_is_worked_off_in_larger_steps() -> None:
 
 
 def test_few_decodes_have_few_prompt_tokens_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "LEAST_PROMPT_ROOM", 5)
+    monkeypatch.setattr(policy, "MIN_PREFILL_BUDGET", 5)
     simulation = Simulation(limits(max_prefill_chunk=16, max_mixed_prefill=8, num_blocks=100, max_num_seqs=6))
     for name in ("a", "b", "c"):
         simulation.add(request(name, [1, 2], 60))

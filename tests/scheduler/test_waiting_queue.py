@@ -15,7 +15,7 @@ from weft.plan import Limits, Sampled, StepResult
 from weft.scheduler.cursors import TokenCursor
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
-from weft.scheduler.step import MAX_SCORED_TOKENS
+from weft.scheduler.step import MAX_PROMPT_LOGPROBS
 from weft.scheduler.waiting_queue import WaitingQueue
 from weft.types import Request
 
@@ -126,7 +126,7 @@ def test_scored_prompts_that_have_no_room_let_others_pass() -> None:
     simulation = Simulation(
         limits(max_model_len=1000, num_blocks=1000, max_num_batched_tokens=2000, max_prefill_chunk=1000)
     )
-    long = MAX_SCORED_TOKENS + 50
+    long = MAX_PROMPT_LOGPROBS + 50
     simulation.add(
         request("first", [1] * long, 2, prompt_logprobs=0),
         request("second", [2] * 20, 2, prompt_logprobs=0),
@@ -134,7 +134,7 @@ def test_scored_prompts_that_have_no_room_let_others_pass() -> None:
     )
     simulation.step()
     assert simulation.admissions() == ["first", "plain"]
-    assert [row.count for row in simulation.plans[0].rows] == [MAX_SCORED_TOKENS, long]
+    assert [row.count for row in simulation.plans[0].rows] == [MAX_PROMPT_LOGPROBS, long]
     simulation.step()
     assert simulation.admissions() == ["first", "plain", "second"]
     simulation.run()

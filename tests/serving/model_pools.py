@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from functools import partial
 from typing import Any
 
 import httpx
+import pytest
 from msgspec.structs import replace
 
+from tests import virtual_time
 from tests.api.scripted_engine import ScriptedEngine, answer
+from tests.waiting import until
 from weft.api.app import admission_app
 from weft.backends.contract import Engine, FreeMemory, Need, StageReport
-from weft.config import Config, ModelEntry, load
+from weft.config import load
 from weft.errors import ConfigError, OutOfMemory
+from weft.options import Config, ModelEntry
+from weft.serving import model_pool
 from weft.serving.admission import Admission
 from weft.serving.model_slot import ModelSlot
 
@@ -42,8 +48,11 @@ class ScriptedRoster:
         self.next: dict[str, ModelEntry] | None = None
         """What the file says when it is read again."""
         self.is_broken = False
+        self.num_looks = 0
+        """How often the fleet has looked whether the file has changed."""
 
     def refresh(self) -> bool:
+        self.num_looks += 1
         if self.next is None or self.is_broken:
             return False
         self.reload()
@@ -88,6 +97,11 @@ class House:
     def slot(self, name: str) -> ModelSlot:
         return self.gate.pool.named(name)
 
+    async def looks_twice(self) -> None:
+        """Return when the fleet has looked after its models twice more."""
+        before = self.roster.num_looks
+        await until(lambda: self.roster.num_looks >= before + 2, "the fleet's next looks")
+
     def states(self) -> dict[str, str]:
         return {slot.name: slot.state for slot in self.gate.pool.slots}
 
@@ -107,15 +121,23 @@ class House:
 async def house(
     *names: str, prepare: Callable[[ScriptedRoster], None] | None = None, **flags: Any
 ) -> AsyncIterator[House]:
+    """It has started, or its start waits for one of the roster's gates. Its models have the loop's clock."""
     config = load(flags, env={})
     roster = ScriptedRoster(names, config)
     if prepare is not None:
         prepare(roster)
-    gate = Admission(config, roster)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_pool, "ModelSlot", partial(ModelSlot, clock=virtual_time.now))
+        async with _opened(Admission(config, roster), roster) as opened:
+            yield opened
+
+
+@contextlib.asynccontextmanager
+async def _opened(gate: Admission, roster: ScriptedRoster) -> AsyncIterator[House]:
     transport = httpx.ASGITransport(admission_app(gate))
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=20) as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         starting = asyncio.create_task(gate.pool.start())
-        await asyncio.wait({starting}, timeout=0.05)
+        await until(lambda: starting.done() or {*roster.started} & roster.gates.keys(), "the start")
         try:
             yield House(gate, roster, client)
         finally:
@@ -124,5 +146,6 @@ async def house(
             await gate.close()
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 20))  # type: ignore[arg-type]
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """On the virtual clock. The fleet's watch goes on for ever, and a scenario that waits in vain is ended."""
+    virtual_time.run(asyncio.wait_for(scenario(), 3600))

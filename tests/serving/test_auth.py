@@ -10,8 +10,9 @@ from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.api.app import build_app
 from weft.api.middleware import OPEN_PATHS
 from weft.api.server import check_reach
-from weft.config import ServerOptions, load
+from weft.config import load
 from weft.errors import ConfigError
+from weft.options import ServerOptions
 
 CONFIG = load({"api_key": ["first", "second"]}, env={})
 

@@ -14,13 +14,15 @@ import pytest
 
 from tests.api.clock import Clock
 from tests.api.grpc.calls import Client, answer_to, ask, door
-from tests.api.http import CHAT, HELLO, request, request_app, wait_until
+from tests.api.http import CHAT, HELLO, request, request_app
 from tests.api.scripted_engine import ScriptedEngine, answer
 from tests.api.test_server import address_of, process
+from tests.waiting import wait_until
 from weft.api.app import build_app
 from weft.api.server import check_reach
-from weft.config import ServerOptions, load
+from weft.config import load
 from weft.errors import ConfigError
+from weft.options import ServerOptions
 from weft.serving.auth import POLL_S, Keys
 
 

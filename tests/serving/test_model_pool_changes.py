@@ -11,10 +11,11 @@ import pytest
 from msgspec.structs import replace
 from starlette.types import Message
 
-from tests.api.grpc.calls import Client, answer_to, ask, eventually, text_of
+from tests.api.grpc.calls import Client, answer_to, ask, text_of
 from tests.api.http import error_of
-from tests.api.scripted_engine import answer
+from tests.api.scripted_engine import answer, forever
 from tests.serving.model_pools import House, ScriptedRoster, entry, house, run
+from tests.waiting import until
 from weft.api.app import admission_app
 from weft.api.grpc.grpc_server import serve_rpc
 from weft.backends.contract import cannot
@@ -45,17 +46,17 @@ def test_new_names_appear_and_removed_ones_drain_and_go() -> None:
             ended = asyncio.Event()
             opened.roster.scripts["a"] = [Output(text="x", token_ids=[1]), ended.wait, *answer("y")]
             inside = asyncio.create_task(opened.said("a"))
-            await eventually(lambda: bool(opened.roster.engines) and opened.slot("a").num_inside == 1)
+            await until(lambda: bool(opened.roster.engines) and opened.slot("a").num_inside == 1)
             going = opened.slot("a")
             opened.roster.next = {"b": opened.roster.entries["b"], "c": entry("c", opened.roster.config)}
-            await eventually(lambda: opened.states().keys() == {"b", "c"})
+            await until(lambda: opened.states().keys() == {"b", "c"})
             assert (await opened.ask("a")).status_code == 404
             assert await opened.said("c") == "I am c"
             assert going.state == "unloading"
             assert 'model_name="a"' in (await opened.client.get("/metrics")).text
             ended.set()
             assert await inside == "xy"
-            await eventually(lambda: opened.roster.engines["a"].closed)
+            await until(lambda: opened.roster.engines["a"].closed)
             assert 'model_name="a"' not in (await opened.client.get("/metrics")).text
 
     run(scenario)
@@ -65,14 +66,14 @@ def test_new_names_appear_and_removed_ones_drain_and_go() -> None:
 def test_a_server_that_ends_ends_the_models_that_are_going_too(has_begun: bool) -> None:
     async def scenario() -> None:
         async with house("a", "b") as opened:
-            opened.roster.scripts["a"] = [Output(text="x", token_ids=[1]), 60.0]
+            opened.roster.scripts["a"] = [Output(text="x", token_ids=[1]), forever]
             inside = asyncio.create_task(opened.ask("a"))
-            await eventually(lambda: "a" in opened.roster.engines and opened.slot("a").num_inside == 1)
+            await until(lambda: "a" in opened.roster.engines and opened.slot("a").num_inside == 1)
             going = opened.slot("a")
             opened.roster.next = {"b": opened.roster.entries["b"]}
             opened.gate.pool.reload()
             if has_begun:
-                await eventually(lambda: going.state == "unloading")
+                await until(lambda: going.state == "unloading")
             await opened.gate.close()
             assert opened.roster.engines["a"].closed and going.state == "unloaded"
             inside.cancel()
@@ -92,12 +93,12 @@ def test_a_model_that_goes_while_the_server_starts_keeps_nobody_out(gone: str) -
         async with house("a", "b", "c", prepare=prepare) as opened:
             assert opened.roster.started == ["a"]
             opened.roster.next = {name: found for name, found in opened.roster.entries.items() if name != gone}
-            await eventually(lambda: gone not in opened.states())
+            await until(lambda: gone not in opened.states())
             opened.roster.gates["a"].set()
-            await eventually(lambda: opened.gate.pool.health().ready)
+            await until(lambda: opened.gate.pool.health().ready)
             assert opened.roster.started == (["a"] if gone == "b" else ["a", "b"])
             assert await opened.said("c") == "I am c"
-            await eventually(lambda: gone == "b" or opened.roster.engines["a"].closed)
+            await until(lambda: gone == "b" or opened.roster.engines["a"].closed)
 
     run(scenario)
 
@@ -117,12 +118,12 @@ def test_a_model_that_goes_while_it_is_loaded_anew_is_not_loaded() -> None:
             engine.close = slowly  # type: ignore[method-assign]
             going = opened.slot("a")
             opened.roster.next = {**opened.roster.entries, "a": with_length(opened, "a", 77)}
-            await eventually(lambda: going.state == "unloading")
+            await until(lambda: going.state == "unloading")
             opened.roster.next = {"b": opened.roster.entries["b"]}
-            await eventually(lambda: going.is_gone)
+            await until(lambda: going.is_gone)
             ended.set()
-            await eventually(lambda: going.state != "unloading")
-            await asyncio.sleep(0.05)
+            await until(lambda: going.state != "unloading")
+            await opened.looks_twice()
             assert opened.roster.started == ["a"] and going.state == "unloaded"
 
     run(scenario)
@@ -135,16 +136,16 @@ def test_what_has_changed_is_loaded_anew_when_it_is_idle_and_the_rest_stays() ->
             ended = asyncio.Event()
             opened.roster.scripts["a"] = [Output(text="x", token_ids=[1]), ended.wait, *answer("y")]
             inside = asyncio.create_task(opened.said("a"))
-            await eventually(lambda: "a" in opened.roster.engines and opened.slot("a").num_inside == 1)
+            await until(lambda: "a" in opened.roster.engines and opened.slot("a").num_inside == 1)
             # A line that moves changes nothing.
             moved = replace(opened.roster.entries["b"], place="models.toml:9")
             opened.roster.next = {"a": with_length(opened, "a", 77), "b": moved}
-            await eventually(lambda: opened.slot("a").is_outdated)
-            await asyncio.sleep(0.1)
+            await until(lambda: opened.slot("a").is_outdated)
+            await opened.looks_twice()
             assert opened.roster.started == ["b", "a"]
             ended.set()
             assert await inside == "xy"
-            await eventually(lambda: opened.roster.started == ["b", "a", "a"])
+            await until(lambda: opened.roster.started == ["b", "a", "a"])
             assert opened.slot("a").entry.config.model.max_model_len == 77
 
     run(scenario)
@@ -157,7 +158,7 @@ def test_a_changed_entry_forgives_a_failure() -> None:
             assert (await opened.ask("a")).status_code == 503
             opened.roster.faults.clear()
             opened.roster.next = {"a": with_length(opened, "a", 77)}
-            await eventually(lambda: opened.states()["a"] == "unloaded")
+            await until(lambda: opened.states()["a"] == "unloaded")
             assert await opened.said("a") == "I am a"
 
     run(scenario)
@@ -287,4 +288,4 @@ def test_grpc_names_models_and_obeys_the_operator_alone() -> None:
             finally:
                 await server.stop(0)
 
-    run(scenario)
+    asyncio.run(scenario())

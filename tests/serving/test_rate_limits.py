@@ -10,12 +10,14 @@ import httpx
 import pytest
 
 from tests.api.clock import Clock
-from tests.api.grpc.calls import Client, answer_to, ask, door, eventually, failed
+from tests.api.grpc.calls import Client, answer_to, ask, door, failed
 from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, request_app
-from tests.api.scripted_engine import ScriptedEngine, answer
+from tests.api.scripted_engine import ScriptedEngine, answer, forever
+from tests.waiting import until
 from weft.api.app import admission_app, build_app
 from weft.api.grpc.grpc_server import serve_rpc
-from weft.config import LimitOptions, load
+from weft.config import load
+from weft.options import LimitOptions
 from weft.serving.admission import Admission
 from weft.serving.rate_limits import Account, Accounts, Bucket, RateLimited
 from weft.types import Output
@@ -141,7 +143,7 @@ def test_several_choices_are_charged_with_their_prompt_once() -> None:
 def test_what_was_generated_before_a_hang_up_is_charged() -> None:
     async def scenario() -> None:
         config = load({"max_tokens_per_minute_per_key": 100, "grpc_port": 0}, env={})
-        engine = ScriptedEngine([Output(text="z", token_ids=[1] * 200), 60.0])
+        engine = ScriptedEngine([Output(text="z", token_ids=[1] * 200), forever])
         gate = Admission(config)
         gate.open(engine)
 
@@ -150,7 +152,7 @@ def test_what_was_generated_before_a_hang_up_is_charged() -> None:
             call = Client(channel).predict([ask()])
             assert (await call.read()).chunk == "z"
             call.cancel()
-            await eventually(lambda: not engine.open)
+            await until(lambda: not engine.open)
             _, code, _ = await failed(Client(channel).predict([ask()]))
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         await server.stop(0)
@@ -175,17 +177,17 @@ def test_the_doors_share_the_accounts() -> None:
     """What is open at one counts at the other."""
 
     async def scenario() -> None:
-        engine = ScriptedEngine([60.0])
+        engine = ScriptedEngine([forever])
         async with door(engine, max_concurrent_per_key=1) as opened:
             running = opened.predict([ask()])
-            await eventually(lambda: bool(engine.open))
+            await until(lambda: bool(engine.open))
 
             transport = httpx.ASGITransport(admission_app(opened.gate))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 refused = await client.post(CHAT, json=HELLO)
                 assert refused.status_code == 429
                 running.cancel()
-                await eventually(lambda: not engine.open and not opened.gate.contexts())
+                await until(lambda: not engine.open and not opened.gate.contexts())
                 engine.script = answer("x")
                 assert (await client.post(CHAT, json=HELLO)).status_code == 200
 

@@ -21,7 +21,7 @@ CORPUS = [
 
 @pytest.fixture(scope="session")
 def trained_bpe() -> tokenizers.Tokenizer:
-    """A byte-level BPE as the tokenizers library trains and keeps it."""
+    """Return a byte-level BPE as the tokenizers library trains and keeps it."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -42,7 +42,7 @@ def json_assets(trained_bpe: tokenizers.Tokenizer) -> TextAssets:
 
 @pytest.fixture(scope="session")
 def gpt2_assets(trained_bpe: tokenizers.Tokenizer) -> TextAssets:
-    """The trained vocabulary, as a GGUF file would hold it."""
+    """Return the trained vocabulary, as a GGUF file would hold it."""
     model = json.loads(trained_bpe.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
     return TextAssets(

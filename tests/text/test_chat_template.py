@@ -27,7 +27,7 @@ def render(source: str, messages: list[dict[str, Any]] = HELLO, **options: Any) 
 
 
 def work_seconds() -> float:
-    """What this process and those that it has ended have computed."""
+    """Return the CPU seconds of this process and of its children that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

@@ -4,7 +4,6 @@ import itertools
 import time
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,7 +121,6 @@ def test_special_tokens_are_shown_only_when_asked(byte_level: Tokenizer) -> None
     assert streamed(byte_level, ids, [], skip=False) == "the<|end|>"
 
 
-@pytest.mark.timeout(20)
 def test_time_is_linear_in_the_tokens(byte_level: Tokenizer) -> None:
     detokenizer = Detokenizer(byte_level, [])
     ids = byte_level.encode("龍界 the fox ")

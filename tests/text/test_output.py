@@ -1,4 +1,4 @@
-"""One answer's text: the same however its tokens arrive, and with its stop strings found."""
+"""The text of an answer is the same however its tokens arrive, and its stop strings are found."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
 
 def answer(tokenizer: Tokenizer, groups: Sequence[Sequence[Arrival]], asked: Request) -> Answer:
-    """All deltas together; only the last one may have an end."""
+    """Join all deltas; only the last one may have a finish reason."""
     output = OutputText(tokenizer, asked)
     deltas: list[Output] = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""Reasoning and answer, told apart."""
+"""Reasoning and answer are told apart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.text.test_tools import DECLARED, STYLES, calls_of, numbered_ids, pieces_of
-from weft.text.parsers.pieces import Answer, Content, Parser, Reasoning, collect
+from weft.text.parsers.pieces import Content, ParsedAnswer, Parser, Reasoning, collect
 from weft.text.parsers.reasoning import opens_reasoning
 from weft.text.parsers.styles import REASONING_STYLES, parser_for, reasoning_style
 
@@ -18,7 +18,7 @@ def thinking(*, opened: bool = False) -> Parser:
     return parser_for(None, THINK, reasoning_opened=opened)
 
 
-def parse(text: str, *, opened: bool = False) -> Answer:
+def parse(text: str, *, opened: bool = False) -> ParsedAnswer:
     whole = collect(pieces_of(thinking(opened=opened), [text]))
     assert collect(pieces_of(thinking(opened=opened), text)) == whole
     return whole
@@ -27,40 +27,40 @@ def parse(text: str, *, opened: bool = False) -> Answer:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("<think>why</think>because", Answer("because", "why")),
-        ("<think>\nwhy\n\nso\n</think>\n\nbecause\n", Answer("because\n", "why\n\nso")),
-        ("\n <think>\r\nwhy</think>\r\n  code", Answer("  code", "why")),
-        ("<think>\n\n</think>\n\nbecause", Answer("because", "")),
-        ("<think>why", Answer("", "why")),
-        ("<think>why\n", Answer("", "why\n")),
-        ("<think>why</thin", Answer("", "why</thin")),
-        ("<think>a < b </ </think </think>c", Answer("c", "a < b </ </think ")),
-        ("<think>a <think> b</think>c</think>d", Answer("c</think>d", "a <think> b")),
-        ("because <think>why</think>", Answer("because <think>why</think>", "")),
-        ("  because", Answer("  because", "")),
-        ("<thin", Answer("<thin", "")),
-        ("", Answer()),
-        ("\n", Answer("\n", "")),
+        ("<think>why</think>because", ParsedAnswer("because", "why")),
+        ("<think>\nwhy\n\nso\n</think>\n\nbecause\n", ParsedAnswer("because\n", "why\n\nso")),
+        ("\n <think>\r\nwhy</think>\r\n  code", ParsedAnswer("  code", "why")),
+        ("<think>\n\n</think>\n\nbecause", ParsedAnswer("because", "")),
+        ("<think>why", ParsedAnswer("", "why")),
+        ("<think>why\n", ParsedAnswer("", "why\n")),
+        ("<think>why</thin", ParsedAnswer("", "why</thin")),
+        ("<think>a < b </ </think </think>c", ParsedAnswer("c", "a < b </ </think ")),
+        ("<think>a <think> b</think>c</think>d", ParsedAnswer("c</think>d", "a <think> b")),
+        ("because <think>why</think>", ParsedAnswer("because <think>why</think>", "")),
+        ("  because", ParsedAnswer("  because", "")),
+        ("<thin", ParsedAnswer("<thin", "")),
+        ("", ParsedAnswer()),
+        ("\n", ParsedAnswer("\n", "")),
     ],
 )
-def test_reasoning_stands_before_the_answer(text: str, answer: Answer) -> None:
+def test_reasoning_stands_before_the_answer(text: str, answer: ParsedAnswer) -> None:
     assert parse(text) == answer
 
 
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("why</think>because", Answer("because", "why")),
-        ("\nwhy\n</think>\n\nbecause", Answer("because", "why")),
-        (" why</think>", Answer("", " why")),
-        ("<think>\nwhy</think>because", Answer("because", "why")),
-        ("why", Answer("", "why")),
-        ("\n\n", Answer("", "")),
-        ("</think>because", Answer("because", "")),
-        ("", Answer()),
+        ("why</think>because", ParsedAnswer("because", "why")),
+        ("\nwhy\n</think>\n\nbecause", ParsedAnswer("because", "why")),
+        (" why</think>", ParsedAnswer("", " why")),
+        ("<think>\nwhy</think>because", ParsedAnswer("because", "why")),
+        ("why", ParsedAnswer("", "why")),
+        ("\n\n", ParsedAnswer("", "")),
+        ("</think>because", ParsedAnswer("because", "")),
+        ("", ParsedAnswer()),
     ],
 )
-def test_an_answer_may_begin_inside_reasoning(text: str, answer: Answer) -> None:
+def test_an_answer_may_begin_inside_reasoning(text: str, answer: ParsedAnswer) -> None:
     assert parse(text, opened=True) == answer
 
 
@@ -72,7 +72,7 @@ def test_an_answer_may_begin_inside_reasoning(text: str, answer: Answer) -> None
 )
 def test_no_character_of_either_is_lost(reasoning: str, content: str, opened: bool) -> None:
     text = f"{'' if opened else '<think>'}\n{reasoning}\n</think>\n\n{content}"
-    assert parse(text, opened=opened) == Answer(content, reasoning)
+    assert parse(text, opened=opened) == ParsedAnswer(content, reasoning)
 
 
 def test_reasoning_is_streamed_as_it_comes() -> None:
@@ -101,8 +101,8 @@ def test_calls_follow_reasoning(name: str, opened: bool) -> None:
 
 @pytest.mark.parametrize("text", ["", "\n", " Yes\n", "<tool_call>", "<thin"])
 def test_an_answer_without_reasoning_is_all_content(text: str) -> None:
-    assert collect(pieces_of(parser_for(STYLES["hermes"], THINK), [text])) == Answer(text)
-    assert collect(pieces_of(parser_for(STYLES["hermes"], THINK), text)) == Answer(text)
+    assert collect(pieces_of(parser_for(STYLES["hermes"], THINK), [text])) == ParsedAnswer(text)
+    assert collect(pieces_of(parser_for(STYLES["hermes"], THINK), text)) == ParsedAnswer(text)
 
 
 @pytest.mark.parametrize(

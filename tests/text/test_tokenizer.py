@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
 import msgspec
 import pytest
@@ -101,11 +102,12 @@ def test_each_pre_tokenizer_cuts_as_its_model_was_trained_with(name: str, text: 
     assert _split(name, text) == words
 
 
-@pytest.mark.timeout(10)
 @pytest.mark.parametrize("name", sorted(PRE_SPLITS))
 def test_long_runs_of_spaces_take_linear_time(name: str) -> None:
     text = " " * 100_000 + "x"
+    start = time.process_time()
     assert "".join(_split(name, text)) == text
+    assert time.process_time() - start < 10
 
 
 def test_llama3_takes_a_word_of_the_vocabulary_whole(gpt2_assets: TextAssets) -> None:

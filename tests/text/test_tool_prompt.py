@@ -1,4 +1,4 @@
-"""Tools for a template that knows none."""
+"""Tools are described in the prompt for a template that knows none."""
 
 from __future__ import annotations
 

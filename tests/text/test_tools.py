@@ -1,4 +1,4 @@
-"""What holds for every style of tool calls, however the text is cut."""
+"""Properties that hold for every style of tool calls, however the text is cut."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.text.parsers.pieces import Answer, CallStarted, Content, Parser, Piece, ToolCall, collect, merged
+from weft.text.parsers.pieces import CallStarted, Content, ParsedAnswer, Parser, Piece, ToolCall, collect, merged
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import REASONING_STYLES, TOOL_STYLES, ToolStyle, parser_for
 
@@ -32,14 +32,14 @@ def pieces_of(parser: Parser, chunks: Iterable[str]) -> list[Piece]:
     return [*itertools.chain.from_iterable(map(parser.push, chunks)), *parser.finish()]
 
 
-def parse(name: str, text: str) -> Answer:
-    """The unstreamed answer, which is the streamed one."""
+def parse(name: str, text: str) -> ParsedAnswer:
+    """Parse an answer without streaming, and check that streaming gives the same."""
     answer = collect(pieces_of(parser_of(name), [text]))
     assert collect(pieces_of(parser_of(name), text)) == answer
     return answer
 
 
-def calls_of(answer: Answer) -> list[tuple[str, str]]:
+def calls_of(answer: ParsedAnswer) -> list[tuple[str, str]]:
     return [(call.name, call.arguments) for call in answer.tool_calls]
 
 
@@ -108,7 +108,7 @@ def test_every_way_to_cut_the_text_gives_the_same_answer(
 ) -> None:
     tools, reasoning, opened = setup
 
-    def answer(chunks: list[str]) -> Answer:
+    def answer(chunks: list[str]) -> ParsedAnswer:
         ids = numbered_ids()
         return collect(
             pieces_of(parser_for(tools, reasoning, declared=declared, reasoning_opened=opened, new_id=ids), chunks)
@@ -222,7 +222,7 @@ def test_a_push_gives_one_piece_of_a_kind(name: str) -> None:
 
 def test_pieces_are_put_together() -> None:
     pieces = pieces_of(parser_of("hermes"), ["a ", *STYLES["hermes"].shape.write([("f", "{}")]), "b"])
-    assert collect(pieces) == Answer("ab", "", (ToolCall("call_" + "0" * 24, "f", "{}"),))
+    assert collect(pieces) == ParsedAnswer("ab", "", (ToolCall("call_" + "0" * 24, "f", "{}"),))
 
 
 LONG = 20_000

@@ -1,4 +1,4 @@
-"""Each style of tool calls, by example, and how a style is chosen."""
+"""Tests each style of tool calls by example, and how a style is chosen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.text.test_tools import STYLES, calls_of, numbered_ids, parse, parser_of, pieces_of
 from weft.errors import ConfigError
-from weft.text.parsers.pieces import Answer, collect
+from weft.text.parsers.pieces import ParsedAnswer, collect
 from weft.text.parsers.styles import (
     REASONING_STYLES,
     new_call_id,
@@ -18,7 +18,7 @@ from weft.text.parsers.styles import (
 )
 
 
-def any_name(style: str, text: str) -> Answer:
+def any_name(style: str, text: str) -> ParsedAnswer:
     return collect(pieces_of(parser_of(style, declared=None), [text]))
 
 
@@ -117,7 +117,7 @@ def test_hermes_takes_missing_arguments_for_an_empty_object(written: str) -> Non
     ],
 )
 def test_what_is_no_call_is_content(text: str) -> None:
-    assert parse("hermes", f"Well: \n{text}\n") == Answer(f"Well: \n{text}\n")
+    assert parse("hermes", f"Well: \n{text}\n") == ParsedAnswer(f"Well: \n{text}\n")
 
 
 def test_a_call_after_one_that_is_broken_is_found() -> None:
@@ -201,7 +201,7 @@ def test_llama_reads_several_calls(tag: str, between: str) -> None:
     ],
 )
 def test_llama_leaves_an_answer_that_is_no_call(text: str) -> None:
-    assert parse("llama3", text) == Answer(text)
+    assert parse("llama3", text) == ParsedAnswer(text)
 
 
 def test_llama_takes_any_name_when_none_are_declared() -> None:
@@ -266,7 +266,7 @@ def test_mistral_reads_several_calls() -> None:
     ],
 )
 def test_mistral_gives_back_what_is_no_call(text: str) -> None:
-    assert parse("mistral", f"So: {text}") == Answer(f"So: {text}")
+    assert parse("mistral", f"So: {text}") == ParsedAnswer(f"So: {text}")
 
 
 def test_a_broken_entry_of_a_list_leaves_those_before_it() -> None:
@@ -309,7 +309,7 @@ def test_an_unknown_style_is_refused_with_those_there_are() -> None:
 
 
 def test_without_tools_calls_stay_text() -> None:
-    assert collect(pieces_of(parser_for(None, None), HERMES_CALL)) == Answer(HERMES_CALL)
+    assert collect(pieces_of(parser_for(None, None), HERMES_CALL)) == ParsedAnswer(HERMES_CALL)
 
 
 def test_ids_are_new_and_of_the_form_that_the_style_needs() -> None:

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.engine.core import EngineCore
 from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE
 from weft.model.dense import DenseModel
+from weft.options import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.plan import Limits
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler

@@ -16,15 +16,15 @@ from tests.tiny_images import SIZE, save_image_model
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker.driving import Driven, Outcome, load, request, run, under_reference
 from tests.worker.subjects import Subject, alone, strangers
-from weft.config import Config, ModelOptions, SchedulerOptions
 from weft.errors import ConfigError
 from weft.hub.resolve import resolve
 from weft.model.diffusion import flow
-from weft.model.diffusion.dit import KeysValues, reading_bytes
+from weft.model.diffusion.dit import KeysValues, encoded_bytes
 from weft.model.diffusion.pipeline import KEPT_STATES
+from weft.options import Config, ModelOptions, SchedulerOptions
 from weft.types import FinishReason, ImageParams, Request
-from weft.worker.diffusion.denoiser import Denoiser, TextTable
-from weft.worker.diffusion.dit_pipeline import DitPainter
+from weft.worker.diffusion.denoiser import Denoiser, PromptEmbedsTable
+from weft.worker.diffusion.dit_pipeline import DitPipeline
 from weft.worker.runner import Runner
 from weft.worker.worker import Worker
 
@@ -73,7 +73,7 @@ def assert_as_alone(outcome: Outcome, solo: dict[str, dict[int, bytes]]) -> None
 @torch.inference_mode()
 def drawn_by_hand(driven: Driven, asked: Request, text: Tensor, negative: Tensor) -> bytes:
     """Flow matching in a few lines: one image, one pass after the other."""
-    model, params = driven.runner.denoiser.painter.model, asked.image
+    model, params = driven.runner.denoiser.pipeline.model, asked.image
     config = model.config
     times = flow.times(params.steps, config.shift)
 
@@ -152,10 +152,10 @@ def test_beside_chats_neither_changes(
 
 def test_on_the_torch_path_too(driven: Driven, solo: dict[str, dict[int, bytes]]) -> None:
     """The language model's reference rounds differently; the images follow it by no more than a bit."""
-    model, slots = driven.runner.denoiser.painter.model, driven.limits.image.max_num_images
+    model, slots = driven.runner.denoiser.pipeline.model, driven.limits.image.max_num_images
     cpu = torch.device("cpu")
-    texts = TextTable(2 * slots, model.config.max_text_tokens, WIDTH, dtype=torch.float32, device=cpu)
-    denoiser = Denoiser(DitPainter(model, texts), slots, device=cpu, texts=texts)
+    texts = PromptEmbedsTable(2 * slots, model.config.max_text_tokens, WIDTH, dtype=torch.float32, device=cpu)
+    denoiser = Denoiser(DitPipeline(model, texts), slots, device=cpu, embeds=texts)
     slow = Driven(Runner(under_reference(driven).runner.stepper, denoiser=denoiser), driven.limits)
     outcome = run(slow, images())
     for one in images():
@@ -199,17 +199,17 @@ def test_whole_images_at_once_are_the_same_images(driven: Driven, solo: dict[str
 def test_what_is_no_number_ends_that_image_alone(
     driven: Driven, solo: dict[str, dict[int, bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, drawn = driven.runner.denoiser.painter.model, driven.runner.denoiser.painter.model.drawn
+    model, denoise = driven.runner.denoiser.pipeline.model, driven.runner.denoiser.pipeline.model.denoise
     bad = flow.noise(77, model.config.latent_shape)
 
     def breaks(latents: Tensor, condition: Tensor, words: list[KeysValues]) -> Tensor:
-        found: Tensor = drawn(latents, condition, words)
+        found: Tensor = denoise(latents, condition, words)
         for i, one in enumerate(latents):
             if torch.equal(one, bad):
                 found[i] = float("nan")
         return found
 
-    monkeypatch.setattr(model, "drawn", breaks)
+    monkeypatch.setattr(model, "denoise", breaks)
     outcome = run(driven, [image("broken", TEXTS[0], seed=77), *images()])
     broken = outcome.outputs["broken"]
     assert broken.finish is FinishReason.ERROR and "not a number" in broken.error and not broken.images
@@ -230,12 +230,12 @@ def test_a_prompt_whose_states_are_no_numbers_is_never_drawn(
 def test_memory_is_counted(driven: Driven) -> None:
     denoiser, of_images = driven.runner.denoiser, driven.limits.image
     slots = of_images.max_num_images
-    model = sum(weight.numel() * 4 for weight in denoiser.painter.model.parameters())
-    geometry, latents = denoiser.painter.model.config, KEPT_STATES * 3 * SIZE * SIZE * 4
-    readings = 2 * reading_bytes(geometry, torch.float32)
-    assert of_images.canvas_bytes == latents + readings and of_images.text_bytes == 24 * WIDTH * 4
+    model = sum(weight.numel() * 4 for weight in denoiser.pipeline.model.parameters())
+    geometry, latents = denoiser.pipeline.model.config, KEPT_STATES * 3 * SIZE * SIZE * 4
+    readings = 2 * encoded_bytes(geometry, torch.float32)
+    assert of_images.latent_slot_bytes == latents + readings and of_images.embeds_bytes == 24 * WIDTH * 4
     # Texts are read, and their readings allocated, when their image is drawn.
-    assert denoiser.num_bytes == model + slots * (latents + 2 * of_images.text_bytes)
+    assert denoiser.num_bytes == model + slots * (latents + 2 * of_images.embeds_bytes)
 
 
 def test_there_are_as_many_canvases_as_their_memory_holds(
@@ -247,7 +247,7 @@ def test_there_are_as_many_canvases_as_their_memory_holds(
         Config(ModelOptions(device="cpu", image_model=str(folder), max_model_len=64), scheduler=options), files
     )
     of_images = worker.limits.image
-    assert of_images.max_num_images == 2**20 // (of_images.canvas_bytes + 2 * of_images.text_bytes) == 18
+    assert of_images.max_num_images == 2**20 // (of_images.latent_slot_bytes + 2 * of_images.embeds_bytes) == 18
     assert (
         worker.info.memory.weights == worker.runner.stepper.model.weights.num_bytes + worker.runner.denoiser.num_bytes
     )

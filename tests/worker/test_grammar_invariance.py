@@ -17,7 +17,7 @@ from tests.text.grammars.grammar_maker import grammars
 from tests.tiny_models import END_OF_TURN, VOCAB_SIZE, tokenizer_json
 from tests.worker.driving import Driven, Outcome, load, request, run
 from tests.worker.subjects import SAMPLED
-from weft.text.grammars.specs import Choice, JsonSchema, Regex, words_of
+from weft.text.grammars.specs import ChoiceSpec, JsonSchemaSpec, RegexSpec, vocabulary_of
 from weft.text.tokenizer import Tokenizer
 from weft.types import FinishReason, Request, TextAssets
 
@@ -58,10 +58,11 @@ def served(tiny_directory: Callable[[str], Path]) -> Served:
     assets = TextAssets(kind="json", tokenizer_json=tokenizer_json(), eos_token_ids=[END_OF_TURN])
     tokenizer = Tokenizer.from_assets(assets)
     schema, pattern, choice = grammars(
-        tokenizer, [JsonSchema(schema=SCHEMA), Regex(pattern=PATTERN), Choice(options=["over and under", "overt"])]
+        tokenizer,
+        [JsonSchemaSpec(schema=SCHEMA), RegexSpec(pattern=PATTERN), ChoiceSpec(options=["over and under", "overt"])],
     )
     driven = load(tiny_directory("llama3"), num_blocks=256)
-    words = words_of(tokenizer)
+    words = vocabulary_of(tokenizer)
     driven.runner.constraints.learn(words.tokens, words.special_ids, words.eos_token_ids, VOCAB_SIZE)
     requests = []
     for i, prompt in enumerate([[5, 9, 11], [(31 * j + 2) % VOCAB_SIZE for j in range(40)]]):

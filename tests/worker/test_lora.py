@@ -18,7 +18,7 @@ from weft.engine.core import EngineCore
 from weft.errors import InvalidRequest
 from weft.scheduler.scheduler import Scheduler
 from weft.types import Adapter, FinishReason, Pooling, Request
-from weft.worker.lora_rows import Adapters
+from weft.worker.lora_rows import LoraRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -206,7 +206,7 @@ def test_more_adapters_than_places_wait_for_one(
     driven = load(tiny_directory("llama3"))
     made = [with_adapter(request(f"{n} {i}", PROMPT, 6), adapters("llama3", n)) for i in range(2) for n in (1, 2, 3)]
     alone = {one.request_id: run(driven, [one]).tokens(one.request_id) for one in made}
-    driven.runner.adapters = Adapters(driven.runner.stepper.model, most=2)
+    driven.runner.adapters = LoraRows(driven.runner.stepper.model, max_adapters=2)
     outcome = run(driven, made)
     assert {name: output.token_ids for name, output in outcome.outputs.items()} == alone
     assert len(driven.runner.adapters.numbers) == 2
@@ -215,7 +215,7 @@ def test_more_adapters_than_places_wait_for_one(
 def test_the_adapter_that_was_not_asked_for_for_longest_makes_room(
     adapters: Callable[..., Adapter], tiny_directory: Callable[[str], Path]
 ) -> None:
-    kept = Adapters(load(tiny_directory("llama3")).runner.stepper.model, most=2)
+    kept = LoraRows(load(tiny_directory("llama3")).runner.stepper.model, max_adapters=2)
     one, two, three = (adapters("llama3", n) for n in (1, 2, 3))
     weights = {of.number: kept.read(of).result(30) for of in (one, two, three)}
     assert kept.place(one, weights[1], set()) and kept.place(two, weights[2], {1})

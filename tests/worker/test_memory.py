@@ -10,20 +10,20 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from weft.config import CacheOptions
 from weft.errors import OutOfMemory
 from weft.machine.memory import (
     GIB,
     GRAPH_SLACK_BYTES,
     MIB,
+    DeviceMemory,
     MemoryPlan,
-    Room,
     graphs_bytes,
     kv_bytes_per_token,
     num_parameters,
     plan_memory,
 )
 from weft.model.dense import DenseConfig
+from weft.options import CacheOptions
 from weft.types import MemoryLedger
 from weft.worker.graphs import graph_shapes
 from weft.worker.memory_profile import available_cpu_bytes, cache_shape, gpu_share, ledger_table
@@ -43,16 +43,21 @@ GEOMETRY = DenseConfig(
     rope_theta=10000.0,
 )
 WEIGHTS = num_parameters(GEOMETRY) * 4
-PLENTY = Room(total=64 * GIB)
-GPU = Room(total=1000 * MIB, share=0.5, others=100 * MIB, libraries=30 * MIB, activations=200 * MIB, graphs=50 * MIB)
+PLENTY = DeviceMemory(total=64 * GIB)
+GPU = DeviceMemory(
+    total=1000 * MIB, share=0.5, others=100 * MIB, libraries=30 * MIB, activations=200 * MIB, graphs=50 * MIB
+)
 """Of 500 MiB 220 are left for weights and cache: 44 and 176."""
 
 
 def plan(
-    cache: CacheOptions | None = None, max_model_len: int = 0, room: Room = PLENTY, dtype: torch.dtype = torch.float32
+    cache: CacheOptions | None = None,
+    max_model_len: int = 0,
+    memory: DeviceMemory = PLENTY,
+    dtype: torch.dtype = torch.float32,
 ) -> MemoryPlan:
     return plan_memory(
-        GEOMETRY, cache or CacheOptions(), room, max_model_len=max_model_len, dtype=dtype, weights_bytes=WEIGHTS
+        GEOMETRY, cache or CacheOptions(), memory, max_model_len=max_model_len, dtype=dtype, weights_bytes=WEIGHTS
     )
 
 
@@ -135,11 +140,11 @@ def test_a_context_of_one_token_is_refused() -> None:
 
 
 def test_weights_and_cache_beyond_the_machine_are_refused_with_the_numbers() -> None:
-    machine = Room(total=59 * MIB)
+    machine = DeviceMemory(total=59 * MIB)
     with pytest.raises(OutOfMemory, match="weights need 44 MiB and the cache 16 MiB; 59 MiB are free") as caught:
-        plan(CacheOptions(kv_cache_memory_mb=16), room=machine)
+        plan(CacheOptions(kv_cache_memory_mb=16), memory=machine)
     assert "--kv-cache-memory-mb" in caught.value.hint and "--gpu-memory-utilization" not in caught.value.hint
-    assert plan(CacheOptions(kv_cache_memory_mb=8), room=machine).num_blocks == 32
+    assert plan(CacheOptions(kv_cache_memory_mb=8), memory=machine).num_blocks == 32
 
 
 def test_parameters_are_counted() -> None:
@@ -162,18 +167,18 @@ def test_the_cache_has_the_size_that_was_planned() -> None:
 
 def test_the_cache_of_a_gpu_gets_what_is_left_of_the_share() -> None:
     assert GPU.available == 220 * MIB
-    assert plan(room=GPU).num_blocks == (220 * MIB - WEIGHTS) // (16 * 16 * 1024)
+    assert plan(memory=GPU).num_blocks == (220 * MIB - WEIGHTS) // (16 * 16 * 1024)
 
 
 def test_what_others_use_of_a_gpu_is_not_ours_to_take() -> None:
     """Weft may take half of it; another process has more than the other half."""
     crowded = replace(GPU, others=700 * MIB)
     assert crowded.available == 50 * MIB
-    assert plan(room=crowded).kv_bytes <= 50 * MIB - WEIGHTS
+    assert plan(memory=crowded).kv_bytes <= 50 * MIB - WEIGHTS
 
 
 def test_the_ledger_of_a_gpu_adds_up() -> None:
-    made = plan(room=GPU)
+    made = plan(memory=GPU)
     ledger = GPU.ledger(WEIGHTS, made.kv_bytes)
     parts = ledger.weights + ledger.activations + ledger.graphs + ledger.kv + ledger.others + ledger.spare
     assert parts == ledger.total == 1000 * MIB
@@ -205,21 +210,21 @@ def test_the_share_that_would_fit_is_named_and_fits() -> None:
 
 def test_more_blocks_are_no_advice_where_the_share_has_no_room_for_them() -> None:
     with pytest.raises(OutOfMemory) as caught:
-        plan(room=replace(GPU, share=0.35), max_model_len=4096)
+        plan(memory=replace(GPU, share=0.35), max_model_len=4096)
     flags = flags_of(caught.value)
     assert "num-blocks" not in flags and "kv-cache-memory-mb" not in flags
-    assert plan(room=replace(GPU, share=0.35), max_model_len=flags["max-model-len"])
+    assert plan(memory=replace(GPU, share=0.35), max_model_len=flags["max-model-len"])
 
 
 def test_a_share_that_would_be_lowered_is_named_with_the_flag_that_keeps_it() -> None:
     with pytest.raises(OutOfMemory) as caught:
-        plan(CacheOptions(kv_cache_memory_mb=600), room=replace(GPU, others=0))
+        plan(CacheOptions(kv_cache_memory_mb=600), memory=replace(GPU, others=0))
     assert "--gpu-memory-utilization 0.93 or more with --insist-gpu-memory" in caught.value.hint
 
 
 def test_no_share_is_named_where_the_memory_is_not_there() -> None:
     with pytest.raises(OutOfMemory) as caught:
-        plan(CacheOptions(kv_cache_memory_mb=700), room=GPU)
+        plan(CacheOptions(kv_cache_memory_mb=700), memory=GPU)
     assert "--gpu-memory-utilization" not in caught.value.hint
 
 

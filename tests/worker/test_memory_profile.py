@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.scheduler.simulation import limits
 from tests.worker.driving import load, request, run
 from weft.errors import OutOfMemory
-from weft.machine.memory import Room
+from weft.machine.memory import DeviceMemory
 from weft.worker import memory_profile
 from weft.worker.memory_profile import compute, largest_step, measured
 
@@ -83,9 +83,9 @@ def test_what_is_measured_becomes_the_room(
     driven = load(tiny_directory("llama2"), max_num_seqs=3)
     stepper = driven.runner.stepper
     monkeypatch.setattr(type(stepper.model.weights), "num_bytes", 20_000)
-    before = Room(total=100_000, share=0.5, others=600, graphs=50)
+    before = DeviceMemory(total=100_000, share=0.5, others=600, graphs=50)
     room = measured(before, stepper.model, stepper.table, driven.limits)
-    assert room == Room(total=100_000, share=0.5, others=700, libraries=100, activations=1000, graphs=50)
+    assert room == DeviceMemory(total=100_000, share=0.5, others=700, libraries=100, activations=1000, graphs=50)
     assert room.available == 50_000 - 100 - 1000 - 50
 
 
@@ -100,5 +100,5 @@ def test_a_step_that_does_not_fit_is_refused_with_smaller_limits(
 
     monkeypatch.setattr(memory_profile, "compute", too_large)
     with pytest.raises(OutOfMemory, match="1020 tokens of 4 requests does not fit") as caught:
-        measured(Room(total=100_000), stepper.model, stepper.table, driven.limits)
+        measured(DeviceMemory(total=100_000), stepper.model, stepper.table, driven.limits)
     assert caught.value.hint == "Set --max-num-batched-tokens 510 and --max-num-seqs 2."

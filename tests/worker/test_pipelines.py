@@ -16,11 +16,11 @@ from tests.worker.driving import Driven, Outcome, load, request, run
 from tests.worker.subjects import alone
 from weft.errors import InvalidRequest
 from weft.model.diffusion import flow
-from weft.model.diffusion.diffusers_pipeline import PipelinePainter
+from weft.model.diffusion.diffusers_pipeline import DiffusersPipeline
 from weft.model.diffusion.pipeline import KEPT_STATES
 from weft.scheduler.scheduler import Scheduler
 from weft.types import FinishReason, ImageParams, Request
-from weft.worker.memory_profile import draw, largest_drawing
+from weft.worker.memory_profile import denoise, largest_denoise_step
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,10 +34,10 @@ def driven(
     return load(tiny_directory("smollm2"), num_blocks=256, image_model=folder)
 
 
-def painter_of(driven: Driven) -> PipelinePainter:
-    painter = driven.runner.denoiser.painter
-    assert isinstance(painter, PipelinePainter)
-    return painter
+def pipeline_of(driven: Driven) -> DiffusersPipeline:
+    pipeline = driven.runner.denoiser.pipeline
+    assert isinstance(pipeline, DiffusersPipeline)
+    return pipeline
 
 
 def image(name: str, text: str, **changes: Any) -> Request:
@@ -93,15 +93,15 @@ def test_beside_chats_and_the_dying_neither_changes(
 def test_steps_without_memory_change_no_image(
     driven: Driven, solo: dict[str, dict[int, bytes]], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    painter = painter_of(driven)
-    function, calls = getattr(painter, place), iter(range(10**6))
+    pipeline = pipeline_of(driven)
+    function, calls = getattr(pipeline, place), iter(range(10**6))
 
     def poor(*arguments: Any) -> Any:
         if next(calls) in (1, 3):
             raise torch.OutOfMemoryError("the test took it all")
         return function(*arguments)
 
-    monkeypatch.setattr(painter, place, poor)
+    monkeypatch.setattr(pipeline, place, poor)
     assert_as_alone(run(driven, images(), overlap=True), solo)
     assert next(calls) > 4
 
@@ -117,9 +117,9 @@ def test_whole_images_at_once_are_the_same_images(driven: Driven, solo: dict[str
 
 def broken_for(seed: int, driven: Driven, monkeypatch: pytest.MonkeyPatch, place: str, failure: Any) -> None:
     """What one image ends with as its latents goes wrong in one of the contract's calls."""
-    painter = painter_of(driven)
-    function = getattr(painter, place)
-    noise = flow.noise(seed, painter.latent_shape)
+    pipeline = pipeline_of(driven)
+    function = getattr(pipeline, place)
+    noise = flow.noise(seed, pipeline.latent_shape)
 
     def fails(first: Any, *rest: Any) -> Any:
         if place == "prepare":
@@ -130,9 +130,9 @@ def broken_for(seed: int, driven: Driven, monkeypatch: pytest.MonkeyPatch, place
                 found[i] = failure()
         return found
 
-    monkeypatch.setattr(painter, place, fails)
+    monkeypatch.setattr(pipeline, place, fails)
     if place == "decode":
-        monkeypatch.setattr(painter, "denoise_step", lambda latents, *rest: latents)
+        monkeypatch.setattr(pipeline, "denoise_step", lambda latents, *rest: latents)
 
 
 def raises() -> None:
@@ -180,32 +180,32 @@ def test_what_a_pipeline_does_not_do_is_refused(driven: Driven, wrong: dict[str,
 def test_memory_is_counted(driven: Driven) -> None:
     denoiser, of_images = driven.runner.denoiser, driven.limits.image
     latents = of_images.max_num_images * KEPT_STATES * 4 * 8 * 8 * 4
-    assert denoiser.num_bytes == painter_of(driven).num_bytes + latents
-    assert of_images.canvas_bytes > KEPT_STATES * 4 * 8 * 8 * 4 and of_images.max_num_texts == 0
+    assert denoiser.num_bytes == pipeline_of(driven).num_bytes + latents
+    assert of_images.latent_slot_bytes > KEPT_STATES * 4 * 8 * 8 * 4 and of_images.max_num_embeds == 0
 
 
 def test_the_largest_step_is_measured_and_leaves_nothing_behind(
     driven: Driven, solo: dict[str, dict[int, bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_images, painter = driven.limits.image, painter_of(driven)
+    of_images, pipeline = driven.limits.image, pipeline_of(driven)
     seen: list[tuple[str, int]] = []
 
     def watch(name: str) -> None:
-        function = getattr(painter, name)
+        function = getattr(pipeline, name)
 
         def watched(latents: Tensor, *rest: Any) -> Tensor:
             seen.append((name, len(latents)))
             return function(latents, *rest)
 
-        monkeypatch.setattr(painter, name, watched)
+        monkeypatch.setattr(pipeline, name, watched)
 
     for name in ("denoise_step", "decode"):
         watch(name)
     cost = of_images.num_tokens * 2
     for budget, count in ((3 * cost + 1, 3), (10**6, of_images.max_num_images), (1, 1)):
         seen.clear()
-        plan = largest_drawing(budget, of_images)
-        draw(plan, driven.runner.denoiser)
+        plan = largest_denoise_step(budget, of_images)
+        denoise(plan, driven.runner.denoiser)
         assert seen == [("denoise_step", count), ("decode", count)]
         assert count == 1 or plan.num_tokens <= budget
     monkeypatch.undo()

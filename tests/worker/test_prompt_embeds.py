@@ -17,14 +17,14 @@ from tests.tiny_images import save_image_model
 from tests.tiny_models import END_OF_TURN, VOCAB_SIZE, tokenizer_json
 from tests.worker.driving import Driven, load, request, run
 from tests.worker.test_denoise import TEXTS, WIDTH, assert_as_alone, image, images
-from weft.config import Config, LimitOptions, ModelOptions, SchedulerOptions
 from weft.hub.resolve import resolve
+from weft.options import Config, LimitOptions, ModelOptions, SchedulerOptions
 from weft.payloads import GivenTexts, PromptEmbeds
-from weft.plan import Held
-from weft.text.grammars.specs import Regex, words_of
+from weft.plan import KeptHiddenStates
+from weft.text.grammars.specs import RegexSpec, vocabulary_of
 from weft.text.tokenizer import Tokenizer
 from weft.types import FinishReason, Request, TextAssets
-from weft.worker.diffusion.denoiser import TextTable
+from weft.worker.diffusion.denoiser import PromptEmbedsTable
 from weft.worker.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,13 +47,13 @@ def solo(driven: Driven) -> dict[str, dict[int, bytes]]:
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """What the model makes of prompts, in the order in which they come."""
     states: list[Tensor] = []
-    hold = TextTable.hold
+    hold = PromptEmbedsTable.keep
 
-    def watching(table: TextTable, held: Held, start: int, found: Tensor) -> None:
+    def watching(table: PromptEmbedsTable, held: KeptHiddenStates, start: int, found: Tensor) -> None:
         states.append(found.clone())
         hold(table, held, start, found)
 
-    monkeypatch.setattr(TextTable, "hold", watching)
+    monkeypatch.setattr(PromptEmbedsTable, "keep", watching)
     yield states
 
 
@@ -121,7 +121,7 @@ def test_in_company_and_in_slots_that_others_had(
     from_tensors = [image(f"t{i}", [], seed=20 + i) for i in range(3)]
     from_tensors = [given(one, prompt=embeds(states)) for one, states in zip(from_tensors, tensors, strict=True)]
     alone = [pictures(driven, one)[0] for one in from_tensors]
-    few = replace(driven.limits.image, max_num_images=2, max_num_texts=4)
+    few = replace(driven.limits.image, max_num_images=2, max_num_embeds=4)
     later = [(2 * i, one) for i, one in enumerate(images())]
     outcome = run(driven, from_tensors, later=later, overlap=overlap, image=few)
     assert_as_alone(outcome, solo)
@@ -136,14 +136,14 @@ def test_steps_without_memory_change_no_image(
     asked = [image(f"i{i}", P, seed=i) for i in range(3)]
     expected = [pictures(driven, one)[0] for one in asked]
     states = held[0]
-    put, calls = TextTable.put, iter(range(10**6))
+    put, calls = PromptEmbedsTable.put, iter(range(10**6))
 
-    def poor(table: TextTable, slot: int, tensor: PromptEmbeds) -> None:
+    def poor(table: PromptEmbedsTable, slot: int, tensor: PromptEmbeds) -> None:
         put(table, slot, tensor)
         if next(calls) == 1:
             raise torch.OutOfMemoryError("the test took it all")
 
-    monkeypatch.setattr(TextTable, "put", poor)
+    monkeypatch.setattr(PromptEmbedsTable, "put", poor)
     assert pictures(driven, *(given(one, prompt=embeds(states)) for one in asked), overlap=overlap) == expected
     assert next(calls) == 2 + 3, "what was taken back was not put there again"
 
@@ -155,9 +155,9 @@ def test_a_chat_with_a_grammar_beside_images_is_as_it_is_alone(
     tokenizer = Tokenizer.from_assets(
         TextAssets(kind="json", tokenizer_json=tokenizer_json(), eos_token_ids=[END_OF_TURN])
     )
-    words = words_of(tokenizer)
+    words = vocabulary_of(tokenizer)
     driven.runner.constraints.learn(words.tokens, words.special_ids, words.eos_token_ids, VOCAB_SIZE)
-    [grammar] = grammars(tokenizer, [Regex(pattern="([a-z]{2,4}[0-9] ){6}")])
+    [grammar] = grammars(tokenizer, [RegexSpec(pattern="([a-z]{2,4}[0-9] ){6}")])
     chats = [
         replace(request(f"c{i}", [5, 9, i], 60, grammar=grammar, temperature=i, seed=i), stop_token_ids=[END_OF_TURN])
         for i in range(2)
@@ -188,5 +188,5 @@ def test_there_is_room_for_the_tensors_of_an_image_where_they_are_allowed(
     largest = 2 * 24 * WIDTH * 4
     assert limits(allowed=False).max_num_images == 18
     of_images = limits(allowed=True)
-    assert of_images.max_num_images == 17 and of_images.max_given_bytes >= largest
-    assert of_images.max_num_texts == 34 and of_images.text_width == WIDTH
+    assert of_images.max_num_images == 17 and of_images.max_client_bytes >= largest
+    assert of_images.max_num_embeds == 34 and of_images.text_width == WIDTH

@@ -233,7 +233,7 @@ def test_sums_of_prompts_that_were_left_are_forgotten(company: Subject) -> None:
     long = embedding("mean", PROMPTS[2], Pooling.MEAN)
     run(company.driven, [long, request("other", [1, 2], 9)], aborts=[(3, "mean")], max_prefill_chunk=7)
     run(company.driven, [request("next", [1], 2)])
-    assert company.driven.runner.extras._sums == {}
+    assert company.driven.runner.prompt_outputs._sums == {}
 
 
 # Siblings, on a real cache.

@@ -20,7 +20,7 @@ from weft.kernels import REFERENCE
 from weft.kernels.sampling import gumbel_noise
 from weft.plan import Admission, StepPlan
 from weft.types import SamplingParams
-from weft.worker.sampler import rehearse
+from weft.worker.sampler import warm_up_sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -178,13 +178,13 @@ def test_the_noise_is_the_definitions(seed: int, position: int, token: int) -> N
 
 
 def test_a_row_forgets_who_had_it_before() -> None:
-    choosy = target(temperature=1.0, seed=3, logit_bias={2: 100.0}, repetition_penalty=9.0, logprobs=2)
-    table = table_of([choosy, choosy])
+    rows_needing_sampler = target(temperature=1.0, seed=3, logit_bias={2: 100.0}, repetition_penalty=9.0, logprobs=2)
+    table = table_of([rows_needing_sampler, rows_needing_sampler])
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
     assert [one.token_id for one in sample_rows(logits, table, [0, 1], [3, 3]).read()] == [2, 2]
     plain = Admission(0, [1, 1, 1], 3, SamplingParams(temperature=0, seed=0), [])
     table.take_in(StepPlan(1, [0], [plain], []))
-    assert table.settings.choosy == {1}
+    assert table.settings.rows_needing_sampler == {1}
     for rows in ([0], [0, 1]):
         sampled = sample_rows(logits[: len(rows)], table, rows, [3] * len(rows)).read()
         assert sampled[0].token_id == 1 and sampled[0].logprob is None
@@ -260,5 +260,5 @@ def test_what_nobody_wants_is_not_done() -> None:
 def test_a_rehearsal_leaves_nothing_behind() -> None:
     logits = torch.randn(3, VOCABULARY)
     before = logits.clone()
-    rehearse(logits, REFERENCE)
+    warm_up_sampler(logits, REFERENCE)
     assert torch.equal(logits, before)

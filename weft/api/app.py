@@ -55,9 +55,9 @@ from weft.api.openai.tokenize import (
     tokenize,
 )
 from weft.backends.contract import Engine
-from weft.config import Config
 from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason
 from weft.observe.metrics import CONTENT_TYPE, Residence, exposition
+from weft.options import Config
 from weft.serving.admission import Admission, ClientGone
 from weft.serving.model_slot import ModelSlot
 from weft.serving.served_model import ServedModel

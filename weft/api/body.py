@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope
 
 from weft.api.error_responses import BodyTooLarge, BodyTooSlow
-from weft.config import LimitOptions
 from weft.errors import InvalidRequest
+from weft.options import LimitOptions
 from weft.serving.admission import ClientGone
 
 _STRINGS_AND_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)

@@ -26,8 +26,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from weft.api.error_responses import error_body
 from weft.api.middleware import too_large
-from weft.config import Config
 from weft.errors import InvalidRequest
+from weft.options import Config
 
 log = logging.getLogger(__name__)
 

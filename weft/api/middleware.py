@@ -18,9 +18,9 @@ from weft import logs
 from weft.api.anthropic.messages_schema import anthropic_error
 from weft.api.error_responses import ErrorBody, HeadTooLarge, NoKey, Unexpected, WrongHost, WrongKey, error_response
 from weft.api.openai.openai_schema import SANE_ID
-from weft.config import LimitOptions, ServerOptions
 from weft.errors import InvalidRequest
 from weft.observe import traces
+from weft.options import LimitOptions, ServerOptions
 from weft.serving.admission import Admission
 from weft.serving.auth import HOW, presented
 

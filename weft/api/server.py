@@ -22,8 +22,8 @@ from weft.api.app import admission_app
 from weft.api.http_protocol import protocol_factory
 from weft.api.middleware import is_loopback
 from weft.backends.contract import ConfiguredModels, Engine
-from weft.config import Config, ServerOptions
 from weft.errors import ConfigError, EngineFault, WeftError
+from weft.options import Config, ServerOptions
 from weft.serving.admission import Admission
 
 if TYPE_CHECKING:

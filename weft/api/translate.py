@@ -23,7 +23,16 @@ from weft.errors import InvalidRequest
 from weft.serving.output_reader import ReaderOptions
 from weft.serving.request import requests_like
 from weft.serving.served_model import ServedModel
-from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, ToolCalls, ToolSpec
+from weft.text.grammars.specs import (
+    ChoiceSpec,
+    GrammarSpec,
+    JsonObjectSpec,
+    JsonSchemaSpec,
+    LarkSpec,
+    RegexSpec,
+    ToolCallsSpec,
+    ToolSpec,
+)
 from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
 from weft.text.parsers.styles import ToolStyle
 from weft.types import Conversation, GenerationRequest, Prompt, Sample, SamplingParams, check_token_ids
@@ -71,14 +80,14 @@ def structured_shape(request: SamplingFields) -> GrammarSpec | None:
     if asked is None:
         return None
     if asked.json_ is not None:
-        return JsonSchema(schema=_schema(asked.json_, f"{field}.json"), param=f"{field}.json")
+        return JsonSchemaSpec(schema=_schema(asked.json_, f"{field}.json"), param=f"{field}.json")
     if asked.regex is not None:
-        return Regex(pattern=asked.regex, param=f"{field}.regex")
+        return RegexSpec(pattern=asked.regex, param=f"{field}.regex")
     if asked.choice is not None:
-        return Choice(options=asked.choice, param=f"{field}.choice")
+        return ChoiceSpec(options=asked.choice, param=f"{field}.choice")
     if asked.grammar is not None:
-        return Lark(text=asked.grammar, param=f"{field}.grammar")
-    return JsonObject(param=field)
+        return LarkSpec(text=asked.grammar, param=f"{field}.grammar")
+    return JsonObjectSpec(param=field)
 
 
 def chat_shape(request: ChatRequest, tools: Toolbox) -> GrammarSpec | None:
@@ -99,8 +108,8 @@ def _response_format(request: ChatRequest) -> GrammarSpec | None:
     if asked is None or asked.type == "text":
         return None
     if asked.json_schema is None:
-        return JsonObject(param="response_format")
-    return JsonSchema(schema=asked.json_schema.schema_, param="response_format.json_schema.schema")
+        return JsonObjectSpec(param="response_format")
+    return JsonSchemaSpec(schema=asked.json_schema.schema_, param="response_format.json_schema.schema")
 
 
 def _strict_calls(request: ChatRequest, tools: Toolbox) -> GrammarSpec | None:
@@ -108,10 +117,10 @@ def _strict_calls(request: ChatRequest, tools: Toolbox) -> GrammarSpec | None:
     return _calls(request, tools, at_least_one=False) if any(tool.function.strict for tool in tools.offered) else None
 
 
-def _calls(request: ChatRequest, tools: Toolbox, *, at_least_one: bool) -> ToolCalls:
+def _calls(request: ChatRequest, tools: Toolbox, *, at_least_one: bool) -> ToolCallsSpec:
     assert tools.style is not None
     callable_tools = [tools.named] if tools.named is not None else tools.offered
-    return ToolCalls(
+    return ToolCallsSpec(
         shape=tools.style.shape,
         tools=[ToolSpec(name=tool.function.name, parameters=tool.function.parameters) for tool in callable_tools],
         at_least_one=at_least_one,

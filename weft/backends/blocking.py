@@ -122,14 +122,16 @@ class BlockingEngine:
         delta when it comes, on the engine's thread."""
         arrived: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
         pumping = self._start_pump(ask, arrived.put, name, saw)
+        has_ended = False
         try:
             while (delta := arrived.get()) is not None:
                 yield _whole(delta)
+            has_ended = True
             self._check_end(pumping)
         finally:
             self._forget(name, pumping.cancel)
             # A generator may be collected on any thread: the engine's own must not wait for itself.
-            if pumping.cancel() and threading.current_thread() is not self._thread:
+            if not has_ended and pumping.cancel() and threading.current_thread() is not self._thread:
                 with contextlib.suppress(queue.Empty):
                     while arrived.get(timeout=LETTING_GO_S) is not None:
                         pass
@@ -143,14 +145,16 @@ class BlockingEngine:
             loop.call_soon_threadsafe(arrived.put_nowait, delta)
 
         pumping = self._start_pump(ask, put, name, saw)
+        has_ended = False
         try:
             while (delta := await arrived.get()) is not None:
                 yield _whole(delta)
+            has_ended = True
             await asyncio.wait([asyncio.wrap_future(pumping)])
             self._check_end(pumping)
         finally:
             self._forget(name, pumping.cancel)
-            if pumping.cancel():
+            if not has_ended and pumping.cancel():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LETTING_GO_S):
                         while await arrived.get() is not None:

@@ -14,13 +14,14 @@ from weft.backends.preflight import check_engine
 from weft.backends.registry import ALIASES, ORDERED_LIST, engines, engines_in_order, obstacle
 from weft.backends.safe_loading import LoadStage, Start, load_safely, plan_safely
 from weft.backends.starting import are_elsewhere, without_servers_own
-from weft.config import Config, ModelEntry, ModelOptions, nearest
+from weft.config import nearest
 from weft.errors import ConfigError, OutOfMemory, WeftError
 from weft.hub.resolve import resolve
 from weft.machine.hardware import inspect_machine
 from weft.machine.memory import GIB
-from weft.machine.planner import HABITS
+from weft.machine.planner import MEMORY_PROFILES
 from weft.models_file import ModelRegistry
+from weft.options import Config, ModelEntry, ModelOptions
 
 
 class Checked(Struct, frozen=True):
@@ -93,14 +94,14 @@ class ModelsFromFile:
         config = entry.config
         specs = engines_in_order(config.backend.engine, config.model.device)
         engine = next((spec.name for spec in specs if not obstacle(spec, config)), "")
-        if engine not in HABITS:
+        if engine not in MEMORY_PROFILES:
             return Need()
         own = replace(config, backend=replace(config.backend, engine=engine))
         plan = await plan_safely(own, report=_heard(report))
         if plan is None:
             return Need()
         problem = "" if plan.problem is None else str(plan.problem)
-        return Need(num_bytes=plan.needed_bytes, libraries=plan.room.libraries, problem=problem)
+        return Need(num_bytes=plan.needed_bytes, libraries=plan.memory.libraries, problem=problem)
 
     async def start(self, entry: ModelEntry, report: StageReport, make_room: FreeMemory) -> Engine:
         async def load(start: Start, config: Config) -> Engine:

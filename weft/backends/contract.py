@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from weft.config import ModelEntry
 from weft.errors import EngineFault, InvalidRequest, RequestTimeout, Unavailable, WeftError
+from weft.options import ModelEntry
 from weft.text.parsers.pieces import Piece
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle

@@ -34,8 +34,8 @@ from weft.backends.contract import (
 from weft.backends.registry import EngineSpec
 from weft.backends.safe_loading import load_safely
 from weft.backends.starting import Load, chosen_engines, start_first
-from weft.config import Config
 from weft.errors import EngineFault, Unavailable, WeftError
+from weft.options import Config
 from weft.payloads import NO_TEXTS, GivenTexts
 from weft.text.detokenizer import OutputText
 from weft.text.tokenizer import Tokenizer

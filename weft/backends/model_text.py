@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from weft.backends.contract import PLAIN_TERMS, ChatPrompt, ChatStyles, Terms
 from weft.checkpoint.model_files import ModelFiles
 from weft.checkpoint.tokenizer_assets import text_assets
-from weft.config import ModelOptions
 from weft.errors import ContextTooLong, InvalidRequest
+from weft.options import ModelOptions
 from weft.text.chat_template import ChatTemplate, without_tools
 from weft.text.parsers.styles import reasoning_style, tool_style
 from weft.text.tokenizer import Tokenizer

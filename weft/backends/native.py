@@ -30,15 +30,15 @@ from weft.backends.contract import (
 from weft.backends.model_text import ModelText, open_model_text
 from weft.checkpoint.adapter_files import adapter_paths
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.engine.process import EngineProcess, LaunchedEngine
 from weft.engine.wire import ResetCache, StartProfile, StopProfile, Vocabulary
 from weft.errors import ConfigError, ContextTooLong, EngineFault, InvalidRequest, ModelError, WeftError
 from weft.hub.resolve import find_model
+from weft.options import Config
 from weft.payloads import NO_TEXTS, GivenTexts
 from weft.text.detokenizer import OutputText
-from weft.text.grammars.specs import words_of
+from weft.text.grammars.specs import vocabulary_of
 from weft.types import (
     Adapter,
     Arrival,
@@ -358,7 +358,7 @@ class NativeEngine:
     async def _teach_words(self) -> None:
         """Grammars are about text, and the engine has only tokens."""
         if self.client.vocabulary is None:
-            words = await asyncio.to_thread(words_of, self.tokenizer)
+            words = await asyncio.to_thread(vocabulary_of, self.tokenizer)
             self.client.vocabulary = Vocabulary(words.tokens, words.special_ids, words.eos_token_ids)
 
     def _painter_of(self, prompt_token_ids: list[int], image: ImageParams) -> ImageModelInfo:

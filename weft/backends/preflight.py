@@ -17,13 +17,13 @@ from weft.backends.safe_loading import Start, check_load, in_daemon_thread
 from weft.backends.starting import chosen_engines, refusal_of, start_first
 from weft.checkpoint.adapter_files import adapter_paths
 from weft.checkpoint.model_files import dummy_files
-from weft.config import Config
 from weft.errors import ConfigError
 from weft.hub.resolve import find_model, resolve
 from weft.machine.devices import Device
 from weft.machine.hardware import Machine, Memory, inspect_machine
 from weft.machine.memory import GIB
-from weft.machine.planner import HABITS, Plan, plan_load
+from weft.machine.planner import MEMORY_PROFILES, Plan, plan_load
+from weft.options import Config
 
 PEER_PATIENCE_S = 10.0
 """For a server that says that it is starting."""
@@ -40,7 +40,7 @@ async def _check(start: Start, config: Config) -> None:
     if spec.needs_url:
         await _check_peer(start, config)
         return
-    if spec.name in HABITS:
+    if spec.name in MEMORY_PROFILES:
         files = await in_daemon_thread(lambda: find_model(config))
         refusal_of(spec)(config, files)
         adapters = Adapters(config.model.served_model_name or files.name, files)
@@ -116,17 +116,19 @@ def planned(config: Config, memory_gib: float = 0) -> Plan:
 
 
 def _engine(config: Config) -> str:
-    specs = [spec for spec in engines_in_order(config.backend.engine, config.model.device) if spec.name in HABITS]
+    specs = [
+        spec for spec in engines_in_order(config.backend.engine, config.model.device) if spec.name in MEMORY_PROFILES
+    ]
     if not specs:
         raise ConfigError(
             f"--engine {config.backend.engine} holds no model on this machine, so there is nothing to plan.",
-            hint=f"There are plans for: {', '.join(HABITS)}.",
+            hint=f"There are plans for: {', '.join(MEMORY_PROFILES)}.",
         )
     return next((spec.name for spec in specs if not obstacle(spec, config)), specs[0].name)
 
 
 def _pretended(machine: Machine, config: Config, engine: str, size: int) -> Machine:
-    place = HABITS[engine].place or config.model.device
+    place = MEMORY_PROFILES[engine].place or config.model.device
     if place == "cpu" or (place == "auto" and not machine.devices_of("cuda")):
         return replace(machine, memory=Memory(total=size, free=size), devices=())
     kind: Literal["cuda", "ascend"] = "ascend" if place == "ascend" else "cuda"

@@ -19,9 +19,10 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import Config, nearest
+from weft.config import nearest
 from weft.errors import ConfigError
 from weft.machine.devices import Accelerator, accelerator
+from weft.options import Config
 
 log = logging.getLogger(__name__)
 

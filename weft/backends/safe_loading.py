@@ -18,13 +18,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.backends.contract import Engine
-from weft.config import CacheOptions, Config, settings
 from weft.errors import EngineFault, OutOfMemory, Unavailable
 from weft.hub.progress import Progress
 from weft.hub.resolve import find_model
 from weft.machine.hardware import Machine, inspect_machine, oom_kills
 from weft.machine.memory import MIB, as_out_of_memory, safe_share
-from weft.machine.planner import CPU_CACHE_BYTES, HABITS, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, Plan, Planner
+from weft.machine.planner import CPU_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MEMORY_PROFILES, Plan, Planner
+from weft.options import CacheOptions, Config, settings
 
 SHARE_STEP = 0.10
 """Of a GPU: what an engine that ran out of memory is given less."""
@@ -79,7 +79,7 @@ def _smaller_share(config: Config, plan: Plan | None) -> Iterator[Config]:
     least context."""
     if plan is None or plan.problem is not None or plan.place == "cpu" or not plan.free_share:
         return
-    total, given = plan.room.total, safe_share(config.cache)
+    total, given = plan.memory.total, safe_share(config.cache)
     if _has_sized_cache(config):
         given = min(given, plan.needed_bytes / total)
     least = (plan.needed_bytes - plan.kv + LEAST_CONTEXT * plan.kv_per_token) / total
@@ -254,7 +254,7 @@ class Loading:
 
 async def _planner(config: Config, watch: _Watch) -> Planner | None:
     engine = config.backend.engine
-    if engine not in HABITS:
+    if engine not in MEMORY_PROFILES:
         return None
     loop = asyncio.get_running_loop()
 

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from weft.backends.contract import Engine
 from weft.backends.registry import EngineSpec, Refuse, engines_in_order, obstacle
 from weft.backends.safe_loading import Start
-from weft.config import Config, Setting, settings
 from weft.errors import ConfigError, OutOfMemory, Unavailable
 from weft.machine.memory import as_out_of_memory
+from weft.options import Config, Setting, settings
 
 log = logging.getLogger(__name__)
 

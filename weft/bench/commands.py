@@ -1,11 +1,11 @@
-"""`weft bench`: measure this machine."""
+"""The commands of `weft bench` measure this machine."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from weft import config as configuration
+from weft.backends.registry import engines_in_order
 from weft.bench.mixed import MixedReport, MixedWork, ModeReport, Verdict, run_mixed
 from weft.bench.mixed import num_runs as num_mixed_runs
 from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
@@ -22,6 +23,7 @@ from weft.bench.report import Judged, Required
 from weft.bench.serve import DEFAULT_LOADS, Load, ServeReport, ServeWork, own_server, run_serve
 from weft.bench.serve import judge as judge_serve
 from weft.errors import ConfigError
+from weft.options import Config
 
 if TYPE_CHECKING:
     from weft.bench.rpc import RpcReport
@@ -40,6 +42,11 @@ _MIXED = MixedWork()
 CLIENT_AT_ITS_LIMIT = 0.9
 """A client that computes for more than this share of the time may be what was measured."""
 
+Model = Annotated[str | None, typer.Argument(help="What `weft serve` takes.", show_default="smollm2")]
+ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file with settings.")]
+EngineName = Annotated[str | None, typer.Option(help="One of `weft engines`.", show_default="native")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_default="auto")]
+Dtype = Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.", show_default="auto")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
 RequiredFirstToken = Annotated[
     float | None, typer.Option("--require-first-token-ms", help="End with 1 unless a first token comes sooner.")
@@ -47,6 +54,19 @@ RequiredFirstToken = Annotated[
 RequiredSpeed = Annotated[
     float | None, typer.Option("--require-tokens-per-s", help="End with 1 where there are fewer.")
 ]
+
+
+def _settings(config: Path | None, **flags: str | None) -> Config:
+    """Make the configuration as `weft serve` does, from the flags that were given, the environment and the file.
+
+    A benchmark's own defaults: the native engine, and no prefix cache where the cache is this machine's to set.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    defaults: dict[str, Any] = {"engine": "native"}
+    settings = configuration.load(given, file=config, defaults=defaults)
+    if all(spec.needs_url for spec in engines_in_order(settings.backend.engine, settings.model.device)):
+        return settings
+    return configuration.load(given, file=config, defaults=defaults | {"enable_prefix_caching": False})
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -66,7 +86,7 @@ def bench() -> None:
 
 @app.command()
 def offline(
-    model: Annotated[str, typer.Argument(help="What `weft serve` takes.")] = "smollm2",
+    model: Model = None,
     batch_sizes: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,8,32",
     prompt_lengths: Annotated[str, typer.Option(help="Prompt tokens before a first token.")] = "128,512",
     requests: Annotated[int, typer.Option(min=1, help="Requests of the throughput line.")] = _WORK.requests,
@@ -74,21 +94,20 @@ def offline(
     output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each.")] = _WORK.output_tokens,
     runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _WORK.runs,
     seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = _WORK.seed,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
-    engine: Annotated[str, typer.Option(help="One of `weft engines`.")] = "native",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, float16 or bfloat16.")] = "auto",
+    config: ConfigFile = None,
+    engine: EngineName = None,
+    device: Device = None,
+    dtype: Dtype = None,
     require_first_token_ms: RequiredFirstToken = None,
     require_tokens_per_s: RequiredSpeed = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Decode speed, time to the first token and throughput of one engine, without a server.
+    """Measure decode speed, time to the first token and throughput of one engine, without a server.
 
     What is required holds for every line of its kind: --require-first-token-ms for each prompt length,
     --require-tokens-per-s for decoding at each batch size.
     """
-    flags = {"model": model, "engine": engine, "device": device, "dtype": dtype, "enable_prefix_caching": False}
-    settings = configuration.load(flags, file=config)
+    settings = _settings(config, model=model, engine=engine, device=device, dtype=dtype)
     work = OfflineWork(
         batch_sizes=_numbers(batch_sizes),
         prompt_lengths=_numbers(prompt_lengths),
@@ -109,7 +128,7 @@ def offline(
 
 @app.command(
     help="Throughput and latency of a server under load, over HTTP: any server that speaks OpenAI's interface.\n\n"
-    "Without --url it starts `weft serve` itself, on a free port, and tells how long that took; settings of "
+    "Without --url it starts `weft serve` itself, on a free port, and reports how long that took; settings of "
     "`weft serve` may follow the model.\n\n"
     "A server that is ready is warmed up with two short requests, and Weft has time to finish compiling, before "
     "anything is measured. The exit code is 1 when a request failed, or a load misses what is required: of the first "
@@ -164,17 +183,20 @@ def serve(
 
 @app.command()
 def rpc(
-    model: Annotated[str, typer.Argument(help="What `weft serve` takes.")] = "smollm2",
+    model: Model = None,
     requests: Annotated[int, typer.Option(min=1, help="Answers to ask for.")] = 8,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 1,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
+    config: ConfigFile = None,
+    engine: EngineName = None,
+    device: Device = None,
+    dtype: Dtype = None,
     json_file: JsonFile = None,
 ) -> None:
-    """How many gRPC messages an answer takes, with its chunks joined and without."""
+    """Measure how many gRPC messages an answer takes, with its chunks joined and without."""
     from weft.bench.rpc import RpcWork, run_rpc  # gRPC's packages, which the other commands do without
 
-    settings = configuration.load({"model": model, "enable_prefix_caching": False}, file=config)
+    settings = _settings(config, model=model, engine=engine, device=device, dtype=dtype)
     work = RpcWork(requests=requests, concurrency=concurrency, output_tokens=output_tokens)
     report = run(run_rpc(settings, work))
     Console().print(_rpc_table(report))
@@ -185,13 +207,13 @@ def rpc(
 
 @app.command(
     help="Chats and images at once in one engine, against each kind alone and against engines without step scheduling: "
-    "`one after the other` draws after the chats, one image at a time; `blocking` in the midst of them, with everybody "
+    "`one after the other` runs the images after the chats, one at a time; `blocking` among them, with all requests "
     "waiting for a whole image, or for all that are there (`batched`).\n\n"
     "Every text and every image is compared with what the same request gives alone. The exit code is 1 when one "
     "differs on a CPU, where none may."
 )
 def mixed(
-    model: Annotated[str, typer.Argument(help="What `weft serve` takes.")] = "smollm2",
+    model: Model = None,
     chats: Annotated[int, typer.Option(min=0, help="Chats; 0: images alone.")] = _MIXED.chats,
     images: Annotated[int, typer.Option(min=0, help="Images; 0: chats alone.")] = _MIXED.images,
     input_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of a chat.")] = _MIXED.input_tokens,
@@ -201,16 +223,22 @@ def mixed(
     stagger: Annotated[float, typer.Option(min=0, help="Seconds between the arrivals of two images.")] = 0,
     runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _MIXED.runs,
     seed: Annotated[int, typer.Option(help="Seed of the random prompts, and of the first image.")] = _MIXED.seed,
-    config: Annotated[Path | None, typer.Option(help="A TOML file with settings.")] = None,
-    image_model: Annotated[str | None, typer.Option(help="auto, or the directory of a model that draws.")] = None,
+    config: ConfigFile = None,
+    image_model: Annotated[str | None, typer.Option(help="auto, or the directory of an image model.")] = None,
     load_format: Annotated[str | None, typer.Option(help="auto or dummy.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
     json_file: JsonFile = None,
 ) -> None:
-    flags = {"image_model": image_model, "load_format": load_format, "device": device, "dtype": dtype}
-    given = {name: value for name, value in flags.items() if value is not None}
-    settings = configuration.load({"model": model, "enable_prefix_caching": False, **given}, file=config)
+    settings = _settings(
+        config, model=model, image_model=image_model, load_format=load_format, device=device, dtype=dtype
+    )
+    chosen = settings.backend.engine
+    if any(spec.name != "native" for spec in engines_in_order(chosen, settings.model.device)):
+        raise ConfigError(
+            f"weft bench mixed cannot measure the engine {chosen}: only native draws.",
+            hint="Unset WEFT_ENGINE and CY_LLM_ENGINE, or the engine of the --config file.",
+        )
     work = MixedWork(
         chats=chats,
         images=images,
@@ -245,7 +273,7 @@ def _write(report: OfflineReport | ServeReport | RpcReport | MixedReport, json_f
 
 
 def _end_by(judged: list[Judged]) -> None:
-    """Tell what was required and what of it was kept; end with 1 where something was not."""
+    """Print the bounds and whether each was kept; exit with 1 where one was not."""
     if not judged:
         return
     table = Table("required of", "bound", box=None, pad_edge=False)
@@ -270,12 +298,22 @@ def _serve_table(report: ServeReport) -> Table:
     started = "" if report.startup_seconds is None else f"ready {report.startup_seconds:.1f} s after its start; "
     table = Table(
         title=f"{report.model} at {report.url}",
-        caption=f"{started}medians of {report.work.runs} runs; milliseconds to the first token and between tokens",
+        caption=f"{started}medians of {report.work.runs} runs; milliseconds to the first token and between tokens; "
+        "CPU time of the server's own process, not of its engine's",
         box=None,
         pad_edge=False,
     )
     table.add_column("load", no_wrap=True)
-    for heading in ("output\ntok/s", "spread", "first\np50", "first\np99", "between\np50", "between\np99", "errors"):
+    for heading in (
+        "output\ntok/s",
+        "spread",
+        "first\np50",
+        "first\np99",
+        "between\np50",
+        "between\np99",
+        "CPU\nµs/tok",
+        "errors",
+    ):
         table.add_column(heading, justify="right", no_wrap=True)
     for figures in report.figures:
         first, between = figures.first_token_ms, figures.inter_token_ms
@@ -284,6 +322,7 @@ def _serve_table(report: ServeReport) -> Table:
             f"{figures.output_tokens_per_s:,.0f}",
             f"{figures.spread:.1%}",
             *(f"{value:,.1f}" for value in (first.p50, first.p99, between.p50, between.p99)),
+            "–" if figures.server_cpu_us_per_token is None else f"{figures.server_cpu_us_per_token:,.0f}",
             str(figures.num_failures),
         )
     return table
@@ -294,10 +333,10 @@ def _rpc_table(report: RpcReport) -> Table:
     table = Table(title=f"{report.model} over gRPC", caption=f"{report.fewer:.0%} fewer messages, {same}")
     for name in ("chunks joined, at most", "tokens", "messages", "first text, ms", "seconds"):
         table.add_column(name, justify="right")
-    for passage in (report.alone, report.joined):
+    for figures in (report.alone, report.joined):
         table.add_row(
-            str(passage.buffer_size), str(passage.tokens), str(passage.messages), f"{passage.first_text_ms:.0f}",
-            f"{passage.seconds:.1f}",
+            str(figures.buffer_size), str(figures.tokens), str(figures.messages), f"{figures.first_text_ms:.0f}",
+            f"{figures.seconds:.1f}",
         )  # fmt: skip
     return table
 
@@ -317,7 +356,7 @@ def _offline_table(report: OfflineReport) -> Table:
 
 
 _Column = tuple[str, str, Callable[[ModeReport], float | None]]
-"""Its heading, the form of its figures, and where they are."""
+"""A column's heading, the format of its figures, and how to read them."""
 
 _CHAT_COLUMNS: list[_Column] = [
     ("output\ntok/s", ",.1f", lambda mode: mode.median.output_tokens_per_s),
@@ -339,11 +378,11 @@ _IMAGE_COLUMNS: list[_Column] = [
 
 
 def _mixed_tables(report: MixedReport) -> list[Table]:
-    """Two, each as wide as the narrowest terminal."""
+    """Return two tables, each narrow enough for a terminal of 80 columns."""
     work = report.work
-    painter = f" and {report.image_model}" if report.image_model else ""
+    beside = f" and {report.image_model}" if report.image_model else ""
     chats = _modes_table(report.modes, _CHAT_COLUMNS)
-    chats.title = f"{work.chats} chats, {work.images} images: {report.model}{painter}, {report.dtype}, {report.device}"
+    chats.title = f"{work.chats} chats, {work.images} images: {report.model}{beside}, {report.dtype}, {report.device}"
     chats.caption = "ms to the first token and between tokens\ndecode: while all chats decode, and images, if any"
     images = _modes_table(report.modes, _IMAGE_COLUMNS)
     images.caption = f"s to an image; all figures are medians of {work.runs} runs"

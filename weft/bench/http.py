@@ -1,5 +1,4 @@
-"""A client light enough to follow tens of thousands of events a second: HTTP/1.1 on asyncio, and nothing more of it
-than a benchmark needs."""
+"""An HTTP/1.1 client on asyncio, light enough to follow tens of thousands of events a second."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ OnBody = Callable[[bytes], None]
 
 
 class Address(Struct, frozen=True):
-    """Where a server is, and what every request to it repeats."""
+    """The address of a server, and what every request to it repeats."""
 
     host: str
     port: int
@@ -23,7 +22,7 @@ class Address(Struct, frozen=True):
     prefix: str = ""
     """The path before /v1."""
     key: str = ""
-    """Shown as a bearer token."""
+    """The API key, sent as a bearer token."""
 
     @classmethod
     def parse(cls, url: str, key: str = "") -> Address:
@@ -35,7 +34,7 @@ class Address(Struct, frozen=True):
         return cls(parts.hostname, parts.port or (443 if tls else 80), tls, prefix, key)
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """A whole request, ready to be sent."""
+        """Return the bytes of a whole request."""
         head = f"{method} {self.prefix}{path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\n"
         if self.key:
             head += f"Authorization: Bearer {self.key}\r\n"
@@ -45,7 +44,7 @@ class Address(Struct, frozen=True):
 
 
 class Connection(asyncio.Protocol):
-    """Carries one request at a time, and another when that one is answered."""
+    """A connection carries one request at a time, and another when that one is answered."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport
@@ -65,9 +64,9 @@ class Connection(asyncio.Protocol):
         return not self._lost
 
     async def ask(self, request: bytes, on_body: OnBody) -> int:
-        """Send a request, give the body to `on_body` as it comes, and return the status when all of it is there.
-        Raises ConnectionError when the server hangs up before that, ValueError for what is no HTTP, and what `on_body`
-        raises; the connection is closed then."""
+        """Send a request, give the body to `on_body` as it comes, and return the status when all of it is there. Raises
+        ConnectionError when the server hangs up before that, ValueError for what is no HTTP, and what `on_body` raises;
+        the connection is then closed."""
         if self._lost:
             raise ConnectionResetError("the server has closed the connection")
         self._answer = answer = _Answer(on_body)
@@ -98,16 +97,16 @@ class Connection(asyncio.Protocol):
 
 
 class _Answer:
-    """One answer, from its first byte to its last."""
+    """The parser of one answer, from its first byte to its last."""
 
     def __init__(self, on_body: OnBody) -> None:
         self.status_at_end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.closes = False
-        """Whether the server will hang up behind it."""
+        """True when the server will close the connection behind it."""
         self._on_body = on_body
         self._status = 0
         self._length: int | None = None
-        """Bytes of the body that are still to come; None: chunked, or up to the hang-up."""
+        """Bytes of the body that are still to come; None when it is chunked, or ends with the connection."""
         self._chunked = False
         self._unread = b""
 
@@ -161,7 +160,7 @@ class _Answer:
                 self._end()
 
     def _read_chunks(self, data: bytes) -> None:
-        """Whole chunks only: what is left of the last one waits for the rest of it."""
+        """Read whole chunks only: the rest of the last one waits for more data."""
         at = 0
         while (line_end := data.find(b"\r\n", at)) >= 0:
             size = int(data[at:line_end].partition(b";")[0], 16)

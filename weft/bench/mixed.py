@@ -1,4 +1,5 @@
-"""Chats and images at once in one engine, against each kind alone and against engines that draw whole images.
+"""Measures chats and images at once in one engine, against each kind alone and against engines that generate whole
+images.
 
 The same chats (random prompts, greedy, a fixed number of tokens) and the same images (random prompts, a seed each) are
 served in every mode. What came of each, token by token and pixel by pixel, is compared with what came when it was
@@ -23,8 +24,8 @@ from weft.backends.contract import Engine, failure_of
 from weft.backends.native import start_native
 from weft.bench.report import environment
 from weft.bench.serve import FIRST_TOKEN_ID
-from weft.config import Config
 from weft.errors import ConfigError
+from weft.options import Config
 from weft.serving.image_request import generate_image, image_model
 from weft.switches import switched_off, without
 from weft.types import GenerateImage, GenerationRequest, ImageParams, Output, Sample, SamplingParams
@@ -33,33 +34,33 @@ IMAGE_PROMPT_TOKENS = 12
 
 
 class MixedWork(Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """The work to measure."""
 
     chats: int = 16
     images: int = 8
     input_tokens: int = 32
     max_tokens: int = 64
     steps: int | None = None
-    """Denoise steps of an image; None, here and for guidance: as the model has it."""
+    """Denoise steps of an image; None, here and for guidance, for the model's own."""
     guidance: float | None = None
     stagger_s: float = 0.0
-    """Between the arrivals of two images. The chats and the first image are there from the beginning."""
+    """Seconds between the arrivals of two images. The chats and the first image are there from the beginning."""
     runs: int = 3
     seed: int = 0
 
 
 class Mode(Struct, frozen=True, kw_only=True):
-    """A way to serve the work."""
+    """A mode is one way to serve the work."""
 
     name: str
     chats: bool = False
     images: bool = False
     one_at_a_time: bool = False
-    """Each request is sent when the one before it has ended."""
+    """True when each request is sent when the one before it has ended."""
     images_last: bool = False
-    """No image is sent before all chats have ended."""
+    """True when no image is sent before all chats have ended."""
     without: tuple[str, ...] = ()
-    """What is switched off in the engine."""
+    """Switches that are off in the engine."""
 
 
 CHATS_ALONE = Mode(name="chats one at a time", chats=True, one_at_a_time=True)
@@ -68,7 +69,7 @@ TEXT_ONLY = Mode(name="text only", chats=True)
 IMAGES_ONLY = Mode(name="images only", images=True)
 TOGETHER = Mode(name="together", chats=True, images=True)
 
-# An image is one piece of work, for which everybody waits.
+# An image is one piece of work, for which all requests wait.
 ONE_WHOLE_IMAGE = ("denoise-steps", "denoise-batches")
 WHOLE_IMAGES = ("denoise-steps",)
 PEERS = (
@@ -76,52 +77,52 @@ PEERS = (
     Mode(name="blocking", chats=True, images=True, without=ONE_WHOLE_IMAGE),
     Mode(name="blocking, batched", chats=True, images=True, without=WHOLE_IMAGES),
 )
-"""Without step scheduling. The last one makes one piece of all images that are there."""
+"""Modes without step scheduling. The last one runs all images that are there as one batch."""
 MODES = (CHATS_ALONE, IMAGES_ALONE, TEXT_ONLY, IMAGES_ONLY, TOGETHER, *PEERS)
 
 
-class Figures(Struct, frozen=True, kw_only=True):
-    """One mode, once, or the medians of its runs. None: there was nothing of that kind."""
+class MixedFigures(Struct, frozen=True, kw_only=True):
+    """The figures of one run of a mode, or the medians of its runs; None where there was nothing of that kind."""
 
     seconds: float
     output_tokens_per_s: float | None = None
-    """Of all chats, from the beginning to the end of the last."""
+    """Output of all chats, from the beginning to the end of the last."""
     decode_tokens_per_s: float | None = None
-    """While every chat decodes and, if the mode has images, some are under way."""
+    """Output while every chat decodes and, if the mode has images, some of them run."""
     first_token_p50_ms: float | None = None
     first_token_max_ms: float | None = None
     inter_token_p50_ms: float | None = None
     inter_token_p95_ms: float | None = None
     inter_token_max_ms: float | None = None
     images_per_s: float | None = None
-    """From when the first was sent to the engine."""
+    """Images a second, from when the first was sent to the engine."""
     image_p50_s: float | None = None
-    """From an image's arrival, which may be before it is sent to the engine, to its end."""
+    """Seconds from an image's arrival, which may be before it is sent to the engine, to its end."""
     image_max_s: float | None = None
 
 
 class ModeReport(Struct, frozen=True, kw_only=True):
     name: str
     without: list[str]
-    """All that was switched off."""
-    median: Figures
+    """All switches that were off."""
+    median: MixedFigures
     spread: float
-    """Of the seconds: (largest - smallest) / median."""
+    """The spread of the seconds: (largest - smallest) / median."""
     same_texts: int | None
-    """Chats that gave in every run what they give alone; None: the mode has none."""
+    """Chats that gave in every run what they give alone; None when the mode has none."""
     same_images: int | None
-    runs: list[Figures]
+    runs: list[MixedFigures]
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """Chats and images together, against the other modes."""
+    """The comparison of chats and images together with the other modes."""
 
     same_texts: int | None
     same_images: int | None
     inter_token_p95_ratio: float | None
-    """To text only; None for chats of a single token."""
+    """The ratio to text only; None for chats of a single token."""
     decode_kept: float | None
-    """Of the tokens a second of text only, while images are under way; None: no chat decoded then."""
+    """The share of text only's tokens a second that is kept while images run; None when no chat decoded then."""
     times_as_long: dict[str, float]
     """The seconds of other modes, over those of both together."""
 
@@ -133,13 +134,13 @@ class MixedReport(Struct, frozen=True, kw_only=True):
     dtype: str
     modes: list[ModeReport]
     verdict: Verdict | None
-    """None without chats, or without images."""
+    """The comparison; None without chats, or without images."""
     environment: dict[str, Any]
     work: MixedWork
 
     @property
     def all_as_alone(self) -> bool:
-        """Whether every request gave in every mode what it gives alone."""
+        """Return whether every request gave in every mode what it gives alone."""
         work = self.work
         return all(
             mode.same_texts in (None, work.chats) and mode.same_images in (None, work.images) for mode in self.modes
@@ -147,12 +148,12 @@ class MixedReport(Struct, frozen=True, kw_only=True):
 
 
 class Chat(Struct):
-    """What came of one chat."""
+    """The tokens of one chat, and when they came."""
 
     asked: float
     token_ids: list[int] = []
     arrivals: list[float] = []
-    """Of each token."""
+    """The arrival time of each token."""
 
     def take(self, delta: Output) -> None:
         if failure := failure_of(delta):
@@ -162,17 +163,17 @@ class Chat(Struct):
 
 
 class Picture(Struct, frozen=True, kw_only=True):
-    """What came of one image."""
+    """One generated image, and its times."""
 
     arrived: float
     asked: float
-    """When it was sent to the engine."""
+    """The time when it was sent to the engine."""
     ended: float
     rgb: bytes
 
 
-class Served(Struct, frozen=True, kw_only=True):
-    """What came of all the work, in its order."""
+class WorkResult(Struct, frozen=True, kw_only=True):
+    """The results of all the work, in its order."""
 
     began: float
     chats: list[Chat]
@@ -191,7 +192,7 @@ Tick = Callable[[str], None]
 
 
 def modes_of(work: MixedWork) -> list[Mode]:
-    """Those that there is work for."""
+    """Return the modes that there is work for."""
     return [mode for mode in MODES if (work.chats or not mode.chats) and (work.images or not mode.images)]
 
 
@@ -200,12 +201,12 @@ def num_runs(work: MixedWork) -> int:
 
 
 async def run_mixed(config: Config, work: MixedWork, tick: Tick = lambda name: None) -> MixedReport:
-    """Measure every mode. What can be switched off is read when an engine starts, so there is one for all modes with
-    the same switches. `tick` hears of every run that is done."""
+    """Measure every mode. Switches are read when an engine starts, so there is one engine for all modes with the same
+    switches. `tick` is called after every run."""
     modes = modes_of(work)
     if not modes:
         raise ConfigError("There are neither chats nor images to measure.", hint="Set --chats or --images.")
-    served: dict[Mode, list[Served]] = {}
+    served: dict[Mode, list[WorkResult]] = {}
     for names, group in groupby(modes, key=lambda mode: mode.without):
         with without(*names):
             engine = await start_native(config)
@@ -231,7 +232,7 @@ async def run_mixed(config: Config, work: MixedWork, tick: Tick = lambda name: N
 
 
 class _Bench:
-    """The work, and an engine to serve it."""
+    """The benchmark: the work, and an engine to serve it."""
 
     def __init__(self, engine: Engine, work: MixedWork) -> None:
         self._engine = engine
@@ -242,7 +243,7 @@ class _Bench:
         self._images = self._image_requests() if work.images else []
         self._num_served = 0
 
-    async def measure(self, mode: Mode, tick: Tick) -> list[Served]:
+    async def measure(self, mode: Mode, tick: Tick) -> list[WorkResult]:
         served = []
         for run in range(self._work.runs + 1):
             once = await self._serve(mode)
@@ -252,8 +253,8 @@ class _Bench:
             tick(mode.name)
         return served
 
-    async def _serve(self, mode: Mode) -> Served:
-        """All the work once, in the way of the mode."""
+    async def _serve(self, mode: Mode) -> WorkResult:
+        """Serve all the work once, in the way of the mode."""
         self._num_served += 1
         turn = asyncio.Semaphore(1 if mode.one_at_a_time else self._work.chats + self._work.images)
         began = time.perf_counter()
@@ -281,7 +282,7 @@ class _Bench:
             await chats
         images = asyncio.gather(*(image(*numbered) for numbered in enumerate(self._images if mode.images else [])))
         all_chats, all_images = await asyncio.gather(chats, images)
-        return Served(began=began, chats=all_chats, images=all_images)
+        return WorkResult(began=began, chats=all_chats, images=all_images)
 
     def _image_requests(self) -> list[GenerationRequest]:
         model, work = image_model(self._engine), self._work
@@ -304,7 +305,7 @@ class _Bench:
         return [self._random.randrange(FIRST_TOKEN_ID, self._engine.model.logits_width) for _ in range(length)]
 
 
-def _reports(served: dict[Mode, list[Served]]) -> list[ModeReport]:
+def _reports(served: dict[Mode, list[WorkResult]]) -> list[ModeReport]:
     texts = served[CHATS_ALONE][0].texts if CHATS_ALONE in served else []
     pixels = served[IMAGES_ALONE][0].pixels if IMAGES_ALONE in served else []
     reports = []
@@ -326,18 +327,18 @@ def _reports(served: dict[Mode, list[Served]]) -> list[ModeReport]:
 
 
 def _num_same(alone: Sequence[object], runs: list[Any]) -> int:
-    """How many requests gave the same in every run as alone."""
+    """Count the requests that gave the same in every run as alone."""
     return sum(all(given == expected for given in all_given) for expected, *all_given in zip(alone, *runs, strict=True))
 
 
-def figures_of(served: Served) -> Figures:
+def figures_of(served: WorkResult) -> MixedFigures:
     began, chats, images = served.began, served.chats, served.images
     chats_end = max((chat.arrivals[-1] for chat in chats), default=began)
     images_end = max((picture.ended for picture in images), default=began)
     first = [1000 * (chat.arrivals[0] - chat.asked) for chat in chats]
     gaps = [1000 * (later - sooner) for chat in chats for sooner, later in pairwise(dict.fromkeys(chat.arrivals))]
     latencies = [picture.ended - picture.arrived for picture in images]
-    return Figures(
+    return MixedFigures(
         seconds=max(chats_end, images_end) - began,
         output_tokens_per_s=sum(map(len, served.texts)) / (chats_end - began) if chats else None,
         decode_tokens_per_s=_decode_speed(chats, images) if chats else None,
@@ -365,12 +366,12 @@ def _quantile(values: list[float], share: float) -> float | None:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
 
 
-def _median(runs: list[Figures]) -> Figures:
+def _median(runs: list[MixedFigures]) -> MixedFigures:
     medians: dict[str, float | None] = {}
     for name in asdict(runs[0]):
         known = [value for once in runs if (value := asdict(once)[name]) is not None]
         medians[name] = statistics.median(known) if known else None
-    return convert(medians, Figures)
+    return convert(medians, MixedFigures)
 
 
 def _verdict(modes: dict[str, ModeReport]) -> Verdict:

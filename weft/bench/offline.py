@@ -1,4 +1,5 @@
-"""What one engine does by itself: decode speed by batch size, time to the first token, throughput of many requests.
+"""Measures one engine without a server: decode speed by batch size, time to the first token, throughput of many
+requests.
 
 Decoding at batch N: N equal requests of random tokens; the time for many output tokens less the time for few, over
 the steps in between, so that prompts and start cost nothing. Tokens are counted, not guessed from text.
@@ -20,7 +21,7 @@ from msgspec import Struct
 from weft.backends import start_engine
 from weft.backends.contract import Engine
 from weft.bench.report import Judged, Required, environment
-from weft.config import Config
+from weft.options import Config
 from weft.types import GenerationRequest, Output, Sample, SamplingParams
 
 DECODE_PROMPT_TOKENS = 128
@@ -29,7 +30,7 @@ FIRST_TOKEN = "first token"
 
 
 class OfflineWork(Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """The work to measure."""
 
     batch_sizes: tuple[int, ...] = (1, 8, 32)
     prompt_lengths: tuple[int, ...] = (128, 512)
@@ -57,9 +58,9 @@ class OfflineReport(Struct, frozen=True, kw_only=True):
     device: str
     dtype: str
     startup_seconds: float
-    """Until the first answer."""
+    """Seconds until the first answer."""
     engine_peak_mib: float
-    """Of its largest process; 0: it has none here."""
+    """Peak memory of its largest process; 0 when it has none here."""
     figures: list[Figure]
     environment: dict[str, Any]
     work: OfflineWork
@@ -69,7 +70,7 @@ Tick = Callable[[str], None]
 
 
 async def run_offline(config: Config, work: OfflineWork, tick: Tick = lambda name: None) -> OfflineReport:
-    """Start an engine, measure, and end it. `tick` hears of every run that is done."""
+    """Start an engine, measure, and end it. `tick` is called after every run."""
     began = time.perf_counter()
     engine = await start_engine(config)
     try:
@@ -96,7 +97,7 @@ async def run_offline(config: Config, work: OfflineWork, tick: Tick = lambda nam
 
 
 def judge(report: OfflineReport, required: Required) -> list[Judged]:
-    """Of every line that the bounds are about."""
+    """Judge every figure that the bounds are about."""
     judged: list[Judged] = []
     for figure in report.figures:
         if figure.name.startswith(FIRST_TOKEN):
@@ -150,7 +151,7 @@ class _Bench:
         return work.requests * work.output_tokens / seconds
 
     async def generate(self, requests: int, input_tokens: int, output_tokens: int) -> float:
-        """Seconds for a batch of random prompts, every one with exactly so many output tokens."""
+        """Return the seconds for a batch of random prompts, every one with exactly so many output tokens."""
         params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
         width = self.engine.model.logits_width
         prompts = [[self.random.randrange(10, width) for _ in range(input_tokens)] for _ in range(requests)]
@@ -187,7 +188,7 @@ async def _measure(name: str, unit: str, once: Callable[[], Awaitable[float]], r
 
 
 def _processes_below(pid: int) -> Iterator[int]:
-    """Those that a process has started, and theirs. None where the system does not tell."""
+    """Yield the processes that a process has started, and theirs; none where the system does not tell."""
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in map(int, listed.read_text().split()):
             yield child
@@ -195,6 +196,6 @@ def _processes_below(pid: int) -> Iterator[int]:
 
 
 def _peak_mib(pid: int) -> float:
-    """The most memory that a process has held so far."""
+    """Return the peak memory of a process so far."""
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(lines["VmHWM"].split()[0]) / 1024 if "VmHWM" in lines else 0.0

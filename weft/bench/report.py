@@ -1,4 +1,4 @@
-"""What a report must say of where it was made."""
+"""The parts that all reports share: the environment, and bounds on figures."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def environment() -> dict[str, Any]:
 
 
 class Required(Struct, frozen=True, kw_only=True):
-    """None: nothing is required."""
+    """The bounds that figures must keep; None for no bound."""
 
     first_token_ms: float | None = None
-    """A first token must come sooner."""
+    """The upper bound of the time to the first token."""
     tokens_per_s: float | None = None
-    """So many at the least."""
+    """The lower bound of the tokens a second."""
 
     def first_token(self, name: str, milliseconds: float) -> list[Judged]:
         bound = self.first_token_ms
@@ -42,7 +42,7 @@ class Required(Struct, frozen=True, kw_only=True):
 
 
 class Judged(Struct, frozen=True, kw_only=True):
-    """One figure against its bound."""
+    """One figure, its bound, and whether the bound was kept."""
 
     name: str
     measured: float

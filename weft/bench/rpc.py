@@ -1,6 +1,6 @@
-"""How many messages an answer takes over gRPC, with its chunks joined and without.
+"""Counts the messages of an answer over gRPC, with its chunks joined and without.
 
-The same greedy answers are asked for twice, through a door that sends every chunk by itself and through one with the
+The same greedy answers are asked for twice, through a server that sends every chunk by itself and one with the
 configured buffer. Messages are counted where they arrive, tokens where they are made, and the texts are compared.
 """
 
@@ -21,24 +21,24 @@ from weft.api.grpc.ai_service_pb2 import (
 )
 from weft.api.grpc.grpc_server import serve_rpc
 from weft.api.grpc.inference import SERVICE_NAME
+from weft.backends import start_engine
 from weft.backends.contract import Engine
-from weft.backends.native import start_native
-from weft.config import Config, LimitOptions
+from weft.options import Config, LimitOptions
 from weft.serving.admission import Admission
 
 PROMPTS = ("The history of the sea is", "One, two, three, four,", "A recipe for bread begins with", "In the beginning")
 
 
 class RpcWork(Struct, frozen=True, kw_only=True):
-    """What to ask for."""
+    """The requests to send."""
 
     requests: int
     concurrency: int
     output_tokens: int
 
 
-class Passage(Struct, frozen=True, kw_only=True):
-    """All answers through one door."""
+class RpcFigures(Struct, frozen=True, kw_only=True):
+    """The figures of all answers through one server."""
 
     buffer_size: int
     flush_interval_ms: int
@@ -46,15 +46,15 @@ class Passage(Struct, frozen=True, kw_only=True):
     messages: int
     seconds: float
     first_text_ms: float
-    """From a request to its first text, on average."""
+    """Milliseconds from a request to its first text, on average."""
 
 
 class RpcReport(Struct, frozen=True, kw_only=True):
     model: str
     work: RpcWork
-    alone: Passage
-    """Every chunk by itself."""
-    joined: Passage
+    alone: RpcFigures
+    """The figures with every chunk in a message of its own."""
+    joined: RpcFigures
     fewer: float
     """The share of the messages that joining saves."""
     same_text: bool
@@ -62,7 +62,7 @@ class RpcReport(Struct, frozen=True, kw_only=True):
 
 async def run_rpc(config: Config, work: RpcWork) -> RpcReport:
     """Start an engine, ask for the answers both ways, and end it."""
-    engine = await start_native(config)
+    engine = await start_engine(config)
     try:
         alone_config = replace(config, grpc=replace(config.grpc, grpc_buffer_size=1))
         # The first answers warm the engine up; they are not counted.
@@ -87,7 +87,7 @@ class _Answer(Struct):
     first_text_s: float = 0.0
 
 
-async def _pass(engine: Engine, config: Config, work: RpcWork) -> tuple[Passage, list[str]]:
+async def _pass(engine: Engine, config: Config, work: RpcWork) -> tuple[RpcFigures, list[str]]:
     config = replace(
         config,
         server=replace(config.server, host="127.0.0.1", api_key=[], api_key_file=""),
@@ -106,7 +106,7 @@ async def _pass(engine: Engine, config: Config, work: RpcWork) -> tuple[Passage,
             answers = await _ask_all(channel, work)
     finally:
         await server.stop(0)
-    passage = Passage(
+    figures = RpcFigures(
         buffer_size=config.grpc.grpc_buffer_size,
         flush_interval_ms=config.grpc.grpc_flush_interval_ms,
         tokens=engine.stats().generation_tokens - tokens_before,
@@ -114,14 +114,14 @@ async def _pass(engine: Engine, config: Config, work: RpcWork) -> tuple[Passage,
         seconds=time.perf_counter() - began,
         first_text_ms=1000 * sum(answer.first_text_s for answer in answers) / len(answers),
     )
-    return passage, [answer.text for answer in answers]
+    return figures, [answer.text for answer in answers]
 
 
 async def _ask_all(channel: grpc.aio.Channel, work: RpcWork) -> list[_Answer]:
     predict = channel.stream_stream(
         f"/{SERVICE_NAME}/StreamPredict", StreamPredictRequest.SerializeToString, StreamPredictResponse.FromString
     )
-    room = asyncio.Semaphore(work.concurrency)
+    turns = asyncio.Semaphore(work.concurrency)
 
     async def ask(number: int) -> _Answer:
         request = StreamPredictRequest(
@@ -130,7 +130,7 @@ async def _ask_all(channel: grpc.aio.Channel, work: RpcWork) -> list[_Answer]:
             metadata=StreamMetadata(trace_id=str(number)),
         )
         answer = _Answer()
-        async with room:
+        async with turns:
             began = time.perf_counter()
             async for response in predict(iter([request])):
                 answer.messages += 1

@@ -1,4 +1,4 @@
-"""What a server does under load: a closed loop of streamed completions over HTTP, against any server that speaks
+"""Measures a server under load: a closed loop of streamed completions over HTTP, against any server that speaks
 OpenAI's interface.
 
 Every connection asks again as soon as it is answered. Prompts are random token ids, none of them twice, so that no
@@ -28,7 +28,7 @@ from weft.bench.report import Judged, Required, environment
 from weft.errors import ConfigError, EngineFault, Unavailable
 
 FIRST_TOKEN_ID = 10
-"""Below are, in most vocabularies, tokens with a meaning of their own."""
+"""Ids below are, in most vocabularies, special tokens."""
 REQUEST_TIMEOUT_S = 600.0
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 60.0
@@ -36,7 +36,7 @@ PREPARE_TIMEOUT_S = 300.0
 
 
 class Load(Struct, frozen=True):
-    """So many requests over so many connections, all of the same shape."""
+    """A load is a number of requests over a number of connections, all of the same shape."""
 
     connections: int
     requests: int
@@ -45,7 +45,7 @@ class Load(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Load:
-        """From `32x64:128:256`: 32 connections, 64 requests, 128 prompt tokens, 256 output tokens."""
+        """Parse `32x64:128:256`: 32 connections, 64 requests, 128 prompt tokens, 256 output tokens."""
         found = re.fullmatch(r"\s*(\d+)x(\d+):(\d+):(\d+)\s*", text)
         if found is None or not all(map(int, found.groups())):
             raise ConfigError(
@@ -64,7 +64,7 @@ DEFAULT_LOADS = tuple(
 
 
 class ServeWork(Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """The work to measure."""
 
     loads: tuple[Load, ...] = DEFAULT_LOADS
     runs: int = 3
@@ -79,16 +79,18 @@ class Quantiles(Struct, frozen=True):
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """One load, once."""
+    """The figures of one run of a load."""
 
     seconds: float
     output_tokens: int
     output_tokens_per_s: float
     first_token_ms: Quantiles
     inter_token_ms: Quantiles
-    """Between the events of a stream; a server may put several tokens in an event."""
+    """Milliseconds between the events of a stream; a server may put several tokens in an event."""
     client_cpu_share: float
     """CPU seconds of the client over seconds: near 1, the client was the limit and not the server."""
+    server_cpu_us_per_token: float | None
+    """CPU time of the process that answers HTTP, by its own /metrics, over the tokens; None: it does not tell."""
     failures: list[str]
 
 
@@ -98,9 +100,10 @@ class LoadFigures(Struct, frozen=True, kw_only=True):
     load: Load
     output_tokens_per_s: float
     spread: float
-    """Of the tokens a second: (largest - smallest) / median."""
+    """The spread of the tokens a second: (largest - smallest) / median."""
     first_token_ms: Quantiles
     inter_token_ms: Quantiles
+    server_cpu_us_per_token: float | None
     num_failures: int
     runs: list[Run]
 
@@ -109,7 +112,7 @@ class ServeReport(Struct, frozen=True, kw_only=True):
     model: str
     url: str
     startup_seconds: float | None
-    """From the start of the process until it took requests; None for a server that ran already."""
+    """Seconds from the start of the process until it took requests; None for a server that ran already."""
     figures: list[LoadFigures]
     environment: dict[str, Any]
     work: ServeWork
@@ -120,7 +123,7 @@ class ServeReport(Struct, frozen=True, kw_only=True):
 
 
 def judge(report: ServeReport, required: Required) -> list[Judged]:
-    """Of every load: the median time to the first token, and the tokens of all connections together."""
+    """Judge the median time to the first token of every load, and the tokens of all connections together."""
     judged: list[Judged] = []
     for figures in report.figures:
         judged += required.first_token(f"{figures.load}, first token", figures.first_token_ms.p50)
@@ -129,7 +132,7 @@ def judge(report: ServeReport, required: Required) -> list[Judged]:
 
 
 Tick = Callable[[Load, int], None]
-"""Hears of every request that is done, with its load and the number of the run."""
+"""A callback for every request that is done, with its load and the number of the run."""
 
 
 async def run_serve(
@@ -163,7 +166,7 @@ async def run_serve(
 
 @asynccontextmanager
 async def own_server(flags: Sequence[str]) -> AsyncIterator[tuple[str, float]]:
-    """`weft serve` on a free port: its address, and the seconds from its start until it was ready."""
+    """Run `weft serve` on a free port; yield its address, and the seconds from its start until it was ready."""
     command = [sys.executable, "-m", "weft", "serve", "--port", "0", "--no-grpc", "--log-level", "warning", *flags]
     began = time.perf_counter()
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
@@ -204,7 +207,7 @@ _chunk_decoder = msgspec.json.Decoder(_Chunk)
 
 
 class StreamTimes:
-    """Reads a stream of server-sent events, and notes when each came."""
+    """The reader of a stream of server-sent events, which notes when each came."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
@@ -215,7 +218,7 @@ class StreamTimes:
         self.error = ""
         self._last = 0.0
         self._beginning = b""
-        """What came before the first event, for an answer that is no stream."""
+        """Data before the first event, for an answer that is no stream."""
         self._unread = b""
 
     def read(self, data: bytes) -> None:
@@ -228,7 +231,7 @@ class StreamTimes:
                 self._event(line[5:].strip(), now)
 
     def failure(self, status: int, wanted: int) -> str:
-        """What is wrong with the answer, now that it has ended; empty for nothing."""
+        """Return what is wrong with the answer, now that it has ended; empty for nothing."""
         if status != 200:
             return f"status {status}: {self._beginning.decode(errors='replace').strip()[:200]}"
         if self.error:
@@ -236,7 +239,7 @@ class StreamTimes:
         if not self.done:
             return "the stream ended without [DONE]"
         if self.output_tokens is None:
-            return "the server did not tell its usage"
+            return "the server did not report its usage"
         if self.output_tokens != wanted:
             return f"{wanted} tokens were asked for, {self.output_tokens} came"
         return ""
@@ -269,7 +272,7 @@ class _Bench:
         self._random = random.Random(work.seed)
 
     async def warm_up(self) -> None:
-        """Two requests, one after the other; raises what keeps the server from answering them."""
+        """Send two requests, one after the other. Raises what keeps the server from answering them."""
         run = await self.run(Load(1, 2, 16, 4), lambda: None)
         if run.failures:
             raise Unavailable(f"The server does not answer as it should: {run.failures[0]}.")
@@ -298,10 +301,16 @@ class _Bench:
             if connection is not None:
                 connection.close()
 
+        server_began = await _server_cpu_seconds(self._address)
         began, cpu_began = time.perf_counter(), time.process_time()
         await asyncio.gather(*(ask_until_done() for _ in range(min(load.connections, load.requests))))
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+        server_ended = await _server_cpu_seconds(self._address)
         tokens = sum(times.output_tokens or 0 for times in answers)
+        if server_began is None or server_ended is None or not tokens:
+            server_cpu = None
+        else:
+            server_cpu = 1e6 * (server_ended - server_began) / tokens
         return Run(
             seconds=seconds,
             output_tokens=tokens,
@@ -309,6 +318,7 @@ class _Bench:
             first_token_ms=_quantiles([times.first_s for times in answers if times.first_s is not None]),
             inter_token_ms=_quantiles([gap for times in answers for gap in times.gaps_s]),
             client_cpu_share=cpu_seconds / seconds,
+            server_cpu_us_per_token=server_cpu,
             failures=failures,
         )
 
@@ -335,7 +345,7 @@ class _Cards(Struct):
 
 
 async def _until_prepared(address: Address) -> None:
-    """A Weft that is ready may still compile and capture in its idle gaps; other servers do not say."""
+    """Wait until a Weft that is ready no longer compiles and captures in its idle gaps; other servers do not say."""
     began = time.perf_counter()
     while time.perf_counter() - began < PREPARE_TIMEOUT_S:
         _, body = await _get(address, "/metrics")
@@ -343,6 +353,17 @@ async def _until_prepared(address: Address) -> None:
             return
         await asyncio.sleep(0.2)
     raise Unavailable(f"The server was still compiling after {PREPARE_TIMEOUT_S:.0f} s without a request.")
+
+
+async def _server_cpu_seconds(address: Address) -> float | None:
+    """The CPU time that the server's process has taken so far, as Prometheus' clients tell it; None: it does not say,
+    or is gone, which the requests' own failures tell."""
+    try:
+        _, body = await _get(address, "/metrics")
+    except OSError:
+        return None
+    found = re.search(rb"^process_cpu_seconds_total (\S+)$", body, re.MULTILINE)
+    return None if found is None else float(found[1])
 
 
 async def _get(address: Address, path: str) -> tuple[int, bytearray]:
@@ -368,19 +389,21 @@ async def _first_model(address: Address) -> str:
 def _figures(load: Load, runs: list[Run]) -> LoadFigures:
     speeds = [run.output_tokens_per_s for run in runs]
     median = statistics.median(speeds)
+    cpu = [run.server_cpu_us_per_token for run in runs if run.server_cpu_us_per_token is not None]
     return LoadFigures(
         load=load,
         output_tokens_per_s=median,
         spread=(max(speeds) - min(speeds)) / median if median else 0.0,
         first_token_ms=_medians([run.first_token_ms for run in runs]),
         inter_token_ms=_medians([run.inter_token_ms for run in runs]),
+        server_cpu_us_per_token=statistics.median(cpu) if cpu else None,
         num_failures=sum(len(run.failures) for run in runs),
         runs=runs,
     )
 
 
 def _quantiles(seconds: list[float]) -> Quantiles:
-    """In milliseconds; 0 for no times at all."""
+    """Return the quantiles in milliseconds; 0 for no times at all."""
     if not seconds:
         return Quantiles(0.0, 0.0)
     seconds.sort()

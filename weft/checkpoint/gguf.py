@@ -1,4 +1,4 @@
-"""The header of a GGUF file (versions 2 and 3, little endian), read as untrusted input.
+"""Reads the header of a GGUF file (versions 2 and 3, little endian) as untrusted input.
 
 A file is either read to the last field or refused with a ModelError; what is allocated is proportional to the bytes
 that are really there.
@@ -22,8 +22,8 @@ _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
 
-class Cursor:
-    """A position in a mapped file, of which only the bytes up to `end` may be read."""
+class ByteReader:
+    """A reader of a mapped file, of which only the bytes up to `end` may be read."""
 
     def __init__(self, data: mmap.mmap, end: int, path: Path) -> None:
         self.data = data
@@ -42,7 +42,7 @@ class Cursor:
         self.position = start + size
         return start
 
-    def room_for(self, count: int, least_bytes: int, what: str) -> None:
+    def check_count(self, count: int, least_bytes: int, what: str) -> None:
         """Refuse a count whose items cannot all be in the bytes that are left."""
         left = self.end - self.position
         if count * least_bytes > left:
@@ -65,8 +65,8 @@ class Cursor:
             self.fail(f"{what} at offset {start} is not UTF-8 text.")
 
     def strings(self, count: int, what: str) -> list[str]:
-        """An array of strings, in one tight loop: vocabularies have 10^5 of them."""
-        self.room_for(count, 8, f"strings of {what}")
+        """Read an array of strings in one tight loop: vocabularies have 10^5 of them."""
+        self.check_count(count, 8, f"strings of {what}")
         data, end, position = self.data, self.end, self.position
         length_at = _U64.unpack_from
         pieces: list[bytes] = []
@@ -88,7 +88,7 @@ class Cursor:
             self.fail(f"{what} holds a string that is not UTF-8 text.")
 
     def numbers(self, dtype: np.dtype[np.generic], count: int, what: str) -> list[int] | list[float]:
-        self.room_for(count, dtype.itemsize, f"numbers of {what}")
+        self.check_count(count, dtype.itemsize, f"numbers of {what}")
         start = self.take(count * dtype.itemsize, what)
         values: list[int] | list[float] = np.frombuffer(self.data[start : self.position], dtype).tolist()
         return values
@@ -176,9 +176,9 @@ class GgufTensor(Struct, frozen=True):
     name: str
     type: TensorType
     shape: tuple[int, ...]
-    """Row-major, the last dimension contiguous: the reverse of the order in the file."""
+    """The shape, row-major with the last dimension contiguous: the reverse of the order in the file."""
     offset: int
-    """From the beginning of the file."""
+    """The offset from the beginning of the file."""
     nbytes: int
 
 
@@ -191,20 +191,20 @@ class GgufFile(Struct, frozen=True):
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The metadata and the table of tensors. The weights themselves are not read."""
+    """Read the metadata and the table of tensors, but not the weights themselves."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             if size < 24:
                 raise ModelError(f"{path}: {size} bytes are too few for a GGUF file.")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _header(Cursor(data, min(size, MAX_HEADER_BYTES), path), size)
+                return _header(ByteReader(data, min(size, MAX_HEADER_BYTES), path), size)
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}.") from error
 
 
 def map_tensors(file: GgufFile) -> dict[str, npt.NDArray[np.uint8]]:
-    """The bytes of every tensor, mapped and not copied. Writing to them does not change the file."""
+    """Map the bytes of every tensor without copying. Writing to them does not change the file."""
     try:
         data = np.memmap(file.path, dtype=np.uint8, mode="c")
     except (OSError, ValueError) as error:
@@ -216,88 +216,88 @@ def map_tensors(file: GgufFile) -> dict[str, npt.NDArray[np.uint8]]:
     return {tensor.name: flat[tensor.offset : tensor.offset + tensor.nbytes] for tensor in tensors}
 
 
-def _header(cursor: Cursor, file_size: int) -> GgufFile:
-    magic = cursor.data[cursor.take(4, "the magic") : 4]
+def _header(reader: ByteReader, file_size: int) -> GgufFile:
+    magic = reader.data[reader.take(4, "the magic") : 4]
     if magic != b"GGUF":
-        cursor.fail(f"not a GGUF file: it begins with {magic!r}, not b'GGUF'.")
-    version = cursor.u32("the version")
+        reader.fail(f"not a GGUF file: it begins with {magic!r}, not b'GGUF'.")
+    version = reader.u32("the version")
     if version and not version & 0xFFFF:
-        cursor.fail("the file is big endian; Weft reads little-endian GGUF.")
+        reader.fail("the file is big endian; Weft reads little-endian GGUF.")
     if version not in (2, 3):
-        cursor.fail(f"GGUF version {version} is not supported; supported: 2, 3.")
-    num_tensors, num_pairs = cursor.u64("the number of tensors"), cursor.u64("the number of metadata keys")
-    cursor.room_for(num_pairs, 13, "metadata keys")
-    cursor.room_for(num_tensors, 32, "tensors")
-    metadata = _metadata(cursor, num_pairs)
-    alignment = _alignment(cursor, metadata)
+        reader.fail(f"GGUF version {version} is not supported; supported: 2, 3.")
+    num_tensors, num_pairs = reader.u64("the number of tensors"), reader.u64("the number of metadata keys")
+    reader.check_count(num_pairs, 13, "metadata keys")
+    reader.check_count(num_tensors, 32, "tensors")
+    metadata = _metadata(reader, num_pairs)
+    alignment = _alignment(reader, metadata)
     parts = metadata.get("split.count", 1)
     if isinstance(parts, int) and parts > 1:
-        cursor.fail(f"one of the {parts} parts of a split model.", hint="Join the parts into one GGUF file.")
-    tensors = _tensors(cursor, num_tensors, alignment, file_size)
-    return GgufFile(cursor.path, version, alignment, metadata, tensors)
+        reader.fail(f"one of the {parts} parts of a split model.", hint="Join the parts into one GGUF file.")
+    tensors = _tensors(reader, num_tensors, alignment, file_size)
+    return GgufFile(reader.path, version, alignment, metadata, tensors)
 
 
-def _metadata(cursor: Cursor, count: int) -> dict[str, Value]:
+def _metadata(reader: ByteReader, count: int) -> dict[str, Value]:
     metadata: dict[str, Value] = {}
     for index in range(count):
-        key = cursor.string(f"metadata key {index}")
+        key = reader.string(f"metadata key {index}")
         if not key:
-            cursor.fail(f"metadata key {index} is empty.")
+            reader.fail(f"metadata key {index} is empty.")
         what = f"metadata {_quote(key)}"
         if key in metadata:
-            cursor.fail(f"{what} stands twice in the file.")
-        code = cursor.u32(f"the type of {what}")
-        metadata[key] = _array(cursor, what) if code == _ARRAY else _scalar(cursor, code, what)
+            reader.fail(f"{what} is in the file twice.")
+        code = reader.u32(f"the type of {what}")
+        metadata[key] = _array(reader, what) if code == _ARRAY else _scalar(reader, code, what)
     return metadata
 
 
-def _scalar(cursor: Cursor, code: int, what: str) -> str | int | float | bool:
+def _scalar(reader: ByteReader, code: int, what: str) -> str | int | float | bool:
     if code == _STRING:
-        return cursor.string(what)
-    value = cursor.numbers(_number_type(cursor, code, what), 1, what)
-    return _booleans(cursor, value, what)[0] if code == _BOOL else value[0]
+        return reader.string(what)
+    value = reader.numbers(_number_type(reader, code, what), 1, what)
+    return _booleans(reader, value, what)[0] if code == _BOOL else value[0]
 
 
-def _array(cursor: Cursor, what: str) -> Value:
-    code = cursor.u32(f"the item type of {what}")
-    count = cursor.u64(f"the length of {what}")
+def _array(reader: ByteReader, what: str) -> Value:
+    code = reader.u32(f"the item type of {what}")
+    count = reader.u64(f"the length of {what}")
     if code == _ARRAY:
-        cursor.fail(f"{what} is an array of arrays, which Weft does not read.")
+        reader.fail(f"{what} is an array of arrays, which Weft does not read.")
     if code == _STRING:
-        return cursor.strings(count, what)
-    values = cursor.numbers(_number_type(cursor, code, what), count, what)
-    return _booleans(cursor, values, what) if code == _BOOL else values
+        return reader.strings(count, what)
+    values = reader.numbers(_number_type(reader, code, what), count, what)
+    return _booleans(reader, values, what) if code == _BOOL else values
 
 
-def _number_type(cursor: Cursor, code: int, what: str) -> np.dtype[np.generic]:
+def _number_type(reader: ByteReader, code: int, what: str) -> np.dtype[np.generic]:
     dtype = _NUMBERS.get(code)
     if dtype is None:
-        cursor.fail(f"{what} has the unknown value type {code}; types run from 0 to 12.")
+        reader.fail(f"{what} has the unknown value type {code}; types run from 0 to 12.")
     return dtype
 
 
-def _booleans(cursor: Cursor, values: list[int] | list[float], what: str) -> list[bool]:
+def _booleans(reader: ByteReader, values: list[int] | list[float], what: str) -> list[bool]:
     if any(value > 1 for value in values):
-        cursor.fail(f"{what} is a boolean with a value other than 0 and 1.")
+        reader.fail(f"{what} is a boolean with a value other than 0 and 1.")
     return [value == 1 for value in values]
 
 
-def _alignment(cursor: Cursor, metadata: dict[str, Value]) -> int:
+def _alignment(reader: ByteReader, metadata: dict[str, Value]) -> int:
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
-        cursor.fail(f"general.alignment is {_quote(alignment)}; it must be a power of two, 8 or more.")
+        reader.fail(f"general.alignment is {_quote(alignment)}; it must be a power of two, 8 or more.")
     return alignment
 
 
-def _tensors(cursor: Cursor, count: int, alignment: int, file_size: int) -> dict[str, GgufTensor]:
-    cursor.room_for(count, 32, "tensors")
+def _tensors(reader: ByteReader, count: int, alignment: int, file_size: int) -> dict[str, GgufTensor]:
+    reader.check_count(count, 32, "tensors")
     tensors: dict[str, GgufTensor] = {}
     for index in range(count):
-        tensor = _tensor(cursor, index, alignment)
+        tensor = _tensor(reader, index, alignment)
         if tensor.name in tensors:
-            cursor.fail(f"tensor {_quote(tensor.name)} stands twice in the file.")
+            reader.fail(f"tensor {_quote(tensor.name)} is in the file twice.")
         tensors[tensor.name] = tensor
-    data_start = -(-cursor.position // alignment) * alignment
+    data_start = -(-reader.position // alignment) * alignment
     placed = {
         name: GgufTensor(name, tensor.type, tensor.shape, data_start + tensor.offset, tensor.nbytes)
         for name, tensor in tensors.items()
@@ -306,39 +306,39 @@ def _tensors(cursor: Cursor, count: int, alignment: int, file_size: int) -> dict
     for tensor in sorted(placed.values(), key=lambda tensor: tensor.offset):
         stop = tensor.offset + tensor.nbytes
         if stop > file_size:
-            cursor.fail(
+            reader.fail(
                 f"tensor {_quote(tensor.name)} ends at byte {stop}, and the file at {file_size}.",
                 hint="The file is cut short; fetch it again.",
             )
         if tensor.offset < free_from:
-            cursor.fail(f"tensor {_quote(tensor.name)} lies over the bytes of another.")
+            reader.fail(f"tensor {_quote(tensor.name)} overlaps the bytes of another.")
         free_from = stop
     return placed
 
 
-def _tensor(cursor: Cursor, index: int, alignment: int) -> GgufTensor:
-    """One entry of the table, its offset still counted from the beginning of the weights."""
-    name = cursor.string(f"the name of tensor {index}")
+def _tensor(reader: ByteReader, index: int, alignment: int) -> GgufTensor:
+    """Read one entry of the table, its offset still counted from the beginning of the weights."""
+    name = reader.string(f"the name of tensor {index}")
     if not name:
-        cursor.fail(f"tensor {index} has no name.")
+        reader.fail(f"tensor {index} has no name.")
     what = f"tensor {_quote(name)}"
-    num_dimensions = cursor.u32(f"the dimensions of {what}")
+    num_dimensions = reader.u32(f"the dimensions of {what}")
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:
-        cursor.fail(f"{what} has {num_dimensions} dimensions; 1 to {MAX_DIMENSIONS} are possible.")
-    shape = tuple(reversed([cursor.u64(f"the shape of {what}") for _ in range(num_dimensions)]))
-    code = cursor.u32(f"the type of {what}")
-    offset = cursor.u64(f"the offset of {what}")
+        reader.fail(f"{what} has {num_dimensions} dimensions; 1 to {MAX_DIMENSIONS} are possible.")
+    shape = tuple(reversed([reader.u64(f"the shape of {what}") for _ in range(num_dimensions)]))
+    code = reader.u32(f"the type of {what}")
+    offset = reader.u64(f"the offset of {what}")
     tensor_type = SUPPORTED.get(code)
     if tensor_type is None:
         known = UNSUPPORTED.get(code, f"number {code}")
-        cursor.fail(f"{what}: type {known} is not supported; supported: {SUPPORTED_NAMES}.")
+        reader.fail(f"{what}: type {known} is not supported; supported: {SUPPORTED_NAMES}.")
     num_weights = math.prod(shape)
     if not 0 < num_weights < 1 << 63:
-        cursor.fail(f"{what} has the impossible shape {shape}.")
+        reader.fail(f"{what} has the impossible shape {shape}.")
     if shape[-1] % tensor_type.block_size:
-        cursor.fail(f"{what} has rows of {shape[-1]}, no multiple of {tensor_type.name}'s {tensor_type.block_size}.")
+        reader.fail(f"{what} has rows of {shape[-1]}, no multiple of {tensor_type.name}'s {tensor_type.block_size}.")
     if offset % alignment:
-        cursor.fail(f"{what} is at offset {offset}, no multiple of the alignment {alignment}.")
+        reader.fail(f"{what} is at offset {offset}, no multiple of the alignment {alignment}.")
     nbytes = num_weights // tensor_type.block_size * tensor_type.block_bytes
     return GgufTensor(name, tensor_type, shape, offset, nbytes)
 

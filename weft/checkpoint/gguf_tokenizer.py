@@ -97,7 +97,7 @@ class _Keys:
 
 
 def _turn_ends(tokens: list[str], token_types: list[int], template: str | None) -> list[int]:
-    """The ids of the turn-ending control tokens that the chat template writes."""
+    """Return the ids of the turn-ending control tokens that the chat template writes."""
     written = {text for text in TURN_ENDS if template and text in template}
     return [
         token

@@ -1,4 +1,4 @@
-"""Reading the JSON files of a model directory."""
+"""Reads the JSON files of a model directory."""
 
 from __future__ import annotations
 

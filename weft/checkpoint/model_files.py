@@ -1,4 +1,4 @@
-"""Where models live on this machine, and what a model found there is."""
+"""The folders that models are stored in on this machine, and the files of one model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     """A model that is whole, on this machine."""
 
     name: str
-    """What clients call it: its catalogue name, its hub id, or the stem of its file or directory."""
+    """The name that clients use: its catalogue name, its hub id, or the stem of its file or directory."""
     kind: Kind
     path: Path
     """The GGUF file, or the directory that holds config.json."""
@@ -30,7 +30,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
 
 
 def dummy_files(path: Path) -> ModelFiles:
-    """A model of which there is only config.json: random weights, and numbers for words."""
+    """Describe a model of which there is only config.json: random weights, and numbers in place of a vocabulary."""
     folder = path.absolute()
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: there is no config.json.", hint="--load-format dummy needs nothing else.")
@@ -48,23 +48,23 @@ class InstalledModel(Struct, frozen=True, kw_only=True):
 
 
 def home() -> Path:
-    """The folder of pulled models: WEFT_HOME, or ~/.cache/weft."""
+    """Return the folder of pulled models: WEFT_HOME, or ~/.cache/weft."""
     chosen = os.environ.get("WEFT_HOME", "")
     return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "weft"
 
 
 def models_folder() -> Path:
-    """One folder a model, by name; a model put here by hand is found as well."""
+    """Return the folder of models, one subfolder for each by name; a model put there by hand is found as well."""
     return home() / "models"
 
 
 def snapshots_folder(source: Source) -> Path:
-    """Hub models: org--name/<commit>/, and org--name/pins.json with the commit of every revision pulled."""
+    """Return the folder of hub models: org--name/<commit>/, and org--name/pins.json with the pulled revisions."""
     return home() / {"huggingface": "hub", "modelscope": "modelscope"}[source]
 
 
 def partial_folder() -> Path:
-    """Downloads under way. Nothing in it is ever loaded."""
+    """Return the folder of downloads under way. Nothing in it is ever loaded."""
     return home() / "partial"
 
 
@@ -73,7 +73,7 @@ def locks_folder() -> Path:
 
 
 def model_at(path: Path, *, name: str = "", revision: str = "") -> ModelFiles:
-    """The model at a path that exists; refuses one that is incomplete or of a kind that Weft does not load."""
+    """Describe the model at a path that exists. Raises ModelError for one that Weft does not load."""
     path = path.absolute()
     if path.is_file():
         return _gguf(path, name or path.stem, revision)

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face directory: which there must be, and that each is whole."""
+"""Checks the safetensors files of a Hugging Face directory: which there must be, and that each is whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def find_shards(folder: Path) -> list[Path]:
-    """Every weight file, complete against the index where there is one."""
+    """Return every weight file, complete against the index where there is one."""
     index = folder / INDEX
     if index.is_file():
         held = {path: tensor_names(path) for path in _indexed(folder, index)}
@@ -35,7 +35,7 @@ def find_shards(folder: Path) -> list[Path]:
 
 
 def tensor_names(path: Path) -> set[str]:
-    """The tensors of a safetensors file, whose length is checked against what its header promises."""
+    """Return the tensors of a safetensors file, whose length is checked against what its header promises."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -45,7 +45,7 @@ def directory_text_assets(folder: Path) -> TextAssets:
 
 
 def _token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
-    """Every token's id: those of the vocabulary, and the added ones over them."""
+    """Return every token's id: those of the vocabulary, and the added ones over them."""
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids: dict[str, int] = {}
@@ -66,7 +66,7 @@ def _token_ids(tokenizer: dict[str, Any]) -> dict[str, int]:
 
 
 def _text(token: Any) -> str:
-    """A special token, which is a string or an object that holds one."""
+    """Return the text of a special token, which is a string or an object that holds one."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""
@@ -79,14 +79,14 @@ def _configured_ends(config: dict[str, Any]) -> list[int]:
 
 
 def _adds(setting: Any, tokenizer: dict[str, Any], token: int | None) -> bool:
-    """Whether the tokenizer puts the token around a text: what its settings say, else what its template does."""
+    """Return whether the tokenizer puts the token around a text: what its settings say, else what its template does."""
     if isinstance(setting, bool):
         return setting and token is not None
     return token is not None and token in _template_ids(tokenizer.get("post_processor"))
 
 
 def _template_ids(processor: Any) -> set[int]:
-    """The ids that a post-processor adds to a single text."""
+    """Return the ids that a post-processor adds to a single text."""
     match processor:
         case {"type": "Sequence", "processors": list(parts)}:
             return {token for part in parts for token in _template_ids(part)}
@@ -105,7 +105,7 @@ def _piece_ids(piece: Any, special: dict[str, Any]) -> list[int]:
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
-    """The template file where there is one, else the settings' only or default template."""
+    """Return the template file where there is one, else the settings' only or default template."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return read_text(file)
@@ -118,7 +118,7 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
 
 
 def text_assets(files: ModelFiles) -> TextAssets:
-    """The tokenizer and the chat template."""
+    """Read the tokenizer and the chat template."""
     if files.kind == "gguf":
         return gguf_text_assets(read_gguf(files.path))
     if files.kind == "dummy":
@@ -127,14 +127,14 @@ def text_assets(files: ModelFiles) -> TextAssets:
 
 
 def model_facts(files: ModelFiles) -> dict[str, Any]:
-    """The model's own description: config.json as it stands, or a GGUF file's metadata without the vocabulary."""
+    """Read the model's own description: config.json as it stands, or a GGUF file's metadata without the vocabulary."""
     if files.kind == "gguf":
         return gguf_facts(read_gguf(files.path))
     return read_object(files.path / "config.json")
 
 
 def _numbered_words(vocab_size: int) -> TextAssets:
-    """A vocabulary for a model that has none: each token is written as its number."""
+    """Make a vocabulary for a model that has none: each token is written as its number."""
     return TextAssets(kind="gpt2", tokens=[f"Ġ{i}" for i in range(vocab_size)], token_types=[1] * vocab_size)
 
 

@@ -35,8 +35,8 @@ from weft.backends.contract import (
 from weft.backends.rechunk import RechunkedStream, split_words
 from weft.checkpoint.adapter_files import DEFAULT_ADAPTER, adapter_paths
 from weft.compat.base_engine import BaseEngine, InferMetrics
-from weft.config import Config, settings
 from weft.errors import InvalidRequest
+from weft.options import Config, settings
 from weft.payloads import NO_TEXTS, GivenTexts
 from weft.text.tokenizer import Tokenizer
 from weft.types import (

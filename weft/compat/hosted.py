@@ -26,9 +26,9 @@ from weft.backends.starting import Load
 from weft.checkpoint.adapter_files import DEFAULT_ADAPTER, adapter_settings
 from weft.compat.base_engine import BaseEngine, InferMetrics
 from weft.compat.keywords import GenerationKeywords, LoadKeywords, generation_keywords, load_keywords
-from weft.config import Config
 from weft.errors import InvalidRequest, Unavailable
 from weft.machine.memory import GIB
+from weft.options import Config
 from weft.types import FinishReason, Output
 
 

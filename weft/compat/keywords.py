@@ -12,9 +12,10 @@ import msgspec
 from msgspec import Struct
 
 from weft.backends.contract import Abilities
-from weft.config import LoadMode, nearest, settings
+from weft.config import nearest
 from weft.errors import ConfigError, InvalidRequest
 from weft.models_file import FOUR_BIT, MEANINGLESS, ONE_VALUE
+from weft.options import LoadMode, settings
 from weft.types import SamplingParams
 
 log = logging.getLogger(__name__)

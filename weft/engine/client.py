@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 import weft.errors
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import Config, SchedulerOptions
 from weft.engine.journal import Entry, Journal, Place
 from weft.engine.process import EngineProcess, LaunchedEngine
 from weft.engine.wire import (
@@ -39,6 +38,7 @@ from weft.engine.wire import (
     frame,
 )
 from weft.errors import EngineFault, InvalidRequest, Overloaded, Unavailable, WeftError
+from weft.options import Config, SchedulerOptions
 from weft.types import EngineStats, Event, FinishReason, ModelInfo, Request
 
 MOST = 2

@@ -64,7 +64,7 @@ class EngineCore:
         """Empty the prefix cache, and forget the texts that no image is drawn from; returns how many blocks it knew."""
         known = len(self.scheduler.pool.by_key)
         self.scheduler.pool.forget_all()
-        self.scheduler.images.holdings.texts.forget_unused()
+        self.scheduler.images.memory.embeds.forget_unused()
         return known
 
     @property
@@ -143,7 +143,7 @@ class EngineCore:
     def _admitted(self, plan: StepPlan) -> list[str]:
         rows = {admission.row for admission in plan.admit}
         slots = {admission.slot for admission in plan.admit_images}
-        drawing = [cursor.id for cursor in self.scheduler.images.drawing if cursor.slot in slots]
+        drawing = [cursor.id for cursor in self.scheduler.images.denoising if cursor.latent_slot in slots]
         return [cursor.id for cursor in self.scheduler.running if cursor.row in rows] + drawing
 
 

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import Config
+from weft.options import Config
 from weft.types import EngineStats, Event, ModelInfo, Request
 
 MAX_FRAME_BYTES = 256 * 2**20

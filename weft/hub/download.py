@@ -1,4 +1,4 @@
-"""Fetching the files of a model: several at a time, each going on where a kill or a lost connection left it."""
+"""Downloads the files of a model: several at a time, each resumed where a kill or a lost connection left it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 
 PARALLEL_FILES = 4
 SILENCE_SECONDS = 30.0
-"""A connection that brings nothing for so long is made again."""
+"""Seconds without data after which a connection is made again."""
 RETRY_SECONDS = 1.0
 UNFINISHED = ".partial"
 
 
 def missing_files(model: RemoteModel, folder: Path) -> list[RemoteFile]:
-    """Those that are not there with their whole size."""
+    """Return the files that are missing or not complete."""
     return [file for file in model.files if _size(folder / file.name) != file.size]
 
 
 def download(model: RemoteModel, folder: Path, report: Report) -> None:
-    """Have every file of the model in the folder. Where it fails, what has come stays: the next try goes on from it."""
+    """Download every missing file of the model into the folder. After a failure, the next call resumes."""
     files = missing_files(model, folder)
     if files:
         _Download(model, files, folder, report).run()
@@ -52,12 +52,12 @@ class _Download:
             self._waiting.put(file)
         self._whole = model.total_bytes - sum(file.size for file in files)
         self._arrived = {file.name: max(0, _size(folder / f"{file.name}{UNFINISHED}")) for file in files}
-        """The most that there has been of each: what comes a second time is no progress."""
+        """The largest size that each file has had: bytes that come a second time are no progress."""
         self._stop = threading.Event()
         self._trouble = ""
-        """What broke a connection last."""
+        """The last connection error."""
         self._ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        """One of every worker: None, or what it failed with."""
+        """The end of every worker: None, or the error that it failed with."""
 
     def run(self) -> None:
         import httpx
@@ -74,7 +74,7 @@ class _Download:
                 self._stop.set()
 
     def _watch(self, num_workers: int) -> None:
-        """Until all workers have ended; raises what one of them failed with."""
+        """Wait until all workers have ended; raise the error that one of them failed with."""
         done, moved = -1, time.monotonic()
         while num_workers:
             try:
@@ -126,7 +126,7 @@ class _Download:
             unfinished.replace(self._folder / file.name)
 
     def _take(self, client: httpx.Client, file: RemoteFile, unfinished: Path) -> None:
-        """As much of a file as one connection brings. Raises httpx.TransportError for what may pass."""
+        """Download as much of a file as one connection brings. Raises httpx.TransportError where a retry may help."""
         import httpx
 
         have = max(_size(unfinished), 0)
@@ -151,7 +151,7 @@ class _Download:
                     have += len(piece)
                     if have > file.size:
                         raise ModelError(
-                            f"{self._model.hub_id}: {file.name} is larger than the {file.size} bytes that the hub told."
+                            f"{self._model.hub_id}: {file.name} is larger than the {file.size} bytes announced."
                         )
                     out.write(piece)
                     self._arrived[file.name] = max(self._arrived[file.name], have)
@@ -162,7 +162,7 @@ class _Download:
 
 
 def _size(path: Path) -> int:
-    """-1: there is no such file."""
+    """Return the size of a file; -1 where there is none."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -173,7 +173,7 @@ READ_BYTES = 8 << 20
 
 
 def damaged_files(folder: Path, digests: Mapping[str, str], report: Report, note: str) -> list[str]:
-    """Of the files named, those whose content has another digest, and those that are not there."""
+    """Return the files whose content has another digest, and those that are missing."""
     there = {name: digest for name, digest in digests.items() if (folder / name).is_file()}
     total = sum((folder / name).stat().st_size for name in there)
     done = 0
@@ -189,7 +189,7 @@ def damaged_files(folder: Path, digests: Mapping[str, str], report: Report, note
 
 
 def digest_of(path: Path, like: str, read: Callable[[int], None]) -> str:
-    """The digest of the same kind as `like`. `read` hears of every piece."""
+    """Compute the digest of the same kind as `like`. `read` is called with the size of every piece."""
     try:
         with path.open("rb") as file:
             if len(like) == 64:
@@ -214,7 +214,7 @@ def check_space(folder: Path, needed_bytes: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the rename itself survive a power cut."""
+    """Sync a folder, so that a rename in it survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,5 +1,4 @@
-"""What a hub has of a model, and how a hub is asked. No client library is needed, and no code is ever fetched unless
-the operator trusts it."""
+"""The files that a hub has of a model, and requests to a hub, without a client library."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 WANTED = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja")
 CODE = "*.py"
-"""What only vLLM runs, and only with --trust-remote-code."""
+"""Files that only vLLM runs, and only with --trust-remote-code."""
 TIMEOUT_SECONDS = 10.0
-"""For a question; a file may take as long as it takes."""
+"""The timeout of an API call; a file may take longer."""
 OWN_FILES = "Check the network, or give the path of a model directory or GGUF file."
 
 
@@ -32,7 +31,7 @@ class RemoteFile(Struct, frozen=True):
     url: str
     size: int
     digest: str
-    """See checksums.py; empty: the hub tells none."""
+    """The digest as the hub writes it (see `digest_of`); empty when the hub tells none."""
 
 
 class RemoteModel(Struct, frozen=True, kw_only=True):
@@ -41,7 +40,7 @@ class RemoteModel(Struct, frozen=True, kw_only=True):
     """40 hexadecimal digits that stand for these very files."""
     files: list[RemoteFile]
     headers: dict[str, str]
-    """Of every request for a file: who asks."""
+    """Headers of every request for a file: credentials."""
 
     @property
     def total_bytes(self) -> int:
@@ -53,18 +52,18 @@ Found = tuple[Path, str]
 
 
 class Hub(Protocol):
-    """What a module of a hub knows."""
+    """The interface of a hub's module."""
 
     def look_up(self, hub_id: str, revision: str, *, with_code: bool) -> RemoteModel:
-        """What it has of a model now. Raises ModelError."""
+        """Return what the hub has of a model now. Raises ModelError."""
 
     def cached(self, hub_id: str, revision: str) -> Found | None:
-        """Where its own clients have put the model on this machine."""
+        """Return where the hub's own clients have put the model on this machine."""
 
 
 def wanted(hub_id: str, files: list[RemoteFile], *, with_code: bool) -> list[RemoteFile]:
-    """Configuration, tokenizer and safetensors: never pickles, nothing hidden, and nothing of subfolders, which hold
-    other formats and variants of the same weights."""
+    """Return whether a file is wanted: configuration, tokenizer and safetensors; never pickles, nothing hidden, and
+    nothing of subfolders, which hold other formats and variants of the same weights."""
     patterns = (*WANTED, CODE) if with_code else WANTED
     chosen = [
         file
@@ -80,7 +79,7 @@ def wanted(hub_id: str, files: list[RemoteFile], *, with_code: bool) -> list[Rem
 
 
 def ask(hub_id: str, url: str, headers: Mapping[str, str]) -> httpx.Response:
-    """The hub's answer, whatever its status. Raises ModelError where there is none."""
+    """Send a request and return the hub's answer, whatever its status. Raises ModelError where there is none."""
     import httpx
 
     try:
@@ -90,7 +89,7 @@ def ask(hub_id: str, url: str, headers: Mapping[str, str]) -> httpx.Response:
 
 
 def body_of(hub_id: str, answer: httpx.Response, form: type[Any]) -> Any:
-    """What a good answer says. Raises ModelError for any other."""
+    """Return the body of a good answer. Raises ModelError for any other."""
     if answer.status_code != 200:
         raise unreachable(hub_id, f"it answers {answer.status_code}")
     try:

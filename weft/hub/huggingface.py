@@ -1,4 +1,4 @@
-"""The Hugging Face hub: what it has of a model, and the cache that its own clients keep on this machine."""
+"""Looks up models on the Hugging Face hub, and in the cache that its own clients keep on this machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Info(Struct):
 
 
 def look_up(hub_id: str, revision: str, *, with_code: bool) -> RemoteModel:
-    """The files of the newest commit of a revision; of the empty one, of the default branch."""
+    """Return the files of the newest commit of a revision; the empty revision is the default branch."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         raise unreachable(hub_id, "HF_HUB_OFFLINE is set")
     endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
@@ -44,7 +44,7 @@ def look_up(hub_id: str, revision: str, *, with_code: bool) -> RemoteModel:
         raise ModelError(f"{hub_id} is gated: its owner must grant you access.", hint=f"Then {LOG_IN}")
     if code == "RevisionNotFound":
         raise ModelError(f"{hub_id} has no revision {revision!r}.", hint="Give a branch, a tag or a commit.")
-    # Who may not know of a model is told that he is unknown himself.
+    # The hub answers 401 for a model that the token may not see.
     if code == "RepoNotFound" or answer.status_code in (401, 404):
         raise ModelError(f"The hub has no model {hub_id!r}, or it is private.", hint=f"Check the name, or {LOG_IN}")
     info: _Info = body_of(hub_id, answer, _Info)
@@ -65,7 +65,7 @@ def look_up(hub_id: str, revision: str, *, with_code: bool) -> RemoteModel:
 
 
 def cached(hub_id: str, revision: str) -> Found | None:
-    """Where the hub's own clients have put the model, and its commit: models--org--name/snapshots/<commit>."""
+    """Return where the hub's own clients have put the model, and its commit: models--org--name/snapshots/<commit>."""
     repository = _cache() / f"models--{hub_id.replace('/', '--')}"
     commit = revision
     if not COMMIT.fullmatch(revision):
@@ -78,7 +78,7 @@ def cached(hub_id: str, revision: str) -> Found | None:
 
 
 def cached_digests(folder: Path) -> dict[str, str]:
-    """Of a model in that cache, where a file is a link to one that is called by its digest."""
+    """Return the digests of a model in that cache, where a file is a link to one that is called by its digest."""
     names = {path.name: path.resolve().name for path in folder.iterdir() if path.is_symlink()}
     return {name: digest for name, digest in names.items() if len(digest) in (40, 64)}
 
@@ -96,10 +96,10 @@ def _cache() -> Path:
 
 
 def _token() -> str:
-    """As the hub's own clients find it: the environment, or what `hf auth login` left."""
-    told = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
-    if told:
-        return told.strip()
+    """Return the token as the hub's own clients find it: in the environment, or where `hf auth login` left it."""
+    token = os.environ.get("HF_TOKEN") or os.environ.get("HUGGING_FACE_HUB_TOKEN")
+    if token:
+        return token.strip()
     try:
         return Path(os.environ.get("HF_TOKEN_PATH") or _home() / "token").expanduser().read_text().strip()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""ModelScope: what it has of a model, and the cache that its own clients keep on this machine."""
+"""Looks up models on ModelScope, and in the cache that its own clients keep on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.hub.hub_api import Found, RemoteFile, RemoteModel, ask, body_of, wante
 ENDPOINT = "https://www.modelscope.cn"
 DEFAULT_REVISION = "master"
 VERSION_FILE = ".mv"
-"""Where its older clients note what they fetched, as in `Revision:v1.0,CreatedAt:1700000000`."""
+"""The file where older clients note what they fetched, as in `Revision:v1.0,CreatedAt:1700000000`."""
 
 
 class _File(Struct):
@@ -34,7 +34,7 @@ class _Answer(Struct):
 
 
 def look_up(hub_id: str, revision: str, *, with_code: bool) -> RemoteModel:
-    """The files of a branch or a tag. No commit is told of it: the files' own digests stand for one."""
+    """Return the files of a branch or a tag. ModelScope tells no commit: the files' own digests stand for one."""
     address = f"{_endpoint()}/api/v1/models/{quote(hub_id)}/repo"
     at = {"Revision": revision or DEFAULT_REVISION}
     headers = _credentials()
@@ -51,13 +51,13 @@ def look_up(hub_id: str, revision: str, *, with_code: bool) -> RemoteModel:
         if file.Type != "tree"
     ]
     chosen = wanted(hub_id, files, with_code=with_code)
-    told = sorted(f"{file.name} {file.size} {file.digest}" for file in wanted(hub_id, files, with_code=False))
-    commit = hashlib.sha256("\n".join(told).encode()).hexdigest()[:40]
+    contents = sorted(f"{file.name} {file.size} {file.digest}" for file in wanted(hub_id, files, with_code=False))
+    commit = hashlib.sha256("\n".join(contents).encode()).hexdigest()[:40]
     return RemoteModel(hub_id=hub_id, commit=commit, files=chosen, headers=headers)
 
 
 def cached(hub_id: str, revision: str) -> Found | None:
-    """Where its own clients have put the model, and the revision as far as they noted it."""
+    """Return where ModelScope's own clients have put the model, and the revision as far as they noted it."""
     owner, name = hub_id.split("/")
     masked = name.replace(".", "___")
     base = Path(os.environ.get("MODELSCOPE_CACHE") or "~/.cache/modelscope").expanduser()
@@ -86,11 +86,11 @@ def _noted(folder: Path) -> str:
 
 
 def _endpoint() -> str:
-    told = os.environ.get("MODELSCOPE_ENDPOINT") or os.environ.get("MODELSCOPE_DOMAIN") or ENDPOINT
-    return (told if "://" in told else f"https://{told}").rstrip("/")
+    endpoint = os.environ.get("MODELSCOPE_ENDPOINT") or os.environ.get("MODELSCOPE_DOMAIN") or ENDPOINT
+    return (endpoint if "://" in endpoint else f"https://{endpoint}").rstrip("/")
 
 
 def _credentials() -> dict[str, str]:
-    """Some of its addresses take the token in a header, others in a cookie."""
+    """Return the token in a header and in a cookie: the hub's addresses differ in which they take."""
     token = os.environ.get("MODELSCOPE_API_TOKEN", "").strip()
     return {"Authorization": f"Bearer {token}", "Cookie": f"m_session_id={token}"} if token else {}

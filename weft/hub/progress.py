@@ -1,4 +1,4 @@
-"""How far a model is on its way onto this machine: told to whoever waits, and shown to a person as bars."""
+"""Reports the progress of a pull to the caller, and shows it as bars."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 Stage = Literal["resolve", "download", "verify"]
 
 POLL_SECONDS = 0.2
-"""How often a download is looked at."""
+"""Seconds between two looks at a download."""
 STALL_SECONDS = 180.0
-"""A download of which nothing comes for so long is given up."""
+"""Seconds without data after which a download is given up."""
 
 
 class Progress(Struct, frozen=True):
     stage: Stage
     done: int = 0
     total: int = 0
-    """Bytes; 0 where a stage does not count them."""
+    """Bytes of the stage; 0 where it does not count them."""
     note: str = ""
-    """What it is about: the model, or why it waits."""
+    """The model, or why it waits."""
 
 
 Report = Callable[[Progress], None]
@@ -39,7 +39,7 @@ def unheard(progress: Progress) -> None:
 
 @contextmanager
 def with_bars(report: Report) -> Iterator[Report]:
-    """The same report, shown on standard error as well."""
+    """Return a report that also shows bars on standard error."""
     bars = _Bars()
 
     def show(progress: Progress) -> None:
@@ -53,7 +53,7 @@ def with_bars(report: Report) -> Iterator[Report]:
 
 
 class _Bars:
-    """A bar a stage. Nothing is printed before there is something to show."""
+    """A progress bar for each stage. Nothing is printed before there is something to show."""
 
     def __init__(self) -> None:
         self._display: RichProgress | None = None
@@ -85,7 +85,7 @@ class _Bars:
 
 
 def file_sizes(folder: Path) -> list[int]:
-    """The sizes of the files below a folder, less those that vanish meanwhile."""
+    """Yield the sizes of the files below a folder, without those that vanish meanwhile."""
     sizes = []
     for path in folder.rglob("*"):
         try:

@@ -1,4 +1,4 @@
-"""From what a user calls a model to the files it is made of."""
+"""Resolves what a user calls a model to the files it is made of."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from weft.checkpoint.model_files import SOURCES, ModelFiles, dummy_files, model_at, models_folder
-from weft.config import Config
 from weft.errors import ModelError
 from weft.hub.catalog import CATALOGUE, installed, is_installed, pull
 from weft.hub.hub_api import HUB_ID
 from weft.hub.progress import Progress, Report, unheard, with_bars
 from weft.hub.snapshots import HubModel, check_snapshot, find_cached, find_snapshot, list_models, pull_snapshot
+from weft.options import Config
 
 log = logging.getLogger(__name__)
 
@@ -33,18 +33,18 @@ def resolve(
     with_code: bool = False,
     verify: bool = False,
 ) -> ModelFiles:
-    """The files of a catalogue name, a path, an installed model or a hub id; pulled first where that is allowed.
+    """Return the files of a catalogue name, a path, an installed model or a hub id; pulled first where that is allowed.
 
     `progress`: show bars. `with_code`: Python files of a hub model as well. `verify`: read all files again and compare
     them with their checksums, as far as these are known.
     """
-    with with_bars(report) if progress else nullcontext(report) as told:
+    with with_bars(report) if progress else nullcontext(report) as tracked:
         if model in CATALOGUE:
-            return _of_catalogue(model, revision, told, allow_pull=allow_pull, verify=verify)
+            return _of_catalogue(model, revision, tracked, allow_pull=allow_pull, verify=verify)
         path = _path_of(model)
         if path is not None:
             _no_revision(model, revision)
-            told(Progress("verify", note=model))
+            tracked(Progress("verify", note=model))
             return model_at(path, name=model if path.parent == models_folder() else "")
         if _looks_like_path(model):
             raise ModelError(f"{model}: there is no such file or directory.", hint=POSSIBLE)
@@ -52,13 +52,13 @@ def resolve(
         if asked is None:
             raise ModelError(f"There is no model {model!r}.", hint=_nearest(model))
         if verify:
-            check_snapshot(asked, told)
+            check_snapshot(asked, tracked)
         found = _on_disk(asked, allow_pull=allow_pull)
         if found is not None:
             return found
         if not allow_pull:
             raise _not_installed(model)
-        return pull_snapshot(asked, told)
+        return pull_snapshot(asked, tracked)
 
 
 def _of_catalogue(model: str, revision: str, report: Report, *, allow_pull: bool, verify: bool) -> ModelFiles:
@@ -84,7 +84,7 @@ def _on_disk(asked: HubModel, *, allow_pull: bool) -> ModelFiles | None:
 
 
 def _path_of(model: str) -> Path | None:
-    """The path that the name is, or that it has in the folder of models."""
+    """Return the path that the name is, or that it has in the folder of models."""
     path = _existing(model)
     if path is None and _is_plain_name(model):
         return _existing(str(models_folder() / model))
@@ -92,7 +92,7 @@ def _path_of(model: str) -> Path | None:
 
 
 def _existing(model: str) -> Path | None:
-    """The path, where it is one; a text that no path can be (too long, a zero byte, an unknown ~user) is not."""
+    """Return the path if it exists; a text that no path can be (too long, a zero byte, an unknown ~user) does not."""
     try:
         path = Path(model).expanduser()
         return path if model and path.exists() else None
@@ -132,10 +132,10 @@ def _nearest(model: str) -> str:
 
 
 def find_model(config: Config, report: Report = unheard) -> ModelFiles:
-    """The files of the model that a configuration names, pulled if need be, whole and checked.
+    """Return the files of the model that a configuration names, pulled if necessary, whole and checked.
 
-    `report` hears of every stage, in the thread that calls this. A download of which nothing comes for STALL_SECONDS
-    ends with a ModelError. Python files come along where the operator trusts them.
+    `report` is called for every stage, in the calling thread. A download of which nothing comes for STALL_SECONDS ends
+    with a ModelError. Python files come along where the operator trusts them.
     """
     report(Progress("resolve", note=config.model.model))
     if config.model.load_format == "dummy":

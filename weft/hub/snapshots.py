@@ -1,4 +1,4 @@
-"""Models of a hub, each at one commit, in Weft's own folder: found, pulled and checked alike from every hub.
+"""Finds, pulls and checks models of every hub, each at one commit, in Weft's own folder.
 
 A snapshot at its final path is whole and was checked: it only ever gets there by a rename.
 """
@@ -32,18 +32,18 @@ from weft.hub.progress import Progress, Report
 HUBS: dict[Source, Hub] = {"huggingface": huggingface, "modelscope": modelscope}
 PINS = "pins.json"
 DIGESTS = ".digests.json"
-"""Beside a snapshot's files: what the hub said of each when it was pulled."""
+"""The file beside a snapshot's files with the digests that the hub gave when it was pulled."""
 
 
 class HubModel(Struct, frozen=True):
-    """What a user asks a hub for."""
+    """The model that a user asks a hub for."""
 
     source: Source
     hub_id: str
     revision: str = ""
-    """Empty: the newest of the day on which it is pulled."""
+    """The revision; empty for the newest on the day when it is pulled."""
     with_code: bool = False
-    """Python files as well, for vLLM to run."""
+    """True to pull Python files as well, for vLLM to run."""
 
     @property
     def folder(self) -> Path:
@@ -51,17 +51,17 @@ class HubModel(Struct, frozen=True):
 
 
 def find_snapshot(model: HubModel) -> ModelFiles | None:
-    """The model at the commit that the revision stood for when it was pulled; None when it is not here."""
+    """Return the model at the commit that the revision stood for when it was pulled; None when it is not here."""
     return _model_in(_own(model), model)
 
 
 def find_cached(model: HubModel) -> ModelFiles | None:
-    """The model where the hub's own clients have put it. Raises ModelError where it is incomplete there."""
+    """Return the model where the hub's own clients have put it. Raises ModelError where it is incomplete there."""
     return _model_in(_theirs(model), model)
 
 
 def list_snapshots() -> list[HubModel]:
-    """Every model and commit in Weft's folder."""
+    """Yield every model and commit in Weft's folder."""
     return [
         HubModel(source, path.parent.name.replace("--", "/", 1), path.name)
         for source in SOURCES
@@ -91,7 +91,7 @@ def pull_snapshot(model: HubModel, report: Report) -> ModelFiles:
 
 
 def check_snapshot(model: HubModel, report: Report) -> None:
-    """Read all files of a model that is here again. Damaged ones of Weft's own folder are fetched again; those of a
+    """Read all files of a model that is here again. Damaged files in Weft's own folder are fetched again; those of a
     hub's clients are named in an error."""
     found, is_own = _own(model), True
     if found is None:
@@ -114,7 +114,7 @@ def check_snapshot(model: HubModel, report: Report) -> None:
 
 
 def _fetch(remote: RemoteModel, final: Path, report: Report) -> None:
-    """Into the partial folder, and then move it whole; what a snapshot lacks, into the snapshot itself."""
+    """Fetch into the partial folder and move the snapshot whole; files that a snapshot lacks go into it directly."""
     is_new = not final.is_dir()
     folder = partial_folder() / final.parent.parent.name / final.parent.name / remote.commit if is_new else final
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def _fetch(remote: RemoteModel, final: Path, report: Report) -> None:
 
 
 def _digests(model: HubModel, folder: Path, *, is_own: bool) -> dict[str, str]:
-    """What the files' digests must be: as it was noted, else as the hub tells now."""
+    """Return what the files' digests must be: as noted at the pull, else as the hub tells now."""
     if is_own and (folder / DIGESTS).is_file():
         return read_object_if_there(folder / DIGESTS)
     if model.source == "huggingface" and not is_own:
@@ -164,14 +164,14 @@ def _model_in(found: Found | None, model: HubModel) -> ModelFiles | None:
 
 
 def _lacks_code(model: HubModel, folder: Path) -> bool:
-    """Whether code was asked for that the model has and the folder has not."""
+    """Return whether code was asked for that the model has and the folder has not."""
     if not model.with_code:
         return False
     return "auto_map" in read_object_if_there(folder / "config.json") and not any(folder.glob("*.py"))
 
 
 def _pins(model: HubModel) -> dict[str, str]:
-    """The commit of every revision that was pulled."""
+    """Return the commit of every revision that was pulled."""
     try:
         return msgspec.json.decode((model.folder / PINS).read_bytes(), type=dict[str, str])
     except (OSError, msgspec.DecodeError):
@@ -185,7 +185,7 @@ def _write_pins(model: HubModel, pins: dict[str, str]) -> None:
 
 
 def list_models() -> list[InstalledModel]:
-    """Every model that is whole, by name. A damaged one is left out here and explained when it is resolved."""
+    """List every model that is whole, by name. A damaged one is left out here and explained when it is resolved."""
     return sorted((_describe(files) for files in _found()), key=lambda model: model.name)
 
 

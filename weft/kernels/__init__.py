@@ -1,4 +1,4 @@
-"""One table of ops for each device, chosen once when the model is loaded."""
+"""Kernels: one table of ops for each device, chosen once when the model is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["REFERENCE", "AttentionBatch", "HeadNorms", "HeadShape", "Ops", "ops_
 
 
 def ops_for(device: str) -> Ops:
-    """The fastest ops that this machine has for a device."""
+    """Return the fastest ops that this machine has for a device."""
     if device == "cpu":
         from weft.kernels.cpu import cpu_ops
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class HeadShape(NamedTuple):
-    """How a fused qkv row divides: queries, then keys, then values, head after head."""
+    """The layout of a fused qkv row: queries, then keys, then values, head after head."""
 
     num_heads: int
     num_kv_heads: int
@@ -20,7 +20,7 @@ class HeadShape(NamedTuple):
 
     @property
     def kv_size(self) -> int:
-        """Keys and values together."""
+        """Values of the keys and the values of a token together."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
@@ -29,7 +29,7 @@ class HeadShape(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """RMSNorm of every head of the queries and keys, by weights of [head dim]."""
+    """The weights [head dim] of the RMSNorm of every head of the queries and of the keys."""
 
     query: Tensor
     key: Tensor
@@ -37,10 +37,10 @@ class HeadNorms(NamedTuple):
 
 
 class AttentionBatch(NamedTuple):
-    """The sequences of one step. Their new tokens stand one after the other in the step's token dimension.
+    """The sequences of one step. Their new tokens follow each other in the step's token dimension.
 
     Sequences with one new token come first: `num_decodes` of them. A kernel may treat them as a batch. The others may
-    have any number of new tokens, also none; tokens behind the last sequence's are nobody's, and come out finite.
+    have any number of new tokens, also none; the outputs of tokens behind the last sequence are unused, but finite.
     """
 
     num_decodes: int
@@ -53,4 +53,4 @@ class AttentionBatch(NamedTuple):
     slots: Tensor
     """[tokens] int64: the cache slot (block * block size + offset) of each new token."""
     is_one_prompt: bool = False
-    """The step is one sequence, from its first token on."""
+    """True when the step is one sequence, from its first token on."""

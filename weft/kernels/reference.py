@@ -1,4 +1,4 @@
-"""Every op in plain torch: the specification, the path for any device, and the oracle of the other kernels.
+"""Every op in plain torch: the specification, the fallback for any device, and the reference of parity tests.
 
 A layer's cache is one tensor [blocks, block size, 2, kv heads, head dim]: a token's keys, then its values.
 Rotary pairs are neighbours in a head (dimensions 2i and 2i + 1), whatever the checkpoint's layout was.
@@ -33,7 +33,7 @@ def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tenso
 
 
 def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-    """The first half of a gated feed-forward layer; the weight's first rows are the gates'."""
+    """Compute the first half of a gated feed-forward layer; the weight's first rows are the gates."""
     return silu_mul(norm_linear(x, norm, eps, weight, None))
 
 
@@ -45,7 +45,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
 def rotate_and_store(
     qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: Tensor, slots: Tensor, norms: HeadNorms | None = None
 ) -> None:
-    """Normalise the queries' and keys' heads of qkv in place where the family does so, rotate them by `rotations`
+    """Normalise the queries' and keys' heads of qkv in place where the architecture does so, rotate them by `rotations`
     [tokens, head dim / 2] (complex), then write keys and values to their slots."""
     if norms is not None:
         norm_heads(qkv, heads, norms)
@@ -65,7 +65,7 @@ def norm_heads(qkv: Tensor, heads: HeadShape, norms: HeadNorms) -> None:
 
 
 def attention(qkv: Tensor, heads: HeadShape, kv: Tensor, batch: AttentionBatch) -> Tensor:
-    """Causal attention of each sequence's new tokens over its cached ones; [tokens, heads * head dim]."""
+    """Return the causal attention [tokens, heads * head dim] of each sequence's new tokens over its cached ones."""
     queries = qkv[:, : heads.q_size].view(-1, heads.num_heads, heads.head_dim)
     out = torch.empty_like(queries)
     starts = batch.query_starts.tolist()
@@ -89,6 +89,6 @@ def attention(qkv: Tensor, heads: HeadShape, kv: Tensor, batch: AttentionBatch) 
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest token of each row and its logit; a row with a NaN gives NaN as the logit."""
+    """Return the likeliest token of each row and its logit, which is NaN for a row with a NaN."""
     peaks, tokens = logits.max(dim=-1)
     return tokens, peaks

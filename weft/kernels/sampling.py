@@ -1,5 +1,5 @@
-"""Drawing tokens, in plain torch: what `reference` is for the ops of a model, this is for `keep_thresholds` and
-`gumbel_sample`. Row by row: a row's token is its own, whatever the others are.
+"""The reference of the sampling ops, `keep_thresholds` and `gumbel_sample`, in plain torch. They work row by row: a
+row's token does not depend on the others.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 FIRST_CANDIDATES = 1024
-"""top_p looks at so many of the likeliest tokens before it sorts the whole vocabulary."""
+"""Likeliest tokens among which top_p looks before it sorts the whole vocabulary."""
 
 
 def keep_thresholds(
     logits: Tensor, peaks: Tensor, temperatures: Tensor, min_p_reaches: Tensor, top_k: Tensor, top_p: Tensor
 ) -> Tensor:
-    """[rows] float32: tokens whose logits are below these are never drawn. Three rules, one after the other:
+    """Return [rows] float32: tokens whose logits are below these are never sampled. Three rules apply in turn:
 
     - min_p: a logit is at least the row's largest (`peaks`) plus `min_p_reaches`: temperature * log(min_p), or -inf;
     - top_k: it is at least the k-th largest; 0 keeps all;
@@ -67,9 +67,9 @@ def gumbel_sample(
     positions: Tensor,
     thresholds: Tensor | None = None,
 ) -> Tensor:
-    """[rows] int64: of each row's logits that are not below its threshold a sample of softmax(logits / temperature),
-    or the first of the largest where the temperature is 0. `peaks` are the rows' largest logits, `positions` those of
-    the sampled tokens."""
+    """Return [rows] int64: of each row's logits that are not below its threshold a sample of softmax(logits /
+    temperature), or the first of the largest where the temperature is 0. `peaks` are the rows' largest logits,
+    `positions` those of the sampled tokens."""
     if thresholds is None:
         thresholds = torch.full_like(temperatures, -math.inf)
     draws = (peaks, temperatures, seeds, positions, thresholds)
@@ -92,7 +92,7 @@ def _draw(logits: Tensor, peak: float, temperature: float, seed: int, position: 
 
 
 def gumbel_noise(seed: int, position: int, ids: Tensor) -> Tensor:
-    """Noise for each token id: the largest of logits + noise is a sample of their softmax. Stateless."""
+    """Return noise for each token id, without state: the largest of logits + noise is a sample of their softmax."""
     key = _mixed(_mixed(seed & 0xFFFFFFFFFFFFFFFF) ^ position)
     bits = ids * 0x9E3779B1 + (key & 0xFFFFFFFF)
     bits = (bits ^ (bits >> 16) ^ (key >> 32)) & 0xFFFFFFFF
@@ -104,7 +104,7 @@ def gumbel_noise(seed: int, position: int, ids: Tensor) -> Tensor:
 
 
 def _mixed(word: int) -> int:
-    """A permutation of 64-bit words under which every bit of the result depends on every bit of the word."""
+    """Permute 64-bit words so that every bit of the result depends on every bit of the word."""
     word = (word + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

@@ -1,4 +1,4 @@
-"""The table of ops: one for each device, with the torch reference as the one that every other is held against."""
+"""The table of ops. Each device has one; the torch reference is the one that the others are tested against."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.kernels.batch import AttentionBatch, HeadNorms, HeadShape
 
 
 class Ops(NamedTuple):
-    """The signatures and meanings are those of the functions of the same names in `reference` and `sampling`."""
+    """The ops have the signatures and meanings of the functions of the same names in `reference` and `sampling`."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]

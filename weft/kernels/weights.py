@@ -39,7 +39,7 @@ class DecoderWeights(NamedTuple):
     norm: Tensor
     head: Tensor
     rope_factors: Tensor | None = None
-    """Divisors of the rotary frequencies, where the checkpoint brings its own."""
+    """Divisors of the rotary frequencies, where the checkpoint has its own."""
 
     @property
     def num_bytes(self) -> int:
@@ -49,7 +49,7 @@ class DecoderWeights(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a linear layer: `expand` times `shrink`, its scale included."""
+    """The low-rank weights of an adapter for a linear layer: `expand` times `shrink` is added, its scale included."""
 
     shrink: Tensor
     """[rank, in]."""
@@ -61,8 +61,8 @@ class LowRank(NamedTuple):
 
 
 class AdaptedLayer(NamedTuple):
-    """One decoder layer's; None for a weight that stays as it is. The ranks of a fused weight's parts stand one behind
-    the other, and an output has zeros for those of parts that it does not belong to."""
+    """The low-rank weights of one decoder layer; None for a weight that is not adapted. The ranks of a fused weight's
+    parts follow each other, and an output has zeros for those of parts that it does not belong to."""
 
     qkv: LowRank | None
     output: LowRank | None
@@ -71,7 +71,7 @@ class AdaptedLayer(NamedTuple):
 
 
 class AdapterWeights:
-    """A whole adapter, for one model."""
+    """The weights of a whole adapter, for one model."""
 
     def __init__(self, layers: list[AdaptedLayer]) -> None:
         self.layers = layers
@@ -93,7 +93,7 @@ class AdapterWeights:
 
 
 class AdaptedRun(NamedTuple):
-    """Tokens of a step, one after the other, that an adapter is for."""
+    """A run of a step's tokens that use one adapter."""
 
     weights: AdapterWeights
     first: int

@@ -1,6 +1,6 @@
-"""GPUs and NPUs: which there are, and how much of their memory is free. The drivers are asked; torch is not imported.
+"""Lists GPUs and NPUs, and how much of their memory is free. The drivers are asked; torch is not imported.
 
-`root` is where the kernel's files are looked for: `/`, but in tests.
+`root` is where the kernel's files are looked for: `/` except in tests.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ Ask = Callable[[Sequence[str]], str]
 
 
 class Device(Struct, frozen=True, kw_only=True):
-    """A GPU or an NPU. Bytes; 0 where they are not known."""
+    """A GPU or an NPU. Sizes are in bytes; 0 where they are not known."""
 
     kind: Literal["cuda", "ascend"]
     index: int
-    """Among those that this process may use."""
+    """The number among the devices that this process may use."""
     name: str
     total: int = 0
     free: int = 0
 
 
 def accelerator(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> Accelerator:
-    """What models run on here by default. No driver is asked: this is quick."""
+    """Return what models run on here by default. It is quick, because no driver is asked."""
     if _device_files(root, "nvidia") and environment.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1"):
         return "cuda"
     if _device_files(root, "davinci") and environment.get("ASCEND_RT_VISIBLE_DEVICES", "0") != "":
@@ -44,7 +44,7 @@ def accelerator(root: Path = ROOT, environment: Mapping[str, str] = os.environ) 
 
 
 def _device_files(root: Path, name: str) -> list[int]:
-    """The numbers of /dev/<name>0, /dev/<name>1, …; not /dev/nvidiactl or /dev/davinci_manager."""
+    """Return the numbers of /dev/<name>0, /dev/<name>1, …; not /dev/nvidiactl or /dev/davinci_manager."""
     found = (re.fullmatch(rf"{name}(\d+)", path.name) for path in (root / "dev").glob(f"{name}*"))
     return sorted(int(match[1]) for match in found if match)
 
@@ -53,7 +53,7 @@ def _device_files(root: Path, name: str) -> list[int]:
 
 
 class _NvmlError(Exception):
-    """A function that this driver does not have, or that failed."""
+    """The driver does not have a function, or the function failed."""
 
 
 class _NvmlMemory(ctypes.Structure):
@@ -73,7 +73,7 @@ _NVML_TEXT_BYTES = 96
 def cuda_devices(
     root: Path = ROOT, *, nvml: Any = None, environment: Mapping[str, str] = os.environ
 ) -> tuple[Device, ...]:
-    """The GPUs that CUDA would show this process. No context is made on them."""
+    """Return the GPUs that CUDA would show this process. No context is created on them."""
     numbers = _device_files(root, "nvidia")
     if not numbers:
         return ()
@@ -86,7 +86,7 @@ def cuda_devices(
 
 
 def _nvml_devices(nvml: Any) -> Iterator[tuple[str, Device]]:
-    """Every GPU with its UUID."""
+    """Yield every GPU with its UUID."""
 
     def call(name: str, *arguments: Any) -> None:
         function = getattr(nvml, name, None)
@@ -113,8 +113,8 @@ def _nvml_devices(nvml: Any) -> Iterator[tuple[str, Device]]:
 
 
 def _visible(named: list[tuple[str, Device]], wanted: str | None) -> tuple[Device, ...]:
-    """Those that a variable names by number or by UUID, numbered anew; all without one. As in CUDA, a name of none ends
-    the list."""
+    """Return the devices that a variable names by number or by UUID, numbered anew; all without one. As in CUDA, an
+    unknown name ends the list."""
     if wanted is None:
         return tuple(device for _, device in named)
     chosen: list[Device] = []
@@ -135,7 +135,7 @@ def _visible(named: list[tuple[str, Device]], wanted: str | None) -> tuple[Devic
 
 
 def _ask_program(command: Sequence[str]) -> str:
-    """What it says; nothing where there is no such program, or it fails."""
+    """Return what the program prints; empty where there is no such program, or it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -159,7 +159,7 @@ def ascend_devices(
 
 
 def _ascend_chips(usages: str) -> Iterator[tuple[int, int]]:
-    """Total and free memory of every chip of a card. The lines of a chip end with its number."""
+    """Yield total and free memory of every chip of a card. The lines of a chip end with its number."""
     for block in re.split(r"Chip ID\s*:\s*\d+", usages)[:-1]:
         lines = dict(re.findall(r"^\s*(\S.*?)\s*:\s*(\d+)\s*$", block, re.MULTILINE))
         for kind in ("HBM", "DDR"):

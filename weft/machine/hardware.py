@@ -1,6 +1,6 @@
-"""What this machine has: cores and what they can do, memory and its limits, GPUs and NPUs.
+"""Describes this machine: cores and their features, memory and its limits, GPUs and NPUs.
 
-Everything is read from the kernel's files. `root` is where they are looked for: `/`, but in tests.
+Everything is read from the kernel's files. `root` is where they are looked for: `/` except in tests.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from weft.machine.devices import ROOT, Device, ascend_devices, cuda_devices
 
 class _Mount(NamedTuple):
     inside: PurePosixPath
-    """What of the hierarchy is seen there: a container may see its own part of it only."""
+    """The part of the hierarchy that is visible there: a container may see its own part of it only."""
     point: Path
     controllers: frozenset[str]
-    """Of version 1; version 2 has all in one hierarchy."""
+    """The controllers of version 1; version 2 has all in one hierarchy."""
     is_unified: bool
 
 
 def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of a controller's groups: the one that this process is in, then those around it, as far as can be
-    seen. A limit of any of them holds."""
+    """Return the folders of a controller's groups: the one that this process is in, then those around it, as far as
+    they are visible. The limit of each of them holds."""
     groups = _own_groups(root)
     for mount in _mounts(root):
         if mount.is_unified:
@@ -40,7 +40,7 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
         if own is None:
             continue
         folder = mount.point
-        # A group outside what is mounted is not seen: what is mounted stands for it.
+        # A group outside the mount is not visible: the mount stands for it.
         if own.is_relative_to(mount.inside) and ".." not in own.parts:
             folder = mount.point / own.relative_to(mount.inside)
         yield folder
@@ -50,7 +50,7 @@ def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _own_groups(root: Path) -> dict[str, PurePosixPath]:
-    """By controller; version 2's has none."""
+    """Return this process's groups by controller; version 2's has none."""
     groups = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -74,7 +74,7 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 
 
 def _lines(file: Path) -> list[str]:
-    """None where there is no such file: not every system has control groups."""
+    """Return the lines of a file; none where there is no such file, because not every system has control groups."""
     try:
         return file.read_text().splitlines()
     except OSError:
@@ -85,24 +85,24 @@ FEATURES = (
     "asimd", "asimddp", "sve", "sve2", "bf16", "i8mm",
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16",
 )  # fmt: skip
-"""Of all that a core can do, what matters to matrix products."""
+"""The features of a core that matter to matrix products."""
 
 
 class Cpu(Struct, frozen=True, kw_only=True):
     cores: int
     usable_cores: int
-    """What affinity and the quotas of control groups leave of them, rounded up."""
+    """Cores that affinity and the quotas of control groups leave, rounded up."""
     features: tuple[str, ...]
 
 
 class MemoryLimit(Struct, frozen=True, kw_only=True):
-    """A limit below what the machine has. All in bytes."""
+    """A limit below the machine's memory. All sizes are in bytes."""
 
     set_by: str
     """The file of a control group, or the name of a process's limit."""
     limit: int
     used: int
-    """Without what the kernel takes back when it is needed: the cache of files."""
+    """Memory in use, without the page cache, which the kernel takes back when it is needed."""
 
     @property
     def free(self) -> int:
@@ -112,17 +112,17 @@ class MemoryLimit(Struct, frozen=True, kw_only=True):
 class Memory(Struct, frozen=True, kw_only=True):
     total: int
     free: int
-    """Of the machine, caches that can be given up included."""
+    """Free memory of the machine, with caches that can be given up."""
     limits: tuple[MemoryLimit, ...] = ()
 
     @property
     def available(self) -> int:
-        """What this process may still take."""
+        """Return how much this process may still take."""
         return min([self.free, *(limit.free for limit in self.limits)])
 
     @property
     def allowed(self) -> int:
-        """What it may take in all."""
+        """Return how much this process may take in all."""
         return min([self.total, *(limit.limit for limit in self.limits)])
 
 
@@ -154,13 +154,13 @@ def read_cpu(root: Path = ROOT) -> Cpu:
 
 
 def _listed(ranges: str) -> int:
-    """How many numbers a list as 0-3,8 has."""
+    """Count the numbers in a list such as 0-3,8."""
     pairs = (part.split("-") for part in ranges.split(","))
     return sum(int(pair[-1]) - int(pair[0]) + 1 for pair in pairs)
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
-    """Cores' worth of time, for each control group that has a quota."""
+    """Yield the quota of each control group that has one, in cores."""
     for folder in cgroup_folders(root, "cpu"):
         quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
         if not quota:
@@ -199,7 +199,7 @@ def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
 
 
 def _process_limits(root: Path) -> Iterator[MemoryLimit]:
-    """What `ulimit` has set for this process and its children."""
+    """Yield the limits that `ulimit` has set for this process and its children."""
     limits, used = _read(root / "proc/self/limits"), _kilobytes(root / "proc/self/status")
     for title, name, held in (
         ("Max data size", "RLIMIT_DATA", "VmData"),
@@ -211,8 +211,8 @@ def _process_limits(root: Path) -> Iterator[MemoryLimit]:
 
 
 def oom_kills(root: Path = ROOT) -> int:
-    """How many processes the kernel has ended for want of memory: in this process's control group where that counts
-    them, else on the whole machine."""
+    """Count the processes that the kernel has ended for lack of memory: in this process's control group where that
+    counts them, else on the whole machine."""
     for folder in cgroup_folders(root, "memory"):
         for name in ("memory.events", "memory.oom_control"):
             match = re.search(r"^oom_kill (\d+)", _read(folder / name), re.MULTILINE)
@@ -223,12 +223,12 @@ def oom_kills(root: Path = ROOT) -> int:
 
 
 def _kilobytes(file: Path) -> dict[str, int]:
-    """The sizes in a file of lines as `MemTotal: 1024 kB`, in bytes."""
+    """Return the sizes in a file of lines such as `MemTotal: 1024 kB`, in bytes."""
     return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB", _read(file), re.MULTILINE)}
 
 
 def _read(file: Path) -> str:
-    """Empty where there is no such file: kernels differ in what they tell."""
+    """Read a file; empty where there is none, because kernels differ in what they offer."""
     try:
         return file.read_text()
     except OSError:

@@ -1,7 +1,7 @@
-"""The arithmetic of a device's memory: what weights, cache and steps take of it, and how long a context the rest holds.
+"""Computes what weights, cache and steps take of a device's memory, and how long a context the rest holds.
 
-The plan that is made before anything is loaded and the engine that has loaded reckon with the same functions. A model's
-shape and the type that its numbers are held in are whatever has the attributes: torch is not needed.
+The plan that is made before anything is loaded and the engine that has loaded use the same functions. A model's shape
+and the type of its numbers are protocols: torch is not needed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from weft.config import CacheOptions
 from weft.errors import OutOfMemory
+from weft.options import CacheOptions
 from weft.types import MemoryLedger
 
 MIB = 2**20
 GIB = 2**30
 HIGHEST_SHARE, SAFE_SHARE = 0.90, 0.85
-"""A GPU filled above the first has no room for what nobody foresaw; it is filled to the second instead."""
+"""A GPU filled above the first share has no reserve for unplanned allocations: it is filled to the second."""
 GRAPH_SLACK_BYTES = 256 * MIB
-"""For what graphs hold besides activations: their nodes, the libraries' workspaces, partial results of attention."""
+"""Memory of graphs besides activations: their nodes, the libraries' workspaces, partial results of attention."""
 
 
 class Shape(Protocol):
@@ -49,7 +49,7 @@ class Shape(Protocol):
 
 
 class NumberType(Protocol):
-    """What a number is held as, torch.bfloat16 for one."""
+    """The type that a number is stored as, such as torch.bfloat16."""
 
     @property
     def itemsize(self) -> int: ...
@@ -62,28 +62,28 @@ class GraphShape(Protocol):
     def samples(self) -> int: ...
 
 
-class Room(Struct, frozen=True, kw_only=True):
-    """A device's memory, and what of it is neither weights nor cache. All in bytes but the share."""
+class DeviceMemory(Struct, frozen=True, kw_only=True):
+    """A device's memory, and the part of it that is neither weights nor cache. All sizes are in bytes."""
 
     total: int
     share: float = 1.0
     """The part of `total` that Weft may take."""
     others: int = 0
-    """In use, but not by torch: other processes, the CUDA context, libraries."""
+    """Memory in use that torch does not account for: other processes, the CUDA context, libraries."""
     libraries: int = 0
-    """Of `others`, what came since this process began: its own."""
+    """The part of `others` that came since this process began: its own libraries."""
     activations: int = 0
-    """What torch holds at the largest step besides weights and cache."""
+    """Memory that torch holds at the largest step besides weights and cache."""
     graphs: int = 0
 
     @property
     def available(self) -> int:
-        """For weights and cache together."""
+        """Return the bytes that are left for weights and cache together."""
         allowed = int(self.total * self.share) - self.libraries
         return min(allowed, self.total - self.others) - self.activations - self.graphs
 
     def share_for(self, missing: int) -> float | None:
-        """The share, in hundredths, with which `missing` more bytes are available; None: no share has them."""
+        """Return the share, in hundredths, with which `missing` more bytes are available, or None."""
         needed = self.available + missing + self.activations + self.graphs
         if needed > self.total - self.others:
             return None
@@ -101,15 +101,15 @@ class Room(Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(Struct, frozen=True, kw_only=True):
-    """The cache, and the context that it holds."""
+    """The size of the cache, and the context that it holds."""
 
     kv_bytes: int
     num_blocks: int
     max_model_len: int
 
 
-def adapter_room_bytes(config: Shape, rank: int, dtype: NumberType) -> int:
-    """For one adapter of this rank to every weight of every layer."""
+def adapter_bytes(config: Shape, rank: int, dtype: NumberType) -> int:
+    """Return the bytes of one adapter of this rank to every weight of every layer."""
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     widths = 7 * config.hidden_size + 2 * heads + 2 * kv_heads + 3 * config.intermediate_size
     return config.num_layers * rank * widths * dtype.itemsize
@@ -118,14 +118,14 @@ def adapter_room_bytes(config: Shape, rank: int, dtype: NumberType) -> int:
 def plan_memory(
     config: Shape,
     cache: CacheOptions,
-    room: Room,
+    memory: DeviceMemory,
     *,
     max_model_len: int,
     dtype: NumberType,
     weights_bytes: int,
     kv_memory_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Blocks and context that fit, or OutOfMemory with the numbers and the flags that would help.
+    """Plan the blocks and the context that fit. Raises OutOfMemory with the numbers and the flags that would help.
 
     `max_model_len` 0 takes the longest context that the model allows and the cache holds. The cache gets
     `kv_memory_bytes` unless the operator says otherwise; None: all that the weights leave.
@@ -134,7 +134,7 @@ def plan_memory(
     if cache.kv_cache_memory_mb:
         kv_memory_bytes = cache.kv_cache_memory_mb * MIB
     elif kv_memory_bytes is None:
-        kv_memory_bytes = max(0, room.available - weights_bytes)
+        kv_memory_bytes = max(0, memory.available - weights_bytes)
     num_blocks = cache.num_blocks or max(2, kv_memory_bytes // block_bytes)
     capacity = (num_blocks - 1) * cache.block_size
     wanted = max_model_len or min(config.max_position, capacity)
@@ -153,31 +153,31 @@ def plan_memory(
         needed = -(-wanted // cache.block_size) + 1
         needed_mib = -(-needed * block_bytes // MIB)
         ways = [f"--max-model-len {capacity} or less"]
-        missing = weights_bytes + needed_mib * MIB - room.available
+        missing = weights_bytes + needed_mib * MIB - memory.available
         if missing <= 0:
             ways.append(f"--num-blocks {needed} or more")
             if not cache.num_blocks:
                 ways.append(f"--kv-cache-memory-mb {needed_mib} or more")
-        ways += _more_share(room, missing)
+        ways += _more_share(memory, missing)
         raise OutOfMemory(
             f"A context of {wanted} tokens needs {needed} cache blocks; there are {num_blocks}.",
             hint=f"Set {', or '.join(ways)}.",
         )
     kv_bytes = num_blocks * block_bytes
-    missing = weights_bytes + kv_bytes - room.available
+    missing = weights_bytes + kv_bytes - memory.available
     if missing > 0:
-        ways = _more_share(room, missing) + _smaller_cache(cache, room.available - weights_bytes, block_bytes)
+        ways = _more_share(memory, missing) + _smaller_cache(cache, memory.available - weights_bytes, block_bytes)
         raise OutOfMemory(
             f"The weights need {weights_bytes / MIB:.0f} MiB and the cache {kv_bytes / MIB:.0f} MiB; "
-            f"{room.available / MIB:.0f} MiB are free for them.",
+            f"{memory.available / MIB:.0f} MiB are free for them.",
             hint=f"Set {', or '.join(ways)}, or serve a smaller model." if ways else "Serve a smaller model.",
         )
     return MemoryPlan(kv_bytes=kv_bytes, num_blocks=num_blocks, max_model_len=wanted)
 
 
-def _more_share(room: Room, missing: int) -> list[str]:
-    """The flags that give Weft so many bytes more of a GPU, where there are that many."""
-    share = room.share_for(missing) if missing > 0 else None
+def _more_share(memory: DeviceMemory, missing: int) -> list[str]:
+    """Return the flags that give Weft so many bytes more of a GPU, where there are that many."""
+    share = memory.share_for(missing) if missing > 0 else None
     if share is None:
         return []
     insisted = " with --insist-gpu-memory" if share > HIGHEST_SHARE else ""
@@ -185,7 +185,7 @@ def _more_share(room: Room, missing: int) -> list[str]:
 
 
 def _smaller_cache(cache: CacheOptions, most_bytes: int, block_bytes: int) -> list[str]:
-    """The flag for a cache of so many bytes, where it would hold anything."""
+    """Return the flag for a cache of so many bytes, where it would hold anything."""
     if most_bytes < max(3 * block_bytes, MIB):
         return []
     if cache.num_blocks:
@@ -194,7 +194,7 @@ def _smaller_cache(cache: CacheOptions, most_bytes: int, block_bytes: int) -> li
 
 
 def kv_bytes_per_token(config: Shape, dtype: NumberType) -> int:
-    """Keys and values of every layer: by the key-value heads, of which there may be fewer than heads."""
+    """Return the bytes of one token's keys and values in every layer, by the number of key-value heads."""
     return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
@@ -206,28 +206,28 @@ def num_parameters(config: Shape) -> int:
 
 
 def activations_bytes(config: Shape, dtype: NumberType, num_tokens: int) -> int:
-    """Of so many tokens in one layer."""
+    """Return the bytes of the activations of so many tokens in one layer."""
     queries, keys_values = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
     token = 3 * config.hidden_size + 2 * queries + keys_values + 3 * config.intermediate_size
     return token * num_tokens * dtype.itemsize
 
 
 def graphs_bytes(config: Shape, dtype: NumberType, shapes: Sequence[GraphShape]) -> int:
-    """An estimate of what graphs of these shapes will hold, once all are captured: the activations of the largest,
-    which the others share, and the logits of each."""
+    """Estimate what graphs of these shapes will hold once all are captured: the activations of the largest, which the
+    others share, and the logits of each."""
     activations = activations_bytes(config, dtype, max(shape.num_tokens for shape in shapes))
     logits = config.vocab_size * sum(shape.samples for shape in shapes) * dtype.itemsize
     return activations + logits + GRAPH_SLACK_BYTES
 
 
 def safe_share(cache: CacheOptions) -> float:
-    """The share of a GPU that may be taken: what the operator asked for, where that is safe or insisted on."""
+    """Return the share of a GPU that may be taken: what the operator asked for, where that is safe or insisted on."""
     asked = cache.gpu_memory_utilization
     return asked if asked <= HIGHEST_SHARE or cache.insist_gpu_memory else SAFE_SHARE
 
 
 def as_out_of_memory(error: BaseException) -> OutOfMemory | None:
-    """The error that a shortage of memory is told as; None for an error that is none. Its type says which it is."""
+    """Return a shortage of memory as OutOfMemory; None for another error. The error's type decides."""
     if isinstance(error, OutOfMemory):
         return error
     # What is not loaded cannot have raised it.

@@ -1,4 +1,4 @@
-"""How large a model is, from its files alone: the geometry that its description gives, and the tensors that it has.
+"""Measures a model from its files alone: the geometry that its description gives, and the tensors that it has.
 
 This reads what any engine may load, not only what Weft's own does: what a description does not tell is not guessed.
 """
@@ -18,14 +18,14 @@ from weft.checkpoint.adapter_files import HELD_PER_NUMBER, WEIGHTS_FILE, adapter
 from weft.checkpoint.gguf import GgufFile, read_gguf
 from weft.checkpoint.model_files import ModelFiles
 from weft.checkpoint.tokenizer_assets import model_facts
-from weft.config import Config
 from weft.errors import ModelError
 from weft.machine.memory import NumberType, num_parameters
+from weft.options import Config
 
 PLAIN_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""What an engine may hold as another type, and the bytes of each in a file."""
+"""Types of plain floats, which an engine may convert, and the bytes of each in a file."""
 NOT_HELD = ("rotary_emb.inv_freq", "rope_freqs.weight")
-"""Tables that engines make themselves."""
+"""Tensors that engines compute themselves and do not load."""
 GGUF_EMBEDDING, GGUF_HEAD, HEAD = "token_embd.weight", "output.weight", "lm_head.weight"
 
 
@@ -42,7 +42,7 @@ class Geometry(Struct, frozen=True, kw_only=True):
 
 
 class Weights(Struct, frozen=True, kw_only=True):
-    """The tensors of a model."""
+    """The number of weights of a model."""
 
     floats: int = 0
     """Numbers that are plain floats in the files."""
@@ -51,7 +51,7 @@ class Weights(Struct, frozen=True, kw_only=True):
     packed_bytes: int = 0
 
     def held_bytes(self, dtype: NumberType, *, unpacked: bool) -> int:
-        """What they take as this type; the quantised ones too, or as they are."""
+        """Return the bytes of the weights as this type; of the quantised ones too, or as they are."""
         return self.floats * dtype.itemsize + (self.packed * dtype.itemsize if unpacked else self.packed_bytes)
 
     def __add__(self, other: Weights) -> Weights:
@@ -64,12 +64,12 @@ class Weights(Struct, frozen=True, kw_only=True):
 
 class ModelSize(Struct, frozen=True):
     geometry: Geometry | None
-    """None where the description does not say all of it, or does not tell how large its cache is."""
+    """The geometry; None where the description lacks a part of it, or does not tell how large its cache is."""
     weights: Weights
 
 
 def size_of(files: ModelFiles) -> ModelSize:
-    """By the headers of the files. A model without files is as large as its geometry says."""
+    """Measure a model by the headers of its files. A model without files is as large as its geometry says."""
     if files.kind == "gguf":
         file = read_gguf(files.path)
         return ModelSize(_from_gguf(file), _gguf_weights(file))
@@ -82,7 +82,7 @@ def size_of(files: ModelFiles) -> ModelSize:
 
 
 def safetensors_weights(files: Iterable[Path], *, left_out: tuple[str, ...] = NOT_HELD) -> Weights:
-    """Without the tensors whose names end so."""
+    """Count the weights of safetensors files, without the tensors whose names end so."""
     return sum((_file_weights(path, left_out) for path in files), start=Weights())
 
 
@@ -114,7 +114,7 @@ def _gguf_weights(file: GgufFile) -> Weights:
 
 
 def _from_config(facts: Mapping[str, Any]) -> Geometry | None:
-    """From a config.json. A model of several parts describes the one that generates in text_config."""
+    """Read the geometry from a config.json. A model of several parts has that of its decoder in text_config."""
     text = facts.get("text_config")
     facts = {**facts, **text} if isinstance(text, dict) else facts
     kinds = facts.get("layer_types")
@@ -160,7 +160,7 @@ def _from_gguf(file: GgufFile) -> Geometry | None:
 
 
 def _size(facts: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """0 for what is there and is no size."""
+    """Return a size; 0 for a value that is no size."""
     value = facts.get(key)
     if value is None:
         return default
@@ -173,7 +173,7 @@ def _whole(geometry: Geometry) -> Geometry | None:
 
 
 def adapters_bytes(config: Config, dtype: NumberType) -> int:
-    """Of the largest that may be held at once, as this type. One whose file is not there is not counted."""
+    """Return the bytes of the largest adapters that may be loaded at once. One without a file is not counted."""
     files = [Path(path).expanduser() / WEIGHTS_FILE for path in adapter_paths(config).values()]
     sizes = [safetensors_weights([file]).held_bytes(dtype, unpacked=True) for file in files if file.is_file()]
     return HELD_PER_NUMBER * sum(sorted(sizes, reverse=True)[: config.scheduler.max_loras])

@@ -1,8 +1,8 @@
-"""The plan of a load, before anything is allocated: what the model will take of a device, what fits, and what would.
+"""Plans a load before anything is allocated: what the model will take of a device, and what fits.
 
 Weights are counted by the headers of the files and held as the engine holds them; the cache by the model's real
 geometry. Those are known. What a step, graphs and libraries take is estimated. A load is refused by what is known
-alone; the largest context and batch that the plan names leave room for the rest.
+alone; the largest context and batch that the plan names leave memory for the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from rich.text import Text
 
 from weft.checkpoint.adapter_files import MAX_RANK
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import Config
 from weft.errors import ConfigError, OutOfMemory
 from weft.machine.hardware import Machine
 from weft.machine.memory import (
@@ -28,25 +27,26 @@ from weft.machine.memory import (
     GRAPH_SLACK_BYTES,
     HIGHEST_SHARE,
     MIB,
+    DeviceMemory,
     MemoryPlan,
-    Room,
     activations_bytes,
-    adapter_room_bytes,
+    adapter_bytes,
     kv_bytes_per_token,
     plan_memory,
     safe_share,
 )
 from weft.machine.model_size import Geometry, Weights, adapters_bytes, safetensors_weights, size_of
+from weft.options import Config
 from weft.types import MemoryLedger
 
 Place = Literal["cpu", "cuda", "ascend"]
 
 SAMPLING_COPIES = 6
-"""Of the logits, as float32: what the costliest way to sample holds at once."""
+"""Copies of the logits, as float32, that the costliest way to sample holds at once."""
 GRAPH_ROWS, GRAPH_ROWS_BESIDES = 16, 128
-"""Rows of logits that all graphs hold together: so many for each running request, and so many besides."""
+"""Rows of logits that all graphs hold together: so many for each running request, and so many more."""
 GRAPH_PROMPT_TOKENS = 384
-"""In the largest graph."""
+"""Prompt tokens in the largest graph."""
 ONLINE_BYTES = {"fp8": 1.0, "bitsandbytes": 0.5}
 """Bytes of a number that an engine quantises while it loads."""
 PACKAGED_IMAGE_MODEL = Path(__file__).parents[1] / "data" / "shapes"
@@ -64,38 +64,38 @@ MAX_NUM_SEQS: dict[Place, int] = {"cpu": 32, "cuda": 256, "ascend": 256}
 MAX_NUM_BATCHED_TOKENS: dict[Place, int] = {"cpu": 2048, "cuda": 8192, "ascend": 8192}
 CPU_CACHE_BYTES = 512 * MIB
 AUTO_DTYPE: dict[Place, str] = {"cpu": "float32", "cuda": "bfloat16", "ascend": "bfloat16"}
-"""What engines take where nothing is asked for: the same, whichever engine it is."""
+"""The dtype where none is asked for; it is the same for every engine."""
 
 
-class Habits(Struct, frozen=True, kw_only=True):
-    """How an engine holds a model."""
+class MemoryProfile(Struct, frozen=True, kw_only=True):
+    """The memory profile of an engine: how it stores a model."""
 
     place: Place | None = None
-    """Where it runs; None: where --device says."""
+    """The kind of device that it runs on; None for what --device says."""
     framework_bytes: int
-    """Of libraries and the device's context: an estimate. A CPU has half of it."""
+    """An estimate of the memory of libraries and the device's context. A CPU has half of it."""
     keeps_packed: bool = False
-    """Quantised weights stay as they are in the files."""
+    """True when quantised weights stay as they are in the files."""
     takes_whole_share: bool = False
-    """It does not start on a GPU where its share of it is not free."""
-    makes_room_for_adapters: bool = False
-    """For the largest, and for as many as there may be at once, when it starts."""
-    draws: bool = False
-    """It holds an image model as well."""
+    """True when it does not start on a GPU where its share of it is not free."""
+    reserves_adapters: bool = False
+    """True when it reserves memory at its start for the largest adapter, --max-loras times."""
+    has_image_model: bool = False
+    """True when it loads an image model as well."""
 
 
-NATIVE = Habits(framework_bytes=GIB, draws=True)
-VLLM = Habits(
-    place="cuda", framework_bytes=2 * GIB, keeps_packed=True, takes_whole_share=True, makes_room_for_adapters=True
+NATIVE = MemoryProfile(framework_bytes=GIB, has_image_model=True)
+VLLM = MemoryProfile(
+    place="cuda", framework_bytes=2 * GIB, keeps_packed=True, takes_whole_share=True, reserves_adapters=True
 )
-HABITS = {
+MEMORY_PROFILES = {
     "native": NATIVE,
     "cuda-vllm-async": VLLM,
     "cuda-vllm": VLLM,
     "cpu-vllm": replace(VLLM, place="cpu"),
     "ascend-vllm": replace(VLLM, place="ascend"),
 }
-"""The engines that hold a model on this machine. Of others there is no plan."""
+"""The engines that load a model on this machine. There is no plan for others."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -103,52 +103,52 @@ class Plan(Struct, frozen=True, kw_only=True):
     engine: str
     place: Place
     device: str
-    """What it is called."""
+    """The device's name."""
     dtype: str
-    room: Room
-    """With the estimates. Its total is 0 where the device's memory is not known."""
+    memory: DeviceMemory
+    """The device's memory with the estimates. Its total is 0 where it is not known."""
     weights: int
     kv: int
-    """What the cache will have."""
+    """Bytes of the cache."""
     kv_per_token: int
-    """0 where the geometry is not known."""
+    """Bytes of one token in the cache; 0 where the geometry is not known."""
     num_blocks: int
     max_model_len: int
-    """The context that is asked for, or that comes of itself; 0: not known."""
+    """The context that is asked for, or the default; 0 where it is not known."""
     max_num_seqs: int
     max_num_batched_tokens: int
     free_share: float
-    """Of the device's memory, in hundredths: what could be asked for now."""
+    """The share of the device's memory that could be asked for now, in hundredths."""
     largest_context: int
-    """Of one request, with a cache as large as can be had; 0: none, or not known."""
+    """The longest context of one request, with the largest possible cache; 0 for none, or where it is not known."""
     largest_batch: int
-    """Requests of `max_model_len` tokens side by side, in the same cache."""
+    """Requests of `max_model_len` tokens that the same cache holds at once."""
     problem: OutOfMemory | None = None
-    """Why it cannot be loaded so."""
+    """Why the model cannot be loaded with these settings."""
     is_final: bool = False
-    """Less would not help: the weights alone are too much, or the context is none that the model has."""
+    """True when smaller settings would not help: the weights are too large, or the context is not the model's."""
     warning: str = ""
-    """Why it may not be: by the estimates it does not fit."""
+    """Why the load may fail: by the estimates it does not fit."""
 
     @property
     def ledger(self) -> MemoryLedger:
-        return self.room.ledger(self.weights, self.kv)
+        return self.memory.ledger(self.weights, self.kv)
 
     @property
     def needed_bytes(self) -> int:
-        """Of the device, in all."""
-        room = self.room
-        return self.weights + self.kv + room.activations + room.graphs + room.libraries
+        """Return the bytes that the load takes of the device in all."""
+        memory = self.memory
+        return self.weights + self.kv + memory.activations + memory.graphs + memory.libraries
 
 
 def plan_load(config: Config, files: ModelFiles, machine: Machine, *, engine: str = "native") -> Plan:
-    """The plan for an engine of HABITS. Raises ModelError for files that cannot be read, and ConfigError for a device
-    that is not there. What does not fit is no error here: `Plan.problem`."""
+    """Plan a load by an engine of MEMORY_PROFILES. Raises ModelError for files that cannot be read and ConfigError for
+    a device that is not there; a model that does not fit is reported in `Plan.problem`."""
     return Planner(files, engine).plan(config, machine)
 
 
 class Planner:
-    """Plans for one model and one engine. The files are read once."""
+    """A planner makes plans for one model and one engine. The files are read once."""
 
     def __init__(self, files: ModelFiles, engine: str = "native") -> None:
         self.files = files
@@ -160,7 +160,7 @@ class Planner:
 
 
 def _image_weights(wanted: str) -> Weights:
-    """Of the model that draws beside the other."""
+    """Count the weights of the image model beside the language model."""
     if wanted == "none":
         return Weights()
     folder = PACKAGED_IMAGE_MODEL if wanted == "auto" else Path(wanted).expanduser()
@@ -168,34 +168,34 @@ def _image_weights(wanted: str) -> Weights:
 
 
 class _Planning:
-    """One plan in the making."""
+    """The computation of one plan."""
 
     def __init__(self, config: Config, machine: Machine, planner: Planner) -> None:
         self.config = config
         self.machine = machine
         self.planner = planner
-        self.habits = HABITS[planner.engine]
-        self.place = _place(config, self.habits, machine)
+        self.profile = MEMORY_PROFILES[planner.engine]
+        self.place = _place(config, self.profile, machine)
         dtype = config.model.dtype
         self.dtype = TYPES[AUTO_DTYPE[self.place] if dtype == "auto" else dtype]
         self.parts = config.backend.tensor_parallel_size if self.place != "cpu" else 1
-        """Devices that hold the model together: the plan is of one of them."""
+        """Devices that share the model; the plan is for one of them."""
         self.weights = self._held_weights()
         self.seqs = config.scheduler.max_num_seqs or MAX_NUM_SEQS[self.place]
         self.budget = config.scheduler.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[self.place]
 
     def plan(self) -> Plan:
         config, geometry = self.config, self.planner.size.geometry
-        known = self._known_room()
+        known = self._known_memory()
         context = config.model.max_model_len or (geometry.max_position if geometry is not None else 0)
-        room = self._with_estimates(known, context)
+        memory = self._with_estimates(known, context)
         plan = Plan(
             model=self.planner.files.name,
             engine=self.planner.engine,
             place=self.place,
             device=self._device_name(),
             dtype=self.dtype.name,
-            room=room,
+            memory=memory,
             weights=self.weights,
             kv=0,
             kv_per_token=0,
@@ -215,11 +215,11 @@ class _Planning:
             return replace(plan, warning="The model's description does not tell how large its cache is.")
         return self._with_cache(plan, geometry, known)
 
-    def _with_cache(self, plan: Plan, geometry: Geometry, known: Room) -> Plan:
+    def _with_cache(self, plan: Plan, geometry: Geometry, known: DeviceMemory) -> Plan:
         geometry = replace(geometry, num_kv_heads=max(1, geometry.num_kv_heads // self.parts))
         per_token = kv_bytes_per_token(geometry, self.dtype)
         block_size = self.config.cache.block_size
-        free_tokens = max(0, plan.room.available - plan.weights) // (per_token * block_size) * block_size - block_size
+        free_tokens = max(0, plan.memory.available - plan.weights) // (per_token * block_size) * block_size - block_size
         plan = replace(
             plan,
             kv_per_token=per_token,
@@ -227,7 +227,7 @@ class _Planning:
         )
         problem, warning, made = None, "", None
         try:
-            made = self._cache(geometry, plan.room)
+            made = self._cache(geometry, plan.memory)
         except OutOfMemory as error:
             warning = f"By what steps and libraries are estimated to take, it is too much: {error.message}"
             try:
@@ -248,12 +248,12 @@ class _Planning:
         is_final = asked != 0 and not 2 <= asked <= geometry.max_position
         return replace(plan, problem=problem, warning=warning, is_final=is_final)
 
-    def _cache(self, geometry: Geometry, room: Room) -> MemoryPlan:
-        """The cache that the engine will make, by its own arithmetic."""
+    def _cache(self, geometry: Geometry, memory: DeviceMemory) -> MemoryPlan:
+        """Plan the cache that the engine will make, by its own arithmetic."""
         return plan_memory(
             geometry,
             self.config.cache,
-            room,
+            memory,
             max_model_len=self.config.model.max_model_len,
             dtype=self.dtype,
             weights_bytes=self.weights,
@@ -262,29 +262,29 @@ class _Planning:
 
     def _held_weights(self) -> int:
         weights, quantization = self.planner.size.weights, self.config.backend.quantization
-        held = weights.held_bytes(self.dtype, unpacked=not self.habits.keeps_packed)
-        if self.habits.keeps_packed and not weights.packed and quantization in ONLINE_BYTES:
+        held = weights.held_bytes(self.dtype, unpacked=not self.profile.keeps_packed)
+        if self.profile.keeps_packed and not weights.packed and quantization in ONLINE_BYTES:
             held = int(weights.floats * ONLINE_BYTES[quantization])
-        drawing = _image_weights(self.config.model.image_model) if self.habits.draws else Weights()
-        adapters = 0 if self.habits.makes_room_for_adapters else adapters_bytes(self.config, self.dtype)
-        return held // self.parts + drawing.held_bytes(self.dtype, unpacked=True) + adapters
+        image_model = _image_weights(self.config.model.image_model) if self.profile.has_image_model else Weights()
+        adapters = 0 if self.profile.reserves_adapters else adapters_bytes(self.config, self.dtype)
+        return held // self.parts + image_model.held_bytes(self.dtype, unpacked=True) + adapters
 
-    def _known_room(self) -> Room:
-        """The device as it is now."""
+    def _known_memory(self) -> DeviceMemory:
+        """Return the device's memory as it is now."""
         if self.place == "cpu":
-            return Room(total=self.machine.memory.available)
+            return DeviceMemory(total=self.machine.memory.available)
         devices = self.machine.devices_of(self.place)[: self.parts]
         total, free = min(device.total for device in devices), min(device.free for device in devices)
-        return Room(total=total, share=safe_share(self.config.cache), others=total - free)
+        return DeviceMemory(total=total, share=safe_share(self.config.cache), others=total - free)
 
-    def _with_estimates(self, known: Room, context: int) -> Room:
+    def _with_estimates(self, known: DeviceMemory, context: int) -> DeviceMemory:
         geometry = self.planner.size.geometry
-        libraries = self.habits.framework_bytes // (2 if self.place == "cpu" else 1)
-        if geometry is not None and self.habits.makes_room_for_adapters and self.config.model.wants_adapters:
-            libraries += self.config.scheduler.max_loras * adapter_room_bytes(geometry, MAX_RANK, self.dtype)
-        room = replace(known, libraries=libraries, others=known.others + libraries)
+        libraries = self.profile.framework_bytes // (2 if self.place == "cpu" else 1)
+        if geometry is not None and self.profile.reserves_adapters and self.config.model.wants_adapters:
+            libraries += self.config.scheduler.max_loras * adapter_bytes(geometry, MAX_RANK, self.dtype)
+        memory = replace(known, libraries=libraries, others=known.others + libraries)
         if geometry is None:
-            return room
+            return memory
         logits = geometry.vocab_size * self.seqs * 4 * SAMPLING_COPIES
         tables = (self.seqs + 1) * context * 8
         step = activations_bytes(geometry, self.dtype, self.budget) // self.parts
@@ -293,7 +293,7 @@ class _Planning:
             rows = GRAPH_ROWS * self.seqs + GRAPH_ROWS_BESIDES
             graphs = geometry.vocab_size * rows * self.dtype.itemsize + GRAPH_SLACK_BYTES
             graphs += activations_bytes(geometry, self.dtype, self.seqs + GRAPH_PROMPT_TOKENS) // self.parts
-        return replace(room, activations=step + logits + tables, graphs=graphs)
+        return replace(memory, activations=step + logits + tables, graphs=graphs)
 
     def _device_name(self) -> str:
         if self.place == "cpu":
@@ -301,7 +301,7 @@ class _Planning:
         device = self.machine.devices_of(self.place)[0]
         return device.name if self.parts == 1 else f"{device.name}, each of {self.parts}"
 
-    def _too_heavy(self, known: Room) -> OutOfMemory:
+    def _too_heavy(self, known: DeviceMemory) -> OutOfMemory:
         smaller = " or held as --dtype bfloat16" if self.dtype.itemsize == 4 else ""
         return OutOfMemory(
             f"The weights of {self.planner.files.name} take {self.weights / GIB:.1f} GiB as {self.dtype.name}; "
@@ -309,9 +309,9 @@ class _Planning:
             hint=f"Serve a smaller model, one that is quantised{smaller}, or free memory: no other setting helps.",
         )
 
-    def _share_not_free(self, plan: Plan, known: Room) -> OutOfMemory | None:
+    def _share_not_free(self, plan: Plan, known: DeviceMemory) -> OutOfMemory | None:
         share, free = int(known.total * known.share), known.total - known.others
-        if not self.habits.takes_whole_share or self.place == "cpu" or share <= free:
+        if not self.profile.takes_whole_share or self.place == "cpu" or share <= free:
             return None
         return OutOfMemory(
             f"--gpu-memory-utilization {known.share:g} is {share / GIB:.1f} GiB; {free / GIB:.1f} GiB are free.",
@@ -319,8 +319,8 @@ class _Planning:
         )
 
 
-def _place(config: Config, habits: Habits, machine: Machine) -> Place:
-    wanted = habits.place or config.model.device
+def _place(config: Config, profile: MemoryProfile, machine: Machine) -> Place:
+    wanted = profile.place or config.model.device
     if wanted == "auto":
         wanted = "cuda" if machine.devices_of("cuda") else "cpu"
     if wanted == "cpu":
@@ -333,8 +333,8 @@ def _place(config: Config, habits: Habits, machine: Machine) -> Place:
     return "cuda" if wanted == "cuda" else "ascend"
 
 
-def _free_share(config: Config, known: Room) -> float:
-    """Up to what is free, and no further than is safe unless the operator insists."""
+def _free_share(config: Config, known: DeviceMemory) -> float:
+    """Return the share that is free, and no more than is safe unless the operator insists."""
     if known.total == 0:
         return 0.0
     highest = 1.0 if config.cache.insist_gpu_memory else HIGHEST_SHARE
@@ -345,8 +345,8 @@ LOG_WIDTH = 100
 
 
 def plan_table(plan: Plan) -> RenderableType:
-    """The memory as a table, and below it what fits."""
-    ledger, room = plan.ledger, plan.room
+    """Show the memory as a table, and below it what fits."""
+    ledger, memory = plan.ledger, plan.memory
     table = Table(box=None, pad_edge=False, title=_title(plan), title_justify="left", title_style="bold")
     table.add_column("memory")
     table.add_column("GiB", justify="right")
@@ -357,10 +357,10 @@ def plan_table(plan: Plan) -> RenderableType:
         ("KV cache", ledger.kv, _cache_source(plan)),
         ("activations", ledger.activations, f"estimated: {plan.max_num_batched_tokens} tokens a step"),
         ("graphs", ledger.graphs, f"estimated: {plan.max_num_seqs} requests at a time"),
-        ("libraries", room.libraries, "estimated"),
-        ("others", ledger.others - room.libraries, "in use now"),
+        ("libraries", memory.libraries, "estimated"),
+        ("others", ledger.others - memory.libraries, "in use now"),
         ("spare", ledger.spare, _spare_source(plan)),
-        ("total", ledger.total, "free now" if room.share == 1.0 else "of the device"),
+        ("total", ledger.total, "free now" if memory.share == 1.0 else "of the device"),
     ):
         share = f"{size / ledger.total:.1%}" if ledger.total else "?"
         table.add_row(name, f"{size / GIB:.2f}", share, source)
@@ -368,7 +368,7 @@ def plan_table(plan: Plan) -> RenderableType:
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """The same for a log."""
+    """Show the same as lines of a log."""
     console = Console(file=io.StringIO(), width=LOG_WIDTH, color_system=None)
     with console.capture() as captured:
         console.print(plan_table(plan))
@@ -386,7 +386,7 @@ def _cache_source(plan: Plan) -> str:
 
 
 def _spare_source(plan: Plan) -> str:
-    return "" if plan.room.share == 1.0 else f"--gpu-memory-utilization is {plan.room.share:g}"
+    return "" if plan.memory.share == 1.0 else f"--gpu-memory-utilization is {plan.memory.share:g}"
 
 
 def _verdict(plan: Plan) -> list[str]:

@@ -1,6 +1,6 @@
-"""Which architectures Weft runs, and how their facts become one configuration.
+"""The architectures that Weft supports, and how a checkpoint's facts become one configuration.
 
-A family differs from another by data alone. To add one: a line in FAMILIES, and a tiny model in the parity test.
+Architectures differ by data alone. To add one: a line in ARCHITECTURES, and a tiny model in the parity test.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from weft.model.dense import DenseConfig
 from weft.model.rope import RopeScaling
 
 
-class Family(Struct, frozen=True):
-    """What holds for every model of a family, whatever its configuration says."""
+class Architecture(Struct, frozen=True):
+    """What holds for every model of an architecture, whatever its configuration says."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
     gguf_rope_pairs: bool = False
-    """Whether GGUF files of this family hold queries and keys with rotary pairs as neighbours."""
+    """True when GGUF files of this architecture store the two halves of a rotary pair as neighbours."""
 
 
-FAMILIES = {
-    "llama": Family(gguf_rope_pairs=True),
-    "mistral": Family(gguf_rope_pairs=True),
-    "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
+ARCHITECTURES = {
+    "llama": Architecture(gguf_rope_pairs=True),
+    "mistral": Architecture(gguf_rope_pairs=True),
+    "qwen2": Architecture(qkv_bias=True),
+    "qwen3": Architecture(qk_norm=True),
 }
 
 
-def family_of(name: str) -> Family:
-    if name not in FAMILIES:
+def architecture_of(name: str) -> Architecture:
+    if name not in ARCHITECTURES:
         raise ModelError(
-            f"Models of the kind {name!r} are not supported.", hint=f"Supported: {', '.join(sorted(FAMILIES))}."
+            f"Models of the kind {name!r} are not supported.", hint=f"Supported: {', '.join(sorted(ARCHITECTURES))}."
         )
-    return FAMILIES[name]
+    return ARCHITECTURES[name]
 
 
 def config_from_huggingface(facts: Mapping[str, Any]) -> DenseConfig:
-    """From a Hugging Face config.json."""
+    """Return the configuration from a Hugging Face config.json."""
     name = _need(facts, "model_type", str)
-    family = family_of(name)
+    architecture = architecture_of(name)
     if facts.get("hidden_act", "silu") != "silu":
         raise ModelError(f"The activation {facts['hidden_act']!r} is not supported; only silu is.")
     if facts.get("mlp_bias"):
@@ -70,18 +70,18 @@ def config_from_huggingface(facts: Mapping[str, Any]) -> DenseConfig:
             norm_eps=_positive(facts, "rms_norm_eps", 1e-6),
             rope_theta=_positive(rope, "rope_theta", _positive(facts, "rope_theta", 10000.0)),
             rope_scaling=_rope_scaling(rope, max_position),
-            qkv_bias=family.qkv_bias or bias,
-            output_bias=bias and not family.qkv_bias,
-            qk_norm=family.qk_norm,
+            qkv_bias=architecture.qkv_bias or bias,
+            output_bias=bias and not architecture.qkv_bias,
+            qk_norm=architecture.qk_norm,
             tied_embeddings=bool(facts.get("tie_word_embeddings", False)),
         )
     )
 
 
 def config_from_gguf(facts: Mapping[str, Any], *, vocab_size: int, tied_embeddings: bool) -> DenseConfig:
-    """From the metadata of a GGUF file; the vocabulary's size is that of its embedding."""
+    """Return the configuration from the metadata of a GGUF file; the vocabulary's size is that of its embedding."""
     name = _need(facts, "general.architecture", str)
-    family = family_of(name)
+    architecture = architecture_of(name)
 
     def need(key: str) -> int:
         return int(_need(facts, f"{name}.{key}", int))
@@ -108,8 +108,8 @@ def config_from_gguf(facts: Mapping[str, Any], *, vocab_size: int, tied_embeddin
             norm_eps=_positive(facts, f"{name}.attention.layer_norm_rms_epsilon", 1e-6),
             rope_theta=_positive(facts, f"{name}.rope.freq_base", 10000.0),
             rope_scaling=_rope_scaling(scaling, max_position),
-            qkv_bias=family.qkv_bias,
-            qk_norm=family.qk_norm,
+            qkv_bias=architecture.qkv_bias,
+            qk_norm=architecture.qk_norm,
             tied_embeddings=tied_embeddings,
         )
     )
@@ -158,7 +158,7 @@ def _checked(config: DenseConfig) -> DenseConfig:
 
 
 def _get(facts: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
-    """A fact that may be absent, or null."""
+    """Return a fact that may be absent, or null."""
     return default if facts.get(key) is None else _need(facts, key, kind)
 
 

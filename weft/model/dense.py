@@ -1,4 +1,4 @@
-"""The dense decoder: Llama, Mistral, DeepSeek-LLM, Qwen2, Qwen3 and SmolLM2. Their differences are data."""
+"""The dense decoder runs Llama, Mistral, DeepSeek-LLM, Qwen2, Qwen3 and SmolLM2: their differences are data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.model.rope import RopeScaling, rotations
 
 
 class DenseConfig(Struct, frozen=True, kw_only=True):
-    """The geometry of a dense decoder, and what its family does differently."""
+    """The geometry of a dense decoder, and what its architecture does differently."""
 
     family: str
     hidden_size: int
@@ -41,13 +41,13 @@ class LastTokens(NamedTuple):
     """Tokens of a step, each the last one of its sequence so far."""
 
     at: Tensor
-    """Where they stand among the step's tokens."""
+    """Their places among the step's tokens."""
     batch: AttentionBatch
     """Their sequences, each with this one as its new token."""
 
 
 class DenseModel:
-    """The forward pass, over a paged cache: no state of its own but weights and rotations."""
+    """The forward pass over a paged KV cache; its only state is the weights and the rotations."""
 
     def __init__(self, config: DenseConfig, weights: DecoderWeights, ops: Ops, max_model_len: int) -> None:
         self.config = config
@@ -61,8 +61,9 @@ class DenseModel:
     def forward(
         self, tokens: Tensor, positions: Tensor, kv_cache: Tensor, batch: AttentionBatch, last: LastTokens | None = None
     ) -> Tensor:
-        """The final hidden states of the step's tokens, or of the `last` ones only: the last layer then computes no
-        others. Writes all their keys and values to the cache [layers, blocks, block size, 2, kv heads, head dim]."""
+        """Return the final hidden states of the step's tokens, or of the `last` ones only: the last layer then computes
+        no others. Writes the keys and values of all tokens to the cache [layers, blocks, block size, 2, kv heads, head
+        dim]."""
         ops, eps, heads = self.ops, self.config.norm_eps, self.config.heads
         rotation = self.rotations[positions]
         residual = self.weights.embedding[tokens]

@@ -1,7 +1,7 @@
-"""The forward pass of a step in which some tokens have adapters, for every kernel table.
+"""The forward pass of a step in which some tokens have LoRA adapters, for every kernel table.
 
-All tokens go through the model's own linear layers, in the ops of any other step; to those with an adapter is added
-what it adds. Only their feed-forward gates are computed twice: what comes before the gate is not kept.
+All tokens go through the model's own linear layers, in the ops of any other step; then the low-rank products of those
+with an adapter are added. Only their feed-forward gates are computed twice: the gate's input is not kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class AdaptedTokens(NamedTuple):
 
     weights: AdapterWeights
     at: Tensor
-    """Where they stand among the step's tokens."""
+    """Their places among the step's tokens."""
 
 
 def forward_adapted(
@@ -34,7 +34,7 @@ def forward_adapted(
     batch: AttentionBatch,
     adapted: Sequence[AdaptedTokens],
 ) -> Tensor:
-    """`DenseModel.forward`, with adapters."""
+    """Compute `DenseModel.forward` with adapters."""
     ops, eps, heads = model.ops, model.config.norm_eps, model.config.heads
     rotation = model.rotations[positions]
     residual = model.weights.embedding[tokens]

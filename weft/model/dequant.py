@@ -1,4 +1,4 @@
-"""GGUF's block formats to floating point, in torch, equal to the bit with the format's definition.
+"""Dequantises GGUF's block formats, in torch, equal to the bit with the format's definition.
 
 A tensor is a run of blocks; a block holds `block_size` weights as packed integers and the half-precision scales
 that turn them back. Each decoder fills a (blocks, block_size) float32 tensor from a (blocks, block_bytes) uint8
@@ -19,17 +19,19 @@ from weft.errors import ModelError
 Decoder = Callable[[Tensor, Tensor], None]
 
 CHUNK_WEIGHTS = 1 << 20
-"""Weights decoded at a time: what bounds the scratch memory, to a few megabytes."""
+"""Weights decoded at a time, which bounds the scratch memory to a few megabytes."""
 
 
 class BlockFormat(Struct, frozen=True):
+    """A block format, and its decoder."""
+
     block_size: int
     block_bytes: int
     decode: Decoder
 
 
 def dequantise(raw: Tensor, type_name: str, shape: Sequence[int], *, out: Tensor | None = None) -> Tensor:
-    """The weights that `raw` (uint8, as they lie in the file) encodes: float32, or rounded into `out`'s type.
+    """Return the weights that `raw` (uint8, as in the file) encodes: float32, or rounded into `out`'s type.
 
     Scratch memory is bounded by CHUNK_WEIGHTS, whatever the size of the tensor. `out` is contiguous.
     """
@@ -138,13 +140,13 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _nibbles(packed: Tensor, out: Tensor) -> None:
-    """The low halves of 16 bytes are a block's first 16 weights, the high halves the others."""
+    """Unpack 32 weights: the low halves of 16 bytes are the first 16, the high halves the others."""
     out[:, :16] = packed & 15
     out[:, 16:] = packed >> 4
 
 
 def _fifth_bits(packed: Tensor) -> Tensor:
-    """Bit i of a block's 32 is the fifth bit of its weight i: 0 or 16."""
+    """Return the fifth bits of a block's 32 weights, as 0 or 16: bit i is that of weight i."""
     bits = packed.unsqueeze(2) >> _shifts(0, 1, 2, 3, 4, 5, 6, 7, like=packed) & 1
     return bits.view(-1, 32) << 4
 

@@ -1,4 +1,4 @@
-"""From files to the tensors of a decoder: names mapped, projections fused, rotary pairs made neighbours.
+"""Loads the weights of a decoder from files: names are mapped, projections fused, rotary pairs made neighbours.
 
 Every tensor is written straight to its place in the fused weights on the device, and what has to be changed in it is
 changed there: the peak is the model and one tensor, on the device and on the host.
@@ -19,7 +19,7 @@ from weft.checkpoint import gguf, tokenizer_assets
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ModelError
 from weft.kernels.weights import DecoderWeights, LayerWeights
-from weft.model.architectures import config_from_gguf, config_from_huggingface, family_of
+from weft.model.architectures import architecture_of, config_from_gguf, config_from_huggingface
 from weft.model.dense import DenseConfig
 from weft.model.dequant import dequantise
 
@@ -101,7 +101,7 @@ class SafetensorsSource:
 
 
 class NoSource:
-    """No tensors at all: the weights of a dummy model are drawn, not read."""
+    """The source of a dummy model, which has no tensors: its weights are random."""
 
     def __init__(self, files: ModelFiles, stack: ExitStack) -> None:
         pass
@@ -137,7 +137,7 @@ class GgufSource:
 
 @contextmanager
 def open_model(files: ModelFiles) -> Iterator[tuple[DenseConfig, Source]]:
-    """The configuration of a model, and its tensors while the context lasts."""
+    """Open a model: its configuration, and its tensors while the context lasts."""
     with ExitStack() as stack:
         if files.kind == "gguf":
             source = GgufSource(files)
@@ -166,7 +166,7 @@ def load_weights(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DecoderWeights:
-    """Read every tensor of the model; `progress` hears of layers done and layers in all."""
+    """Read every tensor of the model; `progress` is called with layers done and layers in all."""
     loading = _DummyLoading if files.kind == "dummy" else _Loading
     return loading(files, config, source, dtype, device).decoder(progress)
 
@@ -181,7 +181,7 @@ class _Loading:
         self.dtype = dtype
         self.device = device
         self.names = GGUF_NAMES if is_gguf else HUGGINGFACE_NAMES
-        self.rope_pairs = is_gguf and family_of(config.family).gguf_rope_pairs
+        self.rope_pairs = is_gguf and architecture_of(config.family).gguf_rope_pairs
         self.unread = {name for name in source.names() if not _NOT_WEIGHTS.search(name)}
 
     def decoder(self, progress: Callable[[int, int], None]) -> DecoderWeights:
@@ -235,7 +235,7 @@ class _Loading:
         return self.fused({part: shape[0]}, shape[1:], layer)
 
     def fused(self, parts: dict[str, int], rest: tuple[int, ...], layer: int) -> Tensor:
-        """One tensor of several parts, each with its rows, one below the other."""
+        """Return one tensor of several parts, each with its rows, one below the other."""
         whole = torch.empty((sum(parts.values()), *rest), dtype=self.dtype, device=self.device)
         start = 0
         for part, rows in parts.items():

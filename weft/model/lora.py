@@ -1,4 +1,4 @@
-"""From a directory that PEFT wrote to the tensors of an adapter, laid out as the decoder's weights are: projections
+"""Reads a LoRA adapter from a directory that PEFT wrote, and lays it out as the decoder's weights are: projections
 fused, rotary pairs neighbours, scales included.
 
 Adapters are in Hugging Face's layout whatever file the model itself came from.
@@ -31,12 +31,12 @@ UNSUPPORTED = (
 )  # fmt: skip
 """Keys that must be false, empty, or absent."""
 PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Of init_lora_weights: the others change the model's own weights too."""
+"""Values of init_lora_weights that leave the model's own weights unchanged."""
 V = TypeVar("V")
 
 
 class LoraConfig(Struct, frozen=True, kw_only=True):
-    """The keys of adapter_config.json that say what is added where."""
+    """The keys of adapter_config.json that Weft uses."""
 
     peft_type: str
     r: int
@@ -59,7 +59,7 @@ class LoraConfig(Struct, frozen=True, kw_only=True):
         )
 
     def adapts(self, module: str, layer: int) -> bool:
-        """Whether a linear layer of the decoder is to be adapted."""
+        """Return whether a linear layer of the decoder is adapted."""
         layers = self.layers_to_transform
         chosen = [layers] if isinstance(layers, int) else layers
         if chosen and not isinstance(self.target_modules, str) and layer not in chosen:
@@ -106,13 +106,13 @@ def _check_numbers(config: LoraConfig, path: Path) -> None:
 
 
 def _for_module(patterns: Mapping[str, V], module: str, default: V) -> V:
-    """The value of the first pattern that ends a module's name."""
+    """Return the value of the first pattern that ends a module's name."""
     found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
     return next(found, default)
 
 
 def _names(modules: list[str] | str, module: str) -> bool:
-    """A regular expression for the whole name, or several ends of names."""
+    """Return whether `modules`, a regular expression or a list of name endings, names a module."""
     if isinstance(modules, str):
         return re.fullmatch(modules, module) is not None
     return any(module == end or module.endswith(f".{end}") for end in modules)
@@ -123,11 +123,11 @@ FUSED = {"qkv": ("q", "k", "v"), "output": ("output",), "gate_up": ("gate", "up"
 """The parts of each weight of a layer, in the order of their rows."""
 
 
-class Part(NamedTuple):
-    """What an adapter adds to one of the model's own linear layers."""
+class LoraPart(NamedTuple):
+    """The low-rank weights of one of the model's own linear layers."""
 
     first_row: int
-    """Of the fused weight."""
+    """The first row of the layer in the fused weight."""
     shrink: Tensor
     expand: Tensor
 
@@ -141,12 +141,14 @@ def read_adapter(folder: Path, config: DenseConfig, dtype: torch.dtype) -> Adapt
         raise ModelError(f"{path}: there is no such file.", hint="Adapters are read from safetensors alone.")
     try:
         with safe_open(path, framework="pt") as opened:
-            return _Reading(path, opened, lora, config, dtype).adapter()
+            return _AdapterReader(path, opened, lora, config, dtype).adapter()
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path}: no readable safetensors file: {error}.") from error
 
 
-class _Reading:
+class _AdapterReader:
+    """The reader checks and reads the tensors of one adapter."""
+
     def __init__(self, path: Path, opened: Any, lora: LoraConfig, config: DenseConfig, dtype: torch.dtype) -> None:
         self.path = path
         self.opened = opened
@@ -164,7 +166,7 @@ class _Reading:
             "up": (middle, hidden),
             "down": (hidden, middle),
         }
-        """Of the model's own layers: outputs, inputs."""
+        """Outputs and inputs of the model's own layers."""
 
     def adapter(self) -> AdapterWeights:
         if not self.unread:
@@ -181,7 +183,7 @@ class _Reading:
         return AdapterWeights(layers)
 
     def fused(self, parts: tuple[str, ...], layer: int) -> LowRank | None:
-        read: list[Part] = []
+        read: list[LoraPart] = []
         first_row = 0
         for name in parts:
             part = self.part(name, layer, first_row)
@@ -197,7 +199,7 @@ class _Reading:
             first_rank += rank
         return LowRank(torch.cat([part.shrink for part in read]), expand)
 
-    def part(self, name: str, layer: int, first_row: int) -> Part | None:
+    def part(self, name: str, layer: int, first_row: int) -> LoraPart | None:
         module = HUGGINGFACE_NAMES[name].format(layer).removesuffix(".weight")
         if not self.lora.adapts(module, layer):
             return None
@@ -207,7 +209,7 @@ class _Reading:
         expand = self.tensor(f"{PREFIX}{module}.lora_B.weight", (rows, rank), self.lora.scale(module))
         if name in ("q", "k"):
             expand = pairs_from_halves(expand, self.config.head_dim)
-        return Part(first_row, shrink, expand)
+        return LoraPart(first_row, shrink, expand)
 
     def tensor(self, name: str, shape: tuple[int, int], scale: float = 1.0) -> Tensor:
         if name not in self.unread:
@@ -219,8 +221,10 @@ class _Reading:
             raise ModelError(f"{self.path}: the tensor {name!r} has the shape {found}; this model needs {shape}.")
         tensor: Tensor = self.opened.get_tensor(name)
         if not tensor.is_floating_point():
-            raise ModelError(f"{self.path}: the tensor {name!r} is of {tensor.dtype}, which is no type of weights.")
+            raise ModelError(
+                f"{self.path}: the tensor {name!r} is of {tensor.dtype}, which is not a floating-point type."
+            )
         scaled = (tensor.float() * scale).to(self.dtype)
         if not bool(scaled.isfinite().all()):
-            raise ModelError(f"{self.path}: the tensor {name!r} has values that are no numbers, or too large.")
+            raise ModelError(f"{self.path}: the tensor {name!r} has values that are not numbers, or too large.")
         return scaled

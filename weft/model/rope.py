@@ -1,4 +1,4 @@
-"""Rotary positions: the table of rotations for every position, scaled as the family asks."""
+"""Rotary position embeddings: the table of rotations of every position, scaled as the architecture needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class RopeScaling(Struct, frozen=True, kw_only=True):
-    """How a model reaches past the length it was first trained at."""
+    """The scaling by which a model is extended past the context that it was first trained on."""
 
     kind: Literal["default", "linear", "llama3"] = "default"
     factor: float = 1.0
@@ -23,7 +23,7 @@ class RopeScaling(Struct, frozen=True, kw_only=True):
 def rotations(
     head_dim: int, theta: float, scaling: RopeScaling, num_positions: int, factors: Tensor | None = None
 ) -> Tensor:
-    """[positions, head dim / 2] complex: multiply a pair by it to turn the pair to its position."""
+    """Return [positions, head dim / 2] complex numbers: multiplied by one, a rotary pair is turned to that position."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = _scaled(1.0 / (theta**exponents), scaling)
     if factors is not None:

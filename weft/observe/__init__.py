@@ -1,1 +1,1 @@
-"""What Weft tells of itself: logs and metrics."""
+"""Metrics and traces."""

@@ -1,9 +1,10 @@
-"""What Weft counts, under the names that dashboards know, as Prometheus reads it."""
+"""Prometheus metrics, under the names that dashboards know."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from time import process_time
 from typing import Protocol
 
 from msgspec import Struct
@@ -16,7 +17,7 @@ from weft.types import EngineStats, FinishReason
 
 
 class Histogram:
-    """Written by one thread, the event loop's, so it needs no lock; read when it is scraped."""
+    """A histogram is written by one thread, the event loop's, so it needs no lock; it is read when it is scraped."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
@@ -28,7 +29,7 @@ class Histogram:
         self.total += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Each bound as Prometheus writes it, and how many values were not above it."""
+        """Return each bound as Prometheus writes it, and how many values were not above it."""
         rows: list[tuple[str, float]] = []
         seen = 0
         for bound, count in zip((*self._bounds, "+Inf"), self._counts, strict=True):
@@ -66,7 +67,7 @@ GAUGES: tuple[tuple[str, str, StatReader], ...] = (
     ("weft_prepared", "1 when nothing is left to compile or capture.", lambda stats: stats.prepared),
     (
         "weft_images_running",
-        "Images that are drawn, or whose prompts are encoded.",
+        "Images that are generated now, or whose prompts are encoded.",
         lambda stats: stats.images_running,
     ),
     ("weft_images_waiting", "Images in the engine's queue.", lambda stats: stats.images_waiting),
@@ -83,7 +84,7 @@ COUNTERS: tuple[tuple[str, str, StatReader], ...] = (
     ("weft_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda stats: stats.prefix_queries),
     ("weft_prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda stats: stats.prefix_hits),
     ("weft_num_preemptions", "Requests that had to give up their blocks.", lambda stats: stats.preemptions),
-    ("weft_images", "Images drawn.", lambda stats: stats.images),
+    ("weft_images", "Images generated.", lambda stats: stats.images),
     ("weft_denoise_steps", "Denoise steps made.", lambda stats: stats.denoise_steps),
     ("weft_image_encode_seconds", "Images' time in their prompts' stage.", lambda stats: stats.encode_seconds),
     ("weft_image_denoise_seconds", "Images' time in their denoise steps.", lambda stats: stats.denoise_seconds),
@@ -105,7 +106,7 @@ WEFT_ALONE = frozenset(
         "weft_image_denoise_seconds",
     }
 )
-"""All the others are given a second time, under the names that dashboards and autoscalers made for vLLM look for."""
+"""Metrics without an alias; the others are exported a second time, under the names that vLLM gives them."""
 
 
 class StatsSource(Protocol):
@@ -115,8 +116,7 @@ class StatsSource(Protocol):
 
 
 class Metrics(Collector):
-    """One served model's figures. Names of models, and of its adapters, are the operator's: a client's string never
-    becomes a label."""
+    """The metrics of one served model. A client's string never becomes a label: names are the operator's."""
 
     def __init__(self, model_name: str, source: StatsSource) -> None:
         self._model_name = model_name
@@ -133,7 +133,7 @@ class Metrics(Collector):
         self._rejected = 0
 
     def finished(self, model_name: str, reason: FinishReason, seconds: float) -> None:
-        """`model_name`: of the model, or of one of its adapters."""
+        """Count a finished request. `model_name` is the name of the model, or of one of its adapters."""
         self._finished.setdefault(model_name, dict.fromkeys(FinishReason, 0))[reason] += 1
         self.e2e_latency.observe(seconds)
 
@@ -197,7 +197,7 @@ class Metrics(Collector):
 
 
 class Residence(Struct, frozen=True, kw_only=True):
-    """How one of several models came and went."""
+    """The load history of one of several models."""
 
     model_name: str
     is_loaded: bool
@@ -207,7 +207,10 @@ class Residence(Struct, frozen=True, kw_only=True):
 
 
 class _House(Collector):
-    """All models together: a family is there once, with the samples of all of them."""
+    """The collector of all models: a family is exported once, with the samples of all of them.
+
+    The CPU time of the process that answers stands beside them, under the name that Prometheus' clients give it.
+    """
 
     def __init__(self, models: Sequence[Metrics], residences: Sequence[Residence]) -> None:
         self._models = models
@@ -220,6 +223,7 @@ class _House(Collector):
             yield family
         if self._residences:
             yield from self._comings_and_goings()
+        yield CounterMetricFamily("process_cpu_seconds", "CPU time of the api process.", value=process_time())
 
     def _comings_and_goings(self) -> Iterator[Metric]:
         loaded = GaugeMetricFamily("weft_model_loaded", "1 while the model is loaded.", labels=["model_name"])
@@ -236,7 +240,7 @@ class _House(Collector):
 
 
 def exposition(models: Sequence[Metrics], residences: Sequence[Residence] = ()) -> bytes:
-    """The body of an answer to a scrape."""
+    """Return the body of an answer to a scrape."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_House(models, residences))
     return generate_latest(registry)

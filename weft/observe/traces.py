@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span for every request, made when the request is over, so that nothing waits for it.
+"""Records an OpenTelemetry span for every request, made when the request is over, so that no request waits for it.
 
 The packages are an extra (`otel`), and are imported only when traces are wanted.
 """
@@ -25,7 +25,7 @@ _parent: ContextVar[str] = ContextVar("weft_traceparent", default="")
 
 
 class RequestOutcome(Struct, frozen=True, kw_only=True):
-    """How one request at the engine went. Seconds are from its arrival."""
+    """The outcome of one request at the engine. Seconds are counted from its arrival."""
 
     model: str
     request_id: str
@@ -34,15 +34,15 @@ class RequestOutcome(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     queue_seconds: float | None
-    """None: no token came; it may have waited to the end."""
+    """Seconds in the queue; None when no token came: it may have waited to the end."""
     first_token_seconds: float | None
     seconds: float
     finish: str
-    """Of each choice, joined."""
+    """The finish reasons of the choices, joined."""
 
 
 def take_in(headers: Iterable[tuple[str, str | bytes]]) -> None:
-    """Note what the request's headers, or its metadata, say of the client's span. Names are in lower case."""
+    """Remember the client's span that the request's headers or metadata name. Header names are in lower case."""
     found = [value for name, value in headers if name == "traceparent" and isinstance(value, str)]
     _parent.set(found[0] if len(found) == 1 else "")
 
@@ -59,8 +59,8 @@ class Traces:
         self._propagator = TraceContextTextMapPropagator()
 
     def record(self, outcome: RequestOutcome) -> None:
-        """A span from arrival to end, and in it one for the time in the queue and one for the time to the first
-        token. It is sent later, from another thread."""
+        """Record a span from arrival to end, with a span inside for the time in the queue and one for the time to the
+        first token. They are sent later, from another thread."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         end = time.time_ns()
@@ -80,7 +80,7 @@ class Traces:
         request.end(end)
 
     def close(self) -> None:
-        """Send what is still to be sent."""
+        """Send the spans that are not sent yet."""
         self._provider.shutdown()
 
     def _span(self, name: str, context: Context, began_ns: int, end_ns: int) -> None:
@@ -88,7 +88,7 @@ class Traces:
 
 
 def open_traces(endpoint: str) -> Traces:
-    """Raises ConfigError when the packages are not there."""
+    """Open an exporter to the endpoint. Raises ConfigError when the packages are not installed."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -104,7 +104,7 @@ def _ns(seconds: float) -> int:
 
 
 def _attributes(outcome: RequestOutcome) -> dict[str, str | int]:
-    """Named as OpenTelemetry's conventions for generative models name them, where they do."""
+    """Return a span's attributes, named by OpenTelemetry's conventions for generative models where there are any."""
     return {
         "gen_ai.request.model": outcome.model,
         "gen_ai.usage.input_tokens": outcome.prompt_tokens,

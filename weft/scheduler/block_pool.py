@@ -1,7 +1,7 @@
-"""Cache blocks: who holds which, which are free, and which free ones still hold something worth finding.
+"""The block pool of the KV cache: which blocks are in use, which are free, and which free ones are still cached.
 
 The free list is threaded through the blocks themselves, so taking a cached block out of its middle is O(1)
-and allocates nothing. Its head is the block that was let go longest ago: the first to be reused.
+and allocates nothing. Its head is the block that was released longest ago: the first to be reused.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from collections.abc import Iterator, Sequence
 
 
 class Block:
+    """One block of the KV cache."""
+
     __slots__ = ("id", "key", "next", "prev", "refs")
 
     def __init__(self, id: int) -> None:
         self.id = id
         self.refs = 0
         self.key: bytes | None = None
-        """What the block holds, when it is full and may be found by the prefix cache."""
+        """The key of its content, when it is full and the prefix cache may find it."""
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -63,7 +65,7 @@ class FreeList:
 
 
 class BlockPool:
-    """All blocks of the cache. Block 0 is the null block: padding is written there, and nobody reads it."""
+    """The pool of all blocks. Block 0 is the null block: padding is written there, and never read."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
@@ -81,7 +83,7 @@ class BlockPool:
         return len(self.free)
 
     def allocate(self, count: int) -> list[Block]:
-        """Take free blocks, the longest unused first; what the prefix cache knew of them is forgotten."""
+        """Take free blocks, the least recently used first, and evict them from the prefix cache."""
         if count > len(self.free):
             raise RuntimeError(f"{count} blocks asked, {len(self.free)} free")
         taken = [self.free.popleft() for _ in range(count)]
@@ -91,13 +93,13 @@ class BlockPool:
         return taken
 
     def share(self, block: Block) -> None:
-        """One more holder of a block that the prefix cache found."""
+        """Add a reference to a block that the prefix cache found."""
         if block.refs == 0:
             self.free.remove(block)
         block.refs += 1
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """Let go of a chain of blocks. Its tail is freed first, so that its head is the last to be reused."""
+        """Release a chain of blocks. Its tail is freed first, so that its head is the last to be reused."""
         for block in reversed(blocks):
             if block.refs <= 0:
                 raise RuntimeError(f"{block} released more often than it was taken")
@@ -106,7 +108,7 @@ class BlockPool:
                 self.free.append(block)
 
     def remember(self, block: Block, key: bytes) -> None:
-        """Make a full block findable. A second block of the same content stays unknown: tables only grow."""
+        """Add a full block to the prefix cache. A second block of the same content stays out: tables only grow."""
         if block.key is None and key not in self.by_key:
             block.key = key
             self.by_key[key] = block

@@ -1,9 +1,13 @@
-"""Cursors: how far a request is, and how far it may go.
+"""Cursors track how far a request has been computed, and answer what differs between kinds of requests.
 
-A request has no phase. Its cursor has `known` units of work and `computed` ones, and scheduling means letting
-`computed` catch up with `known`. For tokens a unit is a token: a prompt is many known tokens at once, decoding
-is one more known token after each step. For an encoding the units are the prompt's tokens, and no more become known.
-For an image they are the denoise steps that were asked for.
+A cursor has `known` units of work and `computed` ones, and scheduling lets `computed` catch up with `known`. For tokens
+a unit is a token: prefill computes many known tokens at once, in chunks, and decode computes the one that the last step
+sampled. For an encoding the units are the prompt's tokens, and no more become known. For an image they are its denoise
+steps.
+
+Most requests have one stage. An image has up to three, each with a cursor of its own: its prompt and its negative
+prompt are encoded by the language model, and then it is denoised. Prompts that are empty, that the client has encoded
+or that another image has had encoded before are skipped. An image waits for admission as its last stage.
 """
 
 from __future__ import annotations
@@ -13,16 +17,30 @@ import hashlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
+from typing import TypeGuard
 
-from weft.plan import Extra, Gained, Held, Pooled, PromptLogprobs, Row
+from msgspec import Struct
+
+from weft.plan import (
+    Denoise,
+    DenoiseAdmission,
+    KeptHiddenStates,
+    Limits,
+    PlacedEmbeds,
+    Pooled,
+    PromptLogprobs,
+    Row,
+    RowOutput,
+    RowRequest,
+)
 from weft.scheduler.block_pool import Block
-from weft.scheduler.prompt_embeds import Text, TextKey
+from weft.scheduler.prompt_embeds import EmbedsPair, EmbedsSlot, ImageMemory, PromptKey, embeds_sources
 from weft.types import Adapter, FinishReason, ImageParams, Pooling, Request, TokenLogprob
 
 
 def root_key(cache_salt: str, adapter: Adapter | None = None) -> bytes:
-    """The parent of a sequence's first block: sequences of different roots share nothing. Of an adapter the number
-    counts: another may have its name later."""
+    """Return the parent key of a sequence's first block: sequences of different roots share nothing. An adapter counts
+    by its number, as another may have its name later."""
     number = 0 if adapter is None else adapter.number
     return hashlib.blake2b(repr((cache_salt, number)).encode(), digest_size=32).digest()
 
@@ -32,51 +50,88 @@ def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class KeyChain:
-    """The keys of a sequence's full blocks, each computed once, when its tokens are known."""
+    """The chain holds the keys of a sequence's full blocks, each computed once, when its tokens are known."""
 
     def __init__(self, root: bytes, block_size: int) -> None:
         self._keys = [root]
         self._block_size = block_size
 
     def of(self, tokens: Sequence[int], block: int) -> bytes:
-        """The key of a sequence's block, counted from 0; its tokens and all before them must be known."""
+        """Return the key of a sequence's block, counted from 0; its tokens and all before them must be known."""
         while len(self._keys) < block + 2:
             start = (len(self._keys) - 1) * self._block_size
             self._keys.append(block_key(self._keys[-1], tokens[start : start + self._block_size]))
         return self._keys[block + 1]
 
 
-class Need(enum.Enum):
-    """What a step may have none left of. Whoever needs it does not stand in the way of those who do not."""
+class GenerateTokens(Struct, frozen=True):
+    """Sample an answer to the prompt."""
 
-    SCORING = "room for prompt tokens that are scored"
-    CANVAS = "a canvas for an image"
-    GIVEN = "a canvas, and room for tensors of a client"
+
+class PoolPrompt(Struct, frozen=True):
+    """Pool the prompt's hidden states into one vector."""
+
+    pooling: Pooling
+
+
+class EncodePrompt(Struct, frozen=True):
+    """Keep the hidden states of a prompt in the worker."""
+
+    key: PromptKey
+
+
+class GenerateImage(Struct, frozen=True):
+    """Denoise an image, step by step."""
+
+    image: ImageParams
+    cost: int
+    """Tokens that one denoise step counts as."""
+
+
+Stage = GenerateTokens | PoolPrompt | EncodePrompt | GenerateImage
+
+
+def stages_of(request: Request, limits: Limits) -> list[Stage]:
+    """Return the stages of a request that can be served within these limits."""
+    image = request.image
+    if image is None or limits.image is None:
+        return [GenerateTokens() if request.pooling is None else PoolPrompt(request.pooling)]
+    keys = dict.fromkeys(source for source in embeds_sources(request) if isinstance(source, PromptKey))
+    return [*map(EncodePrompt, keys), GenerateImage(image, limits.image.cost(image))]
+
+
+class ScarceResource(enum.Enum):
+    """What only some requests need, and a step may have none left of. Requests that need it queue apart, so that those
+    that do not can pass them."""
+
+    PROMPT_LOGPROBS = "budget for the log probabilities of prompt tokens"
+    LATENT_SLOT = "a latent slot"
+    CLIENT_TENSORS = "a latent slot, and bytes for a client's tensors"
 
 
 class Cursor(ABC):
-    """A request, or one stage of it, from its arrival to its end."""
+    """A cursor is the state of a request, or of one stage of it, from its arrival to its end."""
 
     def __init__(self, request: Request, num_prompt: int, arrival: int, arrived_at: float) -> None:
         self.request = request
         self.num_prompt = num_prompt
         """Tokens of prompt that this stage computes."""
         self.arrival = arrival
-        """Counts requests: the smaller, the earlier it came."""
+        """The number of requests that arrived before it."""
         self.arrived_at = arrived_at
         self.tenant = request.tenant
-        self.drawing: DenoiseCursor | None = None
-        """Of an image: the cursor of its last stage, which holds what the image holds."""
+        self.denoise_cursor: DenoiseCursor | None = None
+        """The cursor of an image's last stage, which holds the image's memory; None for other requests."""
 
         self.computed = 0
-        """Units of work that are done, or will be by the steps that are under way."""
+        """Units of work that are done, or will be after the steps that are under way."""
         self.preemptions = 0
         self.cached_tokens = 0
         """Prompt tokens that the prefix cache, or a sibling, held at the first admission."""
         self.queue_seconds: float | None = None
-        """From its arrival to its first admission."""
+        """The time from its arrival to its first admission."""
         self.reported = bool(request.output_token_ids)
-        """Whether an event of this request has left: of this engine, or of one before it."""
+        """True when an event of this request was sent, by this engine or by one before it."""
         self.ended = False
 
     @property
@@ -92,8 +147,21 @@ class Cursor(ABC):
     def known(self) -> int: ...
 
     @property
+    def scarce_resource(self) -> ScarceResource | None:
+        """What the request may have to wait for longer than others; it does not change while the request waits."""
+        return None
+
+    def can_begin(self, prompt_logprobs_budget: int, memory: ImageMemory) -> bool:
+        """Return whether the scarce resource that the request needs now is free."""
+        return True
+
     @abstractmethod
-    def need(self) -> Need | None: ...
+    def begin(self, memory: ImageMemory, now: float) -> None:
+        """Begin a stage that needs no row."""
+
+    def next_stage(self, memory: ImageMemory, limits: Limits) -> Cursor:
+        """Return the cursor of the stage that comes next; the cursor itself when none is left before it."""
+        return self
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id}, computed={self.computed}, known={self.known})"
@@ -109,7 +177,7 @@ class RowCursor(Cursor):
         super().__init__(request, num_prompt, arrival, arrived_at)
         self.tokens = list(tokens)
         self.limit = limit
-        """No more tokens than these can be known, prompt included."""
+        """The largest number of tokens that can become known, prompt included."""
         self.block_size = block_size
 
         self.settled = 0
@@ -121,53 +189,84 @@ class RowCursor(Cursor):
         self.blocks: list[Block] = []
         self.keys = KeyChain(root_key(request.cache_salt, request.adapter), block_size)
         self.holds_all = False
-        """Whether `blocks` has room for `limit` tokens: such a request never has to give way again."""
+        """True when `blocks` can hold `limit` tokens: such a request is never preempted again."""
         self.prompt_logprobs: list[TokenLogprob] = []
-        """Of the prompt's tokens from the second on, as far as they have come. Preemption does not make them wrong."""
+        """Log probabilities of the prompt's tokens from the second on that have arrived; they outlive a preemption."""
+
+    @property
+    def needs_row(self) -> bool:
+        return True
+
+    def begin(self, memory: ImageMemory, now: float) -> None:
+        raise AssertionError(f"{self} begins in a row")
+
+    def enter_row(self, row: int, now: float) -> None:
+        self.row = row
+        if self.preemptions == 0:
+            self.queue_seconds = now - self.arrived_at
+            self.cached_tokens = min(self.computed, self.num_prompt)
+
+    def leave_row(self) -> None:
+        self.row = -1
+        self.blocks = []
+        self.holds_all = False
+
+    def preempted(self) -> None:
+        """Start over: the request has lost its row and its blocks."""
+        self.computed = self.settled = 0
+        self.preemptions += 1
 
     @property
     def family(self) -> str:
-        """The id of the leader of the siblings that it belongs to."""
+        """The request id of the leader of its siblings."""
         return self.request.sibling_of or self.request.request_id
 
     @property
     @abstractmethod
     def todo(self) -> int:
-        """Tokens that a step could compute now."""
+        """The number of tokens that a step could compute now."""
 
     @property
     @abstractmethod
     def decoding(self) -> bool:
-        """One step away from the next token of an answer."""
+        """True when one computed token gives the next token of the answer."""
 
     @property
     @abstractmethod
     def takes_cached(self) -> bool:
-        """Whether tokens that others have computed need not be computed for this request."""
+        """True when the request can use cached blocks of its prompt."""
 
     @property
     @abstractmethod
     def scores_prompt(self) -> bool:
-        """Whether the next tokens are computed for the log probabilities of the prompt."""
+        """True when the next tokens are computed for the log probabilities of the prompt."""
 
     @abstractmethod
     def samples(self, count: int) -> bool:
-        """Whether a token is sampled after the next `count` ones."""
+        """Return whether a token is sampled after the next `count` ones."""
 
     @abstractmethod
-    def extra(self, count: int) -> Extra | None:
-        """What is asked of the next `count` tokens besides."""
+    def row_request(self, count: int) -> RowRequest | None:
+        """Return what the row of the next `count` tokens requests besides sampling."""
 
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
-    def gain(self, row: Row, gained: Gained) -> None:
-        """Take in log probabilities: those that did not come before a preemption already."""
-        self.prompt_logprobs += gained.logprobs[len(self.prompt_logprobs) - row.start :]
+    def take_output(self, row: Row, output: RowOutput) -> None:
+        """Append the log probabilities that did not arrive before a preemption already."""
+        self.prompt_logprobs += output.logprobs[len(self.prompt_logprobs) - row.start :]
+
+    def completes_stage(self, row: Row) -> bool:
+        """Return whether the request goes on to another stage after this row."""
+        return False
+
+    def end_stage(self) -> None:
+        """Close this stage; the request goes on in the next one."""
+        self.ended = True
 
     def finish_after(self, token_id: int) -> FinishReason | None:
-        """Whether the answer ends with this token, the last one known."""
+        """Return why the answer ends with this token, the last one known; None: it does not."""
         if token_id in self.request.stop_token_ids and self.num_output > self.request.params.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.limit else None
@@ -190,18 +289,21 @@ class TokenCursor(RowCursor):
         return len(self.tokens) + self.pending
 
     @property
-    def need(self) -> Need | None:
-        return Need.SCORING if self.scores_prompt else None
+    def scarce_resource(self) -> ScarceResource | None:
+        return None if self.request.params.prompt_logprobs is None else ScarceResource.PROMPT_LOGPROBS
+
+    def can_begin(self, prompt_logprobs_budget: int, memory: ImageMemory) -> bool:
+        return not self.scores_prompt or prompt_logprobs_budget > 0
 
     @property
     def todo(self) -> int:
-        """The last token that may be known need not be computed."""
+        """All known tokens but those computed; the last token of a full answer is never computed."""
         return 0 if self.known >= self.limit else self.known - self.computed
 
     @property
     def decoding(self) -> bool:
-        """One token behind: `todo` is 1, and it is no prompt of one token. Asked for every running request in every
-        step, so it is spelled out."""
+        """True when `todo` is 1 and the token is not a prompt of one token. It is read for every running request in
+        every step, so it does not call `todo`."""
         known = len(self.tokens) + self.pending
         return known - self.computed == 1 and self.computed > 0 and known < self.limit
 
@@ -211,7 +313,7 @@ class TokenCursor(RowCursor):
 
     @property
     def scores_prompt(self) -> bool:
-        """Until the first token is there: what came before it was delivered with it."""
+        """True until the first token is sampled: the prompt's log probabilities are delivered with it."""
         return (
             self.request.params.prompt_logprobs is not None
             and len(self.tokens) == self.num_prompt
@@ -221,13 +323,13 @@ class TokenCursor(RowCursor):
     def samples(self, count: int) -> bool:
         return self.computed + count == self.known
 
-    def extra(self, count: int) -> Extra | None:
+    def row_request(self, count: int) -> RowRequest | None:
         num_top = self.request.params.prompt_logprobs
         return PromptLogprobs(num_top) if num_top is not None and self.scores_prompt else None
 
 
 class EncodeCursor(RowCursor):
-    """What the model makes of a prompt. Nothing is sampled."""
+    """A request, or a stage, that computes the hidden states of a prompt and samples nothing."""
 
     def __init__(
         self, request: Request, token_ids: Sequence[int], block_size: int, arrival: int, arrived_at: float
@@ -240,10 +342,6 @@ class EncodeCursor(RowCursor):
         return self.num_prompt
 
     @property
-    def need(self) -> Need | None:
-        return None
-
-    @property
     def todo(self) -> int:
         return self.num_prompt - self.computed
 
@@ -253,7 +351,7 @@ class EncodeCursor(RowCursor):
 
     @property
     def takes_cached(self) -> bool:
-        """The hidden states of cached tokens are not kept."""
+        """False: the prefix cache does not keep hidden states."""
         return False
 
     @property
@@ -265,7 +363,7 @@ class EncodeCursor(RowCursor):
 
 
 class PoolCursor(EncodeCursor):
-    """A request for the vector of a prompt."""
+    """A request for an embedding of its prompt."""
 
     def __init__(
         self, request: Request, pooling: Pooling, block_size: int, arrival: int = 0, arrived_at: float = 0.0
@@ -277,51 +375,76 @@ class PoolCursor(EncodeCursor):
     def takes_cached(self) -> bool:
         return self.pooling is Pooling.LAST
 
-    def extra(self, count: int) -> Extra | None:
+    def row_request(self, count: int) -> RowRequest | None:
         is_end = self.computed + count == self.num_prompt
         return Pooled(self.pooling, is_end) if is_end or self.pooling is Pooling.MEAN else None
 
 
-class TextCursor(EncodeCursor):
-    """A stage of an image: one of its prompts, whose hidden states stay in the worker."""
+class PromptEmbedsCursor(EncodeCursor):
+    """A stage of an image: one of its prompts is encoded, and its hidden states stay in the worker."""
 
-    def __init__(self, drawing: DenoiseCursor, text: Text, key: TextKey, block_size: int) -> None:
-        super().__init__(drawing.request, key.token_ids, block_size, drawing.arrival, drawing.arrived_at)
-        self.drawing: DenoiseCursor = drawing
-        self.text = text
-        self.preemptions = drawing.preemptions
+    def __init__(self, denoise_cursor: DenoiseCursor, slot: EmbedsSlot, key: PromptKey, block_size: int) -> None:
+        request = denoise_cursor.request
+        super().__init__(request, key.token_ids, block_size, denoise_cursor.arrival, denoise_cursor.arrived_at)
+        self.denoise_cursor: DenoiseCursor = denoise_cursor
+        self.slot = slot
+        self.preemptions = denoise_cursor.preemptions
 
     @property
-    def is_needless(self) -> bool:
-        """Whether somebody was faster than one that waits."""
-        return self.text.is_whole or self.text.is_being_encoded
+    def needs_row(self) -> bool:
+        """False when the prompt was encoded, or is being encoded, for another image while this one waited."""
+        return self.slot.needs_encoding
 
-    def extra(self, count: int) -> Extra | None:
-        return Held(self.text.slot, self.computed + count == self.num_prompt)
+    def begin(self, memory: ImageMemory, now: float) -> None:
+        self.ended = True
+
+    def enter_row(self, row: int, now: float) -> None:
+        super().enter_row(row, now)
+        self.slot.is_being_encoded = True
+
+    def leave_row(self) -> None:
+        super().leave_row()
+        self.slot.is_being_encoded = False
+
+    def preempted(self) -> None:
+        super().preempted()
+        self.denoise_cursor.preemptions = self.preemptions
+
+    def row_request(self, count: int) -> RowRequest | None:
+        return KeptHiddenStates(self.slot.slot, self.computed + count == self.num_prompt)
+
+    def completes_stage(self, row: Row) -> bool:
+        return row.start + row.count == self.known
+
+    def end_stage(self) -> None:
+        super().end_stage()
+        self.slot.is_complete = True
+
+    def next_stage(self, memory: ImageMemory, limits: Limits) -> Cursor:
+        return self.denoise_cursor.next_stage(memory, limits)
 
 
 class DenoiseCursor(Cursor):
-    """The last stage of an image, and what it holds from its admission to its end: a canvas, and the texts that it is
-    drawn from. It has neither a row nor blocks, so it gives way by not being planned, and loses nothing by that."""
+    """The last stage of an image, and what the image holds from its admission to its end: a latent slot and the slots
+    of its prompt embeds. It has neither a row nor blocks: preempting it means not planning it, and loses nothing."""
 
     def __init__(
         self, request: Request, image: ImageParams, cost: int, arrival: int = 0, arrived_at: float = 0.0
     ) -> None:
         super().__init__(request, 0, arrival, arrived_at)
-        self.drawing: DenoiseCursor = self
+        self.denoise_cursor: DenoiseCursor = self
         self.image = image
         self.cost = cost
-        """Of a step."""
-        self.slot = -1
-        """The canvas in the worker; -1 while the image waits for one."""
-        self.texts: tuple[Text | None, Text | None] = None, None
-        """What it is drawn from, and what it is steered away from; None: no words at all."""
+        """Tokens that one denoise step counts as."""
+        self.latent_slot = -1
+        """The latent slot in the worker; -1 while the image waits for one."""
+        self.embeds: EmbedsPair = None, None
         self.since = 0.0
-        """When its present stage began."""
+        """The time at which its present stage began."""
         self.is_begun = False
-        """Whether the worker knows of it."""
+        """True when a plan has admitted it to the worker."""
         self.done = 0
-        """Steps whose results have come."""
+        """Denoise steps whose results have arrived."""
 
     @property
     def known(self) -> int:
@@ -332,22 +455,64 @@ class DenoiseCursor(Cursor):
         return self.image.steps - self.computed
 
     @property
-    def need(self) -> Need | None:
-        if self.slot >= 0:
-            return None
-        return Need.GIVEN if self.request.given.num_bytes else Need.CANVAS
+    def scarce_resource(self) -> ScarceResource | None:
+        return ScarceResource.CLIENT_TENSORS if self.request.given.num_bytes else ScarceResource.LATENT_SLOT
+
+    def can_begin(self, prompt_logprobs_budget: int, memory: ImageMemory) -> bool:
+        return memory.has_capacity_for(self.request)
+
+    def begin(self, memory: ImageMemory, now: float) -> None:
+        self.latent_slot, self.embeds = memory.take(self.request)
+        self.since = now
+        self.queue_seconds = now - self.arrived_at
+
+    def release(self, memory: ImageMemory) -> None:
+        """Give back what the image holds, if it was admitted."""
+        if self.latent_slot >= 0:
+            memory.give_back(self.request, self.latent_slot, self.embeds)
+        self.latent_slot, self.embeds = -1, (None, None)
+
+    def next_stage(self, memory: ImageMemory, limits: Limits) -> Cursor:
+        for stage in stages_of(self.request, limits) if self.missing else ():
+            if isinstance(stage, EncodePrompt) and (slot := memory.embeds.by_key[stage.key]).needs_encoding:
+                return PromptEmbedsCursor(self, slot, stage.key, limits.block_size)
+        return self
 
     @property
-    def missing(self) -> list[Text]:
-        """Its texts that are not whole."""
-        return [text for text in self.texts if text is not None and not text.is_whole]
+    def missing(self) -> list[EmbedsSlot]:
+        """Its prompt embeds that are not complete."""
+        return [slot for slot in self.embeds if slot is not None and not slot.is_complete]
 
     @property
-    def is_held_up(self) -> bool:
-        """Whether others encode all that is missing."""
-        return bool(self.missing) and all(text.is_being_encoded for text in self.missing)
+    def awaits_embeds(self) -> bool:
+        """True when rows of other images encode everything that is missing."""
+        return bool(self.missing) and all(slot.is_being_encoded for slot in self.missing)
 
-    def shows_after(self, step: int) -> bool:
-        """Whether the image is wanted once so many steps are done."""
+    def admission(self) -> DenoiseAdmission:
+        prompt, negative = (PlacedEmbeds() if slot is None else slot.placed for slot in self.embeds)
+        return DenoiseAdmission(self.latent_slot, self.image, prompt, negative)
+
+    def denoise(self, count: int) -> Denoise:
+        """Return the plan of the next `count` denoise steps."""
+        wants_image = self.wants_image_after(self.computed + count)
+        return Denoise(self.latent_slot, self.computed, count, self.cost * count, wants_image)
+
+    def wants_image_after(self, step: int) -> bool:
+        """Return whether the image is decoded after this many steps: as a preview, or as the result."""
         every = self.image.preview_every
         return step == self.image.steps or (every > 0 and step % every == 0)
+
+
+def needs_row(cursor: Cursor) -> TypeGuard[RowCursor]:
+    """Return whether the cursor's stage is computed in a row of the worker."""
+    return isinstance(cursor, RowCursor) and cursor.needs_row
+
+
+def first_cursor(request: Request, limits: Limits, arrival: int, arrived_at: float) -> Cursor:
+    """Return the cursor that a request waits for admission with."""
+    match stages_of(request, limits)[-1]:
+        case PoolPrompt(pooling=pooling):
+            return PoolCursor(request, pooling, limits.block_size, arrival, arrived_at)
+        case GenerateImage(image=image, cost=cost):
+            return DenoiseCursor(request, image, cost, arrival, arrived_at)
+    return TokenCursor(request, limits.max_model_len, limits.block_size, arrival, arrived_at)

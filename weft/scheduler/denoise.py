@@ -1,147 +1,189 @@
-"""Images under way: what they hold, and whose denoise steps come next.
+"""Images that were admitted, and which of them make denoise steps next.
 
-In a step that has tokens too, images come after the decodes and before the prompts, and pay for what they take: every
-step gives them a credit, and while it is not used up they go on. An image's step cannot be divided, so the first one
-may overdraw the credit; the debt is paid off by the steps that follow.
+In a step that computes tokens too, images come after the decodes and before the prefills, and pay for what they take:
+every step gives them a credit in tokens, and while it is not used up they make steps. A denoise step cannot be divided,
+so the first one may overdraw the credit; the steps that follow pay the debt off.
 
-Let C be the most that a denoise step costs, and `room` what decodes leave of the step's budget. Then
+Let C be the largest cost of a denoise step, and `left` what decodes leave of the step's budget. Then
 
 - a step that decodes has denoise steps of at most max(max_mixed_denoise, C) tokens beside it, and any n such steps in
   a row have at most n * max_mixed_denoise + C;
-- while prompts wait as well, images take no more than half of the room over time, plus C;
+- while prompts wait as well, images take no more than half of what is left over time, plus C;
 - the first of the images (by priority, by tenant, by arrival) makes a step at least every C / credit + 1 steps in
-  which there is room for it; the credit is the room, half of it while prompts wait, and no more than max_mixed_denoise
-  beside decodes;
-- an image for which the decodes leave no room gets a step without tokens, after it has waited for PATIENCE of them. So
+  which it fits; the credit is what is left, half of it while prompts wait, and no more than max_mixed_denoise beside
+  decodes;
+- an image that does not fit beside the decodes gets a step without tokens, after it has waited for PATIENCE steps. So
   decodes lose at most one step of PATIENCE + 1.
 
-What nobody else wanted of a step without decodes is theirs, and free.
+In a step without decodes, images may take what prefills leave without paying.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
-from weft.plan import ImageLimits
-from weft.scheduler.cursors import DenoiseCursor
-from weft.scheduler.prompt_embeds import Texts, sources_of
-from weft.types import Request
-
-
-class Holdings:
-    def __init__(self, limits: ImageLimits | None) -> None:
-        self._limits = limits
-        self.free_canvases = list(range(limits.max_num_images - 1, -1, -1)) if limits is not None else []
-        self.num_canvases = 0
-        """That are taken."""
-        self.released: list[int] = []
-        """Canvases given back since the last plan: for the worker to forget."""
-        self.texts = Texts(limits.max_num_texts if limits is not None else 0)
-        self.given_bytes = 0
-        """Of tensors."""
-
-    @property
-    def num_bytes(self) -> int:
-        if self._limits is None:
-            return 0
-        slots = self.num_canvases * self._limits.canvas_bytes + self.texts.num_used * self._limits.text_bytes
-        return slots + self.given_bytes
-
-    def has_room_for(self, request: Request) -> bool:
-        """Whether an image can be admitted."""
-        if self._limits is None or not self.free_canvases:
-            return False
-        num_texts = sum(source is not None for source in sources_of(request))
-        has_bytes = self.given_bytes + request.given.num_bytes <= self._limits.max_given_bytes
-        return has_bytes and num_texts <= len(self.texts.unused)
-
-    def take(self, cursor: DenoiseCursor) -> None:
-        """All at once, so that no two images wait for what the other holds."""
-        cursor.slot = self.free_canvases.pop()
-        self.num_canvases += 1
-        prompt, negative = sources_of(cursor.request)
-        cursor.texts = self.texts.take(prompt), self.texts.take(negative)
-        self.given_bytes += cursor.request.given.num_bytes
-
-    def give_back(self, cursor: DenoiseCursor) -> None:
-        self.free_canvases.append(cursor.slot)
-        self.released.append(cursor.slot)
-        cursor.slot = -1
-        self.num_canvases -= 1
-        for text in filter(None, cursor.texts):
-            self.texts.give_back(text)
-        cursor.texts = None, None
-        self.given_bytes -= cursor.request.given.num_bytes
-
+from weft.plan import Denoise, ImageLimits, StepPlan
+from weft.scheduler.cursors import Cursor, DenoiseCursor
+from weft.scheduler.policy import Throttle, denoise_credit
+from weft.scheduler.prompt_embeds import ImageMemory
+from weft.scheduler.step import Step
+from weft.scheduler.waiting_queue import Tenants
 
 PATIENCE = 3
 
 
 class Images:
-    """All images that have not ended. Those that wait, or encode one of their prompts, are cursors like any other;
-    while others encode for them they stand `aside`, and once there are texts they are `drawing`."""
+    """All requests for images. Those that wait for admission, or encode one of their prompts, are in the waiting queue
+    or in rows like any other request; the rest are here."""
 
-    def __init__(self, limits: ImageLimits | None) -> None:
-        self.holdings = Holdings(limits)
-        self.draws_whole = limits is not None and limits.whole_images
-        """All that is left of an image at once."""
-        self.draws_singly = limits is not None and limits.single_images
-        self.drawing: list[DenoiseCursor] = []
-        self.aside: list[DenoiseCursor] = []
+    def __init__(self, limits: ImageLimits | None, throttle: Throttle, tenants: Tenants) -> None:
+        self._limits = limits
+        self._throttle = throttle
+        self._tenants = tenants
+        self.memory = ImageMemory(limits)
+        self.denoising: list[DenoiseCursor] = []
+        self.awaiting_embeds: list[DenoiseCursor] = []
+        """Images whose prompts are being encoded in rows of other images."""
         self.num_open = 0
+        """Images that have not ended, wherever they are."""
+        self.num_finished = 0
+        self.num_steps = 0
+        self.encode_seconds = 0.0
+        self.denoise_seconds = 0.0
         self._credit = 0
         """In tokens; below 0 it is a debt."""
         self._waited = 0
-        """Steps in a row in which tokens left no room for the first in turn."""
+        """Steps in a row in which the first image in turn did not fit beside the tokens."""
+
+    # Requests come and go.
+
+    def opened(self, cursor: Cursor) -> None:
+        self.num_open += cursor.denoise_cursor is not None
+
+    def enter(self, cursor: Cursor, now: float) -> None:
+        """Take in an image that needs no row: to be denoised, or to wait for rows of other images."""
+        assert isinstance(cursor, DenoiseCursor), "only images have stages without a row"
+        if cursor.missing:
+            self.awaiting_embeds.append(cursor)
+            return
+        self.encode_seconds += now - cursor.since
+        cursor.since = now
+        self.denoising.append(cursor)
 
     def take_ready(self) -> list[DenoiseCursor]:
-        """Take out those that need not stand aside any longer: a text is whole, or nobody encodes it any more."""
-        ready = [cursor for cursor in self.aside if not cursor.is_held_up]
+        """Remove and return the images that need not wait for other rows: their prompts are encoded, or no row encodes
+        them any more."""
+        ready = [cursor for cursor in self.awaiting_embeds if not cursor.awaits_embeds]
         for cursor in ready:
-            self.aside.remove(cursor)
+            self.awaiting_embeds.remove(cursor)
         return ready
 
-    def remove(self, cursor: DenoiseCursor) -> None:
-        (self.drawing if cursor in self.drawing else self.aside).remove(cursor)
+    def closed(self, cursor: Cursor) -> None:
+        """Forget an image that has ended, whatever its stage."""
+        image = cursor.denoise_cursor
+        if image is None:
+            return
+        for place in (self.denoising, self.awaiting_embeds):
+            if image in place:
+                place.remove(image)
+        image.release(self.memory)
+        self.num_open -= 1
+
+    # One step.
 
     @property
     def must_go_alone(self) -> bool:
-        return self._waited >= PATIENCE and any(cursor.todo for cursor in self.drawing)
+        return self._waited >= PATIENCE and any(cursor.todo for cursor in self.denoising)
 
-    def in_turn(self, served: Callable[[str], int], planned: Collection[DenoiseCursor] = ()) -> list[DenoiseCursor]:
-        """Those that could make a step and are not planned yet, the first in turn first. `served` says how much a
-        tenant has had."""
-        able = [cursor for cursor in self.drawing if cursor.todo and cursor not in planned]
-        return sorted(able, key=lambda cursor: (cursor.priority, served(cursor.tenant), cursor.arrival))
+    def plan(self, step: Step, *, prompts_wait: bool) -> None:
+        """Plan denoise steps beside decodes and prefills."""
+        if not self.denoising:
+            return
+        assert self._limits is not None, "an image was admitted without an image model"
+        in_turn, most = self._in_turn(step.promised.images), self._max_images(step)
+        if self._limits.whole_images:
+            chosen = in_turn[:most]
+        else:
+            credit = denoise_credit(self._limits, step.budget, decodes=step.decodes, prompts_wait=prompts_wait)
+            chosen = self._share(in_turn, step.budget, most, is_alone=step.is_empty, credit=credit)
+        for cursor in chosen:
+            self._promise(cursor, step)
 
-    def share(
-        self, in_turn: list[DenoiseCursor], room: int, most: int, *, is_alone: bool, credit: int
+    def plan_idle_rest(self, step: Step) -> None:
+        """Plan denoise steps in what tokens leave of a step's budget."""
+        self._waited = 0
+        left, most, is_alone = step.budget, self._max_images(step), step.is_empty
+        chosen: list[DenoiseCursor] = []
+        for cursor in self._in_turn(step.promised.images):
+            if _fits(cursor, left, most - len(chosen), is_alone and not chosen):
+                chosen.append(cursor)
+                left -= cursor.cost
+        for cursor in chosen:
+            self._promise(cursor, step)
+
+    def apply(self, cursor: DenoiseCursor, denoise: Denoise, now: float) -> bool:
+        """Count the steps that an image has made; returns whether it is finished."""
+        cursor.done = denoise.start + denoise.count
+        self.num_steps += denoise.count
+        is_finished = cursor.done == cursor.known
+        if is_finished:
+            self.num_finished += 1
+            self.denoise_seconds += now - cursor.since
+        return is_finished
+
+    def take_back(self, plan: StepPlan, planned: Collection[DenoiseCursor]) -> None:
+        """Undo the denoise steps of a plan. How far the worker came is unknown: what it was to forget, or to begin, it
+        is told again."""
+        self.memory.released += plan.release_slots
+        begun = {admission.slot for admission in plan.admit_images}
+        for denoise, cursor in zip(plan.denoise, planned, strict=True):
+            cursor.computed = min(cursor.computed, denoise.start)
+            cursor.is_begun = cursor.is_begun and denoise.slot not in begun
+
+    def _promise(self, cursor: DenoiseCursor, step: Step) -> None:
+        assert self._limits is not None
+        if not cursor.is_begun:
+            step.admit_images.append(cursor.admission())
+            cursor.is_begun = True
+        denoise = cursor.denoise(cursor.todo if self._limits.whole_images else 1)
+        step.denoise.append(denoise)
+        step.promised.images.append(cursor)
+        # In the smallest steps each image is alone, so that one that does not fit is found.
+        step.budget = 0 if self._throttle.is_least else max(0, step.budget - cursor.cost)
+        self._tenants.charge(cursor.tenant, denoise.cost)
+        cursor.computed += denoise.count
+
+    def _max_images(self, step: Step) -> int:
+        """Return how many more images a step may have. After steps without memory they are no more than other requests,
+        and in the smallest steps each is alone, so that one that does not fit is found."""
+        if self._throttle.is_least and not step.is_empty:
+            return 0
+        is_single = self._limits is not None and self._limits.single_images
+        return (1 if is_single else self._throttle.rows) - len(step.denoise)
+
+    def _in_turn(self, planned: Collection[DenoiseCursor]) -> list[DenoiseCursor]:
+        """Return the images that could make a step and are not planned yet, the first in turn first."""
+        able = [cursor for cursor in self.denoising if cursor.todo and cursor not in planned]
+        return sorted(able, key=lambda cursor: (cursor.priority, self._tenants.served(cursor.tenant), cursor.arrival))
+
+    def _share(
+        self, in_turn: list[DenoiseCursor], left: int, most: int, *, is_alone: bool, credit: int
     ) -> list[DenoiseCursor]:
-        """Who makes a step that tokens want a share of, too, and gives images so much credit."""
+        """Return the images that make a step which tokens share, and which gives images this much credit."""
         self._credit = min(credit, self._credit + credit)
-        has_room = bool(in_turn) and _fits(in_turn[0], room, most, is_alone)
-        self._waited = self._waited + 1 if in_turn and not has_room else 0
+        first_fits = bool(in_turn) and _fits(in_turn[0], left, most, is_alone)
+        self._waited = self._waited + 1 if in_turn and not first_fits else 0
         chosen: list[DenoiseCursor] = []
         for cursor in in_turn:
             is_first = not chosen
             can_pay = self._credit >= cursor.cost or (is_first and self._credit > 0)
-            if can_pay and _fits(cursor, room, most - len(chosen), is_alone and is_first):
+            if can_pay and _fits(cursor, left, most - len(chosen), is_alone and is_first):
                 chosen.append(cursor)
-                room -= cursor.cost
+                left -= cursor.cost
                 self._credit -= cursor.cost
         return chosen
 
-    def take(self, in_turn: list[DenoiseCursor], room: int, most: int, *, is_alone: bool) -> list[DenoiseCursor]:
-        """Who makes a step of which nobody else wants anything more."""
-        self._waited = 0
-        chosen: list[DenoiseCursor] = []
-        for cursor in in_turn:
-            if _fits(cursor, room, most - len(chosen), is_alone and not chosen):
-                chosen.append(cursor)
-                room -= cursor.cost
-        return chosen
 
-
-def _fits(cursor: DenoiseCursor, room: int, most: int, is_alone: bool) -> bool:
-    """One that is alone fits whatever it costs: it cannot be divided."""
-    return most > 0 and (cursor.cost <= room or is_alone)
+def _fits(cursor: DenoiseCursor, left: int, most: int, is_alone: bool) -> bool:
+    """Return whether a step has budget for an image; one that is alone fits at any cost, as it cannot be divided."""
+    return most > 0 and (cursor.cost <= left or is_alone)

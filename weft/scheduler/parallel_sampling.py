@@ -1,5 +1,5 @@
-"""Siblings: requests with one prompt, of which one is the leader. The others wait until its prompt is computed, and
-then share its blocks. They stand beside the queue meanwhile, in nobody's way."""
+"""Parallel sampling: requests with one prompt are siblings, and the first of them is their leader. The others wait,
+outside the waiting queue, until the leader's prefill is done, and then share its blocks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from weft.scheduler.cursors import Cursor, RowCursor
 
 
 class Siblings:
-    """Those that wait for their leaders."""
+    """The requests that wait for their leaders."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, dict[RowCursor, None]] = {}
-        """By their leader's id, in the order of arrival."""
+        """They are grouped by their leader's id, in the order of arrival."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -33,7 +33,7 @@ class Siblings:
             del self._waiting[leader]
 
     def take_ready(self, cursors: Mapping[str, Cursor]) -> list[RowCursor]:
-        """Take out those that need not wait any longer; `cursors` are all open requests."""
+        """Remove and return the requests that need not wait any longer; `cursors` are all open requests."""
         ready = [
             cursor
             for leader, waiting in self._waiting.items()
@@ -46,28 +46,28 @@ class Siblings:
 
 
 def waits_for(cursor: RowCursor, leader: Cursor | None) -> bool:
-    """Whether there is something to wait for: a leader that will have computed the prompt sooner than the sibling
-    itself. One that was preempted has lost what it had."""
+    """Return whether a sibling waits for its leader: one that will have computed the prompt sooner than the sibling
+    itself. A leader that was preempted has lost its blocks."""
     if not isinstance(leader, RowCursor) or leader.preemptions or not cursor.takes_cached:
         return False
     return leader.settled < num_shared(cursor) * cursor.block_size
 
 
 def num_shared(cursor: RowCursor) -> int:
-    """How many blocks a sibling can share: full ones of the prompt. The last token that is known it computes itself,
-    for its logits."""
+    """Return how many blocks a sibling can share: full ones of the prompt. It computes its last known token itself, for
+    the logits."""
     return min(cursor.num_prompt, len(cursor.tokens) - 1) // cursor.block_size
 
 
 def shared_prompt(cursor: RowCursor, running: Iterable[RowCursor]) -> list[Block]:
-    """The blocks of a prompt that a running sibling has computed, all that can be shared or none."""
+    """Return the blocks of a prompt that a running sibling has computed: all that can be shared, or none."""
     if not cursor.request.sibling_of or not cursor.takes_cached:
         return []
     return next(filter(None, (shared_blocks(cursor, relative) for relative in running)), [])
 
 
 def shared_blocks(cursor: RowCursor, relative: RowCursor) -> list[Block]:
-    """The blocks that a running request of the same family has for a sibling: all it can share, or none."""
+    """Return the blocks that a running request of the same family shares with a sibling: all that it can, or none."""
     ours, theirs = cursor.request, relative.request
     if (
         cursor.family != relative.family

@@ -1,4 +1,4 @@
-"""Who goes first, and who has to give way."""
+"""Policies: the order of a step, its budgets, preemption victims, and the throttle after steps without memory."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from collections.abc import Collection, Iterable, Sequence
 from weft.plan import ImageLimits, Limits, StepPlan
 from weft.scheduler.cursors import RowCursor
 
-LEAST_PROMPT_ROOM = 128
+MIN_PREFILL_BUDGET = 128
 
 
-def decodes_first(running: Iterable[RowCursor]) -> tuple[list[RowCursor], list[RowCursor]]:
-    """Running requests in the order of a step: those that decode, so that answers keep flowing, then the rest.
-    Within each kind the oldest comes first."""
+def decodes_and_prefills(running: Iterable[RowCursor]) -> tuple[list[RowCursor], list[RowCursor]]:
+    """Return the running requests that decode, and those that prefill. Within each kind the oldest comes first."""
     decodes: list[RowCursor] = []
-    others: list[RowCursor] = []
+    prefills: list[RowCursor] = []
     for cursor in running:
-        (decodes if cursor.decoding else others).append(cursor)
-    return decodes, others
+        (decodes if cursor.decoding else prefills).append(cursor)
+    return decodes, prefills
 
 
-def prompt_room(limits: Limits, decodes: int, waiting_tokens: int) -> int:
-    """Prompt tokens for a step that also decodes. Few, and the fewer the fewer decodes there are (their step is short,
-    and prompts would make it much longer); as many as fit while more is waiting than a step and a half could hold."""
+def prefill_budget(limits: Limits, decodes: int, waiting_tokens: int) -> int:
+    """Return how many prefill tokens a step that also decodes may have. They are few, and the fewer the fewer decodes
+    there are (their step is short, and prefills would make it much longer); they are as many as fit while more tokens
+    wait than a step and a half could compute."""
     if waiting_tokens > limits.max_num_batched_tokens * 3 // 2:
         return max(limits.max_mixed_prefill, limits.max_prefill_chunk - decodes)
-    return min(limits.max_mixed_prefill, max(LEAST_PROMPT_ROOM, 4 * decodes))
+    return min(limits.max_mixed_prefill, max(MIN_PREFILL_BUDGET, 4 * decodes))
 
 
-def denoise_credit(limits: ImageLimits, room: int, *, decodes: int, prompts_wait: bool) -> int:
-    """Tokens of denoise steps for a step in which decodes left so much room: half of it if prompts want the other
-    half, and no more than the limit if there are decodes, whose step it would make longer."""
-    share = room // 2 if prompts_wait else room
+def denoise_credit(limits: ImageLimits, left: int, *, decodes: int, prompts_wait: bool) -> int:
+    """Return the denoise credit, in tokens, of a step in which decodes left this much budget: half of it if prompts
+    wait for the other half, and no more than the limit if there are decodes, whose step it would make longer."""
+    share = left // 2 if prompts_wait else left
     return max(1, min(share, limits.max_mixed_denoise) if decodes else share)
 
 
 def victim(running: Sequence[RowCursor], planned: Collection[RowCursor]) -> RowCursor | None:
-    """The newest running request that this step has not promised anything to, and that may be preempted."""
+    """Return the newest running request that is not planned in this step and may be preempted."""
     for cursor in reversed(running):
         if cursor not in planned and not cursor.holds_all:
             return cursor
@@ -45,11 +45,13 @@ def victim(running: Sequence[RowCursor], planned: Collection[RowCursor]) -> RowC
 
 LEAST_TOKENS = 16
 PATIENCE = 64
-"""Good steps between growths. Every failure doubles it, so that what fails again and again is tried less and less;
-as many good steps at the full size bring it back."""
+"""Good steps between growths. Every failure doubles the number, so that a size that keeps failing is tried less and
+less; as many good steps at the full size reset it."""
 
 
 class Throttle:
+    """The throttle shrinks steps after one for which there was no memory, and grows them back slowly."""
+
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._set(limits.max_num_batched_tokens, limits.max_num_seqs)
@@ -58,11 +60,11 @@ class Throttle:
 
     @property
     def is_least(self) -> bool:
-        """Whether no smaller step is left to try."""
+        """True when no smaller step is left to try."""
         return self.rows == 1 and self.tokens <= LEAST_TOKENS
 
     def failed(self, plan: StepPlan) -> None:
-        """There was no memory for a step: the next ones have at most half its tokens and half its requests."""
+        """Halve the tokens and requests of the next steps: there was no memory for this one."""
         self._set(min(self.tokens, plan.num_tokens) // 2, min(self.rows, plan.num_requests) // 2)
         self._patience *= 2
         self._good_steps = 0

@@ -1,7 +1,7 @@
-"""Texts in the worker: the hidden states of prompts that images are drawn from.
+"""What images hold in the worker's memory: latent slots, and the prompt embeds that their denoise steps read.
 
-A text has a slot. Images of one prompt share it; it stays known after the last of them until its slot is needed. One
-that a client has encoded itself is its image's alone.
+Prompt embeds are the hidden states of a prompt, kept in a slot. Images of the same prompt share the slot, and it stays
+cached after the last of them until another prompt needs it. Prompt embeds that a client sent belong to one image.
 """
 
 from __future__ import annotations
@@ -11,107 +11,166 @@ from collections import OrderedDict
 from msgspec import Struct
 
 from weft.payloads import PromptEmbeds
-from weft.plan import PlacedText
+from weft.plan import ImageLimits, PlacedEmbeds
 from weft.types import Request
 
 
-class TextKey(Struct, frozen=True):
-    """Prompts of equal keys are one text."""
+class PromptKey(Struct, frozen=True):
+    """The key that finds the cached embeds of a prompt."""
 
     cache_salt: str
     token_ids: tuple[int, ...]
 
 
-Source = TextKey | PromptEmbeds
+EmbedsSource = PromptKey | PromptEmbeds
+"""Where prompt embeds come from: a prompt that the language model encodes, or a client's tensor."""
 
 
-def sources_of(request: Request) -> tuple[Source | None, Source | None]:
-    """What an image is drawn from and, where it is guided, what it is steered away from; None: no words at all."""
+def embeds_sources(request: Request) -> tuple[EmbedsSource | None, EmbedsSource | None]:
+    """Return the sources of an image's prompt and, where it is guided, of its negative prompt; None: it is empty."""
     image, given = request.image, request.given
-    assert image is not None, "only images are drawn from texts"
+    assert image is not None, "only images have prompt embeds"
     prompt = given.prompt or _key_of(request.prompt_token_ids, request.cache_salt)
     if image.passes == 1:
         return prompt, None
     return prompt, given.negative or _key_of(image.negative_token_ids, request.cache_salt)
 
 
-def _key_of(token_ids: list[int], cache_salt: str) -> TextKey | None:
-    return TextKey(cache_salt, tuple(token_ids)) if token_ids else None
+def _key_of(token_ids: list[int], cache_salt: str) -> PromptKey | None:
+    return PromptKey(cache_salt, tuple(token_ids)) if token_ids else None
 
 
-class Text:
-    """A slot, and what it holds."""
+class EmbedsSlot:
+    """One slot of the worker's table of prompt embeds, and what it contains."""
 
-    __slots__ = ("is_being_encoded", "is_whole", "refs", "slot", "source")
+    __slots__ = ("is_being_encoded", "is_complete", "refs", "slot", "source")
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
         self.refs = 0
-        """Images that are drawn from it."""
-        self.source: Source | None = None
-        """None: it holds nothing."""
-        self.is_whole = False
+        """Images that use it."""
+        self.source: EmbedsSource | None = None
+        """None: the slot is empty."""
+        self.is_complete = False
         self.is_being_encoded = False
-        """A row computes it."""
+        """True while a row computes its embeds."""
 
     def __repr__(self) -> str:
-        return f"Text({self.slot}, refs={self.refs}, source={self.source!r:.40})"
+        return f"EmbedsSlot({self.slot}, refs={self.refs}, source={self.source!r:.40})"
 
     @property
-    def placed(self) -> PlacedText:
+    def needs_encoding(self) -> bool:
+        return not self.is_complete and not self.is_being_encoded
+
+    @property
+    def placed(self) -> PlacedEmbeds:
         match self.source:
-            case TextKey(token_ids=token_ids):
-                return PlacedText(self.slot, len(token_ids))
+            case PromptKey(token_ids=token_ids):
+                return PlacedEmbeds(self.slot, len(token_ids))
             case PromptEmbeds(shape=(rows, _)) as embeds:
-                return PlacedText(self.slot, rows, embeds)
-        raise AssertionError("an image is drawn from nothing")
+                return PlacedEmbeds(self.slot, rows, embeds)
+        raise AssertionError("an image uses an empty slot of prompt embeds")
 
 
-class Texts:
+EmbedsPair = tuple[EmbedsSlot | None, EmbedsSlot | None]
+"""The slots of a prompt and of a negative prompt; None: the prompt is empty, or there is none."""
+
+
+class EmbedsCache:
+    """The cache finds the embeds of prompts that were encoded before, and reuses the least recently used slots."""
+
     def __init__(self, num_slots: int) -> None:
-        self.slots = [Text(slot) for slot in range(num_slots)]
+        self.slots = [EmbedsSlot(slot) for slot in range(num_slots)]
         self.unused = OrderedDict.fromkeys(self.slots)
-        """Those that no image is drawn from, the next to be reused first: what holds nothing, then what was let go
-        longest ago."""
-        self.by_key: dict[TextKey, Text] = {}
+        """Slots that no image uses, the next to be reused first: empty ones, then the least recently used."""
+        self.by_key: dict[PromptKey, EmbedsSlot] = {}
 
     @property
     def num_used(self) -> int:
         return len(self.slots) - len(self.unused)
 
-    def take(self, source: Source | None) -> Text | None:
-        """For one more image that is drawn from this. There must be an unused slot."""
+    def take(self, source: EmbedsSource | None) -> EmbedsSlot | None:
+        """Return the slot for one more image that uses this source. There must be an unused slot."""
         if source is None:
             return None
-        text = self.by_key.get(source) if isinstance(source, TextKey) else None
-        if text is None:
-            text, _ = self.unused.popitem(last=False)
-            self._forget(text)
-            text.source = source
-            if isinstance(source, TextKey):
-                self.by_key[source] = text
+        slot = self.by_key.get(source) if isinstance(source, PromptKey) else None
+        if slot is None:
+            slot, _ = self.unused.popitem(last=False)
+            self._forget(slot)
+            slot.source = source
+            if isinstance(source, PromptKey):
+                self.by_key[source] = slot
             else:
-                text.is_whole = True
-        elif text.refs == 0:
-            del self.unused[text]
-        text.refs += 1
-        return text
+                slot.is_complete = True
+        elif slot.refs == 0:
+            del self.unused[slot]
+        slot.refs += 1
+        return slot
 
-    def give_back(self, text: Text) -> None:
-        text.refs -= 1
-        if text.refs:
+    def give_back(self, slot: EmbedsSlot) -> None:
+        slot.refs -= 1
+        if slot.refs:
             return
-        self.unused[text] = None
-        if not text.is_whole or not isinstance(text.source, TextKey):
-            self._forget(text)
-            self.unused.move_to_end(text, last=False)
+        self.unused[slot] = None
+        if not slot.is_complete or not isinstance(slot.source, PromptKey):
+            self._forget(slot)
+            self.unused.move_to_end(slot, last=False)
 
     def forget_unused(self) -> None:
-        for text in self.unused:
-            self._forget(text)
+        for slot in self.unused:
+            self._forget(slot)
 
-    def _forget(self, text: Text) -> None:
-        if isinstance(text.source, TextKey):
-            del self.by_key[text.source]
-        text.source = None
-        text.is_whole = False
+    def _forget(self, slot: EmbedsSlot) -> None:
+        if isinstance(slot.source, PromptKey):
+            del self.by_key[slot.source]
+        slot.source = None
+        slot.is_complete = False
+
+
+class ImageMemory:
+    """The latent slots, the prompt embeds and the bytes of client tensors that images hold."""
+
+    def __init__(self, limits: ImageLimits | None) -> None:
+        if limits is not None and limits.max_client_bytes < 0:
+            raise ValueError(f"latent slots and prompt embeds take more than {limits.max_embedding_bytes} bytes")
+        self._limits = limits
+        self.free_latent_slots = list(range(limits.max_num_images - 1, -1, -1)) if limits is not None else []
+        self.num_latent_slots = 0
+        """Latent slots in use."""
+        self.released: list[int] = []
+        """Latent slots given back since the last plan, which tells the worker to forget them."""
+        self.embeds = EmbedsCache(limits.max_num_embeds if limits is not None else 0)
+        self.client_bytes = 0
+        """Bytes of client tensors."""
+
+    @property
+    def num_bytes(self) -> int:
+        if self._limits is None:
+            return 0
+        latents = self.num_latent_slots * self._limits.latent_slot_bytes
+        return latents + self.embeds.num_used * self._limits.embeds_bytes + self.client_bytes
+
+    def has_capacity_for(self, request: Request) -> bool:
+        """Return whether an image can be admitted."""
+        if self._limits is None or not self.free_latent_slots:
+            return False
+        num_embeds = sum(source is not None for source in embeds_sources(request))
+        has_bytes = self.client_bytes + request.given.num_bytes <= self._limits.max_client_bytes
+        return has_bytes and num_embeds <= len(self.embeds.unused)
+
+    def take(self, request: Request) -> tuple[int, EmbedsPair]:
+        """Return a latent slot and the slots of an image's prompt embeds: all at once, so that no two images wait for
+        what the other holds."""
+        latent_slot = self.free_latent_slots.pop()
+        self.num_latent_slots += 1
+        prompt, negative = embeds_sources(request)
+        self.client_bytes += request.given.num_bytes
+        return latent_slot, (self.embeds.take(prompt), self.embeds.take(negative))
+
+    def give_back(self, request: Request, latent_slot: int, embeds: EmbedsPair) -> None:
+        self.free_latent_slots.append(latent_slot)
+        self.released.append(latent_slot)
+        self.num_latent_slots -= 1
+        for slot in filter(None, embeds):
+            self.embeds.give_back(slot)
+        self.client_bytes -= request.given.num_bytes

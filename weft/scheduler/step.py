@@ -1,26 +1,28 @@
-"""A plan in the making."""
+"""The step that the scheduler is planning, and the events that a step's results become."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from weft.plan import Admission, Denoise, DenoiseAdmission, Drawn, Row, Sampled
+from weft.plan import Admission, Denoise, DenoiseAdmission, DenoiseOutput, Row, Sampled
 from weft.scheduler.cursors import Cursor, DenoiseCursor, RowCursor
 from weft.types import Event, FinishReason
 
-MAX_SCORED_TOKENS = 256
-"""Prompt tokens of a step that are computed for their log probabilities: each takes a whole row of logits."""
+MAX_PROMPT_LOGPROBS = 256
+"""Prompt tokens of a step whose log probabilities are computed: each takes a whole row of logits."""
 
 
 class Promised(NamedTuple):
-    """To whom a plan promised something, in its order."""
+    """The cursors that a plan advances, in the plan's order."""
 
     rows: dict[RowCursor, int]
-    """Each with the number of preemptions it had when the promise was made."""
+    """Each with the number of preemptions that it had when it was planned."""
     images: list[DenoiseCursor]
 
 
 class Step:
+    """A step's plan while it grows, and what is left of the step's budgets."""
+
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.rows: list[Row] = []
@@ -29,11 +31,10 @@ class Step:
         self.admit_images: list[DenoiseAdmission] = []
         self.promised = Promised({}, [])
         self.decodes = 0
-        self.prompt_tokens = 0
-        """Tokens of rows that do not decode."""
-        self.prompt_room = 0
-        """How many there may be beside decodes."""
-        self.scoring_room = MAX_SCORED_TOKENS
+        self.prefill_tokens = 0
+        self.prefill_budget = 0
+        """How many prefill tokens there may be beside decodes."""
+        self.prompt_logprobs_budget = MAX_PROMPT_LOGPROBS
         self.preempted = False
 
     @property
@@ -66,7 +67,7 @@ def vector_event(cursor: Cursor, vector: bytes) -> Event:
     )
 
 
-def denoise_event(cursor: DenoiseCursor, drawn: Drawn) -> Event:
+def denoise_event(cursor: DenoiseCursor, output: DenoiseOutput) -> Event:
     is_first, cursor.reported = not cursor.reported, True
     return Event(
         request_id=cursor.id,
@@ -74,7 +75,7 @@ def denoise_event(cursor: DenoiseCursor, drawn: Drawn) -> Event:
         finish=FinishReason.STOP if cursor.done == cursor.known else None,
         queue_seconds=cursor.queue_seconds if is_first else None,
         denoise_step=cursor.done,
-        image=drawn.image,
+        image=output.image,
     )
 
 

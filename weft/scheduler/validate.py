@@ -1,4 +1,4 @@
-"""The last check of a request before anything is computed: a limit never exists at a door only."""
+"""The engine's own validation of a request: a limit never exists at an endpoint only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.types import ImageParams, Request, check_priority, check_token_ids
 
 
 def check_request(request: Request, limits: Limits, cursors: Mapping[str, Cursor]) -> None:
-    """Raise InvalidRequest for one that cannot be served within these limits beside the open ones."""
+    """Raise InvalidRequest for a request that cannot be served within these limits beside the open ones."""
     request.params.check()
     request.params.check_token_ids(limits.logits_width)
     check_token_ids(request.stop_token_ids, limits.logits_width, "stop_token_ids")
@@ -21,24 +21,24 @@ def check_request(request: Request, limits: Limits, cursors: Mapping[str, Cursor
     if request.request_id in cursors:
         raise InvalidRequest(f"There is a request {request.request_id!r} already.")
     check_priority(request.priority)
-    _check_kin(request, cursors.get(request.sibling_of))
+    _check_sibling(request, cursors.get(request.sibling_of))
     _check_length(request, limits)
     wants_tokens = bool(request.output_token_ids) or request.params.prompt_logprobs is not None
     if request.pooling is not None and wants_tokens:
         raise InvalidRequest("A request for a vector has no tokens, and no log probabilities.", param="pooling")
     if request.image is None and request.given != GivenTexts():
-        raise InvalidRequest("Only images are drawn from tensors.", param="prompt_embeds")
+        raise InvalidRequest("Only requests for images take prompt embeds.", param="prompt_embeds")
     if request.image is not None:
         if wants_tokens or request.pooling is not None or request.sibling_of or request.params.grammar:
             raise InvalidRequest("A request for an image has no tokens, no vector and no siblings.", param="image")
         if request.adapter is not None:
-            raise InvalidRequest("Adapters are for text: no image is drawn with one.", param="adapter")
+            raise InvalidRequest("Adapters are for text: an image cannot be generated with one.", param="adapter")
         if limits.image is None:
-            raise InvalidRequest("This engine has no model that draws.", param="image")
+            raise InvalidRequest("This engine has no image model.", param="image")
         _check_image(request, request.image, limits, limits.image)
 
 
-def _check_kin(request: Request, leader: Cursor | None) -> None:
+def _check_sibling(request: Request, leader: Cursor | None) -> None:
     if leader is None:
         return
     theirs = leader.request
@@ -60,37 +60,35 @@ def _check_length(request: Request, limits: Limits) -> None:
             "at least one of the answer.",
             param="prompt",
         )
-    room = min(request.params.max_tokens or limits.max_model_len, limits.max_model_len - length)
-    if len(request.output_token_ids) >= room:
+    max_output = min(request.params.max_tokens or limits.max_model_len, limits.max_model_len - length)
+    if len(request.output_token_ids) >= max_output:
         raise InvalidRequest("The request has all its tokens already.", param="max_tokens")
 
 
-def _check_image(request: Request, image: ImageParams, limits: Limits, of_images: ImageLimits) -> None:
+def _check_image(request: Request, image: ImageParams, limits: Limits, image_limits: ImageLimits) -> None:
     image.check()
-    if (image.width, image.height) != (of_images.width, of_images.height):
+    if (image.width, image.height) != (image_limits.width, image_limits.height):
         raise InvalidRequest(
-            f"An image of {image.width}x{image.height}: this model draws {of_images.width}x{of_images.height}.",
+            f"The size is {image.width}x{image.height}; this model makes {image_limits.width}x{image_limits.height}.",
             param="size",
         )
-    image.check_read(request.prompt_token_ids, reads_text=of_images.reads_text)
-    texts = (("prompt", request.prompt_token_ids), ("negative_prompt", image.negative_token_ids))
+    image.check_read(request.prompt_token_ids, reads_text=image_limits.reads_text)
+    prompts = (("prompt", request.prompt_token_ids), ("negative_prompt", image.negative_token_ids))
     check_token_ids(image.negative_token_ids, limits.logits_width, "negative_prompt")
-    most = min(of_images.max_prompt_tokens, limits.max_model_len - 1)
-    for param, token_ids in texts:
+    most = min(image_limits.max_prompt_tokens, limits.max_model_len - 1)
+    for param, token_ids in prompts:
         if len(token_ids) > most:
-            raise InvalidRequest(
-                f"{param} has {len(token_ids)} tokens; this model draws from at most {most}.", param=param
-            )
-    if (cost := of_images.cost(image)) > limits.max_num_batched_tokens:
+            raise InvalidRequest(f"{param} has {len(token_ids)} tokens; this model takes at most {most}.", param=param)
+    if (cost := image_limits.cost(image)) > limits.max_num_batched_tokens:
         raise InvalidRequest(
             f"A step of this image counts as {cost} tokens; a step of the engine has at most "
             f"{limits.max_num_batched_tokens}.",
             param="image",
         )
-    request.check_given(max_rows=of_images.max_prompt_tokens, width=of_images.text_width)
-    if (given := request.given.num_bytes) > of_images.max_given_bytes:
+    request.check_given(max_rows=image_limits.max_prompt_tokens, width=image_limits.text_width)
+    if (given := request.given.num_bytes) > image_limits.max_client_bytes:
         raise InvalidRequest(
-            f"The tensors of this image have {given} bytes; there are {of_images.max_given_bytes} for all tensors "
+            f"The tensors of this image have {given} bytes; there are {image_limits.max_client_bytes} for all tensors "
             "(--max-embedding-mb).",
             param="prompt_embeds",
         )

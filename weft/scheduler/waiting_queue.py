@@ -1,10 +1,10 @@
-"""Who waits, and who of them is next: by priority, then by fair shares, then by arrival.
+"""The waiting queue orders requests by priority, then by fair shares of tenants, then by arrival.
 
-A tenant's counter says how many tokens were computed for it, prompt and answer alike, and denoise steps by what they
-cost. Of equal priority, the tenant with the smallest counter is next. While two tenants always have somebody waiting,
-nobody is preempted and nothing is drawn, their counters differ by at most what the running requests of one can still
-compute: max_num_seqs * max_model_len tokens. Images under way add what is left of them; among those the tenant with
-the smallest counter comes first in every step.
+A tenant's counter says how many tokens were computed for it, prompt and answer alike, and denoise steps by their cost.
+Of equal priority, the tenant with the smallest counter is next. While two tenants always have requests waiting, and
+there are neither preemptions nor images, their counters differ by at most what the running requests of one can still
+compute: max_num_seqs * max_model_len tokens. Images that are denoised add what is left of them; among those the tenant
+with the smallest counter comes first in every step.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from weft.scheduler.cursors import Cursor, Need
+from weft.scheduler.cursors import Cursor, ScarceResource
 
-Line = OrderedDict[Cursor, None]
-"""Requests in order: both of its ends, and any of its middle, in constant time."""
+OrderedCursors = OrderedDict[Cursor, None]
+"""Requests in order; adding at either end and removing from anywhere take constant time."""
 
 
 class _Tenant:
@@ -25,13 +25,13 @@ class _Tenant:
     def __init__(self) -> None:
         self.num_open = 0
         self.num_queued = 0
-        """Open requests that stand in the queue; others run, or wait for a sibling."""
+        """Open requests that are in the waiting queue; others run, or wait for a sibling."""
         self.served = 0
 
 
 class Tenants:
-    """How much was computed for each tenant that has an open request. Only differences mean anything: a tenant is
-    forgotten with its last request, and one that comes gets no credit for the time it was away."""
+    """The tenants count how much was computed for each that has an open request. Only differences matter: a tenant is
+    forgotten with its last request, and a new one gets no credit for the time it was away."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
@@ -65,11 +65,11 @@ class Tenants:
         return self._tenants[name].served
 
     def books(self) -> dict[str, tuple[int, int]]:
-        """Of each tenant: its open requests, and those of them that are queued."""
+        """Return each tenant's number of open requests, and of those that are queued."""
         return {name: (tenant.num_open, tenant.num_queued) for name, tenant in self._tenants.items()}
 
     def _lift(self, tenant: _Tenant) -> None:
-        """A tenant for which nobody waited asked for nothing more, so it has nothing saved up."""
+        """Raise the counter of a tenant that had nothing queued to that of the others: it has no share saved up."""
         others = [other for other in self._tenants.values() if other is not tenant]
         active = [other.served for other in others if other.num_queued] or [other.served for other in others]
         tenant.served = max(tenant.served, min(active, default=0))
@@ -79,27 +79,27 @@ class _Level:
     """The requests of one priority."""
 
     def __init__(self) -> None:
-        self.returned: Line = OrderedDict()
-        """Were preempted, and go first."""
-        self.lines: dict[tuple[str, Need | None], Line] = {}
-        """By tenant, and by what a request needs that may be scarce."""
+        self.returned: OrderedCursors = OrderedDict()
+        """Requests that were preempted, or began before: they go first."""
+        self.queues: dict[tuple[str, ScarceResource | None], OrderedCursors] = {}
+        """The other requests by tenant and by the scarce resource that they need."""
 
     def __iter__(self) -> Iterator[Cursor]:
         yield from self.returned
-        for line in self.lines.values():
-            yield from line
+        for queue in self.queues.values():
+            yield from queue
 
 
 class WaitingQueue:
-    """Requests that could be admitted. It can be walked through by priority; within one, tenants come one by one."""
+    """The queue of the requests that could be admitted. Iteration goes by priority; within one, tenant by tenant."""
 
     def __init__(self) -> None:
         self.tenants = Tenants()
         self.num_tokens = 0
-        """Of all the prompts that wait."""
+        """Prompt tokens of all waiting requests."""
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []
-        """Those of `_levels`, in order."""
+        """The keys of `_levels`, in order."""
         self._length = 0
 
     def __len__(self) -> int:
@@ -111,16 +111,16 @@ class WaitingQueue:
 
     def __contains__(self, cursor: Cursor) -> bool:
         level = self._levels.get(cursor.priority)
-        return level is not None and (cursor in level.returned or cursor in level.lines.get(_line_of(cursor), ()))
+        return level is not None and (cursor in level.returned or cursor in level.queues.get(_queue_key(cursor), ()))
 
     def add(self, cursor: Cursor, *, ahead: bool = False) -> None:
-        """At the end of its tenant's line, or `ahead` of it."""
+        """Add a request at the end of its tenant's queue, or at its head."""
         self.tenants.queued(cursor.tenant)
-        line = self._level(cursor.priority).lines.setdefault(_line_of(cursor), OrderedDict())
-        self._put(cursor, line, ahead)
+        queue = self._level(cursor.priority).queues.setdefault(_queue_key(cursor), OrderedDict())
+        self._put(cursor, queue, ahead)
 
     def put_back(self, cursor: Cursor) -> None:
-        """A request that was preempted, before all others of its priority."""
+        """Add a request that was admitted before, ahead of all others of its priority."""
         self.tenants.queued(cursor.tenant)
         self._put(cursor, self._level(cursor.priority).returned, ahead=True)
 
@@ -129,11 +129,11 @@ class WaitingQueue:
         if cursor in level.returned:
             del level.returned[cursor]
         else:
-            line = level.lines[_line_of(cursor)]
-            del line[cursor]
-            if not line:
-                del level.lines[_line_of(cursor)]
-        if not level.returned and not level.lines:
+            queue = level.queues[_queue_key(cursor)]
+            del queue[cursor]
+            if not queue:
+                del level.queues[_queue_key(cursor)]
+        if not level.returned and not level.queues:
             del self._levels[cursor.priority]
             del self._priorities[bisect_left(self._priorities, cursor.priority)]
         self.tenants.left_queue(cursor.tenant)
@@ -141,13 +141,13 @@ class WaitingQueue:
         self._length -= 1
 
     def next(self, can_begin: Callable[[Cursor], bool] = lambda _: True) -> Cursor | None:
-        """Whose turn it is, of those for whom there is what they need."""
+        """Return the request whose turn it is, of those that can begin."""
         for priority in self._priorities:
             level = self._levels[priority]
             for cursor in level.returned:
                 if can_begin(cursor):
                     return cursor
-            heads = [head for line in level.lines.values() if can_begin(head := next(iter(line)))]
+            heads = [head for queue in level.queues.values() if can_begin(head := next(iter(queue)))]
             if heads:
                 return min(heads, key=lambda head: (self.tenants.served(head.tenant), head.arrival))
         return None
@@ -158,16 +158,13 @@ class WaitingQueue:
             insort(self._priorities, priority)
         return self._levels[priority]
 
-    def _put(self, cursor: Cursor, line: Line, ahead: bool) -> None:
-        line[cursor] = None
+    def _put(self, cursor: Cursor, queue: OrderedCursors, ahead: bool) -> None:
+        queue[cursor] = None
         if ahead:
-            line.move_to_end(cursor, last=False)
+            queue.move_to_end(cursor, last=False)
         self.num_tokens += cursor.num_prompt
         self._length += 1
 
 
-def _line_of(cursor: Cursor) -> tuple[str, Need | None]:
-    request = cursor.request
-    if request.image is not None:
-        return cursor.tenant, Need.GIVEN if request.given.num_bytes else Need.CANVAS
-    return cursor.tenant, None if request.params.prompt_logprobs is None else Need.SCORING
+def _queue_key(cursor: Cursor) -> tuple[str, ScarceResource | None]:
+    return cursor.tenant, cursor.scarce_resource

@@ -15,10 +15,10 @@ from starlette.types import Message, Receive
 
 from weft import logs
 from weft.backends.contract import ConfiguredModels, Engine, Health
-from weft.config import Config
 from weft.errors import Overloaded, RequestTimeout, Unavailable
 from weft.observe.metrics import Metrics
 from weft.observe.traces import open_traces
+from weft.options import Config
 from weft.serving.auth import Keys
 from weft.serving.model_pool import ModelPool
 from weft.serving.model_slot import ModelSlot

@@ -14,8 +14,8 @@ from typing import Any, get_args
 from msgspec import Struct
 
 from weft.backends.contract import Engine, Take, failure_of
-from weft.config import LimitOptions
 from weft.errors import EngineFault, InvalidRequest, ModelNotFound
+from weft.options import LimitOptions
 from weft.payloads import (
     NEGATIVE_PROMPT_EMBEDS,
     AdditionalInformation,

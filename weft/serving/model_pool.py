@@ -15,8 +15,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from weft.backends.contract import ConfiguredModels, Engine, Health, Need
-from weft.config import Config, ModelEntry
 from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, OutOfMemory, Unavailable
+from weft.options import Config, ModelEntry
 from weft.serving.model_slot import ModelSlot
 from weft.serving.served_model import ServedModel
 

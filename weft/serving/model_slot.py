@@ -14,8 +14,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.backends.contract import Need
-from weft.config import FleetOptions, ModelEntry
 from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason
+from weft.options import ModelEntry, ModelPoolOptions
 from weft.serving.served_model import ServedModel
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class ModelSlot:
     def __init__(
         self,
         entry: ModelEntry,
-        options: FleetOptions,
+        options: ModelPoolOptions,
         load: Callable[[ModelSlot], Awaitable[ServedModel]],
         changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,

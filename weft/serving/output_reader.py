@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from weft.backends.contract import ParsedOutput
-from weft.text.grammars.specs import Thinking
+from weft.text.grammars.specs import ThinkingSpec
 from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Parser, Piece, PlainParser, Reasoning
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle, parser_for
@@ -41,11 +41,11 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
         return tools + ((self.reasoning.begin, self.reasoning.end) if self.reasoning is not None else ())
 
     @property
-    def thinking(self) -> Thinking | None:
+    def thinking(self) -> ThinkingSpec | None:
         """Return what may stand before an output that is in form."""
         if self.reasoning is None:
             return None
-        return Thinking(begin=self.reasoning.begin, end=self.reasoning.end, is_open=self.reasoning_opened)
+        return ThinkingSpec(begin=self.reasoning.begin, end=self.reasoning.end, is_open=self.reasoning_opened)
 
     def reader(self) -> OutputReader:
         """Return a reader for one answer."""

@@ -6,8 +6,8 @@ import math
 import time
 from collections.abc import Callable
 
-from weft.config import LimitOptions
 from weft.errors import Overloaded
+from weft.options import LimitOptions
 
 MINUTE_S = 60.0
 ROUNDING = 1e-6

@@ -7,12 +7,12 @@ import time
 from msgspec import Struct
 
 from weft.backends.contract import Engine, unknown_adapter
-from weft.config import Config, LimitOptions, ServerOptions
 from weft.errors import InvalidRequest, ModelNotFound
 from weft.observe.metrics import Metrics
 from weft.observe.traces import Traces
+from weft.options import Config, LimitOptions, ServerOptions
 from weft.text.grammars.compiler import GrammarCompiler
-from weft.text.grammars.specs import GrammarSpec, Thinking, ToolCalls, written_down
+from weft.text.grammars.specs import GrammarSpec, ThinkingSpec, ToolCallsSpec, encode_spec
 
 
 class GrammarWriter:
@@ -24,11 +24,11 @@ class GrammarWriter:
         self._options = options
         self._compiler: GrammarCompiler | None = None
 
-    async def grammar_of(self, spec: GrammarSpec, thinking: Thinking | None) -> str:
+    async def grammar_of(self, spec: GrammarSpec, thinking: ThinkingSpec | None) -> str:
         """Write the grammar of a spec. Raises InvalidRequest for what no engine could generate."""
         if not self._engine.abilities.tokens:
-            assert not isinstance(spec, ToolCalls), "calls are passed on with the conversation"
-            return written_down(spec, self._options.max_schema_kb)
+            assert not isinstance(spec, ToolCallsSpec), "calls are passed on with the conversation"
+            return encode_spec(spec, self._options.max_schema_kb)
         if self._compiler is None:
             self._compiler = GrammarCompiler(self._engine.text.tokenizer, self._options)
         return await self._compiler.compile(spec, thinking)
@@ -51,7 +51,7 @@ class ServedModel(Struct, frozen=True, kw_only=True):
     limits: LimitOptions
     traces: Traces | None = None
 
-    async def grammar_of(self, spec: GrammarSpec | None, thinking: Thinking | None = None) -> str:
+    async def grammar_of(self, spec: GrammarSpec | None, thinking: ThinkingSpec | None = None) -> str:
         """Return what the engine needs to keep an output in form; empty: it has none."""
         return await self.grammars.grammar_of(spec, thinking) if spec is not None else ""
 

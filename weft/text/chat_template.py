@@ -1,4 +1,4 @@
-"""A model's chat template: messages to the one text that the model was trained to continue."""
+"""A model's chat template renders messages to the text that the model was trained to continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPLETIONS_HINT = "Send a plain prompt to /v1/completions instead."
 
 
 class ChatTemplate:
-    """Compiled once, in a process of its own (see `render_process`); safe to call from several threads."""
+    """A template is compiled once, in a process of its own, and may be rendered from several threads."""
 
     def __init__(
         self, source: str, *, bos_token: str | None, eos_token: str | None, limits: TemplateLimits | None = None
@@ -37,7 +37,7 @@ class ChatTemplate:
             )
         self._process: RenderProcess | None = None
         self.declared: frozenset[str] = frozenset(self._started().compiled["declared"])
-        """The variables that the template reads: what a request's extra variables can have an effect through."""
+        """The variables that the template reads; others of a request would have no effect."""
 
     @property
     def knows_tools(self) -> bool:
@@ -45,7 +45,7 @@ class ChatTemplate:
 
     @classmethod
     def from_assets(cls, assets: TextAssets, tokenizer: Tokenizer) -> ChatTemplate:
-        """The model's own template; InvalidRequest when it has none."""
+        """Compile the model's own template. Raises InvalidRequest when it has none."""
         if not assets.chat_template:
             raise InvalidRequest(
                 "This model has no chat template, so it does not know what a conversation looks like.",
@@ -62,7 +62,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         extra: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt's text. Blocks the caller for as long as the template takes."""
+        """Render the prompt's text. Blocks the caller for as long as the template takes."""
         extra = extra or {}
         self._check_extra(extra)
         variables: dict[str, object] = {
@@ -85,7 +85,7 @@ class ChatTemplate:
         return _up_to_the_end_of(messages[-1]["content"], text) if continue_final_message else text
 
     def _check_extra(self, extra: Mapping[str, object]) -> None:
-        """A variable that the template never reads would be ignored in silence."""
+        """Refuse variables that the template does not read: they would be ignored in silence."""
         if reserved := _RESERVED & extra.keys():
             raise InvalidRequest(
                 f"Chat template variables cannot set {', '.join(sorted(reserved))}.", param="chat_template_kwargs"
@@ -115,7 +115,7 @@ class ChatTemplate:
             ) from error
         except RenderDied as error:
             self._process = None
-            raise ModelError("The model's chat template brought its render process down.") from error
+            raise ModelError("The model's chat template crashed its render process.") from error
 
     def _started(self) -> RenderProcess:
         if self._process is None:
@@ -124,7 +124,7 @@ class ChatTemplate:
 
 
 def _up_to_the_end_of(content: str, text: str) -> str:
-    """The rendered text without what the template writes behind the last message."""
+    """Return the rendered text without what the template writes behind the last message."""
     # Templates may strip a message's white space.
     for ending in (content, content.strip()):
         if ending and (at := text.rfind(ending)) >= 0:
@@ -141,7 +141,7 @@ def _start(source: str, limits: TemplateLimits) -> RenderProcess:
     except RenderTimeout as error:
         raise ModelError(f"The model's chat template did not compile in {limits.compile_seconds:g} s.") from error
     except RenderDied as error:
-        raise ModelError("The model's chat template brought its render process down.") from error
+        raise ModelError("The model's chat template crashed its render process.") from error
     if "error" in process.compiled:
         process.end()
         raise ModelError(f"The model's chat template cannot be compiled: {process.compiled['message']}.")
@@ -181,7 +181,7 @@ Message = Mapping[str, Any]
 def without_tools(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, shape: CallShape
 ) -> list[Message]:
-    """The same conversation in plain messages of systems, users and assistants."""
+    """Rewrite a conversation with tools as plain messages of systems, users and assistants."""
     plain = [_plain(message, shape) for message in messages]
     if not tools:
         return plain

@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive: whole characters only, each once, in time linear in the tokens."""
+"""Turns token ids into text while they arrive: whole characters only, each once, in time linear in the tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST_CHARACTER_BYTES = 4
 
 
 class Detokenizer:
-    """The text of one request's output.
+    """The detokenizer writes the text of one request's output.
 
     Works on bytes, so the text does not depend on how the tokens are grouped into pushes. It continues the prompt:
     a space between prompt and output is kept, and a character that the prompt began is emitted when it is complete.
@@ -38,14 +38,14 @@ class Detokenizer:
         self._utf8 = _utf8_decoder(errors="replace")
         self._utf8.decode(self._end_of(prompt_token_ids))
         self._strip_space = tokenizer.strips_leading_space and not self._has_bytes(prompt_token_ids)
-        self._between_characters = self._nothing_held()
+        self._between_characters = self._nothing_pending()
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; empty while a character is still in pieces."""
+        """Return the text that these tokens complete; empty while a character is still in pieces."""
         return self._decode(b"".join(self._bytes(token_id) for token_id in token_ids))
 
     def push_one(self, token_id: int) -> str:
-        """The same for one token."""
+        """Do the same as `push` for one token."""
         data = b"" if token_id in self._hidden else self._token_bytes(token_id)
         if self._between_characters:
             # Most tokens are whole characters after whole characters: nothing has to be remembered of them.
@@ -56,7 +56,7 @@ class Detokenizer:
         return self._decode(data)
 
     def flush(self) -> str:
-        """What was held: U+FFFD for a character that was never completed."""
+        """Return the text that was held back, with U+FFFD for a character that was never completed."""
         return self._utf8.decode(b"", final=True)
 
     def _decode(self, data: bytes) -> str:
@@ -64,13 +64,13 @@ class Detokenizer:
             data = data.removeprefix(b" ")
             self._strip_space = False
         text = self._utf8.decode(data)
-        self._between_characters = self._nothing_held()
+        self._between_characters = self._nothing_pending()
         return text
 
-    def _nothing_held(self) -> bool:
-        """Whether the next token's text depends on its own bytes alone."""
-        held, _ = self._utf8.getstate()
-        return not held and not self._strip_space
+    def _nothing_pending(self) -> bool:
+        """Return whether the next token's text depends on its own bytes alone."""
+        pending, _ = self._utf8.getstate()
+        return not pending and not self._strip_space
 
     def _bytes(self, token_id: int) -> bytes:
         return b"" if token_id in self._hidden else self._token_bytes(token_id)
@@ -88,20 +88,20 @@ class Detokenizer:
 
 
 class StopMatch(Struct, frozen=True):
-    """Text that may be shown now, and the stop string that ended it, once one has."""
+    """The text that may be shown now, and the stop string that ended the output, once one has."""
 
     text: str
     matched: str | None = None
 
 
 class _Pattern:
-    """One stop string, and how much of it the text so far ends with (Knuth, Morris and Pratt)."""
+    """A pattern tracks how much of one stop string the text so far ends with (Knuth, Morris and Pratt)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.progress = 0
         self._fallback = [0] * len(stop)
-        """For each length of match, less one: the next shorter beginning of the stop string that also fits."""
+        """For each length of match, less one, the next shorter prefix of the stop string that also matches."""
         length = 0
         for at in range(1, len(stop)):
             while length and stop[at] != stop[length]:
@@ -133,7 +133,7 @@ class StopStrings:
         self._matched: str | None = None
 
     def push(self, text: str) -> StopMatch:
-        """The text that is safe to show, less what could still become a stop string."""
+        """Return the text that is safe to show, without what could still become a stop string."""
         if not self._patterns:
             return StopMatch(text)
         if self._matched is not None:
@@ -148,7 +148,7 @@ class StopStrings:
         return StopMatch(shown[:safe])
 
     def flush(self) -> str:
-        """What was held back, once no more text will come."""
+        """Return the text that was held back, once no more will come."""
         held, self._held = self._held, ""
         return held
 
@@ -170,14 +170,14 @@ class OutputText:
         self._matched: str | None = None
         """The stop string that was found."""
         self._own_stop_ids = params.stop_token_ids
-        """Those that the request asked for: the model's own end is not worth telling."""
+        """The stop token ids that the request asked for; the model's own end token is not reported."""
         self._num_prompt = len(request.prompt_token_ids)
         self._num_output = 0
         self._num_cached = 0
         self.ended = False
 
     def push(self, arrived: Sequence[Arrival]) -> Output | None:
-        """One delta for all that arrived; None for nothing."""
+        """Return one delta for all that arrived; None for nothing."""
         if len(arrived) == 1 and self._stops is None and isinstance(token := arrived[0], int):
             self._num_output += 1
             return Output(text=self._detokenizer.push_one(token), token_ids=[token], usage=self._usage())
@@ -214,7 +214,7 @@ class OutputText:
         return self._delta(text, tokens, logprobs, first) if text or tokens else None
 
     def _text_of(self, token: int) -> str:
-        """What may be shown once this token is known."""
+        """Return the text that may be shown once this token is known."""
         self._num_output += 1
         text = self._detokenizer.push_one(token)
         if self._stops is None:
@@ -224,7 +224,7 @@ class OutputText:
         return found.text
 
     def _flush(self) -> str:
-        """What was held back, now that no more tokens will come."""
+        """Return the text that was held back, now that no more tokens will come."""
         text = self._detokenizer.flush()
         if self._stops is None:
             return text

@@ -43,13 +43,13 @@ class PreSplit(Struct, frozen=True, kw_only=True):
     """The steps between a text and the words that BPE merges are applied to."""
 
     patterns: tuple[str, ...] = ()
-    """Each pattern's matches become words of their own, in this order."""
+    """Patterns whose matches become words of their own, in this order."""
     single_digits: bool = False
     gpt2_words: bool = False
-    """After the patterns, split once more by GPT-2's own pattern."""
+    """True when the words are split once more, by GPT-2's own pattern, after the patterns."""
     nfc: bool = False
     whole_words_first: bool = False
-    """A word that is itself in the vocabulary is taken whole, without asking the merges."""
+    """True when a word that is itself in the vocabulary is taken whole, without the merges."""
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         steps: list[pre_tokenizers.PreTokenizer] = [
@@ -87,7 +87,7 @@ PRE_SPLITS: dict[str, PreSplit] = {
 
 
 def pre_split(name: str) -> PreSplit:
-    """The pre-tokenizer of that name, or a ModelError that lists the names there are."""
+    """Return the pre-tokenizer of that name. Raises ModelError that lists the known names."""
     found = PRE_SPLITS.get(name)
     if found is None:
         known = ", ".join(sorted(name for name in PRE_SPLITS if name))
@@ -104,7 +104,7 @@ SPACE_MARK = "▁"
 
 
 class TokenType(IntEnum):
-    """GGUF's numbers."""
+    """The token types as GGUF numbers them."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -115,7 +115,7 @@ class TokenType(IntEnum):
 
 
 def byte_level(assets: TextAssets) -> tokenizers.Tokenizer:
-    """Kind gpt2: BPE over bytes, with the merges of the file."""
+    """Build a tokenizer of kind gpt2: BPE over bytes, with the merges of the file."""
     split = pre_split(assets.pre)
     vocab = _vocab(assets)
     built = tokenizers.Tokenizer(
@@ -130,7 +130,7 @@ def byte_level(assets: TextAssets) -> tokenizers.Tokenizer:
 
 
 def sentencepiece(assets: TextAssets) -> tokenizers.Tokenizer:
-    """Kind llama: BPE over characters, bytes for the characters it lacks, merges implied by the scores."""
+    """Build a tokenizer of kind llama: BPE over characters with a fallback to bytes, merges implied by the scores."""
     vocab = _vocab(assets)
     merges = _read_merges(assets.merges, vocab) if assets.merges else _merges_from_scores(assets, vocab)
     unknown = None if assets.unk_token_id is None else assets.tokens[assets.unk_token_id]
@@ -178,7 +178,7 @@ def _read_merges(lines: Sequence[str], vocab: dict[str, int]) -> list[Merge]:
 
 
 def _merges_from_scores(assets: TextAssets, vocab: dict[str, int]) -> list[Merge]:
-    """Every way to make a token of two others, the best-scored token first.
+    """Return every way to make a token of two others, the best-scored token first.
 
     SentencePiece always makes the best-scored token it can; for a token made in several ways, the order here (long
     left part, then long right part, then the parts' ids) is the one that published conversions agree on.
@@ -201,7 +201,7 @@ def _merges_from_scores(assets: TextAssets, vocab: dict[str, int]) -> list[Merge
 
 
 def _with_added_tokens(built: tokenizers.Tokenizer, assets: TextAssets) -> tokenizers.Tokenizer:
-    """Control tokens match whole in the text and are not shown; user-defined ones match whole and are."""
+    """Add control tokens, which match whole and are not shown, and user-defined ones, which are shown."""
     special = {assets.bos_token_id, assets.eos_token_id}
     plain = set()
     for token_id, token_type in enumerate(assets.token_types):

@@ -1,4 +1,4 @@
-"""The process that renders a chat template, seen from outside: started, asked, and ended when it is late.
+"""Starts, asks and ends the process that renders a chat template.
 
 A template comes out of a model file and is hostile until shown otherwise. Inside this process it could not be
 stopped: raising into a thread waits for the next bytecode, so `'a' * 10**10`, `9**9**9` or one sort of a long list
@@ -24,15 +24,15 @@ from msgspec import Struct
 
 _START_SECONDS = 30.0
 _BUSY_MACHINE = 10
-"""So many times longer by the clock than the process computes may an answer take."""
+"""How many times longer by the clock than the process computes an answer may take."""
 _CHILD = Path(__file__).with_name("template_sandbox_child.py")
 
 
 class TemplateLimits(Struct, frozen=True, kw_only=True):
-    """What one template may use."""
+    """The resources that one template may use."""
 
     render_seconds: float = 1.0
-    """Of work, not by the clock; the same for compile_seconds."""
+    """Seconds of CPU time, not by the clock; the same for compile_seconds."""
     compile_seconds: float = 2.0
     max_output_chars: int = 4 * 2**20
     max_source_chars: int = 2**18
@@ -48,12 +48,12 @@ class RenderDied(Exception):
 
 
 def to_line(message: object) -> bytes:
-    """One JSON document on one line; TypeError, ValueError or RecursionError for what JSON cannot hold."""
+    """Encode JSON on one line. Raises TypeError, ValueError or RecursionError for what JSON cannot hold."""
     return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
 
 class RenderProcess:
-    """One child process. After RenderTimeout or RenderDied it has ended, and another must be started."""
+    """The child process. After RenderTimeout or RenderDied it has ended, and another must be started."""
 
     def __init__(self, source: str, limits: TemplateLimits) -> None:
         self._max_reply_bytes = 8 * limits.max_output_chars + 2**20
@@ -78,7 +78,7 @@ class RenderProcess:
             "alarm_seconds": math.ceil(_BUSY_MACHINE * max(limits.render_seconds, limits.compile_seconds)) + 1,
         }
         self.compiled: dict[str, Any] = self.ask(to_line(settings), limits.compile_seconds)
-        """The child's word on the source: `declared`, or `error` and `message`."""
+        """The child's answer to the source: `declared`, or `error` and `message`."""
 
     def ask(self, line: bytes, work_seconds: float) -> dict[str, Any]:
         patience = _BUSY_MACHINE * work_seconds
@@ -122,7 +122,7 @@ class RenderProcess:
 
 
 def _environment() -> dict[str, str]:
-    """What Python needs to start, and the time zone. The rest stays here: it may hold keys."""
+    """Return the environment that Python needs to start, and the time zone. Other variables may hold keys."""
     kept = {name: os.environ[name] for name in ("TZ", "PYTHONHOME", "LD_LIBRARY_PATH") if name in os.environ}
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **kept}
 

@@ -1,6 +1,6 @@
-"""The render process: compiles one chat template, then renders conversations with it.
+"""The render process compiles one chat template, then renders conversations with it.
 
-Started as a script by `render_process`, with a socket as standard input and output: one JSON document a line each way.
+`template_sandbox` starts it as a script, with a socket as standard input and output: one JSON document a line each way.
 It imports nothing of Weft, so that it starts fast and holds nothing worth stealing.
 """
 
@@ -39,7 +39,7 @@ class OutputTooLong(Exception):
 
 
 class GenerationBlocks(Extension):
-    """{% generation %} marks the assistant's words for training; serving renders what is inside."""
+    """The tag {% generation %}, which marks the assistant's text for training, renders what is inside."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own declaration)
 
@@ -63,7 +63,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike jinja2's own filter, escapes nothing for HTML."""
+    """Write JSON without jinja2's escapes for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -77,7 +77,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What published chat templates are written for."""
+    """Return the environment that published chat templates are written for."""
     env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlocks])
     env.filters["tojson"] = _tojson
     env.globals["raise_exception"] = _raise_exception
@@ -86,7 +86,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 def compile_template(source: str) -> tuple[jinja2.Template, list[str]]:
-    """The template, and the names it reads that it does not set itself."""
+    """Return the template, and the names it reads that it does not set itself."""
     env = environment()
     declared = jinja2.meta.find_undeclared_variables(env.parse(source))
     return env.from_string(source), sorted(declared - env.globals.keys())
@@ -94,10 +94,10 @@ def compile_template(source: str) -> tuple[jinja2.Template, list[str]]:
 
 def render(template: jinja2.Template, variables: dict[str, Any], max_output_chars: int) -> str:
     pieces: list[str] = []
-    room = max_output_chars
+    left = max_output_chars
     for piece in template.generate(variables):
-        room -= len(piece)
-        if room < 0:
+        left -= len(piece)
+        if left < 0:
             raise OutputTooLong
         pieces.append(piece)
     return "".join(pieces)
@@ -124,7 +124,7 @@ def _failure(error: Exception) -> dict[str, str]:
 
 
 def bound_resources(memory_bytes: int) -> None:
-    """From here on the process can grow no further than this, open no file or connection, and leave no core dump."""
+    """Let the process grow no further than this, open no file or connection, and leave no core dump."""
     for limit, value in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_FSIZE, 0),
@@ -135,8 +135,8 @@ def bound_resources(memory_bytes: int) -> None:
 
 
 def allow_seconds(of_work: float, by_the_clock: int) -> None:
-    """The kernel ends this process by SIGPROF when it has computed for so long: a busy machine is not the template's
-    fault. The server kills one that is late by the clock; if the server was killed meanwhile, the alarm does. 0: no
+    """Set the CPU time after which the kernel ends this process by SIGPROF: a busy machine is not the template's fault.
+    The server kills a process that is late by the clock; if the server was killed meanwhile, the alarm does. 0 sets no
     limit."""
     signal.setitimer(signal.ITIMER_PROF, of_work)
     signal.alarm(by_the_clock)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one model."""
+"""Turns text into token ids and back, for one model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.types import TextAssets
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level vocabularies write bytes with: printable bytes as themselves, others from 256."""
+    """Return the alphabet of byte-level vocabularies: printable bytes as themselves, others from 256."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -31,7 +31,7 @@ class Spelling(Struct, frozen=True, kw_only=True):
     byte_fallback: bool = False
     replacements: tuple[tuple[str, str], ...] = ()
     strips_leading_space: bool = False
-    """The first character of a text is dropped when it is a space: encoding has put one there."""
+    """True when the first character of a text is dropped if it is a space: encoding has put one there."""
 
     def bytes_of(self, token: str) -> bytes:
         if self.byte_level:
@@ -47,7 +47,7 @@ class Spelling(Struct, frozen=True, kw_only=True):
 
 
 def _lone_byte(token: str) -> int | None:
-    """0xE4 for the token <0xE4>."""
+    """Return 0xE4 for the token <0xE4>."""
     digits = token[3:5]
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">") and all(c in _HEX for c in digits):
         return int(digits, 16)
@@ -58,7 +58,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 def spelling_of(tokenizer: tokenizers.Tokenizer) -> Spelling:
-    """The spelling that the tokenizer's decoder undoes, or a ModelError for a decoder that works otherwise."""
+    """Return the spelling that the tokenizer's decoder undoes. Raises ModelError for a decoder that works otherwise."""
     if tokenizer.decoder is None:
         raise ModelError("The model's tokenizer.json has no decoder, so its tokens cannot be made text.")
     byte_level = byte_fallback = strips = False
@@ -100,7 +100,7 @@ def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 class Tokenizer:
-    """Immutable once built, and safe to share between threads."""
+    """A tokenizer is immutable once built, and safe to share between threads."""
 
     def __init__(self, inner: tokenizers.Tokenizer, assets: TextAssets) -> None:
         inner.no_padding()
@@ -134,7 +134,7 @@ class Tokenizer:
         return cls(build(assets), assets)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Special tokens written out in the text become their ids; `add_special_tokens` frames it with bos and eos."""
+        """Encode a text, in which special tokens become their ids; `add_special_tokens` frames it with bos and eos."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -150,7 +150,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes the token adds to a text: not always whole characters, and none for an id without a token."""
+        """Return the bytes of a token: not always whole characters, and none for an id without a token."""
         known = self._bytes.get(token_id)
         if known is None:
             token = self._inner.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
@@ -158,7 +158,7 @@ class Tokenizer:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """The token as a reader sees it, U+FFFD for the parts that are not whole characters."""
+        """Return the token as a reader sees it, with U+FFFD for the parts that are not whole characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def _named_token(self, name: str, token_id: int | None) -> str | None:

@@ -1,4 +1,4 @@
-"""One step on the device: from the row table, through the model, to the likeliest tokens back in the table."""
+"""The forward step on the device: from the row table, through the model, to the likeliest tokens back in the table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.worker.rows import RowTable
 
 
 class FastStep(Protocol):
-    """A whole step in native code."""
+    """A fast step computes a whole step in native code."""
 
     def __call__(
         self,
@@ -29,7 +29,7 @@ class FastStep(Protocol):
         rows: Tensor,
         adapted: Sequence[AdaptedRun] = (),
     ) -> Tensor:
-        """The logits of the tokens at `rows`; writes the cache as the model's own forward pass does."""
+        """Return the logits of the tokens at `rows`, and write the cache as the model's own forward pass does."""
 
     def with_hidden(
         self,
@@ -40,37 +40,37 @@ class FastStep(Protocol):
         hidden_rows: Tensor,
         adapted: Sequence[AdaptedRun] = (),
     ) -> tuple[Tensor, Tensor]:
-        """The same, and the final hidden states of the tokens at `hidden_rows`."""
+        """Return the same, and the final hidden states of the tokens at `hidden_rows`."""
 
 
-class Asked(NamedTuple):
-    """Tokens of which more is wanted than a step gives: where they stand among the step's tokens."""
+class RequestedTokens(NamedTuple):
+    """The places, among the step's tokens, of those whose logits or hidden states rows request."""
 
     logits_at: Tensor
-    """None of them is sampled from."""
+    """Tokens that are not sampled from."""
     hidden_at: Tensor
 
 
-class Given(NamedTuple):
-    """What a step was asked for."""
+class RequestedStates(NamedTuple):
+    """The logits and hidden states that rows request."""
 
     logits: Tensor
     hidden: Tensor
 
 
-class Outcome(NamedTuple):
-    """What a step computed for each of its samples, on the device."""
+class StepOutput(NamedTuple):
+    """The output of a step for each of its samples, on the device."""
 
     logits: Tensor
     tokens: Tensor
-    """The likeliest."""
+    """The likeliest tokens."""
     peaks: Tensor
-    """Their logits; not finite where a row's logits are no numbers."""
-    given: Given | None = None
+    """Their logits; not finite where a row's logits are not numbers."""
+    requested: RequestedStates | None = None
 
 
 class Stepper:
-    """A model with the cache and the rows that it works on."""
+    """The stepper runs a model over its KV cache and its row table."""
 
     def __init__(
         self, model: DenseModel, kv_cache: Tensor, table: RowTable, *, fast_step: FastStep | None = None
@@ -85,10 +85,11 @@ class Stepper:
         shape: StepShape,
         inputs: StepInputs,
         longest: int,
-        asked: Asked | None = None,
+        requested: RequestedTokens | None = None,
         adapted: Sequence[AdaptedRun] = (),
-    ) -> Outcome:
-        """No sequence is longer than `longest`. Nothing here waits for the device, or looks at what is on it."""
+    ) -> StepOutput:
+        """Compute a step in which no sequence is longer than `longest`. It neither waits for the device nor reads from
+        it."""
         table, positions = self.table, inputs.positions
         width = -(-longest // table.block_size)
         blocks = table.blocks[inputs.token_rows, positions // table.block_size]
@@ -101,37 +102,39 @@ class Stepper:
             is_one_prompt=shape.decodes == 0 and shape.prompts == 1 and shape.prompt_tokens == longest,
         )
         tokens = table.tokens[inputs.token_rows, positions]
-        given = None
-        if asked is None:
+        states = None
+        if requested is None:
             logits = self._logits(shape, inputs, tokens, batch, width, adapted)
         else:
-            logits, given = self._given(asked, inputs, tokens, batch, adapted)
+            logits, states = self._requested(requested, inputs, tokens, batch, adapted)
         best, peaks = self.model.ops.greedy(logits)
         table.tokens[inputs.sample_rows, inputs.sample_positions + 1] = best
-        return Outcome(logits, best, peaks, given)
+        return StepOutput(logits, best, peaks, states)
 
-    def _given(
+    def _requested(
         self,
-        asked: Asked,
+        requested: RequestedTokens,
         inputs: StepInputs,
         tokens: Tensor,
         batch: AttentionBatch,
         adapted: Sequence[AdaptedRun],
-    ) -> tuple[Tensor, Given]:
-        """The logits that are sampled from, and what else is asked for."""
-        at = torch.cat([inputs.sample_at, asked.logits_at])
+    ) -> tuple[Tensor, RequestedStates]:
+        """Return the logits that are sampled from, and the states that rows request."""
+        at = torch.cat([inputs.sample_at, requested.logits_at])
         if self.fast_step is not None:
-            logits, hidden = self.fast_step.with_hidden(tokens, inputs.positions, batch, at, asked.hidden_at, adapted)
+            logits, hidden = self.fast_step.with_hidden(
+                tokens, inputs.positions, batch, at, requested.hidden_at, adapted
+            )
         else:
             states = self._states(tokens, inputs.positions, batch, adapted)
-            logits, hidden = self.model.logits(states[at]), states[asked.hidden_at]
-        sampled, others = torch.split(logits, [len(inputs.sample_at), len(asked.logits_at)])
-        return sampled, Given(others, hidden)
+            logits, hidden = self.model.logits(states[at]), states[requested.hidden_at]
+        sampled, others = torch.split(logits, [len(inputs.sample_at), len(requested.logits_at)])
+        return sampled, RequestedStates(others, hidden)
 
     def _states(
         self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, adapted: Sequence[AdaptedRun]
     ) -> Tensor:
-        """The final hidden states of all the step's tokens."""
+        """Return the final hidden states of all the step's tokens."""
         if not adapted:
             return self.model.forward(tokens, positions, self.kv_cache, batch)
         by_adapter = tokens_of(adapted, self.table.device)

@@ -1,7 +1,7 @@
-"""CUDA graphs of steps: the whole step, from the row table to the sampled tokens in it, as one launch.
+"""CUDA graphs of steps: one launch runs the whole step, from the row table to the sampled tokens in it.
 
 A graph is captured for a shape and serves every plan that fits into it. The server does not wait for graphs: a shape is
-captured in the engine's idle gaps, or when it has been wanted a few times; until then its steps run without one.
+captured while the engine is idle, or when steps have needed it a few times; until then they run without one.
 """
 
 from __future__ import annotations
@@ -14,64 +14,69 @@ import torch
 from torch import Tensor
 
 from weft.switches import is_on
-from weft.worker.forward_step import Outcome, Stepper
+from weft.worker.forward_step import StepOutput, Stepper
 from weft.worker.inputs import StepShape, section_sizes, views
 
 log = logging.getLogger(__name__)
 
 DECODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-DECODES_BESIDE_PROMPTS = (0, 8, 32, 64, 128, 192, 256, 384, 512)
-PROMPT_TOKENS = (128, 256, 384)
-PROMPTS = 16
-"""In one step; each may be a whole prompt or a chunk of one."""
-WANTED_OFTEN = 3
+DECODES_BESIDE_PREFILLS = (0, 8, 32, 64, 128, 192, 256, 384, 512)
+PREFILL_TOKENS = (128, 256, 384)
+PREFILLS = 16
+"""Prefills of a step; each may be a whole prompt or a chunk of one."""
+CAPTURE_AFTER = 3
+"""Steps of a shape before it is captured in a running step."""
 
 
 class Captured(NamedTuple):
+    """A captured graph, with the memory of its inputs and outputs."""
+
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
-    """Packed; written before a replay."""
-    outcome: Outcome
+    """The packed inputs, written before a replay."""
+    output: StepOutput
 
 
 def graph_shapes(max_rows: int) -> list[StepShape]:
-    """The shapes that graphs are captured for, the largest of each kind first."""
+    """Return the shapes that graphs are captured for, the largest of each kind first."""
     shapes = [StepShape(size, 0, 0, size) for size in reversed(_up_to(max_rows, DECODES))]
     if is_on("prompt-graphs"):
         shapes += [
-            StepShape(decodes, PROMPTS, tokens, decodes + PROMPTS)
-            for tokens in reversed(PROMPT_TOKENS)
-            for decodes in reversed(_up_to(max_rows, DECODES_BESIDE_PROMPTS))
+            StepShape(decodes, PREFILLS, tokens, decodes + PREFILLS)
+            for tokens in reversed(PREFILL_TOKENS)
+            for decodes in reversed(_up_to(max_rows, DECODES_BESIDE_PREFILLS))
         ]
     return shapes
 
 
 class StepGraphs:
+    """The graphs of a stepper, by the shapes of steps."""
+
     def __init__(self, stepper: Stepper, max_rows: int) -> None:
         self._stepper = stepper
         self._decodes = _up_to(max_rows, DECODES)
-        self._beside_prompts = _up_to(max_rows, DECODES_BESIDE_PROMPTS)
+        self._beside_prefills = _up_to(max_rows, DECODES_BESIDE_PREFILLS)
         self._captured: dict[StepShape, Captured] = {}
         self._wanted = dict.fromkeys(graph_shapes(max_rows), 0)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def shape_for(self, exact: StepShape) -> StepShape | None:
-        """The shape of a captured graph that a plan fits into, or None."""
+        """Return the shape of a captured graph that a plan fits into, or None."""
         shape = self._padded(exact)
         if shape is None or shape not in self._wanted:
             return None
         self._wanted[shape] += 1
-        if shape not in self._captured and self._wanted[shape] >= WANTED_OFTEN:
+        if shape not in self._captured and self._wanted[shape] >= CAPTURE_AFTER:
             self._try_capture(shape)
         return shape if shape in self._captured else None
 
-    def replay(self, shape: StepShape, packed: Tensor) -> Outcome:
-        """What it returns is overwritten by the next replay."""
+    def replay(self, shape: StepShape, packed: Tensor) -> StepOutput:
+        """Replay a graph. The next replay overwrites the output that is returned."""
         captured = self._captured[shape]
         captured.inputs.copy_(packed)
         captured.graph.replay()
-        return captured.outcome
+        return captured.output
 
     def capture_next(self) -> bool:
         """Capture one shape that is missing, the largest first: the others then fit in its memory."""
@@ -85,14 +90,14 @@ class StepGraphs:
         if exact.samples_all:
             size = self._decodes[bisect_left(self._decodes, exact.decodes)]
             return StepShape(size, 0, 0, size)
-        if exact.prompts > PROMPTS or exact.prompt_tokens > PROMPT_TOKENS[-1]:
+        if exact.prompts > PREFILLS or exact.prompt_tokens > PREFILL_TOKENS[-1]:
             return None
-        decodes = self._beside_prompts[bisect_left(self._beside_prompts, exact.decodes)]
-        tokens = PROMPT_TOKENS[bisect_left(PROMPT_TOKENS, exact.prompt_tokens)]
-        return StepShape(decodes, PROMPTS, tokens, decodes + PROMPTS)
+        decodes = self._beside_prefills[bisect_left(self._beside_prefills, exact.decodes)]
+        tokens = PREFILL_TOKENS[bisect_left(PREFILL_TOKENS, exact.prompt_tokens)]
+        return StepShape(decodes, PREFILLS, tokens, decodes + PREFILLS)
 
     def _try_capture(self, shape: StepShape) -> None:
-        """A shape for which there is no memory is given up: its steps run without a graph."""
+        """Capture a shape, or give it up if there is no memory for it: its steps then run without a graph."""
         try:
             self._captured[shape] = self._capture(shape)
         except torch.OutOfMemoryError:
@@ -100,7 +105,7 @@ class StepGraphs:
             del self._wanted[shape]
 
     def _capture(self, shape: StepShape) -> Captured:
-        # Triton is there only where CUDA is.
+        # Triton is installed only where CUDA is.
         from weft.kernels.triton.launch import overlapping_launches
 
         table = self._stepper.table
@@ -118,9 +123,9 @@ class StepGraphs:
                 self._stepper.step(shape, inputs, longest)
             torch.cuda.current_stream().wait_stream(self._stream)
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                outcome = self._stepper.step(shape, inputs, longest)
-        return Captured(graph, packed, outcome)
+                output = self._stepper.step(shape, inputs, longest)
+        return Captured(graph, packed, output)
 
 
-def _up_to(most: int, sizes: tuple[int, ...]) -> list[int]:
-    return [size for size in sizes if size < most] + [most]
+def _up_to(largest: int, sizes: tuple[int, ...]) -> list[int]:
+    return [size for size in sizes if size < largest] + [largest]

@@ -1,7 +1,7 @@
-"""From a plan to a step's inputs: one packed copy to the device, the rest is gathered there.
+"""A step's inputs from its plan: one packed copy goes to the device, and the rest is gathered there.
 
-A shape may be larger than what a plan needs: sequences, tokens and samples to spare are the table's padding row, whose
-blocks are the null block. So one CUDA graph serves many plans.
+A shape may be larger than a plan needs: spare sequences, tokens and samples are the table's padding row, whose blocks
+are the null block. So one CUDA graph serves many plans.
 """
 
 from __future__ import annotations
@@ -17,20 +17,22 @@ from weft.worker.rows import Ints, runs
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor's copy on the device, without waiting for it."""
     if device.type == "cpu":
         return tensor
-    # Pinned memory is fresh every time: the last copy may still be under way.
+    # Pinned memory is allocated anew: the last copy may still be under way.
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(tensor: Tensor) -> Tensor:
+    """Return a tensor's copy on the host, which is complete when the event of `arrival_of` has come."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def arrival_of(tensor: Tensor) -> torch.cuda.Event | None:
-    """When everything that was sent so far is on the host; None: it is."""
+    """Return the event after which all copies made so far are on the host; None: they are there already."""
     if not tensor.is_cuda:
         return None
     arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -39,10 +41,12 @@ def arrival_of(tensor: Tensor) -> torch.cuda.Event | None:
 
 
 class StepShape(NamedTuple):
+    """The sizes of a step's inputs."""
+
     decodes: int
     """Sequences with one new token; they come first."""
     prompts: int
-    """Sequences with more."""
+    """Sequences with more new tokens."""
     prompt_tokens: int
     samples: int
 
@@ -56,29 +60,29 @@ class StepShape(NamedTuple):
 
     @property
     def samples_all(self) -> bool:
-        """Every token is sampled from, in the order of the tokens."""
+        """True when every token is sampled from, in the order of the tokens."""
         return self.prompts == 0 and self.samples == self.decodes
 
 
 class StepInputs(NamedTuple):
-    """Row numbers and positions in the row table."""
+    """The inputs of a step: rows and positions in the row table."""
 
     token_rows: Tensor
     positions: Tensor
     sequence_rows: Tensor
     lengths: Tensor
-    """Tokens of each sequence that are in the cache once this step's are written; 0 for one to spare."""
+    """Tokens of each sequence that are in the cache once this step's are written; 0 for a spare sequence."""
     query_starts: Tensor
-    """[sequences + 1]: where each sequence's tokens begin. Tokens to spare are behind the last."""
+    """[sequences + 1]: where each sequence's tokens begin. Spare tokens come after the last."""
     sample_rows: Tensor
     sample_at: Tensor
-    """Which of the step's tokens are sampled from."""
+    """Places of the step's tokens that are sampled from."""
     sample_positions: Tensor
-    """Their positions: the sampled tokens go to those behind."""
+    """Their positions: each sampled token goes to the next position."""
 
 
 def section_sizes(shape: StepShape) -> list[int]:
-    """How many of each there are in a step of a shape."""
+    """Return the length of each field of StepInputs in a step of this shape."""
     tokens, sequences, samples = shape.num_tokens, shape.num_sequences, shape.samples
     return [tokens, tokens, sequences, sequences, sequences + 1, samples, samples, samples]
 
@@ -90,9 +94,9 @@ class Layout(NamedTuple):
     packed: Ints
     """The fields of StepInputs, one after the other."""
     rows: list[Row]
-    """In the order of their tokens."""
+    """The rows in the order of their tokens."""
     firsts: Ints
-    """Where each row's tokens begin."""
+    """The place of each row's first token."""
     sampling: list[Row]
     """The rows that sample, in the order of the samples."""
     longest: int
@@ -114,7 +118,7 @@ def lay_out(rows: list[Row], shape: StepShape, padding_row: int) -> Layout:
     table = np.array([(row.row, row.start, row.count, row.samples) for row in rows], dtype=np.int64)
     numbers, starts, counts, samples = table.T
     num_decodes = int((counts == 1).sum())
-    # Prompts begin where the shape's decodes end.
+    # Prefills begin where the shape's decodes end.
     spare = shape.decodes - num_decodes
     at = np.cumsum(counts) - counts + np.where(counts > 1, spare, 0)
     sequences = np.arange(len(rows)) + np.where(counts > 1, spare, 0)
@@ -143,7 +147,7 @@ def lay_out(rows: list[Row], shape: StepShape, padding_row: int) -> Layout:
 
 
 def to_device(arrays: list[Ints], device: torch.device) -> list[Tensor]:
-    """Arrays as tensors on the device, by one copy that nobody waits for."""
+    """Return arrays as tensors on the device, by one copy that is not waited for."""
     packed = sent(torch.from_numpy(np.concatenate(arrays)), device)
     return list(torch.split(packed, [len(array) for array in arrays]))
 

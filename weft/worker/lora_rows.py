@@ -1,7 +1,7 @@
-"""The LoRA adapters of a worker: those that are on the device, and the rows that they are for.
+"""The LoRA adapters of a worker: those on the device, and the rows that use them.
 
-A thread reads them, and the engine's own puts them on the device: nothing else may allocate there while a graph is
-captured.
+A thread reads them from files, and the engine's own thread copies them to the device: no other thread may allocate
+there while a graph is captured.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from weft.config import SchedulerOptions
 from weft.errors import ModelError
 from weft.kernels.weights import AdaptedRun, AdapterWeights
 from weft.model.dense import DenseModel
 from weft.model.dense_lora import AdaptedTokens
 from weft.model.lora import read_adapter
+from weft.options import SchedulerOptions
 from weft.plan import StepPlan
 from weft.types import Adapter
 from weft.worker.inputs import Layout, to_device
@@ -31,26 +31,28 @@ log = logging.getLogger(__name__)
 MAX_ADAPTERS = SchedulerOptions().max_loras
 
 
-class Adapters:
-    def __init__(self, model: DenseModel, most: int = MAX_ADAPTERS) -> None:
+class LoraRows:
+    """The adapters on the device, at most `max_adapters` of them, and the rows that use them."""
+
+    def __init__(self, model: DenseModel, max_adapters: int = MAX_ADAPTERS) -> None:
         self._config = model.config
         self._dtype = model.weights.embedding.dtype
         self._device = model.weights.embedding.device
-        self._most = most
+        self._max_adapters = max_adapters
         self._loaded: OrderedDict[int, AdapterWeights] = OrderedDict()
-        """On the device, by number; those that were asked for last come last."""
+        """Adapters on the device by number, the most recently used last."""
         self._read: WeakValueDictionary[int, Future[AdapterWeights]] = WeakValueDictionary()
-        """What requests that wait have asked for."""
+        """Adapters that waiting requests need."""
         self._rows: dict[int, AdapterWeights] = {}
         self._reader = ThreadPoolExecutor(1, "weft-adapters")
 
     @property
     def numbers(self) -> list[int]:
-        """Of those on the device."""
+        """The numbers of the adapters on the device."""
         return list(self._loaded)
 
     def read(self, adapter: Adapter) -> Future[AdapterWeights]:
-        """Read an adapter that is not here; ModelError when it cannot be used."""
+        """Read an adapter, if it is not on the device; the future raises ModelError when it cannot be used."""
         known = self._read.get(adapter.number)
         if adapter.number in self._loaded:
             known = Future()
@@ -61,10 +63,10 @@ class Adapters:
         return known
 
     def place(self, adapter: Adapter, weights: AdapterWeights, in_use: Collection[int]) -> bool:
-        """Have an adapter on the device, where the one that was not asked for for longest may make room for it. False:
-        all that are there are in use."""
+        """Copy an adapter to the device, in place of the least recently used one if there are too many; returns False
+        if all are in use."""
         if adapter.number not in self._loaded:
-            while len(self._loaded) >= self._most:
+            while len(self._loaded) >= self._max_adapters:
                 idle = next((number for number in self._loaded if number not in in_use), None)
                 if idle is None:
                     return False
@@ -85,11 +87,11 @@ class Adapters:
             if admission.adapter is not None:
                 self._rows[admission.row] = self._loaded[admission.adapter]
 
-    def are_among(self, plan: StepPlan) -> bool:
+    def are_used_by(self, plan: StepPlan) -> bool:
         return bool(self._rows) and any(row.row in self._rows for row in plan.rows)
 
-    def among(self, layout: Layout) -> list[AdaptedRun]:
-        """The tokens of a step that have adapters, in their order."""
+    def runs_in(self, layout: Layout) -> list[AdaptedRun]:
+        """Return the runs of a step's tokens that have adapters, in their order."""
         found: list[AdaptedRun] = []
         for row, first in zip(layout.rows, layout.firsts.tolist(), strict=True):
             weights = self._rows.get(row.row)
@@ -104,7 +106,7 @@ class Adapters:
 
 
 def tokens_of(adapted: Sequence[AdaptedRun], device: torch.device) -> list[AdaptedTokens]:
-    """Runs by their adapters."""
+    """Return the places of the tokens of runs, by adapter."""
     by_adapter: dict[AdapterWeights, list[AdaptedRun]] = {}
     for run in adapted:
         by_adapter.setdefault(run.weights, []).append(run)

@@ -1,5 +1,5 @@
-"""The profiling step: the largest step that the limits allow, computed once before there is a cache, to see what it
-takes."""
+"""The memory profile: the largest step that the limits allow is computed once, before the KV cache is allocated, to
+measure what it takes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import logging
 import torch
 from msgspec.structs import replace
 
-from weft.config import CacheOptions
 from weft.errors import OutOfMemory
 from weft.machine.hardware import read_memory
-from weft.machine.memory import GIB, Room, Shape, safe_share
+from weft.machine.memory import GIB, DeviceMemory, Shape, safe_share
 from weft.model.dense import DenseModel
-from weft.plan import Admission, Denoise, DenoiseAdmission, ImageLimits, Limits, PlacedText, Row, StepPlan
+from weft.options import CacheOptions
+from weft.plan import Admission, Denoise, DenoiseAdmission, ImageLimits, Limits, PlacedEmbeds, Row, StepPlan
 from weft.types import MAX_LOGPROBS, ImageParams, MemoryLedger, SamplingParams
 from weft.worker.diffusion.denoiser import Denoiser
 from weft.worker.forward_step import Stepper
@@ -28,12 +28,12 @@ def cache_shape(config: Shape, num_blocks: int, block_size: int) -> tuple[int, .
 
 
 def available_cpu_bytes() -> int:
-    """What this process may still take: the machine's free memory, or what a limit leaves where that is less."""
+    """Return the bytes that this process may still take: the machine's free memory, or what a lower limit leaves."""
     return read_memory().available
 
 
 def gpu_share(cache: CacheOptions) -> float:
-    """The share of a GPU that is taken. One that is lowered is told of."""
+    """Return the share of a GPU that is taken; a lowered one is logged."""
     share, asked = safe_share(cache), cache.gpu_memory_utilization
     if share != asked:
         log.warning(
@@ -47,7 +47,7 @@ def gpu_share(cache: CacheOptions) -> float:
 
 
 def ledger_table(ledger: MemoryLedger) -> str:
-    """The ledger as lines for a reader."""
+    """Return the ledger as lines of text."""
     shown = {
         "weights": ledger.weights,
         "activations": ledger.activations,
@@ -66,10 +66,10 @@ COSTLIEST = SamplingParams(
 
 
 def measured(
-    room: Room, model: DenseModel, table: RowTable, limits: Limits, *, denoiser: Denoiser | None = None
-) -> Room:
-    """The room on a GPU as it is once weights and tables are there, of what draws images too, and the largest steps
-    were computed."""
+    room: DeviceMemory, model: DenseModel, table: RowTable, limits: Limits, *, denoiser: Denoiser | None = None
+) -> DeviceMemory:
+    """Return the memory of a GPU as measured once weights and tables are allocated, those of the image model too, and
+    the largest steps were computed."""
     device, plan = table.device, largest_step(limits)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -81,16 +81,16 @@ def measured(
             hint=f"Set --max-num-batched-tokens {plan.num_tokens // 2} and --max-num-seqs {len(plan.rows) // 2 or 1}.",
         ) from error
     if denoiser is not None and limits.image is not None:
-        drawing = largest_drawing(limits.max_num_batched_tokens, limits.image)
+        plan = largest_denoise_step(limits.max_num_batched_tokens, limits.image)
         try:
-            draw(drawing, denoiser)
+            denoise(plan, denoiser)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
-                f"A denoise step of {len(drawing.denoise)} images does not fit beside the weights: {error}",
+                f"A denoise step of {len(plan.denoise)} images does not fit beside the weights: {error}",
                 hint="Set a lower --max-num-images, or --image-model none.",
             ) from error
-    # What the allocator took from the device, not what tensors filled of it: that is what the cache cannot have.
-    held = torch.cuda.max_memory_reserved(device)
+    # What the allocator reserved, not what tensors filled of it: the KV cache cannot have any of it.
+    reserved = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
@@ -98,13 +98,14 @@ def measured(
         room,
         others=others,
         libraries=max(0, others - room.others),
-        activations=held - model.weights.num_bytes - (denoiser.num_bytes if denoiser is not None else 0),
+        activations=reserved - model.weights.num_bytes - (denoiser.num_bytes if denoiser is not None else 0),
     )
 
 
 def largest_step(limits: Limits) -> StepPlan:
-    """Every row samples, in the costliest way. The first rows are prompts, which take all tokens that the budget
-    leaves; the last row stands at the end of the context, so that block tables are as wide as they get."""
+    """Return a plan in which every row samples, in the costliest way. The first rows are prefills, which take all
+    tokens that the budget leaves; the last row is at the end of the context, so that block tables are as wide as they
+    get."""
     counts = [1] * limits.max_num_seqs
     longest = min(limits.max_prefill_chunk, limits.max_model_len - 1)
     left = limits.max_num_batched_tokens - len(counts)
@@ -114,33 +115,33 @@ def largest_step(limits: Limits) -> StepPlan:
         left -= more
     starts = [0] * len(counts)
     starts[-1] = limits.max_model_len - 1 - counts[-1]
-    # No blocks: whatever is written goes to the null block.
+    # Without blocks, everything is written to the null block.
     rows = [Row(i, start, count, [], True) for i, (start, count) in enumerate(zip(starts, counts, strict=True))]
     admit = [Admission(row.row, [0] * (row.start + row.count), 1, COSTLIEST, []) for row in rows]
     return StepPlan(-1, [], admit, rows)
 
 
-def largest_drawing(budget: int, limits: ImageLimits) -> StepPlan:
-    """The first steps of as many images as a step has room for, all of which show."""
+def largest_denoise_step(budget: int, limits: ImageLimits) -> StepPlan:
+    """Return the first steps of as many images as fit in a step, all of which are decoded."""
     image = ImageParams(width=limits.width, height=limits.height, steps=1, guidance_scale=2.0, seed=0)
     slots = range(max(1, min(limits.max_num_images, budget // limits.cost(image))))
     return StepPlan(
         -1, [], [], [],
-        admit_images=[DenoiseAdmission(slot, image, PlacedText(), PlacedText()) for slot in slots],
+        admit_images=[DenoiseAdmission(slot, image, PlacedEmbeds(), PlacedEmbeds()) for slot in slots],
         denoise=[Denoise(slot, 0, 1, limits.cost(image), True) for slot in slots],
     )  # fmt: skip
 
 
 @torch.inference_mode()
-def draw(plan: StepPlan, denoiser: Denoiser) -> None:
-    """Make a step of images, and forget them."""
+def denoise(plan: StepPlan, denoiser: Denoiser) -> None:
+    """Make a denoise step, and release its images."""
     denoiser.take_in(plan)
-    denoiser.draw(plan.denoise).read()
+    denoiser.denoise(plan.denoise).read()
     denoiser.take_in(StepPlan(plan.step_id, [], [], [], release_slots=[one.slot for one in plan.denoise]))
 
 
 def compute(plan: StepPlan, model: DenseModel, table: RowTable) -> None:
-    """Compute a step without a cache but the null block, and forget its rows."""
+    """Compute a step with a cache of the null block alone, and release its rows."""
     weights = model.weights.embedding
     cache = torch.zeros(cache_shape(model.config, 1, table.block_size), dtype=weights.dtype, device=weights.device)
     Runner(Stepper(model, cache, table)).execute(plan).result()

@@ -1,6 +1,6 @@
-"""What rows ask of their tokens besides the next one: the log probabilities of a prompt, or its hidden states, as one
-vector or as the text of an image. Another kind of extra is a struct in `weft.plan`, a line in `ask` (of which tokens)
-and one in `collect`."""
+"""Outputs of prompt tokens that rows request besides sampling: the log probabilities of a prompt, or its hidden states,
+pooled into a vector or kept as prompt embeds. Another kind of request is a struct in `weft.plan`, a case in
+`PromptOutputs.request` (of which tokens) and one in `collect`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.plan import Gained, Held, Pooled, PromptLogprobs, Row
+from weft.plan import KeptHiddenStates, Pooled, PromptLogprobs, Row, RowOutput
 from weft.types import Pooling
 from weft.worker.diffusion.denoiser import Denoiser
-from weft.worker.forward_step import Asked, Given
+from weft.worker.forward_step import RequestedStates, RequestedTokens
 from weft.worker.inputs import Layout, arrival_of, to_device, to_host
 from weft.worker.rows import RowTable, runs
 from weft.worker.sampler import log_probabilities, token_logprobs
@@ -21,84 +21,89 @@ from weft.worker.sampler import log_probabilities, token_logprobs
 NO_NUMBER = "The model's output for this request is not a number."
 
 
-class Scored(NamedTuple):
+class ScoredRow(NamedTuple):
+    """A row that requests log probabilities of prompt tokens."""
+
     row: Row
     num_top: int
     num_scored: int
-    """One for each of the row's tokens, but after a prompt's last one comes none of the prompt's."""
+    """Its tokens that another token of the prompt follows."""
 
 
-class Ask(NamedTuple):
-    """What a step is asked for, in the order in which it is given."""
+class PromptRequests(NamedTuple):
+    """The requests of a step's rows, in the order of the outputs."""
 
-    scored: list[Scored]
-    hidden: list[tuple[Row, Pooled | Held]]
-    """Rows whose hidden states are given."""
-    asked: Asked
+    scored: list[ScoredRow]
+    hidden: list[tuple[Row, Pooled | KeptHiddenStates]]
+    """Rows that request hidden states."""
+    tokens: RequestedTokens
     next_rows: Tensor
     next_positions: Tensor
-    """Where in the row table the tokens stand that are scored."""
+    """Places in the row table of the tokens that are scored."""
 
     @property
     def pooled(self) -> list[tuple[Row, Pooled]]:
-        return [(row, extra) for row, extra in self.hidden if isinstance(extra, Pooled)]
+        return [(row, request) for row, request in self.hidden if isinstance(request, Pooled)]
 
     @property
-    def held(self) -> list[Row]:
-        return [row for row, extra in self.hidden if isinstance(extra, Held)]
+    def kept(self) -> list[Row]:
+        return [row for row, request in self.hidden if isinstance(request, KeptHiddenStates)]
 
 
-class GainedBatch(NamedTuple):
-    """What a step gave for its extras, on its way to the host; `read` waits for it."""
+class RowOutputBatch(NamedTuple):
+    """The outputs of a step's requests, on their way to the host; `read` waits for them."""
 
-    ask: Ask
+    requests: PromptRequests
     logprobs: Tensor
     vectors: Tensor
-    held_is_sound: Tensor
+    kept_is_finite: Tensor
     arrived: torch.cuda.Event | None
 
-    def read(self) -> dict[int, Gained]:
-        """By row."""
+    def read(self) -> dict[int, RowOutput]:
+        """Return the outputs by row."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        gained = {row.row: Gained() for row, _ in self.ask.pooled}
-        ends = [row.row for row, pooled in self.ask.pooled if pooled.is_end]
+        outputs = {row.row: RowOutput() for row, _ in self.requests.pooled}
+        ends = [row.row for row, pooled in self.requests.pooled if pooled.is_end]
         for row, vector in zip(ends, self.vectors, strict=True):
-            is_sound = bool(vector.isfinite().all())
-            gained[row] = Gained(vector=vector.numpy().tobytes()) if is_sound else Gained(error=NO_NUMBER)
-        for held, is_sound in zip(self.ask.held, self.held_is_sound.tolist(), strict=True):
-            gained[held.row] = Gained(error="" if is_sound else NO_NUMBER)
-        parts = torch.split(self.logprobs, [scored.num_scored for scored in self.ask.scored])
-        for scored, part in zip(self.ask.scored, parts, strict=True):
-            is_sound = bool(part[:, 0].isfinite().all())
-            logprobs = token_logprobs(part, [scored.num_top] * scored.num_scored) if is_sound else []
-            gained[scored.row.row] = Gained(logprobs, error="" if is_sound else NO_NUMBER)
-        return gained
+            is_finite = bool(vector.isfinite().all())
+            outputs[row] = RowOutput(vector=vector.numpy().tobytes()) if is_finite else RowOutput(error=NO_NUMBER)
+        for kept, is_finite in zip(self.requests.kept, self.kept_is_finite.tolist(), strict=True):
+            outputs[kept.row] = RowOutput(error="" if is_finite else NO_NUMBER)
+        parts = torch.split(self.logprobs, [scored.num_scored for scored in self.requests.scored])
+        for scored, part in zip(self.requests.scored, parts, strict=True):
+            is_finite = bool(part[:, 0].isfinite().all())
+            logprobs = token_logprobs(part, [scored.num_top] * scored.num_scored) if is_finite else []
+            outputs[scored.row.row] = RowOutput(logprobs, error="" if is_finite else NO_NUMBER)
+        return outputs
 
 
-class Extras:
+class PromptOutputs:
+    """The requests of rows, and the sums of hidden states that are pooled over several steps."""
+
     def __init__(self, table: RowTable, denoiser: Denoiser | None) -> None:
         self._table = table
         self._denoiser = denoiser
         self._sums: dict[int, Tensor] = {}
-        """Of rows whose hidden states are pooled: the sum of those so far, in float32."""
+        """Sums of the hidden states so far, in float32, by row."""
 
     def forget(self, rows: list[int]) -> None:
         for row in rows:
             self._sums.pop(row, None)
 
-    def ask(self, layout: Layout) -> Ask:
-        scored: list[Scored] = []
-        hidden: list[tuple[Row, Pooled | Held]] = []
+    def request(self, layout: Layout) -> PromptRequests:
+        """Return the requests of a step's rows."""
+        scored: list[ScoredRow] = []
+        hidden: list[tuple[Row, Pooled | KeptHiddenStates]] = []
         logits_at, hidden_at = [], []
         for row, first in zip(layout.rows, layout.firsts.tolist(), strict=True):
-            match row.extra:
+            match row.request:
                 case PromptLogprobs(num_top=num_top):
-                    scored.append(Scored(row, num_top, row.count - row.samples))
+                    scored.append(ScoredRow(row, num_top, row.count - row.samples))
                     logits_at.append(first)
-                case Pooled() | Held():
-                    hidden.append((row, row.extra))
-                    count = _num_states(row, row.extra)
+                case Pooled() | KeptHiddenStates():
+                    hidden.append((row, row.request))
+                    count = _num_states(row, row.request)
                     hidden_at.append((first + row.count - count, count))
         counts = [one.num_scored for one in scored]
         arrays = [
@@ -108,37 +113,38 @@ class Extras:
             runs([one.row.start + 1 for one in scored], counts),
         ]
         logits, states, next_rows, next_positions = to_device(arrays, self._table.device)
-        return Ask(scored, hidden, Asked(logits, states), next_rows, next_positions)
+        return PromptRequests(scored, hidden, RequestedTokens(logits, states), next_rows, next_positions)
 
-    def collect(self, ask: Ask, given: Given) -> GainedBatch:
-        chosen = self._table.tokens[ask.next_rows, ask.next_positions]
-        logprobs = log_probabilities(given.logits.float(), chosen, any(scored.num_top for scored in ask.scored))
-        counts = [_num_states(row, extra) for row, extra in ask.hidden]
+    def collect(self, requests: PromptRequests, states: RequestedStates) -> RowOutputBatch:
+        """Return the outputs of requests from the states that the step computed for them."""
+        chosen = self._table.tokens[requests.next_rows, requests.next_positions]
+        logprobs = log_probabilities(states.logits.float(), chosen, any(scored.num_top for scored in requests.scored))
+        counts = [_num_states(row, request) for row, request in requests.hidden]
         ends: list[Tensor] = []
-        is_sound: list[Tensor] = []
-        for (row, extra), states in zip(ask.hidden, torch.split(given.hidden, counts), strict=True):
-            if isinstance(extra, Pooled):
-                ends += self._pooled(row, extra, states)
+        is_finite: list[Tensor] = []
+        for (row, request), hidden in zip(requests.hidden, torch.split(states.hidden, counts), strict=True):
+            if isinstance(request, Pooled):
+                ends += self._pooled(row, request, hidden)
             elif self._denoiser is not None:
-                self._denoiser.hold(extra, row.start, states)
-                is_sound.append(states.isfinite().all())
-        # A sum of vectors points where their mean does.
-        vectors = torch.nn.functional.normalize(torch.stack(ends) if ends else given.hidden[:0].float())
-        sound = to_host(torch.stack(is_sound) if is_sound else given.hidden[:0, 0].isfinite())
-        return GainedBatch(ask, to_host(logprobs), to_host(vectors), sound, arrival_of(logprobs))
+                self._denoiser.keep_hidden_states(request, row.start, hidden)
+                is_finite.append(hidden.isfinite().all())
+        # A sum of vectors has the direction of their mean.
+        vectors = torch.nn.functional.normalize(torch.stack(ends) if ends else states.hidden[:0].float())
+        finite = to_host(torch.stack(is_finite) if is_finite else states.hidden[:0, 0].isfinite())
+        return RowOutputBatch(requests, to_host(logprobs), to_host(vectors), finite, arrival_of(logprobs))
 
-    def _pooled(self, row: Row, extra: Pooled, states: Tensor) -> list[Tensor]:
-        """The sum of a prompt's hidden states, where the prompt ends."""
+    def _pooled(self, row: Row, request: Pooled, states: Tensor) -> list[Tensor]:
+        """Return the sum of a prompt's hidden states where the prompt ends, and an empty list before."""
         total = states.float().sum(0)
-        if extra.pooling is Pooling.MEAN and row.start > 0:
+        if request.pooling is Pooling.MEAN and row.start > 0:
             total = total + self._sums[row.row]
-        if extra.is_end:
+        if request.is_end:
             self._sums.pop(row.row, None)
             return [total]
         self._sums[row.row] = total
         return []
 
 
-def _num_states(row: Row, extra: Pooled | Held) -> int:
-    """How many of a row's hidden states are asked for, the last ones."""
-    return 1 if isinstance(extra, Pooled) and extra.pooling is Pooling.LAST else row.count
+def _num_states(row: Row, request: Pooled | KeptHiddenStates) -> int:
+    """Return how many of a row's last hidden states are requested."""
+    return 1 if isinstance(request, Pooled) and request.pooling is Pooling.LAST else row.count

@@ -1,7 +1,7 @@
-"""The worker's rows: what it remembers of each admitted request from one step to the next.
+"""The worker's row table: the state of each admitted request from one step to the next.
 
 A request keeps its row until it ends or is preempted. Tokens and block tables stay on the device: a step gathers
-its inputs from them, so the next step can be launched before anybody has read what this one sampled.
+its inputs from them, so the next step can be launched before the tokens of this one are read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 
 class RowWrites(NamedTuple):
-    """What a plan adds to the table: where each token and each block goes, and what it is."""
+    """The writes of a plan to the table: the place and the value of each new token and block."""
 
     token_rows: Ints
     token_positions: Ints
@@ -32,20 +32,22 @@ class RowWrites(NamedTuple):
 
 
 class RowTable:
+    """The tokens and block tables of all rows, on the device, and their sampling settings, on the host."""
+
     def __init__(self, num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self.device = device
         self.padding_row = num_rows
-        """A row of nobody's: its blocks are the null block."""
+        """The row that no request has: its blocks are the null block."""
         self.tokens = torch.zeros(num_rows + 1, max_model_len, dtype=torch.int64, device=device)
         self.blocks = torch.zeros(num_rows + 1, -(-max_model_len // block_size), dtype=torch.int64, device=device)
         self.num_blocks: dict[int, int] = {}
-        """Of every admitted row."""
+        """Number of blocks of every admitted row."""
         self.settings = SamplingSettings(num_rows + 1)
         self.constraints = Constraints()
 
     def take_in(self, plan: StepPlan) -> RowWrites:
-        """Note what is new in a plan; the writes must reach the device before its step is computed."""
+        """Take in a plan's releases and admissions; the writes must reach the device before its step is computed."""
         for released in plan.release:
             self.num_blocks.pop(released, None)
             self.settings.release(released)
@@ -82,7 +84,7 @@ class RowTable:
 
 
 def runs(firsts: list[int] | Ints, counts: list[int] | Ints) -> Ints:
-    """first, first + 1, … for every first, each as often as its count says, one run after the other."""
+    """Return first, first + 1, … for every first, each run as long as its count, one after the other."""
     lengths = _ints(counts)
     begins = np.cumsum(lengths) - lengths
     values: Ints = np.arange(lengths.sum()) + np.repeat(_ints(firsts) - begins, lengths)

@@ -1,4 +1,4 @@
-"""The runner: one plan in, one forward pass, one sampled token for each row that asked for one, and the plan's denoise
+"""The runner executes a plan: one forward pass, one sampled token for each row that samples, and the plan's denoise
 steps beside them."""
 
 from __future__ import annotations
@@ -10,28 +10,30 @@ from typing import NamedTuple
 import torch
 
 from weft.plan import Row, StepPlan, StepResult
-from weft.worker.diffusion.denoiser import Denoiser, DrawnBatch
-from weft.worker.forward_step import Outcome, Stepper
+from weft.worker.diffusion.denoiser import DenoiseOutputBatch, Denoiser
+from weft.worker.forward_step import StepOutput, Stepper
 from weft.worker.grammar_masks import Constraint, Constraints, Masks, followed, masks_of
 from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import exact_shape, lay_out, to_device, views
-from weft.worker.lora_rows import MAX_ADAPTERS, Adapters
-from weft.worker.prompt_outputs import Extras, GainedBatch
-from weft.worker.sampler import SampledBatch, rehearse, sample
+from weft.worker.lora_rows import MAX_ADAPTERS, LoraRows
+from weft.worker.prompt_outputs import PromptOutputs, RowOutputBatch
+from weft.worker.sampler import SampledBatch, sample, warm_up_sampler
 
-SHAPES: tuple[tuple[int, ...], ...] = (
+WARM_UP_SHAPES: tuple[tuple[int, ...], ...] = (
     (128,), (1,), (16,), (100,), (1, 1, 1, 1, 1, 100), (1,) * 16 + (128, 128), (512,), (1, 1, 2000), (2048,), (1024,),
 )  # fmt: skip
-"""Each a step: the new tokens of its sequences. The likeliest first request comes first."""
+"""Steps to warm up, each as the new tokens of its sequences; the most likely first step comes first."""
 
 
 class WarmUp:
+    """The warm-up compiles kernels by computing steps of the usual shapes."""
+
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
-        self._left = list(reversed(SHAPES))
+        self._left = list(reversed(WARM_UP_SHAPES))
 
     def next(self) -> bool:
-        """Compute one more of the shapes; False when all were."""
+        """Compute one more of the shapes; returns False when all were."""
         if not self._left:
             return False
         table = self._stepper.table
@@ -40,17 +42,17 @@ class WarmUp:
         shape = exact_shape(rows)
         layout = lay_out(rows, shape, table.padding_row)
         (packed,) = to_device([layout.packed], table.device)
-        outcome = self._stepper.step(shape, views(packed, shape), layout.longest)
-        rehearse(outcome.logits, self._stepper.model.ops)
+        output = self._stepper.step(shape, views(packed, shape), layout.longest)
+        warm_up_sampler(output.logits, self._stepper.model.ops)
         torch.cuda.synchronize()
         return True
 
 
-class Besides(NamedTuple):
-    """What a step gives besides tokens."""
+class SideOutputs(NamedTuple):
+    """The outputs of a step other than sampled tokens."""
 
-    gained: GainedBatch | None = None
-    drawn: DrawnBatch | None = None
+    rows: RowOutputBatch | None = None
+    denoise: DenoiseOutputBatch | None = None
 
 
 class Pending(NamedTuple):
@@ -59,9 +61,9 @@ class Pending(NamedTuple):
     plan: StepPlan
     sampling: list[Row]
     sampled: SampledBatch | None
-    besides: Besides
+    side: SideOutputs
     constrained: dict[int, Constraint] | None = None
-    """Of the rows that sample, by place: a row may be another request's when this step is read."""
+    """The constraints of the rows that sample, by place: a row may belong to another request when this step is read."""
 
     def result(self) -> StepResult:
         read = self.sampled.read() if self.sampled is not None else []
@@ -69,15 +71,15 @@ class Pending(NamedTuple):
             read = followed(self.constrained, read)
         by_row = dict(zip((row.row for row in self.sampling), read, strict=True))
         sampled = [by_row[row.row] for row in self.plan.rows if row.samples]
-        gained = self.besides.gained.read() if self.besides.gained is not None else {}
-        drawn = self.besides.drawn.read() if self.besides.drawn is not None else []
-        extras = [gained[row.row] for row in self.plan.rows if row.extra]
-        return StepResult(self.plan.step_id, sampled, extras, drawn)
+        outputs = self.side.rows.read() if self.side.rows is not None else {}
+        denoised = self.side.denoise.read() if self.side.denoise is not None else []
+        row_outputs = [outputs[row.row] for row in self.plan.rows if row.request]
+        return StepResult(self.plan.step_id, sampled, row_outputs, denoised)
 
 
 class Deferred(NamedTuple):
-    """A step whose logits are on their way. What older steps sampled decides what its rows may sample: they must be
-    read before `sample` launches that."""
+    """A step whose logits are being computed. What older steps sampled decides what its rows may sample: they must be
+    read before `sample` is called."""
 
     plan: StepPlan
     sample: Callable[[], Pending]
@@ -87,6 +89,8 @@ class Deferred(NamedTuple):
 
 
 class Runner:
+    """The runner launches the steps of plans on a model, and returns their pending results."""
+
     def __init__(
         self,
         stepper: Stepper,
@@ -97,42 +101,42 @@ class Runner:
         max_adapters: int = MAX_ADAPTERS,
     ) -> None:
         self.stepper = stepper
-        self.adapters = Adapters(stepper.model, max_adapters)
+        self.adapters = LoraRows(stepper.model, max_adapters)
         self.denoiser = denoiser
-        self.extras = Extras(stepper.table, denoiser)
+        self.prompt_outputs = PromptOutputs(stepper.table, denoiser)
         self.graphs = graphs
         self.warm_up = warm_up
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Pending | Deferred:
-        """Launch a step. What it samples is in the row table for the next step, read or not."""
+        """Launch a step. The tokens that it samples are in the row table for the next step before they are read."""
         self.adapters.take_in(plan)
-        if not plan.rows:
-            self.stepper.table.take_in(plan)
-            self.extras.forget(plan.release)
-            return Pending(plan, [], None, Besides(drawn=self._drawn(plan)))
-        drawn = self._drawn(plan)
+        denoised = self._denoised(plan)
         table = self.stepper.table
+        if not plan.rows:
+            table.take_in(plan)
+            self.prompt_outputs.forget(plan.release)
+            return Pending(plan, [], None, SideOutputs(denoise=denoised))
         exact = exact_shape(plan.rows)
-        has_extras = any(row.extra is not None for row in plan.rows)
-        is_plain = not has_extras and not self.adapters.are_among(plan)
+        has_requests = any(row.request is not None for row in plan.rows)
+        is_plain = not has_requests and not self.adapters.are_used_by(plan)
         captured = self.graphs.shape_for(exact) if self.graphs is not None and is_plain else None
         layout = lay_out(plan.rows, captured or exact, table.padding_row)
         packed, *writes = to_device([layout.packed, *table.take_in(plan)], table.device)
         table.write(*writes)
-        self.extras.forget(plan.release)
-        ask = self.extras.ask(layout) if has_extras else None
+        self.prompt_outputs.forget(plan.release)
+        requests = self.prompt_outputs.request(layout) if has_requests else None
         if self.graphs is not None and captured is not None:
-            outcome = self.graphs.replay(captured, packed)
+            output = self.graphs.replay(captured, packed)
         else:
-            asked, adapted = ask.asked if ask else None, self.adapters.among(layout)
-            outcome = self.stepper.step(exact, views(packed, exact), layout.longest, asked, adapted)
-        gained = self.extras.collect(ask, outcome.given) if ask and outcome.given else None
-        besides = Besides(gained, drawn)
+            tokens, adapted = requests.tokens if requests else None, self.adapters.runs_in(layout)
+            output = self.stepper.step(exact, views(packed, exact), layout.longest, tokens, adapted)
+        rows = self.prompt_outputs.collect(requests, output.requested) if requests and output.requested else None
+        side = SideOutputs(rows, denoised)
         if constrained := table.constraints.among(layout.sampling):
-            sample = partial(self._sample_constrained, plan, layout.sampling, outcome, constrained, besides)
+            sample = partial(self._sample_constrained, plan, layout.sampling, output, constrained, side)
             return Deferred(plan, sample)
-        return Pending(plan, layout.sampling, self._sampled(layout.sampling, outcome), besides)
+        return Pending(plan, layout.sampling, self._sampled(layout.sampling, output), side)
 
     @property
     def constraints(self) -> Constraints:
@@ -140,30 +144,30 @@ class Runner:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """Do a piece of work that makes later steps faster; False when there is none left."""
+        """Do a piece of warm-up; returns False when there is none left."""
         if self.warm_up is not None and self.warm_up.next():
             return True
         if self.graphs is not None and self.graphs.capture_next():
             return True
-        return self.denoiser is not None and self.denoiser.make_ready()
+        return self.denoiser is not None and self.denoiser.warm_up()
 
     @torch.inference_mode()
     def _sample_constrained(
-        self, plan: StepPlan, rows: list[Row], outcome: Outcome, constrained: dict[int, Constraint], besides: Besides
+        self, plan: StepPlan, rows: list[Row], output: StepOutput, constrained: dict[int, Constraint], side: SideOutputs
     ) -> Pending:
-        return Pending(plan, rows, self._sampled(rows, outcome, masks_of(constrained)), besides, constrained)
+        return Pending(plan, rows, self._sampled(rows, output, masks_of(constrained)), side, constrained)
 
-    def _drawn(self, plan: StepPlan) -> DrawnBatch | None:
+    def _denoised(self, plan: StepPlan) -> DenoiseOutputBatch | None:
         if self.denoiser is None:
             return None
-        with self.denoiser.beside():
+        with self.denoiser.side_stream():
             self.denoiser.take_in(plan)
-            return self.denoiser.draw(plan.denoise) if plan.denoise else None
+            return self.denoiser.denoise(plan.denoise) if plan.denoise else None
 
-    def _sampled(self, rows: list[Row], outcome: Outcome, masks: Masks | None = None) -> SampledBatch | None:
-        """The likeliest tokens are in the table already; rows that want others get them now."""
+    def _sampled(self, rows: list[Row], output: StepOutput, masks: Masks | None = None) -> SampledBatch | None:
+        """Sample for the rows that need more than the likeliest token, which is in the table already."""
         if not rows:
             return None
-        logits, tokens, peaks = (of[: len(rows)] for of in (outcome.logits, outcome.tokens, outcome.peaks))
+        logits, tokens, peaks = (of[: len(rows)] for of in (output.logits, output.tokens, output.peaks))
         numbers, positions = [row.row for row in rows], [row.start + row.count for row in rows]
         return sample(logits, tokens, peaks, self.stepper.table, numbers, positions, self.stepper.model.ops, masks)

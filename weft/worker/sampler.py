@@ -1,5 +1,5 @@
-"""From logits to tokens. A token depends on the logits, the parameters, the seed and the position: never on the
-batch, the step or the process. Parameters that nobody uses cost nothing, and nothing here waits for the device.
+"""The sampler turns logits into tokens. A token depends on the logits, the parameters, the seed and the position: never
+on the batch, the step or the process. Parameters that no row uses cost nothing, and nothing here waits for the device.
 
 What a row's parameters do to its logits, in this order:
 
@@ -13,8 +13,8 @@ What a row's parameters do to its logits, in this order:
 - the token is the largest of logit + noise, a sample of what is left. The noise is a hash of the seed, the position
   and the token.
 
-Log probabilities are of the model's own distribution, before all that. A row whose logits are no numbers is BROKEN,
-alone.
+Log probabilities are of the model's own distribution, before all that. A row whose logits are not numbers is BROKEN;
+the others are not.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from weft.worker.sampling_rows import NUM_FLOAT_COLUMNS, StepSettings
 
 
 def log_probabilities(logits: Tensor, chosen: Tensor, with_likeliest: bool) -> Tensor:
-    """For each row of logits, side by side: the chosen token's log probability, those of the likeliest tokens, and
-    the likeliest tokens' ids."""
+    """Return for each row of logits, side by side, the chosen token's log probability, those of the likeliest tokens,
+    and the likeliest tokens' ids."""
     # Which of equal logits come first depends on how many are taken: always the same number, or none.
     values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]) if with_likeliest else 0)
     values = torch.cat([logits.gather(1, chosen[:, None]), values], 1) - logits.logsumexp(1, keepdim=True)
@@ -46,7 +46,8 @@ def log_probabilities(logits: Tensor, chosen: Tensor, with_likeliest: bool) -> T
 
 
 def token_logprobs(read: Tensor, wanted: list[int]) -> list[TokenLogprob]:
-    """What `log_probabilities` gave, once it is on the host; of each row so many of the likeliest."""
+    """Convert what `log_probabilities` returned, once it is on the host; `wanted` is each row's number of top
+    tokens."""
     num_top = (read.shape[1] - 1) // 2
     return [
         TokenLogprob(chosen, [(int(token), value) for value, token in zip(top[:count], top[num_top:], strict=False)])
@@ -78,7 +79,7 @@ def penalise_counts(
     presence: Tensor,
     frequency: Tensor,
 ) -> None:
-    """Of the tokens in a history behind its prompt: take `presence` from their logits, and `frequency` as often as
+    """Subtract `presence` from the logits of the tokens in a history behind its prompt, and `frequency` as often as
     each of them is there."""
     place = torch.arange(histories.shape[1], device=logits.device)
     answered = (place >= num_prompt[:, None]) & (place < lengths[:, None])
@@ -88,7 +89,7 @@ def penalise_counts(
 
 
 BROKEN = -1
-_REHEARSED = (
+_WARM_UP_PARAMS = (
     SamplingParams(temperature=1, seed=0),
     SamplingParams(temperature=1, seed=0, top_p=0.5, logprobs=1),
     SamplingParams(temperature=1, seed=0, logit_bias={0: 1.0}),
@@ -97,17 +98,17 @@ _REHEARSED = (
 
 
 class SampledBatch(NamedTuple):
-    """What a step sampled, on its way to the host; `read` waits for it."""
+    """The tokens that a step sampled, on their way to the host; `read` waits for them."""
 
     tokens: Tensor
     peaks: Tensor
     """The largest logit of each row: not finite if the row is BROKEN."""
     logprobs: Tensor | None
-    """For each row that asked, as `log_probabilities` gives them."""
-    asked: dict[int, int]
-    """Which rows asked, and for how many of the likeliest."""
+    """The output of `log_probabilities` for the rows that want log probabilities."""
+    num_top: dict[int, int]
+    """How many top tokens each of these rows wants, by place."""
     arrived: torch.cuda.Event | None
-    """When the tensors are on the host; None: they are."""
+    """The event after which the tensors are on the host; None: they are there already."""
 
     def read(self) -> list[Sampled]:
         if self.arrived is not None:
@@ -115,8 +116,8 @@ class SampledBatch(NamedTuple):
         tokens, sound = self.tokens.tolist(), self.peaks.isfinite().tolist()
         read = [Sampled(token) for token in tokens]
         if self.logprobs is not None:
-            logprobs = token_logprobs(self.logprobs, list(self.asked.values()))
-            for i, logprob in zip(self.asked, logprobs, strict=True):
+            logprobs = token_logprobs(self.logprobs, list(self.num_top.values()))
+            for i, logprob in zip(self.num_top, logprobs, strict=True):
                 read[i] = Sampled(tokens[i], logprob)
         for i, is_sound in enumerate(sound):
             if not is_sound:
@@ -128,10 +129,10 @@ def sample(
     logits: Tensor, tokens: Tensor, peaks: Tensor, table: RowTable, rows: list[int], positions: list[int], ops: Ops,
     masks: Masks | None = None,
 ) -> SampledBatch:  # fmt: skip
-    """From logits [rows, vocabulary] and the likeliest token and the largest logit of each row: one token for each of
-    these rows of the table, at these positions. The likeliest are in the table already; others are written there.
+    """Sample one token for each of these rows of the table, at these positions, from logits [rows, vocabulary] and the
+    likeliest token and the largest logit of each row. The likeliest are in the table already; others are written there.
     Rows that have a grammar have a mask."""
-    if table.settings.choosy.isdisjoint(rows):
+    if table.settings.rows_needing_sampler.isdisjoint(rows):
         return _sent(tokens, peaks)
     wanted = table.settings.of(rows, positions, logits.shape[1])
     there = _on_device(wanted, logits.device)
@@ -151,24 +152,24 @@ def sample(
         chosen = ops.gumbel_sample(scores, best, there.temperature, there.seed, there.positions, thresholds)
     if chosen is not tokens:
         table.tokens[there.rows, there.positions] = chosen
-    if not len(wanted.asking):
+    if not len(wanted.scored):
         return _sent(chosen, peaks)
-    asked = dict(zip(wanted.asking.tolist(), wanted.num_top.tolist(), strict=True))
-    logprobs = log_probabilities(logits[there.asking].float(), chosen[there.asking], any(asked.values()))
-    return _sent(chosen, peaks, logprobs, asked)
+    num_top = dict(zip(wanted.scored.tolist(), wanted.num_top.tolist(), strict=True))
+    logprobs = log_probabilities(logits[there.scored].float(), chosen[there.scored], any(num_top.values()))
+    return _sent(chosen, peaks, logprobs, num_top)
 
 
-def rehearse(logits: Tensor, ops: Ops) -> None:
-    """Sample from such logits in every way that has a kernel of its own, so that no request waits for a compiler."""
+def warm_up_sampler(logits: Tensor, ops: Ops) -> None:
+    """Sample in every way that has a kernel of its own, so that no request waits for a compiler."""
     logits = logits[:1]
-    for params in _REHEARSED:
+    for params in _WARM_UP_PARAMS:
         table = RowTable(1, 2, 1, logits.device)
         table.settings.admit(Admission(0, [0], 1, params, []))
         sample(logits, *ops.greedy(logits), table, [0], [1], ops).read()
 
 
 def _on_device(wanted: StepSettings[NDArray[Any]], device: torch.device) -> StepSettings[Tensor]:
-    """By one copy that nobody waits for; floats in single precision."""
+    """Copy the settings to the device, without waiting for it; floats become single precision."""
     floats, ints = wanted[:NUM_FLOAT_COLUMNS], wanted[NUM_FLOAT_COLUMNS:]
     packed, *int_columns = to_device([np.concatenate(floats).view(np.int64), *ints], device)
     float_columns = torch.split(packed.view(torch.float64).float(), [len(column) for column in floats])
@@ -178,7 +179,7 @@ def _on_device(wanted: StepSettings[NDArray[Any]], device: torch.device) -> Step
 def _adjusted(
     logits: Tensor, tokens: Tensor, wanted: StepSettings[NDArray[Any]], there: StepSettings[Tensor]
 ) -> Tensor:
-    """The logits in float32, with everything that comes before the temperature; `tokens` are the table's."""
+    """Return the logits in float32 after all that comes before the temperature; `tokens` are the table's."""
     adjusted = logits.to(torch.float32, copy=True)
     if len(wanted.edit_places):
         add(adjusted, there.edit_places, there.edit_sums)
@@ -195,7 +196,7 @@ def _adjusted(
 
 
 def _sent(
-    tokens: Tensor, peaks: Tensor, logprobs: Tensor | None = None, asked: dict[int, int] | None = None
+    tokens: Tensor, peaks: Tensor, logprobs: Tensor | None = None, num_top: dict[int, int] | None = None
 ) -> SampledBatch:
     here = to_host(tokens), to_host(peaks), None if logprobs is None else to_host(logprobs)
-    return SampledBatch(*here, asked or {}, arrival_of(tokens))
+    return SampledBatch(*here, num_top or {}, arrival_of(tokens))

@@ -1,5 +1,5 @@
-"""What the sampler must know of every row, on the host: worked out once, when a request is admitted, so that a step
-takes the numbers of its rows as they are. A step whose rows all want the likeliest token takes none.
+"""The sampling settings of every row, on the host. They are computed once, when a request is admitted, so that a step
+only gathers those of its rows. A step whose rows all want the likeliest token gathers none.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ RECORD = np.dtype(
     + [(name, np.int64) for name in ("seed", "top_k", "num_prompt", "num_top")]
 )
 """min_p_reach: how far below the largest logit min_p lets a logit be, a number of at most 0.
-num_top: how many of the likeliest tokens' log probabilities are wanted; -1: not even the chosen token's."""
+num_top: how many of the likeliest tokens' log probabilities are wanted; -1: no log probabilities at all."""
 PLAIN = np.array((0.0, -math.inf, 1.0, 1.0, 0.0, 0.0, 0, 0, 0, -1), dtype=RECORD)
 LOWEST_TEMPERATURE = 1e-30
-"""Differences of logits, divided by it, are still numbers."""
+"""The lowest temperature: differences of logits, divided by it, are still finite."""
 
 
 class StepSettings(NamedTuple, Generic[Column]):
-    """What a batch wants: arrays on the host, tensors on the device. The float columns come first."""
+    """The settings of a batch: arrays on the host, tensors on the device. The float columns come first."""
 
     temperature: Column
     min_p_reach: Column
     top_p: Column
-    """Of every row, like the two before."""
+    """These three are of every row."""
     edit_sums: Column
-    """What is added to single logits: biases, and -inf to tokens that would end an answer too early."""
+    """Sums added to single logits: biases, and -inf for tokens that would end an answer too early."""
     repetition: Column
-    """Of rows that have this penalty."""
+    """The penalties of rows that have one."""
     presence: Column
     frequency: Column
-    """Of rows that have one of the two."""
+    """These two are of rows that have one of the two penalties."""
 
     rows: Column
     positions: Column
     seed: Column
     top_k: Column
-    """Of every row, like the three before: where its token goes, and how it is drawn."""
+    """These four are of every row: where its token goes, and how it is sampled."""
     edit_places: Column
-    """Where `edit_sums` go; places count through all the logits of the batch."""
+    """Places of `edit_sums`, counted through all the logits of the batch."""
     repeating: Column
     repeating_rows: Column
     repeating_lengths: Column
@@ -59,7 +59,7 @@ class StepSettings(NamedTuple, Generic[Column]):
     counting_prompts: Column
     counting_lengths: Column
     """Rows with a presence or frequency penalty: the same, and how many of their tokens are prompt."""
-    asking: Column
+    scored: Column
     num_top: Column
     """Rows that want log probabilities: their places in the batch, and of how many likely tokens."""
 
@@ -68,27 +68,29 @@ NUM_FLOAT_COLUMNS = StepSettings._fields.index("rows")
 
 
 class Edits(NamedTuple):
-    """What is added to single logits of a row: its biases; and, as long as it may not end yet, its biases and -inf to
-    the tokens that would end it."""
+    """The sums added to single logits of a row: its biases; and, while it may not end yet, its biases and -inf for the
+    tokens that would end it."""
 
     ids: Ints
     sums: Floats
     early_ids: Ints
     early_sums: Floats
     shortest: int
-    """How many tokens, the prompt's included, the row must have before it may end."""
+    """Tokens, the prompt's included, that the row must have before it may end."""
 
     def at(self, position: int) -> tuple[Ints, Floats]:
-        """For the token at a position: to which ids, and what."""
+        """Return the ids and the sums for the token at a position."""
         if position < self.shortest:
             return self.early_ids, self.early_sums
         return self.ids, self.sums
 
 
 class SamplingSettings:
+    """The sampling settings of all rows."""
+
     def __init__(self, num_rows: int) -> None:
-        self.choosy: set[int] = set()
-        """Rows that want something else than the likeliest token, or more."""
+        self.rows_needing_sampler: set[int] = set()
+        """Rows that want more than the likeliest token, or another one."""
         self._records = np.full(num_rows, PLAIN)
         self._edits: dict[int, Edits] = {}
 
@@ -99,21 +101,21 @@ class SamplingSettings:
         if len(edits.early_ids):
             self._edits[admission.row] = edits
         if len(edits.early_ids) or record != PLAIN or admission.params.grammar:
-            self.choosy.add(admission.row)
+            self.rows_needing_sampler.add(admission.row)
         record["num_prompt"] = admission.num_prompt_tokens
         self._records[admission.row] = record
 
     def release(self, row: int) -> None:
         self._edits.pop(row, None)
-        self.choosy.discard(row)
+        self.rows_needing_sampler.discard(row)
 
     def of(self, rows: list[int], positions: list[int], vocabulary: int) -> StepSettings[NDArray[Any]]:
-        """For the tokens that these rows sample at these positions."""
+        """Return the settings for the tokens that these rows sample at these positions."""
         numbers, lengths = np.array(rows, dtype=np.int64), np.array(positions, dtype=np.int64)
         records = self._records[numbers]
         repeating = np.flatnonzero(records["repetition"] != 1)
         counting = np.flatnonzero((records["presence"] != 0) | (records["frequency"] != 0))
-        asking = np.flatnonzero(records["num_top"] >= 0)
+        scored = np.flatnonzero(records["num_top"] >= 0)
         edit_places, edit_sums = self._edits_of(rows, positions, vocabulary)
         return StepSettings(
             temperature=records["temperature"],
@@ -135,8 +137,8 @@ class SamplingSettings:
             counting_rows=numbers[counting],
             counting_prompts=records["num_prompt"][counting],
             counting_lengths=lengths[counting],
-            asking=asking,
-            num_top=records["num_top"][asking],
+            scored=scored,
+            num_top=records["num_top"][scored],
         )
 
     def _edits_of(self, rows: list[int], positions: list[int], vocabulary: int) -> tuple[Ints, Floats]:

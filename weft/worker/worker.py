@@ -1,4 +1,4 @@
-"""The worker: a device, a model on it, and the cache beside it."""
+"""The worker loads a model on a device, and allocates its KV cache."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import CacheOptions, Config
 from weft.errors import ConfigError
 from weft.kernels import ops_for
 from weft.kernels.cpu import native_step
-from weft.machine.memory import MemoryPlan, Room, graphs_bytes, num_parameters, plan_memory
+from weft.machine.memory import DeviceMemory, MemoryPlan, graphs_bytes, num_parameters, plan_memory
 from weft.machine.model_size import adapters_bytes
 from weft.model.dense import DenseConfig, DenseModel
 from weft.model.loader import load_weights, open_model
+from weft.options import CacheOptions, Config
 from weft.plan import Limits
 from weft.switches import is_on
 from weft.types import ModelInfo
-from weft.worker.diffusion.load import load_image_side
+from weft.worker.diffusion.load import load_image_model
 from weft.worker.forward_step import FastStep, Stepper
 from weft.worker.graphs import StepGraphs, graph_shapes
 from weft.worker.memory_profile import available_cpu_bytes, cache_shape, gpu_share, ledger_table, measured
@@ -37,7 +37,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class Worker:
-    """Loads a model and answers what an engine needs to drive it: `limits`, `info` and `runner`."""
+    """The worker loads a model and offers what an engine needs to drive it: `limits`, `info` and `runner`."""
 
     def __init__(self, config: Config, files: ModelFiles) -> None:
         began = time.perf_counter()
@@ -55,7 +55,7 @@ class Worker:
                 dtype=dtype,
                 kv_memory_bytes=DEFAULT_CPU_CACHE_BYTES if device.type == "cpu" else None,
             )
-            images = load_image_side(config, files, text_width=geometry.hidden_size, dtype=dtype, device=device)
+            images = load_image_model(config, files, text_width=geometry.hidden_size, dtype=dtype, device=device)
             denoiser = images.denoiser if images is not None else None
             beside_bytes = adapters_bytes(config, dtype) + (denoiser.num_bytes if denoiser is not None else 0)
             # What cannot fit is refused before anything large is allocated.
@@ -117,11 +117,11 @@ def _dtype(config: Config, device: torch.device) -> torch.dtype:
     return DTYPES[config.model.dtype]
 
 
-def _room(device: torch.device, cache: CacheOptions) -> Room:
+def _room(device: torch.device, cache: CacheOptions) -> DeviceMemory:
     if device.type == "cpu":
-        return Room(total=available_cpu_bytes())
+        return DeviceMemory(total=available_cpu_bytes())
     free, total = torch.cuda.mem_get_info(device)
-    return Room(total=total, share=gpu_share(cache), others=total - free)
+    return DeviceMemory(total=total, share=gpu_share(cache), others=total - free)
 
 
 def _kv_cache(

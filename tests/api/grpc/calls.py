@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from typing import Any
 
 import grpc
@@ -128,10 +126,3 @@ async def refused(call: Any) -> tuple[grpc.StatusCode, str]:
     except grpc.aio.AioRpcError as error:
         return error.code(), error.details() or ""
     raise AssertionError("the call went well")
-
-
-async def eventually(true: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it did not come true in time"
-        await asyncio.sleep(0.005)

@@ -23,7 +23,7 @@ async def passed(chunks: list[tuple[float, str]], size: int, sending_s: float = 
 
     async def put() -> None:
         for pause, chunk in chunks:
-            await asyncio.sleep(pause)
+            await virtual_time.sleep(pause)
             if (room := buffer.put(chunk)) is not None:
                 await room
         buffer.end()
@@ -32,7 +32,7 @@ async def passed(chunks: list[tuple[float, str]], size: int, sending_s: float = 
     sent = []
     async for text in buffer:
         sent.append((virtual_time.now(), text))
-        await asyncio.sleep(sending_s)
+        await virtual_time.sleep(sending_s)
     await putting
     return sent
 

@@ -9,9 +9,10 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.api.grpc.calls import Client, door, eventually, failed, refused
+from tests.api.grpc.calls import Client, door, failed, refused
 from tests.api.openai.pixels import pixels_of
-from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step, picture
+from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step, forever, picture
+from tests.waiting import until
 from weft.api.grpc.ai_service_pb2 import (
     ClientTensor,
     GenerateImageRequest,
@@ -188,7 +189,7 @@ def test_what_the_engine_refuses_and_what_takes_too_long() -> None:
     assert refusal(engine)[0] is Code.RESOURCE_EXHAUSTED
     engine.refuse = Unavailable("restarting")
     assert refusal(engine)[0] is Code.UNAVAILABLE
-    slow = painter([Output(denoise_step=1), 60.0])
+    slow = painter([Output(denoise_step=1), forever])
     assert refusal(slow, {"request_timeout_s": 0.1})[0] is Code.DEADLINE_EXCEEDED
     assert not slow.open
 
@@ -210,13 +211,13 @@ def test_what_is_no_message_is_the_clients_mistake() -> None:
 
 def test_cancelling_aborts_and_is_counted() -> None:
     async def scenario() -> None:
-        engine = painter([Output(denoise_step=1), 60.0])
+        engine = painter([Output(denoise_step=1), forever])
         async with door(engine) as opened:
             asked = call(opened)
             assert (await asked.read()).step == 1
             assert len(engine.open) == 1
             asked.cancel()
-            await eventually(lambda: not engine.open)
+            await until(lambda: not engine.open)
             metrics = (await opened.health()).metrics
             assert metrics["requests_aborted"] == "1"
 
@@ -225,7 +226,7 @@ def test_cancelling_aborts_and_is_counted() -> None:
 
 def test_draining_and_ending_images() -> None:
     async def scenario() -> None:
-        engine = painter([Output(denoise_step=1), 60.0])
+        engine = painter([Output(denoise_step=1), forever])
         async with door(engine) as opened:
             asked = call(opened)
             await asked.read()
@@ -241,7 +242,7 @@ def test_draining_and_ending_images() -> None:
 
 def test_images_and_predictions_share_one_limit() -> None:
     async def scenario() -> None:
-        engine = painter([Output(denoise_step=1), 60.0])
+        engine = painter([Output(denoise_step=1), forever])
         async with door(engine, grpc_max_streams=1) as opened:
             asked = call(opened)
             await asked.read()
@@ -249,7 +250,7 @@ def test_images_and_predictions_share_one_limit() -> None:
                 code, details = await refused(other)
                 assert code is Code.RESOURCE_EXHAUSTED and "1 streams" in details
             asked.cancel()
-            await eventually(lambda: not engine.open)
+            await until(lambda: not engine.open)
             engine.image_script = None
             assert len([update async for update in call(opened)]) == 6
 

@@ -11,8 +11,9 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.api.clock import Clock
 from tests.api.grpc.calls import answer_to, ask, check_whole, door, failed, refused, text_of
-from tests.api.scripted_engine import ScriptedEngine, answer
+from tests.api.scripted_engine import Condition, ScriptedEngine, Step, answer, forever
 from weft import logs
 from weft.errors import ContextTooLong, EngineFault, Overloaded, Unavailable, WeftError
 from weft.types import FinishReason, Output, SamplingParams, Usage
@@ -181,27 +182,34 @@ def test_a_defect_tells_no_secrets() -> None:
 
 
 def test_a_request_that_takes_too_long_is_ended() -> None:
-    engine = ScriptedEngine([Output(text="a", token_ids=[1]), 60.0])
+    engine = ScriptedEngine([Output(text="a", token_ids=[1]), forever])
     code, details = refusal(engine, ask(), request_timeout_s=0.1)
     assert code is Code.DEADLINE_EXCEEDED
     assert "0.1 s" in details
     assert not engine.open
 
 
-def test_the_times_are_true_and_counted_in_tokens() -> None:
+def test_the_times_are_true_and_counted_in_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three tokens in two deltas of many characters: neither characters nor messages may be what is counted."""
     usage = Usage(completion_tokens=3)
-    script = [
-        0.1,
+    clock = Clock()
+
+    def passing(seconds: float) -> Condition:
+        async def move() -> None:
+            clock.now += seconds
+
+        return move
+
+    script: list[Step] = [
+        passing(0.1),
         Output(text="a long first text", token_ids=[1]),
-        0.2,
+        passing(0.2),
         Output(text="and another", token_ids=[2, 3], finish=FinishReason.STOP, usage=usage),
     ]
-    began = time.perf_counter()
+    monkeypatch.setattr(time, "perf_counter", clock)
     last = predict(ScriptedEngine(script), ask())[-1]
-    elapsed = time.perf_counter() - began
-    assert 100 <= last.ttft_ms < 100 + 1000 * (elapsed - 0.3)
-    assert 3 / elapsed <= last.tokens_per_sec <= 3 / 0.3
+    assert last.ttft_ms == pytest.approx(100)
+    assert last.tokens_per_sec == pytest.approx(3 / 0.3)
 
 
 def test_a_stream_without_a_request_is_refused() -> None:

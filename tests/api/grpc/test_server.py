@@ -19,8 +19,9 @@ from grpc_reflection.v1alpha import reflection_pb2_grpc
 from grpc_reflection.v1alpha.reflection_pb2 import DESCRIPTOR as REFLECTION_DESCRIPTOR
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 
-from tests.api.grpc.calls import Client, answer_to, ask, check_whole, door, eventually, failed, refused
-from tests.api.scripted_engine import ScriptedEngine, answer
+from tests.api.grpc.calls import Client, answer_to, ask, check_whole, door, failed, refused
+from tests.api.scripted_engine import ScriptedEngine, answer, forever, next_turn
+from tests.waiting import PATIENCE, until
 from weft.api.grpc.ai_service_pb2 import DESCRIPTOR
 from weft.api.grpc.grpc_server import SERVICES, serve_rpc
 from weft.backends.contract import Health
@@ -122,7 +123,7 @@ def test_a_key_lets_in(metadata: list[tuple[str, Any]], lets_in: bool) -> None:
 def test_a_refusal_does_not_wait_for_a_message() -> None:
     async def scenario() -> None:
         async with door(**KEYS) as opened:
-            assert (await asyncio.wait_for(refused(opened.predict()), 5))[0] is Code.UNAUTHENTICATED
+            assert (await asyncio.wait_for(refused(opened.predict()), PATIENCE))[0] is Code.UNAUTHENTICATED
 
     asyncio.run(scenario())
 
@@ -332,7 +333,7 @@ def test_a_stream_too_many_is_refused_and_probes_are_not() -> None:
 
 def test_a_hundred_connections_at_once() -> None:
     async def scenario() -> None:
-        async with door(ScriptedEngine([0.01, *answer("Hel", "lo")])) as opened:
+        async with door(ScriptedEngine([next_turn, *answer("Hel", "lo")])) as opened:
 
             async def one(number: int) -> None:
                 options = [("grpc.use_local_subchannel_pool", 1)]
@@ -385,7 +386,7 @@ async def check(channel: grpc.aio.Channel, service: str = "") -> int:
 
 def test_health_is_the_truth_of_the_moment() -> None:
     async def scenario() -> None:
-        engine = ScriptedEngine([Output(text="a", token_ids=[1]), 60.0])
+        engine = ScriptedEngine([Output(text="a", token_ids=[1]), forever])
         async with door(opened=False) as opened:
 
             async def seen() -> tuple[bool, str, int, int, int]:
@@ -431,7 +432,7 @@ def test_watch_tells_of_every_change_and_ends_with_the_server() -> None:
             assert (await watch.read()).status == SERVING
             unknown = await stub.Watch(HealthCheckRequest(service="x")).read()
             assert unknown.status == HealthCheckResponse.SERVICE_UNKNOWN
-            await asyncio.wait_for(opened.server.stop(60), 5)
+            await asyncio.wait_for(opened.server.stop(3600), PATIENCE)
             assert await watch.read() == grpc.aio.EOF
 
     asyncio.run(scenario())
@@ -462,7 +463,7 @@ def test_it_closes_at_once_when_streams_only_wait() -> None:
             await call.write(ask())
             while not (await call.read()).end_of_stream:
                 pass
-            await asyncio.wait_for(opened.server.stop(60), 5)
+            await asyncio.wait_for(opened.server.stop(3600), PATIENCE)
             _, code, details = await failed(call)
             assert (code, details) == (Code.UNAVAILABLE, "The server is shutting down.")
 
@@ -471,21 +472,25 @@ def test_it_closes_at_once_when_streams_only_wait() -> None:
 
 def test_it_waits_for_answers_as_long_as_the_grace() -> None:
     async def scenario() -> None:
-        engine = ScriptedEngine([Output(text="a", token_ids=[1]), 0.3, *answer("b")])
+        ended = asyncio.Event()
+        engine = ScriptedEngine([Output(text="a", token_ids=[1]), ended.wait, *answer("b")])
         async with door(engine) as opened:
             running = asyncio.create_task(answer_to(opened, ask()))
-            await eventually(lambda: bool(engine.open))
-            await opened.server.stop(60)
-            responses = await running
-            check_whole(responses)
+            await until(lambda: bool(engine.open))
+            stopping = asyncio.create_task(opened.server.stop(3600))
+            assert (await refused(opened.predict([ask()])))[0] in (Code.UNAVAILABLE, Code.CANCELLED)
+            assert not stopping.done()
+            ended.set()
+            await stopping
+            check_whole(await running)
 
-        engine = ScriptedEngine([Output(text="a", token_ids=[1]), 60.0])
+        engine = ScriptedEngine([Output(text="a", token_ids=[1]), forever])
         async with door(engine) as opened:
             call = opened.predict([ask()])
             await call.read()
-            await asyncio.wait_for(opened.server.stop(0.1), 5)
+            await asyncio.wait_for(opened.server.stop(0.1), PATIENCE)
             _, code, _ = await failed(call)
             assert code in (Code.UNAVAILABLE, Code.CANCELLED)
-            await eventually(lambda: not engine.open)
+            await until(lambda: not engine.open)
 
     asyncio.run(scenario())

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import base64
 import struct
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 from openai.types import CreateEmbeddingResponse
 
-from tests.api.http import error_of, post, real_server, request, wait_until
-from tests.api.scripted_engine import ScriptedEngine
+from tests import virtual_time
+from tests.api.http import error_of, post, real_server, request
+from tests.api.scripted_engine import ScriptedEngine, forever
 from tests.api.test_disconnect import post_raw
+from tests.waiting import wait_until
 from weft.api.app import build_app
 from weft.config import load
 from weft.errors import ContextTooLong, Overloaded
@@ -69,9 +72,10 @@ def test_fields_reach_the_engine() -> None:
 
 def test_inputs_run_together_and_keep_their_order() -> None:
     engine = ScriptedEngine()
-    engine.embed_seconds = 0.05
+    engine.embed_when = partial(virtual_time.sleep, 0.05)
     texts = ["x" * length for length in range(1, 301)]
-    response = ask(engine, input=texts)
+    body = {"model": "scripted", "input": texts}
+    response = request(engine, "POST", EMBEDDINGS, run=virtual_time.run, json=body)
     assert [item["embedding"][0] for item in response.json()["data"]] == list(range(1, 301))
     assert response.elapsed.total_seconds() < 300 * 0.05 / 10
 
@@ -107,7 +111,7 @@ def test_another_model_is_not_found() -> None:
 def test_one_input_that_fails_fails_the_request_and_ends_the_others() -> None:
     engine = ScriptedEngine(refuse=ContextTooLong("too long"))
     engine.refuse_from = 2
-    engine.embed_seconds = 5.0
+    engine.embed_when = forever
     response = ask(engine, input=["a", "b", "c"])
     assert response.status_code == 400
     assert error_of(response)["code"] == "context_length_exceeded"
@@ -118,16 +122,17 @@ def test_one_input_that_fails_fails_the_request_and_ends_the_others() -> None:
 
 def test_a_request_that_takes_too_long_is_ended() -> None:
     engine = ScriptedEngine()
-    engine.embed_seconds = 5.0
+    engine.embed_when = partial(virtual_time.sleep, 5)
     config = load({"request_timeout_s": 0.05}, env={})
-    response = request(engine, "POST", EMBEDDINGS, config, json={"model": "scripted", "input": ["a", "b"]})
+    body = {"model": "scripted", "input": ["a", "b"]}
+    response = request(engine, "POST", EMBEDDINGS, config, run=virtual_time.run, json=body)
     assert response.status_code == 504
     assert not engine.open
 
 
 def test_a_client_that_hangs_up_ends_its_inputs_and_every_end_is_counted() -> None:
     engine = ScriptedEngine()
-    engine.embed_seconds = 60.0
+    engine.embed_when = forever
     with real_server(build_app(engine, load(env={}))) as url:
         connection = post_raw(url, EMBEDDINGS, {"model": "scripted", "input": ["a", "b", "c"]})
         wait_until(lambda: len(engine.open) == 3)

@@ -11,6 +11,7 @@ import pytest
 from openai.types.image_gen_completed_event import ImageGenCompletedEvent
 from openai.types.image_gen_partial_image_event import ImageGenPartialImageEvent
 
+from tests import virtual_time
 from tests.api.http import error_of, request
 from tests.api.openai.pixels import pixels_of
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step
@@ -23,7 +24,8 @@ PROGRESS, PARTIAL, COMPLETED = (f"image_generation.{kind}" for kind in ("progres
 
 def stream(engine: ScriptedEngine, settings: dict[str, Any] | None = None, **fields: Any) -> httpx.Response:
     body = {"prompt": "a", "stream": True, **fields}
-    return request(engine, "POST", "/v1/images/generations", load(settings or {}, env={}), json=body)
+    config = load(settings or {}, env={})
+    return request(engine, "POST", "/v1/images/generations", config, run=virtual_time.run, json=body)
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:

@@ -16,10 +16,12 @@ from openai.types.image_gen_partial_image_event import ImageGenPartialImageEvent
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.api.http import error_of, post, real_server, request, wait_until
+from tests import virtual_time
+from tests.api.http import error_of, post, real_server, request
 from tests.api.openai.pixels import pixels_of
-from tests.api.scripted_engine import PAINTER, ScriptedEngine, picture
+from tests.api.scripted_engine import PAINTER, ScriptedEngine, forever, picture
 from tests.api.test_disconnect import post_raw
+from tests.waiting import wait_until
 from weft import logs
 from weft.api.app import build_app
 from weft.config import load
@@ -209,13 +211,14 @@ def test_an_engine_that_breaks_its_word_is_an_error(script: list[Any]) -> None:
 
 def test_a_request_that_takes_too_long_is_ended() -> None:
     engine = painter()
-    engine.image_script = [60.0]
-    response = request(engine, "POST", IMAGES, load({"request_timeout_s": 0.05}, env={}), json=BODY | {"n": 2})
+    engine.image_script = [forever]
+    config = load({"request_timeout_s": 0.05}, env={})
+    response = request(engine, "POST", IMAGES, config, run=virtual_time.run, json=BODY | {"n": 2})
     assert response.status_code == 504
     assert len(engine.drawn) == 2 and not engine.open
 
 
-@pytest.mark.parametrize("script", [[60.0], [Output(denoise_step=1), 60.0]], ids=["queued", "drawing"])
+@pytest.mark.parametrize("script", [[forever], [Output(denoise_step=1), forever]], ids=["queued", "drawing"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_client_that_hangs_up_ends_its_images_and_every_end_is_counted(stream: bool, script: list[Any]) -> None:
     engine = painter()

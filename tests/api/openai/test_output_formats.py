@@ -11,7 +11,16 @@ from weft.api.openai.openai_schema import ChatRequest, CompletionRequest
 from weft.api.translate import chat_shape, structured_shape, toolbox
 from weft.backends.contract import ChatStyles
 from weft.errors import InvalidRequest
-from weft.text.grammars.specs import Choice, GrammarSpec, JsonObject, JsonSchema, Lark, Regex, ToolCalls, ToolSpec
+from weft.text.grammars.specs import (
+    ChoiceSpec,
+    GrammarSpec,
+    JsonObjectSpec,
+    JsonSchemaSpec,
+    LarkSpec,
+    RegexSpec,
+    ToolCallsSpec,
+    ToolSpec,
+)
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
@@ -25,12 +34,12 @@ def shape_of(**fields: Any) -> GrammarSpec | None:
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ({"json": SCHEMA}, JsonSchema(schema=SCHEMA, param="structured_outputs.json")),
-        ({"json": '{"type": "null"}'}, JsonSchema(schema={"type": "null"}, param="structured_outputs.json")),
-        ({"regex": "a+"}, Regex(pattern="a+", param="structured_outputs.regex")),
-        ({"choice": ["a", "b"]}, Choice(options=["a", "b"], param="structured_outputs.choice")),
-        ({"grammar": 'start: "a"'}, Lark(text='start: "a"', param="structured_outputs.grammar")),
-        ({"json_object": True}, JsonObject(param="structured_outputs")),
+        ({"json": SCHEMA}, JsonSchemaSpec(schema=SCHEMA, param="structured_outputs.json")),
+        ({"json": '{"type": "null"}'}, JsonSchemaSpec(schema={"type": "null"}, param="structured_outputs.json")),
+        ({"regex": "a+"}, RegexSpec(pattern="a+", param="structured_outputs.regex")),
+        ({"choice": ["a", "b"]}, ChoiceSpec(options=["a", "b"], param="structured_outputs.choice")),
+        ({"grammar": 'start: "a"'}, LarkSpec(text='start: "a"', param="structured_outputs.grammar")),
+        ({"json_object": True}, JsonObjectSpec(param="structured_outputs")),
     ],
 )
 def test_structured_outputs_of_both_doors(asked: dict[str, Any], expected: GrammarSpec) -> None:
@@ -47,9 +56,9 @@ def test_a_schema_that_is_no_object(text: str) -> None:
 
 def test_response_format() -> None:
     assert shape_of(response_format={"type": "text"}) is None
-    assert shape_of(response_format={"type": "json_object"}) == JsonObject(param="response_format")
+    assert shape_of(response_format={"type": "json_object"}) == JsonObjectSpec(param="response_format")
     asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}
-    assert shape_of(response_format=asked) == JsonSchema(schema=SCHEMA, param="response_format.json_schema.schema")
+    assert shape_of(response_format=asked) == JsonSchemaSpec(schema=SCHEMA, param="response_format.json_schema.schema")
     with pytest.raises(InvalidRequest, match="both say"):
         shape_of(response_format=asked, structured_outputs={"regex": "a"})
 
@@ -58,10 +67,10 @@ def test_calls_are_forced_only_when_they_must_be() -> None:
     assert shape_of(tools=[WEATHER, TIME]) is None
     assert shape_of(tools=[WEATHER], tool_choice="none") is None
     required = shape_of(tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=False)
-    assert isinstance(required, ToolCalls)
+    assert isinstance(required, ToolCallsSpec)
     assert (len(required.tools), required.at_least_one, required.parallel) == (2, True, False)
     named = shape_of(tools=[WEATHER, TIME], tool_choice={"type": "function", "function": {"name": "time"}})
-    assert isinstance(named, ToolCalls)
+    assert isinstance(named, ToolCallsSpec)
     assert (
         named.tools == [ToolSpec(name="time", parameters={"type": "object", "properties": {}})] and not named.parallel
     )
@@ -71,4 +80,4 @@ def test_calls_are_forced_only_when_they_must_be() -> None:
 
 def test_a_strict_tool_binds_calls_and_leaves_the_text_free() -> None:
     strict = shape_of(tools=[STRICT, TIME])
-    assert isinstance(strict, ToolCalls) and not strict.at_least_one
+    assert isinstance(strict, ToolCallsSpec) and not strict.at_least_one

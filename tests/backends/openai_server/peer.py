@@ -33,6 +33,8 @@ class Reply:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        # `write` returns when everything is with the kernel: `cut` loses none of it.
+        writer.transport.set_write_buffer_limits(0)
 
     async def head(self, status: int = 200, content_type: str = "text/event-stream", **headers: str) -> None:
         lines = [f"HTTP/1.1 {status} Fine", f"content-type: {content_type}", "connection: close"]

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.backends.openai_server.peer import DONE, Asked, Reply, ScriptedPeer, connected, text_chunk, usage_chunk
+from tests.waiting import PATIENCE
 from weft.api.app import build_app
 from weft.config import load
 
@@ -17,7 +18,7 @@ BODY = {"model": "model", "prompt": "hi", "max_tokens": 4, "n": 3}
 async def post(peer: ScriptedPeer) -> httpx.Response:
     async with connected(peer) as engine:
         transport = httpx.ASGITransport(build_app(engine, load(env={})))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=20) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client:
             response = await client.post("/v1/completions", json=BODY)
         assert engine.open_requests() == 0
         return response
@@ -29,7 +30,7 @@ def test_no_choice_waits_for_another() -> None:
             all_are_here = asyncio.Barrier(BODY["n"])
 
             async def answer(reply: Reply, asked: Asked) -> None:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(PATIENCE):
                     await all_are_here.wait()
                 await reply.events(text_chunk("a"), text_chunk("", "stop"), usage_chunk(1, 1))
                 await reply.write(DONE)
@@ -48,10 +49,14 @@ def test_no_choice_waits_for_another() -> None:
 def test_one_that_is_refused_ends_the_others_and_has_its_status(refused: int) -> None:
     async def go() -> None:
         async with ScriptedPeer() as peer:
+            all_are_here = asyncio.Barrier(BODY["n"])
             ended = asyncio.Event()
 
             async def answer(reply: Reply, asked: Asked) -> None:
-                if len(peer.generations()) - 1 == refused:
+                number = len(peer.generations()) - 1
+                async with asyncio.timeout(PATIENCE):
+                    await all_are_here.wait()
+                if number == refused:
                     await reply.json({"error": {"message": "too many", "code": 429}}, 429, retry_after="7")
                 else:
                     await reply.events(text_chunk("a"))
@@ -61,7 +66,7 @@ def test_one_that_is_refused_ends_the_others_and_has_its_status(refused: int) ->
             peer.answers["/v1/completions"] = answer
             response = await post(peer)
             assert response.status_code == 429 and response.headers["retry-after"] == "7"
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE):
                 await ended.wait()
 
     asyncio.run(go())

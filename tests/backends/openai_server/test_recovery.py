@@ -23,6 +23,7 @@ from tests.backends.openai_server.peer import (
     token_chunk,
     usage_chunk,
 )
+from tests.waiting import PATIENCE, until
 from weft.backends.contract import Conversation, Prompt
 from weft.backends.openai_server import http_client, remote_engine
 from weft.errors import (
@@ -39,14 +40,6 @@ from weft.types import FinishReason, Output, SamplingParams
 PARAMS = SamplingParams(max_tokens=8, temperature=0)
 CHAT = Conversation(messages=[{"role": "user", "content": "hi"}])
 A, B, C = 68, 69, 70
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "FIRST_BYTE_S", 0.3)
-    monkeypatch.setattr(http_client, "BETWEEN_BYTES_S", 0.3)
-    monkeypatch.setattr(remote_engine, "PROBE_S", 0.05)
-    monkeypatch.setattr(remote_engine, "PROBE_WHEN_LOST_S", 0.05)
 
 
 def answers(
@@ -82,7 +75,6 @@ def says(*chunks: Any, end: bytes = DONE) -> Handler:
 def breaks_off(*chunks: Any) -> Handler:
     async def answer(reply: Reply, asked: Asked) -> None:
         await reply.events(*chunks)
-        await asyncio.sleep(0.02)
         reply.cut()
 
     return answer
@@ -143,14 +135,23 @@ def test_an_answer_that_breaks_off_twice_is_not_asked_for_a_third_time() -> None
     assert len(asked) == 2
 
 
-def test_a_peer_that_falls_silent_is_not_waited_for_for_ever() -> None:
+def test_a_peer_that_falls_silent_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     async def falls_silent(reply: Reply, asked: Asked) -> None:
         await reply.events(text_chunk("half"))
         await reply.gone()
 
-    deltas, _ = answers("completions", falls_silent)
-    assert deltas[-1].finish is FinishReason.ERROR
-    assert "nothing came for" in deltas[-1].error
+    async def go() -> None:
+        async with ScriptedPeer() as peer, connected(peer) as engine:
+            peer.answers["/v1/completions"] = falls_silent
+            answer = await engine.submit("hi", PARAMS)
+            assert (await anext(answer)).text == "half"
+            monkeypatch.setattr(http_client, "BETWEEN_BYTES_S", 0.01)
+            [last] = [delta async for delta in answer]
+            assert last.finish is FinishReason.ERROR
+            assert "nothing came for" in last.error
+
+    asyncio.run(go())
+    monkeypatch.setattr(http_client, "FIRST_BYTE_S", 0.01)
     with pytest.raises(RequestTimeout, match="did not begin"):
         answers("completions", never_answers)
 
@@ -266,7 +267,7 @@ def test_whoever_leaves_early_hangs_up() -> None:
                 assert (await anext(answer)).text == "a"
                 assert engine.open_requests() == 1
                 await answer.aclose()
-                await asyncio.wait_for(hung_up.wait(), 5)
+                await until(hung_up.is_set, "the peer's connection is closed")
                 assert engine.open_requests() == 0
                 await answer.aclose()
                 assert engine.open_requests() == 0
@@ -494,25 +495,27 @@ def test_where_ids_are_never_told_the_peer_makes_the_text(tiny_model: Path) -> N
 # Whether the peer is there.
 
 
-def test_readiness_tells_the_truth_and_comes_back_by_itself() -> None:
+def test_readiness_tells_the_truth_and_comes_back_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_engine, "PROBE_S", 0.05)
+    monkeypatch.setattr(remote_engine, "PROBE_WHEN_LOST_S", 0.05)
+    monkeypatch.setattr(remote_engine, "TIMEOUT_S", PATIENCE)
+
     async def go() -> None:
-        async def until(ready: bool) -> None:
-            async with asyncio.timeout(5):
-                while engine.health().ready is not ready:
-                    await asyncio.sleep(0.01)
+        async def until_ready(ready: bool) -> None:
+            await until(lambda: engine.health().ready is ready, f"ready is {ready}")
 
         async with ScriptedPeer() as peer, connected(peer) as engine:
             assert engine.health().ready
             peer.is_well = False
-            await until(False)
+            await until_ready(False)
             peer.is_well = True
-            await until(True)
+            await until_ready(True)
             await peer.close()
             with pytest.raises(Unavailable):
                 await engine.submit("hi", PARAMS)
             assert not engine.health().ready, "a request that finds nobody there is believed at once"
             await peer.open(peer.port)
-            await until(True)
+            await until_ready(True)
             assert engine.restarts() == 2
 
     asyncio.run(go())

@@ -1,4 +1,5 @@
-"""Every kind of server: what it is asked for, and what it says, by recordings of its protocol."""
+"""Every kind of server: what it is asked for, and how its answers are read. The exchanges of vLLM and llama.cpp were
+recorded from them, but for a chat of llama.cpp; those of TensorRT-LLM and MindIE were written from their sources."""
 
 from __future__ import annotations
 
@@ -16,21 +17,33 @@ from weft.backends.contract import FIELD_RULES, Abilities, Conversation, ParsedO
 from weft.backends.openai_server.requests import PeerRequestWriter
 from weft.backends.openai_server.servers import KINDS, OTHER, ServerKind, abilities_of, kind_of
 from weft.errors import InvalidRequest
-from weft.text.grammars.specs import Choice, JsonObject, JsonSchema, Lark, OutputSpec, Regex, written_down
-from weft.text.parsers.pieces import collect
+from weft.text.grammars.specs import (
+    ChoiceSpec,
+    JsonObjectSpec,
+    JsonSchemaSpec,
+    LarkSpec,
+    OutputSpec,
+    RegexSpec,
+    encode_spec,
+)
+from weft.text.parsers.pieces import ParsedAnswer, collect
 from weft.types import FinishReason, Output, SamplingParams
 
-RECORDINGS = Path(__file__).parent / "recordings"
-FOLDERS = ("vllm", "llama_cpp", "tensorrt", "mindie")
-TELL_IDS = ("vllm", "tensorrt")
+EXCHANGES = Path(__file__).parent / "exchanges"
+RECORDED = ("recorded/vllm", "recorded/llama_cpp")
+WRITTEN = ("written/tensorrt", "written/mindie")
+WRITTEN_CHATS = ("written/llama_cpp", *WRITTEN)
+TELL_IDS = ("recorded/vllm", "written/tensorrt")
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 CHAT = Conversation(messages=[{"role": "user", "content": "Is it cold in Oslo?"}], tools=[WEATHER])
 PARAMS = SamplingParams(max_tokens=16, temperature=0.5, top_p=0.9)
 
 
-def recorded(folder: str, name: str) -> bytes:
-    return (RECORDINGS / folder / name).read_bytes()
+def exchanged(folder: str, name: str) -> bytes:
+    """What a server says; a file that is not in the folder is in that of the same server's recordings."""
+    file = EXCHANGES / folder / name
+    return (file if file.exists() else EXCHANGES / "recorded" / file.parent.name / name).read_bytes()
 
 
 async def peer_of(folder: str) -> ScriptedPeer:
@@ -38,12 +51,12 @@ async def peer_of(folder: str) -> ScriptedPeer:
 
     async def models(reply: Reply, asked: Asked) -> None:
         await reply.head(200, "application/json")
-        await reply.write(recorded(folder, "models.json"))
+        await reply.write(exchanged(folder, "models.json"))
 
     def streams(name: str) -> Any:
         async def stream(reply: Reply, asked: Asked) -> None:
             await reply.head()
-            await reply.write(recorded(folder, name))
+            await reply.write(exchanged(folder, name))
 
         return stream
 
@@ -63,8 +76,17 @@ def played(folder: str, prompt: Any, **settings: Any) -> tuple[list[Output], Ask
     return asyncio.run(go())
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", RECORDED)
 def test_a_recorded_completion(folder: str, tiny_model: Path) -> None:
+    check_completion(folder, tiny_model)
+
+
+@pytest.mark.parametrize("folder", WRITTEN)
+def test_a_written_completion(folder: str, tiny_model: Path) -> None:
+    check_completion(folder, tiny_model)
+
+
+def check_completion(folder: str, tiny_model: Path) -> None:
     deltas, asked = played(folder, [5, 6], tokenizer=str(tiny_model), max_model_len=512)
     assert asked.body["prompt"] == [5, 6]
     last = deltas[-1]
@@ -75,41 +97,57 @@ def test_a_recorded_completion(folder: str, tiny_model: Path) -> None:
     if folder in TELL_IDS:
         assert len(ids) == 4
     else:
-        written = {"llama_cpp": "ennn", "mindie": "The sea is wide"}[folder]
-        assert (ids, "".join(delta.text for delta in deltas)) == ([], written)
+        text = {"recorded/llama_cpp": "ennn", "written/mindie": "The sea is wide"}[folder]
+        assert (ids, "".join(delta.text for delta in deltas)) == ([], text)
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_recorded_chat(folder: str) -> None:
-    deltas, asked = played(folder, CHAT)
-    assert asked.body["tools"] == [WEATHER]
-    assert asked.body["tool_choice"] == "auto", "some servers take silence for none"
-    answer = collect(piece for delta in deltas if isinstance(delta, ParsedOutput) for piece in delta.pieces)
-    assert deltas[-1].finish is FinishReason.STOP
-    assert deltas[-1].usage.completion_tokens > 0
+def test_a_recorded_chat() -> None:
+    answer = chatted("recorded/vllm")
     assert answer.content == "Let me look."
-    if folder == "vllm":
-        return
+
+
+@pytest.mark.parametrize("folder", WRITTEN_CHATS)
+def test_a_written_chat_with_a_thought_and_a_call(folder: str) -> None:
+    answer = chatted(folder)
+    assert answer.content == "Let me look."
     assert answer.reasoning == "Which city?"
     [call] = answer.tool_calls
     assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Oslo"})
     assert call.id
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+def chatted(folder: str) -> ParsedAnswer:
+    deltas, asked = played(folder, CHAT)
+    assert asked.body["tools"] == [WEATHER]
+    assert asked.body["tool_choice"] == "auto", "some servers take silence for none"
+    assert deltas[-1].finish is FinishReason.STOP
+    assert deltas[-1].usage.completion_tokens > 0
+    return collect(piece for delta in deltas if isinstance(delta, ParsedOutput) for piece in delta.pieces)
+
+
+@pytest.mark.parametrize("folder", RECORDED)
 def test_a_recorded_refusal_keeps_its_words(folder: str) -> None:
+    check_refusal(folder)
+
+
+@pytest.mark.parametrize("folder", WRITTEN)
+def test_a_written_refusal_keeps_its_words(folder: str) -> None:
+    check_refusal(folder)
+
+
+def check_refusal(folder: str) -> None:
     async def go() -> None:
         async with await peer_of(folder) as peer:
 
             async def refuses(reply: Reply, asked: Asked) -> None:
-                await reply.head(422 if folder == "mindie" else 400, "application/json")
-                await reply.write(recorded(folder, "refusal.json"))
+                await reply.head(422 if folder == "written/mindie" else 400, "application/json")
+                await reply.write(exchanged(folder, "refusal.json"))
 
             peer.answers["/v1/completions"] = refuses
             async with connected(peer) as engine:
                 with pytest.raises(InvalidRequest) as refusal:
                     await engine.submit("hi", PARAMS)
-        body = json.loads(recorded(folder, "refusal.json"))
+        body = json.loads(exchanged(folder, "refusal.json"))
         said = body.get("message") or body["error"]
         assert str(refusal.value).endswith(said["message"] if isinstance(said, dict) else said)
 
@@ -117,8 +155,8 @@ def test_a_recorded_refusal_keeps_its_words(folder: str) -> None:
 
 
 def test_who_it_is_is_found_out() -> None:
-    for folder, owner in zip(FOLDERS, ("vllm", "llamacpp", "tensorrt_llm", "MindIE Server"), strict=True):
-        [card] = msgspec.json.decode(recorded(folder, "models.json"))["data"]
+    for folder, owner in zip((*RECORDED, *WRITTEN), ("vllm", "llamacpp", "tensorrt_llm", "MindIE Server"), strict=True):
+        [card] = msgspec.json.decode(exchanged(folder, "models.json"))["data"]
         assert card["owned_by"] == owner
         assert kind_of(owner, "").owner == owner
     assert kind_of("someone", "llama.cpp").owner == "llamacpp"
@@ -231,18 +269,18 @@ def test_every_ability_of_sampling_is_asked_about() -> None:
 # What an output must be.
 
 SPECS: dict[str, OutputSpec] = {
-    "object": JsonObject(),
-    "schema": JsonSchema(schema=SCHEMA),
-    "regex": Regex(pattern="a+"),
-    "choice": Choice(options=["a", "b"]),
-    "lark": Lark(text='start: "a"'),
+    "object": JsonObjectSpec(),
+    "schema": JsonSchemaSpec(schema=SCHEMA),
+    "regex": RegexSpec(pattern="a+"),
+    "choice": ChoiceSpec(options=["a", "b"]),
+    "lark": LarkSpec(text='start: "a"'),
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
 OBJECT = {"response_format": {"type": "json_object"}}
 
 
 def shape(kind: ServerKind, spec: str, *, chat: bool) -> dict[str, Any] | None:
-    params = SamplingParams(max_tokens=9, grammar=written_down(SPECS[spec], 64))
+    params = SamplingParams(max_tokens=9, grammar=encode_spec(SPECS[spec], 64))
     asker = PeerRequestWriter("remote", kind, "model")
     try:
         if chat:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +19,9 @@ from torch import Tensor
 
 from weft.backends.blocking import BlockingEngine
 from weft.backends.contract import Engine, Terms
-from weft.config import Config, load
+from weft.config import load
 from weft.machine.devices import accelerator
+from weft.options import Config
 from weft.types import Output, SamplingParams
 
 needs_vllm = [
@@ -101,13 +101,6 @@ def save_merged(folder: Path, model: Path, adapter: Path) -> Path:
             weights[name] = weights[name] + 2 * added[f"{stem}.lora_B.weight"] @ added[f"{stem}.lora_A.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.01)
 
 
 def engine_core(host: int) -> int:

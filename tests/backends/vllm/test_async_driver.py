@@ -25,8 +25,8 @@ from tests.backends.vllm.real import (
     needs_vllm,
     save_adapter,
     save_merged,
-    wait_until,
 )
+from tests.waiting import wait_until
 from weft.backends.blocking import BlockingEngine
 from weft.backends.contract import NotSupported
 from weft.backends.native import start_native
@@ -34,7 +34,7 @@ from weft.backends.vllm.vllm_engine import start
 from weft.checkpoint.adapter_files import adapter_settings
 from weft.errors import ContextTooLong, InvalidRequest, ModelError
 from weft.text.grammars.lark import GrammarWriter
-from weft.text.grammars.specs import Choice, JsonSchema, Regex
+from weft.text.grammars.specs import ChoiceSpec, JsonSchemaSpec, RegexSpec
 from weft.types import FinishReason, Pooling, SamplingParams
 
 pytestmark = needs_vllm
@@ -127,16 +127,16 @@ def test_a_stop_string_ends_it_here_and_in_vllm(vllm: BlockingEngine) -> None:
     assert cut.text == plain.text[: plain.text.index(stop)]
     assert (cut.last.finish, cut.last.stop_reason) == (FinishReason.STOP, stop)
     assert cut.last.usage.completion_tokens < 200
-    wait_until(lambda: vllm.engine.stats().running == 0)
+    wait_until(lambda: vllm.engine.stats().running == 0, "nothing runs")
 
 
 def test_structured_output_keeps_to_its_form(vllm: BlockingEngine) -> None:
     writer = GrammarWriter({}, max_schema_depth=8)
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     for spec, fits in (
-        (Choice(options=("warp", "weft")), r"warp|weft"),
-        (Regex(pattern="[a-c]{3}-[0-9]{2}"), r"[a-c]{3}-[0-9]{2}"),
-        (JsonSchema(schema=schema), r"\{\s*\"n\"\s*:\s*[12]\s*\}"),
+        (ChoiceSpec(options=("warp", "weft")), r"warp|weft"),
+        (RegexSpec(pattern="[a-c]{3}-[0-9]{2}"), r"[a-c]{3}-[0-9]{2}"),
+        (JsonSchemaSpec(schema=schema), r"\{\s*\"n\"\s*:\s*[12]\s*\}"),
     ):
         params = SamplingParams(temperature=1, seed=1, max_tokens=100, grammar=writer.write(spec))
         got = ask(vllm, PROMPTS[0], params)
@@ -159,7 +159,7 @@ def test_leaving_ends_a_request_at_once(vllm: BlockingEngine) -> None:
     vllm.wait(leave())
     assert vllm.engine.open_requests() == 0
     before = vllm.engine.stats().generation_tokens
-    wait_until(lambda: vllm.engine.stats().running == 0, 5)
+    wait_until(lambda: vllm.engine.stats().running == 0, "nothing runs")
     assert vllm.engine.stats().generation_tokens < before + 100, "it went on"
 
 

@@ -10,12 +10,12 @@ from tests.backends.vllm.groups import group_of
 from weft.backends.vllm.vllm_process import end_group, kill_group
 
 FAMILY = """
-import subprocess, sys, time
+import signal, subprocess, sys
 from multiprocessing.shared_memory import SharedMemory
 shared = SharedMemory(create=True, size=4096)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 print(shared.name, child.pid, flush=True)
-time.sleep(60)
+signal.pause()
 """
 
 

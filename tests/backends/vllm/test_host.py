@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.backends.vllm.real import save_adapter
+from tests.waiting import PATIENCE, until
 from weft.backends.adapters import Adapters
 from weft.backends.contract import NotSupported, Terms
 from weft.backends.model_text import open_model_text
@@ -30,6 +31,8 @@ from weft.types import Event, FinishReason, ImageParams, ModelInfo, Output, Pool
 
 DEADLY = 99
 """A prompt that begins so kills the first driver after two tokens."""
+ENDLESS = 98
+"""A prompt that begins so gets one token, and runs until it is aborted."""
 
 
 class CountingDriver:
@@ -70,7 +73,7 @@ class CountingDriver:
             finish=FinishReason.LENGTH if is_last else None,
         )
         self.desk.bring([event])
-        if not is_last:
+        if not is_last and request.prompt_token_ids[0] != ENDLESS:
             asyncio.get_running_loop().call_later(0.001, self._bring, request, number + 1)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -135,7 +138,7 @@ def in_a_house(
             engine = VllmEngine(CPU, client, room, adapters, takes_adapters=True, has_grammars=True)
             try:
                 await engine.load_adapter("red", str(red))
-                await asyncio.wait_for(scenario(engine), 20)
+                await asyncio.wait_for(scenario(engine), PATIENCE)
             finally:
                 await engine.close()
 
@@ -215,12 +218,13 @@ def test_an_adapter_that_vllm_cannot_read_is_refused_when_it_is_loaded(in_a_hous
 
 def test_leaving_aborts(in_a_house: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
-        deltas = await engine.submit([5, 5], SamplingParams(max_tokens=60, ignore_eos=True), Terms(request_id="left"))
+        deltas = await engine.submit(
+            [ENDLESS], SamplingParams(max_tokens=60, ignore_eos=True), Terms(request_id="left")
+        )
         await anext(deltas)
         await deltas.aclose()
         (driver,) = CountingDriver.made
-        while driver.aborted != ["left"]:
-            await asyncio.sleep(0.001)
+        await until(lambda: driver.aborted == ["left"], "the driver is told")
         assert engine.open_requests() == 0
 
     in_a_house(scenario)
@@ -240,7 +244,7 @@ def test_what_was_delivered_goes_with_a_request_to_the_next_vllm(in_a_house: Any
 def test_what_an_operator_may_ask(in_a_house: Any) -> None:
     async def scenario(engine: VllmEngine) -> None:
         assert await engine.reset_cache() == 0
-        deltas = await engine.submit([5], SamplingParams(max_tokens=60, ignore_eos=True))
+        deltas = await engine.submit([ENDLESS], SamplingParams(max_tokens=60, ignore_eos=True))
         await anext(deltas)
         with pytest.raises(InvalidRequest, match="only while no request"):
             await engine.reset_cache()

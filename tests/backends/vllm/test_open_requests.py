@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from weft.backends.vllm import open_requests as desk_module
 from weft.backends.vllm.open_requests import OpenRequests
 from weft.backends.vllm.stats import VllmStats
 from weft.engine.wire import FromEngine, Started, StepOutput
@@ -129,14 +133,20 @@ def test_whose_fault_it_was() -> None:
     at_a_desk(scenario)
 
 
-def test_silence_is_counted_only_while_something_runs() -> None:
+def test_silence_is_counted_only_while_something_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(desk_module, "time", SimpleNamespace(monotonic=lambda: now))
+
     async def scenario(desk: Sent) -> None:
+        nonlocal now
         assert desk.silence_seconds == 0
         desk.accept(requests("a"))
-        await asyncio.sleep(0.02)
-        assert desk.silence_seconds >= 0.02
+        now += 5
+        assert desk.silence_seconds == 5
         desk.bring([Event(request_id="a", token_ids=[1])])
-        assert desk.silence_seconds < 0.02
+        assert desk.silence_seconds == 0
+        now += 3
+        assert desk.silence_seconds == 3
         desk.close(["a"])
         assert desk.silence_seconds == 0
 

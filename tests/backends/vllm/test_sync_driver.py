@@ -20,8 +20,8 @@ from tests.backends.vllm.real import (
     eager,
     host_of,
     needs_vllm,
-    wait_until,
 )
+from tests.waiting import wait_until
 from weft.backends.blocking import BlockingEngine
 from weft.backends.vllm.arguments import CPU
 from weft.backends.vllm.vllm_engine import start_kind
@@ -80,7 +80,7 @@ def test_leaving_ends_a_request(vllm: BlockingEngine) -> None:
         await deltas.aclose()
 
     vllm.wait(leave())
-    wait_until(lambda: vllm.engine.stats().running == 0, 5)
+    wait_until(lambda: vllm.engine.stats().running == 0, "nothing runs")
     assert vllm.wait(vllm.engine.reset_cache()) == 0, "only an engine without requests forgets"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from weft.config import ServerOptions
+from weft.options import ServerOptions
 from weft.text.grammars.compiler import GrammarCompiler
-from weft.text.grammars.specs import GrammarSpec, Thinking
+from weft.text.grammars.specs import GrammarSpec, ThinkingSpec
 from weft.text.tokenizer import Tokenizer
 
 
@@ -15,7 +15,7 @@ def grammars(
     tokenizer: Tokenizer,
     specs: Sequence[GrammarSpec],
     options: ServerOptions | None = None,
-    thinking: Thinking | None = None,
+    thinking: ThinkingSpec | None = None,
 ) -> list[str]:
     async def compiled() -> list[str]:
         compiler = GrammarCompiler(tokenizer, options)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def _object(**properties: Any) -> dict[str, Any]:
-    """Every property is required, and there is no other."""
+    """Return the schema of an object whose properties are all required, and that has no others."""
     return {
         "type": "object",
         "properties": properties,
@@ -133,4 +133,4 @@ FOR_A_MODEL = [
     "date",
     "object with optional parts",
 ]
-"""Some of every kind, for a real model."""
+"""Names of schemas of every kind, for a real model."""

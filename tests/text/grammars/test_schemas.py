@@ -1,4 +1,4 @@
-"""Whatever a model's logits are, what is sampled within a schema's grammar fits the schema.
+"""Output sampled within a schema's grammar fits the schema, whatever a model's logits are.
 
 Random logits stand for a model that knows nothing; the sampler and the constraints are the engine's own.
 """
@@ -15,7 +15,7 @@ from tests.text.grammars.grammar_maker import grammars
 from tests.text.grammars.schemas import SCHEMAS
 from weft.kernels import REFERENCE
 from weft.plan import Admission, Row
-from weft.text.grammars.specs import JsonSchema, words_of
+from weft.text.grammars.specs import JsonSchemaSpec, vocabulary_of
 from weft.text.tokenizer import Tokenizer
 from weft.types import SamplingParams, TextAssets
 from weft.worker.grammar_masks import followed, masks_of
@@ -28,16 +28,16 @@ MOST_TOKENS = 150
 
 @pytest.fixture(scope="module")
 def outputs(smollm2_assets: TextAssets) -> dict[str, list[str]]:
-    """What each schema's grammar let random logits write, at temperatures from 1 to 2."""
+    """Sample what each schema's grammar allows from random logits, at temperatures from 1 to 2."""
     tokenizer = Tokenizer.from_assets(smollm2_assets)
-    made = grammars(tokenizer, [JsonSchema(schema=schema) for schema in SCHEMAS.values()])
+    made = grammars(tokenizer, [JsonSchemaSpec(schema=schema) for schema in SCHEMAS.values()])
     end = tokenizer.eos_token_ids[0]
     # Wider than the vocabulary, as models' logits often are.
     width = tokenizer.vocab_size + 100
-    words = words_of(tokenizer)
+    vocabulary = vocabulary_of(tokenizer)
     rows = range(len(made) * len(SEEDS))
     table = RowTable(len(rows), MOST_TOKENS + 1, 1, torch.device("cpu"))
-    table.constraints.learn(words.tokens, words.special_ids, words.eos_token_ids, width)
+    table.constraints.learn(vocabulary.tokens, vocabulary.special_ids, vocabulary.eos_token_ids, width)
     for row in rows:
         seed = SEEDS[row // len(made)]
         params = SamplingParams(temperature=0.5 + seed / 2, seed=seed, grammar=made[row % len(made)])
@@ -46,7 +46,7 @@ def outputs(smollm2_assets: TextAssets) -> dict[str, list[str]]:
         table.constraints.admit(admission)
     written: dict[int, list[int]] = {row: [] for row in rows}
     generator = torch.Generator().manual_seed(0)
-    closes = torch.tensor([2.0 * (token[:1] in (b'"', b"}", b"]")) for token in words.tokens] + [9.0] * 100)
+    closes = torch.tensor([2.0 * (token[:1] in (b'"', b"}", b"]")) for token in vocabulary.tokens] + [9.0] * 100)
     active = list(rows)
     for position in range(1, MOST_TOKENS):
         # Ever more inclined to come to an end.
@@ -77,5 +77,5 @@ def test_every_output_fits(outputs: dict[str, list[str]], name: str) -> None:
 
 
 def test_outputs_differ(outputs: dict[str, list[str]]) -> None:
-    """Or the tests above would prove little."""
+    """Different outputs are needed for the tests above to prove anything."""
     assert sum(len(set(texts)) > 1 for texts in outputs.values()) > len(SCHEMAS) // 2

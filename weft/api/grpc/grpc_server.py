@@ -24,9 +24,9 @@ from grpc_reflection.v1alpha import reflection
 from weft import logs
 from weft.api.grpc.inference import SERVICE_NAME, Inference
 from weft.api.grpc.status import RpcStatus, refuse
-from weft.config import Config, GrpcOptions
 from weft.errors import ConfigError
 from weft.observe import traces
+from weft.options import Config, GrpcOptions
 from weft.serving.admission import Admission
 from weft.serving.auth import HOW, presented
 

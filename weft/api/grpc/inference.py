@@ -26,9 +26,9 @@ from weft.api.grpc.ai_service_pb2 import (
 from weft.api.grpc.image import ImageCall
 from weft.api.grpc.status import RpcStatus, parse, refuse, status_of, take_up
 from weft.api.grpc.stream_predict import PredictionStream, in_time
-from weft.config import GrpcOptions
 from weft.errors import InvalidRequest, Overloaded, WeftError
 from weft.observe.metrics import Metrics
+from weft.options import GrpcOptions
 from weft.serving.admission import Admission
 from weft.serving.auth import presented
 from weft.serving.model_slot import ModelSlot

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 from weft.api.translate import LONG_PROMPT
 from weft.backends.contract import text_prompt
-from weft.config import GrpcOptions
 from weft.errors import InvalidRequest
+from weft.options import GrpcOptions
 from weft.serving.admission import RequestContext
 from weft.serving.generation import Generation
 from weft.serving.request import requests_like

@@ -14,8 +14,8 @@ from weft import logs
 from weft.api.grpc.ai_service_pb2 import StreamPredictRequest, StreamPredictResponse
 from weft.api.grpc.prediction import Prediction, Send
 from weft.api.grpc.status import MAX_TRACE_ID, RpcStatus, parse, status_of, take_up
-from weft.config import GrpcOptions
 from weft.errors import InvalidRequest, RequestTimeout, Unavailable
+from weft.options import GrpcOptions
 from weft.serving.admission import Admission
 
 

@@ -30,7 +30,7 @@ from weft.backends.contract import Engine, tokens_of
 from weft.serving.admission import RequestContext
 from weft.serving.output_reader import CollectedOutput
 from weft.serving.request import unique_id
-from weft.text.parsers.pieces import Answer, CallArguments, CallStarted, Content, Piece, Reasoning, collect
+from weft.text.parsers.pieces import CallArguments, CallStarted, Content, ParsedAnswer, Piece, Reasoning, collect
 from weft.types import FinishReason, GenerationRequest, Output, TokenLogprob, Usage
 
 
@@ -195,7 +195,7 @@ def _delta_body(piece: Piece) -> dict[str, object]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _message(answer: Answer) -> ChatMessage:
+def _message(answer: ParsedAnswer) -> ChatMessage:
     calls = [MadeCall(id=call.id, function=CalledFunction(call.name, call.arguments)) for call in answer.tool_calls]
     reasoning = answer.reasoning or UNSET
     return ChatMessage(

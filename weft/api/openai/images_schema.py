@@ -12,8 +12,8 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from weft.api.openai.openai_schema import Fields, NotYet
-from weft.config import LimitOptions
 from weft.errors import InvalidRequest
+from weft.options import LimitOptions
 from weft.payloads import AdditionalInformation, InfoEntry, PromptEmbeds, Tensor, entry_field
 from weft.serving.image_request import (
     AUTO,

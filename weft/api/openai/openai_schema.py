@@ -112,7 +112,7 @@ SANE_ID = r"^[A-Za-z0-9._-]{1,128}$"
 
 
 class Fields(BaseModel):
-    """An object of a request: strict types, null means absent, no field is ever ignored."""
+    """An object of a request: types are strict, null means absent, and a field that is not known is refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 

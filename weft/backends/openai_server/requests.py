@@ -9,7 +9,7 @@ from msgspec import Struct
 from weft.backends.contract import Conversation, not_taken
 from weft.backends.openai_server.servers import Body, ServerKind
 from weft.errors import InvalidRequest
-from weft.text.grammars.specs import read_back
+from weft.text.grammars.specs import decode_spec
 from weft.types import SamplingParams
 
 NEUTRAL = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -109,7 +109,7 @@ class PeerRequestWriter:
     def _shape(self, params: SamplingParams, *, in_chat: bool) -> Body:
         if not params.grammar:
             return {}
-        spec = read_back(params.grammar)
+        spec = decode_spec(params.grammar)
         fields = self._kind.shape(spec, in_chat)
         if fields is None:
             raise not_taken(self._engine_name, spec.param)

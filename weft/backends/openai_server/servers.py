@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct
 
 from weft.backends.contract import Abilities
-from weft.text.grammars.specs import Choice, JsonObject, JsonSchema, Lark, OutputSpec, Regex
+from weft.text.grammars.specs import ChoiceSpec, JsonObjectSpec, JsonSchemaSpec, LarkSpec, OutputSpec, RegexSpec
 
 Body = dict[str, Any]
 
@@ -25,24 +25,24 @@ def _same(*names: str) -> dict[str, str]:
 
 def structured_outputs(spec: OutputSpec, in_chat: bool) -> Body:
     match spec:
-        case JsonObject():
+        case JsonObjectSpec():
             asked: Body = {"json_object": True}
-        case JsonSchema(schema=schema):
+        case JsonSchemaSpec(schema=schema):
             asked = {"json": schema}
-        case Regex(pattern=pattern):
+        case RegexSpec(pattern=pattern):
             asked = {"regex": pattern}
-        case Choice(options=options):
+        case ChoiceSpec(options=options):
             asked = {"choice": list(options)}
-        case Lark(text=text):
+        case LarkSpec(text=text):
             asked = {"grammar": text}
     return {"structured_outputs": asked}
 
 
 def response_format(spec: OutputSpec, in_chat: bool) -> Body | None:
     match spec:
-        case JsonObject():
+        case JsonObjectSpec():
             return {"response_format": {"type": "json_object"}}
-        case JsonSchema(schema=schema):
+        case JsonSchemaSpec(schema=schema):
             named = {"name": "answer", "schema": schema, "strict": True}
             return {"response_format": {"type": "json_schema", "json_schema": named}}
         case _:
@@ -50,7 +50,7 @@ def response_format(spec: OutputSpec, in_chat: bool) -> Body | None:
 
 
 def response_format_or_regex(spec: OutputSpec, in_chat: bool) -> Body | None:
-    if isinstance(spec, Regex):
+    if isinstance(spec, RegexSpec):
         return {"response_format": {"type": "regex", "regex": spec.pattern}}
     return response_format(spec, in_chat)
 
@@ -60,9 +60,9 @@ def json_schema(spec: OutputSpec, in_chat: bool) -> Body | None:
     match spec:
         case _ if in_chat:
             return response_format(spec, in_chat)
-        case JsonObject():
+        case JsonObjectSpec():
             return {"json_schema": {"type": "object"}}
-        case JsonSchema(schema=schema):
+        case JsonSchemaSpec(schema=schema):
             return {"json_schema": schema}
         case _:
             return None

@@ -13,9 +13,9 @@ from weft.backends.openai_server.http_client import PeerClient, PeerResponse
 from weft.backends.openai_server.peer_errors import KEY_REFUSED, PeerLost, error_of
 from weft.backends.openai_server.remote_engine import Peer, RemoteEngine
 from weft.backends.openai_server.servers import BY_ENGINE, ServerKind, kind_of
-from weft.config import Config
 from weft.errors import ConfigError, RequestTimeout, Unavailable
 from weft.hub.resolve import resolve
+from weft.options import Config
 from weft.types import ModelInfo
 
 log = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ from msgspec import Struct
 
 from weft.checkpoint.adapter_files import MAX_RANK
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import CacheOptions, Config, settings
 from weft.errors import ConfigError, ModelError
 from weft.machine.devices import Accelerator
 from weft.machine.memory import MIB, safe_share
 from weft.machine.planner import AUTO_DTYPE, CPU_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from weft.options import CacheOptions, Config, settings
 
 
 class VllmKind(Struct, frozen=True, kw_only=True):

@@ -11,8 +11,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from weft.backends.vllm.open_requests import OpenRequests
-from weft.backends.vllm.sampling_params import REFUSALS, VllmAnswer, adapter_request, sampling_params, tokens_prompt
+from weft.backends.vllm.sampling_params import VllmAnswer
 from weft.backends.vllm.stats import VllmStats
+from weft.backends.vllm.vllm_inputs import REFUSALS, adapter_request, sampling_params, tokens_prompt
 from weft.errors import EngineFault, InvalidRequest, WeftError
 from weft.types import Adapter, Request
 

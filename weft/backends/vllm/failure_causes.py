@@ -62,7 +62,7 @@ def logging_config(level: str, form: LogFormat, causes: Path) -> str:
             "version": 1,
             "disable_existing_loggers": False,
             "formatters": {"weft": {"()": formatter}},
-            "handlers": {"shown": shown, "causes": {"()": f"{__name__}.Causes", "path": str(causes)}},
+            "handlers": {"shown": shown, "causes": {"()": f"{__name__}.FailureCauses", "path": str(causes)}},
             "loggers": {
                 "vllm": {
                     "handlers": ["shown", "causes"],

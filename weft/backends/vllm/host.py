@@ -32,7 +32,6 @@ from weft.backends.vllm.failure_causes import FailureCause, load_failure, loggin
 from weft.backends.vllm.open_requests import OpenRequests
 from weft.backends.vllm.stats import VllmStats, model_info
 from weft.backends.vllm.vllm_process import end_group
-from weft.config import Config
 from weft.engine.wire import (
     Abort,
     ControlCall,
@@ -53,6 +52,7 @@ from weft.engine.wire import (
 from weft.errors import ConfigError, EngineFault, OutOfMemory, WeftError
 from weft.machine.hardware import inspect_machine, oom_kills
 from weft.machine.planner import plan_load
+from weft.options import Config
 from weft.types import Request
 
 log = logging.getLogger(__name__)

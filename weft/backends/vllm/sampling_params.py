@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
-from vllm.inputs import tokens_input
-from vllm.lora.request import LoRARequest
-from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-
 from weft.errors import EngineFault
-from weft.types import Adapter, Event, FinishReason, Request, TokenLogprob
+from weft.types import Event, FinishReason, Request, TokenLogprob
 
 FINISH = {
     "stop": FinishReason.STOP,
@@ -114,24 +109,3 @@ def logprobs_of(token_ids: list[int], positions: Any, num_top: int) -> list[Toke
 
 def _queue_seconds(metrics: Any) -> float:
     return 0.0 if metrics is None else max(0.0, metrics.scheduled_ts - metrics.queued_ts)
-
-
-REFUSALS = (ValueError, VLLMValidationError, VLLMNotFoundError)
-"""What vLLM raises for a request that is wrong in itself."""
-
-
-def tokens_prompt(request: Request) -> Any:
-    return tokens_input(prompt_of(request), cache_salt=request.cache_salt or None)
-
-
-def sampling_params(request: Request) -> Any:
-    grammar = request.params.grammar
-    return SamplingParams(
-        **sampling_of(request),
-        output_kind=RequestOutputKind.DELTA,
-        structured_outputs=StructuredOutputsParams(grammar=grammar) if grammar else None,
-    )
-
-
-def adapter_request(adapter: Adapter) -> Any:
-    return LoRARequest(lora_name=adapter.name, lora_int_id=adapter.number, lora_path=adapter.path)

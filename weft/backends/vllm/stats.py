@@ -21,7 +21,7 @@ def model_info(name: str, vllm_config: Any, device: str, plan: Plan, load_second
         block_size=cache.block_size,
         device=device,
         dtype=str(model.dtype).removeprefix("torch."),
-        memory=MemoryLedger(weights=plan.weights, kv=kv, total=plan.room.total),
+        memory=MemoryLedger(weights=plan.weights, kv=kv, total=plan.memory.total),
         load_seconds=load_seconds,
     )
 

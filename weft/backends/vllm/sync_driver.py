@@ -15,8 +15,9 @@ from typing import Any
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from weft.backends.vllm.open_requests import OpenRequests
-from weft.backends.vllm.sampling_params import REFUSALS, VllmAnswer, adapter_request, sampling_params, tokens_prompt
+from weft.backends.vllm.sampling_params import VllmAnswer
 from weft.backends.vllm.stats import VllmStats
+from weft.backends.vllm.vllm_inputs import REFUSALS, adapter_request, sampling_params, tokens_prompt
 from weft.errors import InvalidRequest, WeftError
 from weft.types import Adapter, Request
 

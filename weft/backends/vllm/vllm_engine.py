@@ -17,11 +17,11 @@ from weft.backends.native import NativeEngine, NativeImageUpdates, open_engine
 from weft.backends.vllm.arguments import KINDS, VllmKind, refuse
 from weft.backends.vllm.vllm_process import VllmProcess
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import Config
 from weft.engine.client import EngineClient
 from weft.errors import InvalidRequest
 from weft.hub.resolve import find_model
 from weft.machine.memory import safe_share
+from weft.options import Config
 from weft.payloads import NO_TEXTS, GivenTexts
 from weft.types import ImageParams, Pooling, Request, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Kernels of NVIDIA GPUs, in Triton. Nothing is imported before it is asked for."""
+"""Kernels for NVIDIA GPUs, in Triton, which is imported only when they are used."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ __all__ = ["has_triton", "triton_ops"]
 
 
 def has_triton() -> bool:
-    """Whether this machine can compile these kernels."""
+    """Return whether this machine can compile these kernels."""
     return importlib.util.find_spec("triton") is not None
 
 
 def triton_ops() -> Ops:
-    """The table for device "cuda"."""
+    """Return the table of ops for the device "cuda"."""
     from weft.kernels.table import Ops
-    from weft.kernels.triton.elementwise import rms_norm
+    from weft.kernels.triton.elementwise import rms_norm, rotate_and_store
     from weft.kernels.triton.linears import linear, linear_add, norm_gate_up, norm_linear
     from weft.kernels.triton.prefill_attention import attention
-    from weft.kernels.triton.rope_store import rotate_and_store
     from weft.kernels.triton.sampling_kernels import argmax, gumbel_sample
     from weft.kernels.triton.thresholds import keep_thresholds
 

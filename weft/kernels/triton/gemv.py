@@ -30,7 +30,7 @@ def _weights(at, start, columns, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _partial_sums(values, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Sums of eight neighbours: one thread holds them all."""
+    """Sum groups of eight neighbours, each held by one thread."""
     return tl.sum(tl.reshape(values, [OUTPUTS, BLOCK_K // 8, 8]), axis=2)
 
 
@@ -99,7 +99,7 @@ def _gemv_kernel(
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether these kernels take this product."""
+    """Return whether these kernels support this product."""
     return (
         x.dim() == 2
         and x.shape[0] == 1
@@ -117,7 +117,7 @@ def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def norm_gemv(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """linear(rms_norm(x, norm, eps), weight, bias), but for what rounding the normalised x would do."""
+    """Return linear(rms_norm(x, norm, eps), weight, bias), without rounding the normalised x."""
     out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, norm, eps, None, out)
     return out
@@ -129,14 +129,14 @@ def gemv_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -
 
 
 def gate_up_gemv(x: Tensor, weight: Tensor) -> Tensor:
-    """silu_mul(linear(x, weight)), the weight [2 * width, in]: the gates' rows first."""
+    """Return silu_mul(linear(x, weight)), the weight [2 * width, in] with the gates' rows first."""
     out = torch.empty(1, weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, None, None, 0.0, None, out, gated=True)
     return out
 
 
 def norm_gate_up_gemv(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-    """gate_up_gemv(rms_norm(x, norm, eps), weight), but for what rounding the normalised x would do."""
+    """Return gate_up_gemv(rms_norm(x, norm, eps), weight), without rounding the normalised x."""
     out = torch.empty(1, weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, None, norm, eps, None, out, gated=True)
     return out

@@ -1,5 +1,4 @@
-"""What launches share: whether a kernel may start before the one ahead of it in the stream has ended, and how the last
-program of a group knows that it is the last."""
+"""Helpers of kernel launches: programmatic dependent launch, and counters that tell the last program of a group."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
 
@@ -24,8 +23,8 @@ _counters: dict[torch.device, Tensor] = {}
 
 @contextmanager
 def overlapping_launches() -> Iterator[None]:
-    """Programmatic dependent launch for kernels launched within. For graphs: it makes a replay faster and an eager
-    launch slower (8 ms over the 270 launches of a 7B step)."""
+    """Use programmatic dependent launch for the kernels launched within. For graphs: it makes a replay faster and an
+    eager launch slower (8 ms over the 270 launches of a 7B step)."""
     global _on
     before, _on = _on, is_on("early-launch")
     try:
@@ -35,14 +34,14 @@ def overlapping_launches() -> Iterator[None]:
 
 
 def launch_options() -> dict[str, bool]:
-    """Keyword arguments that every launch passes on."""
+    """Return the keyword arguments that every launch passes on."""
     return {"PDL": True, "launch_pdl": True} if _on else {"PDL": False}
 
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Before this, a kernel may read weights and nothing else. Every program comes here, those without work too:
-    the kernel after this one relies on it."""
+    """Wait for the kernel before this one. Until then a kernel may read weights and nothing else. Every program calls
+    this, those without work too: the next kernel relies on it."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -61,9 +60,10 @@ def is_last(counters, at, active):
 
 
 def zeroed_counters(device: torch.device) -> Tensor:
-    """Zero before every launch and after it. Launches share them: they belong on one stream.
+    """Return counters that are zero before every launch and after it. Launches share them, so they must be on one
+    stream.
 
-    Made by the first eager launch. Where a capture comes first, the graph brings its own and clears them."""
+    The first eager launch allocates them. Where a capture comes first, the graph has its own and clears them."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and device not in _counters:
         return torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
     if device not in _counters:

@@ -1,21 +1,232 @@
-"""Linear layers and what stands next to them, by the number of rows: matrix-vector kernels for one, skinny ones for a
-few, the library's products for many."""
+"""Linear layers, by the number of rows: matrix-vector kernels (`gemv`) for one, the skinny kernels here for up to 32,
+and the library's products for more. The skinny kernels read every weight once, near the memory's speed.
+
+A program multiplies a tile of weights by all the rows, the weights standing where the matrix units are wide, and walks
+along the inner dimension with several tiles on their way. Where there are too few tiles for the chip the inner
+dimension is cut, and the program that ends last adds the parts in their order: a result does not depend on timing.
+What stands behind a linear layer (bias, SiLU·mul, the residual's sum) can be part of it.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
 
 from __future__ import annotations
 
+from functools import cache
+from typing import NamedTuple
+
+import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.triton import gemv, skinny
-from weft.kernels.triton.elementwise import rms_norm, silu_mul
+from weft.kernels.triton import gemv
+from weft.kernels.triton.elementwise import rms_norm, silu_mul, silu_times
+from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
 from weft.switches import is_on
+
+MAX_ROWS = 32
+_NARROW = (torch.bfloat16, torch.float16)
+_MULTIPROCESSORS, _SHARED_BYTES, _REGISTERS = 132, 228 << 10, 64 << 10
+"""The multiprocessors of an H200, and the memory of each; a program takes 1 KiB of shared memory more than it asks
+for."""
+_BLOCK_N, _BLOCK_K, _WARPS = 64, 128, 4
+_MAX_SPLITS, _MIN_STEPS, _MAX_STAGES = 8, 4, 7
+
+
+class SkinnyConfig(NamedTuple):
+    """The tiling of a product. One program takes `block_n` rows of weights, gates and ups counted alike."""
+
+    rows: int
+    """The padded number of rows: a power of two from 16 on, which the matrix units need."""
+    block_n: int
+    block_k: int
+    split_k: int
+    warps: int
+    stages: int
+    neighbours: int
+    """Programs that share a multiprocessor."""
+    prefetch: int = 256
+    """Columns of every row of weights that are on their way to the L2 cache before the inputs are there."""
+
+
+@triton.jit
+def _prefetch(rows_at, begin, end):
+    """Ask the L2 cache for these columns, in two requests a row. Rows are aligned to 16 bytes."""
+    half = (end - begin) // 16 * 8
+    if half > 0:
+        tl.inline_asm_elementwise(
+            "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [rows_at[:, None] + begin + tl.arange(0, 2)[None, :] * half, half * 2],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows", "prefetch"])
+def _skinny_kernel(
+    x, weight, bias, residual, out, partials, counters,
+    num_rows, num_outputs, k, x_stride, weight_stride, residual_stride, prefetch,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+    BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`num_outputs` counts columns of `out`. Gated, the program's first BLOCK_N / 2 rows of weights are gates and the
+    others their ups, `num_outputs` further down."""
+    OWN: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    first = tile * OWN
+    part = tl.arange(0, BLOCK_N)
+    output = tl.minimum(first + part % OWN, num_outputs - 1).to(tl.int64)
+    if GATED:
+        output += (part // OWN) * num_outputs
+    rows_at = weight + output * weight_stride
+    steps = tl.cdiv(k, BLOCK_K)
+    begin = steps * split // SPLIT_K * BLOCK_K
+    end = tl.minimum(steps * (split + 1) // SPLIT_K * BLOCK_K, k)
+    if PDL:
+        _prefetch(rows_at, begin, tl.minimum(begin + prefetch, end))
+    wait_for_inputs(PDL)
+
+    column = tl.arange(0, BLOCK_K)
+    row = tl.arange(0, ROWS)
+    weight_at = rows_at[:, None] + column[None, :]
+    x_at = x + row[:, None] * x_stride + column[None, :]
+    is_row = (row < num_rows)[:, None]
+    y = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        if EVEN_K:
+            weights = tl.load(weight_at + start)
+            inputs = tl.load(x_at + start, mask=is_row, other=0.0)
+        else:
+            is_column = (column < k - start)[None, :]
+            weights = tl.load(weight_at + start, mask=is_column, other=0.0)
+            inputs = tl.load(x_at + start, mask=is_row & is_column, other=0.0)
+        y = tl.dot(weights, tl.trans(inputs), y)
+
+    rows = row[None, :]
+    if SPLIT_K > 1:
+        parts_at = partials + tile.to(tl.int64) * (SPLIT_K * BLOCK_N * ROWS) + rows * BLOCK_N + part[:, None]
+        tl.store(parts_at + split * (BLOCK_N * ROWS), y, mask=rows < num_rows)
+        if not is_last(counters, tile, SPLIT_K):
+            return
+        y = tl.zeros([BLOCK_N, ROWS], dtype=tl.float32)
+        for each in tl.static_range(SPLIT_K):
+            y += tl.load(parts_at + each * (BLOCK_N * ROWS), mask=rows < num_rows, other=0.0, cache_modifier=".cg")
+
+    own = first + tl.arange(0, OWN)[:, None]
+    inside = (own < num_outputs) & (rows < num_rows)
+    y = y.to(out.dtype.element_ty)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, [2, OWN, ROWS]), [1, 2, 0]))
+        y = silu_times(gate, up).to(y.dtype)
+    if BIAS:
+        y = (y.to(tl.float32) + tl.load(bias + own, mask=own < num_outputs, other=0.0).to(tl.float32)).to(y.dtype)
+    if ADD:
+        total = tl.load(residual + rows * residual_stride + own, mask=inside, other=0.0)
+        y = (total.to(tl.float32) + y.to(tl.float32)).to(y.dtype)
+        tl.store(residual + rows * residual_stride + own, y, mask=inside)
+    else:
+        tl.store(out + rows * num_outputs + own, y, mask=inside)
+
+
+def skinny_config(rows: int, n: int, k: int, gated: bool) -> SkinnyConfig:
+    """Return the tiling for weights [n, k], as measured on the linear layers of 7B and 14B models. All programs of a
+    launch are on the chip together where they can be, and the shared memory is theirs for tiles on their way."""
+    padded = max(16, triton.next_power_of_2(rows))
+    tiles = triton.cdiv(n // 2, _BLOCK_N // 2) if gated else triton.cdiv(n, _BLOCK_N)
+    split_k = neighbours = 1
+    if tiles <= _MULTIPROCESSORS // 2:
+        split_k = _MULTIPROCESSORS // tiles
+    elif tiles < _MULTIPROCESSORS * 5 // 6:
+        neighbours = 2
+        split_k = 2 * _MULTIPROCESSORS // tiles
+    split_k = max(1, min(split_k, _MAX_SPLITS, triton.cdiv(k, _BLOCK_K) // _MIN_STEPS))
+    stage_bytes = 2 * _BLOCK_K * (_BLOCK_N + padded)
+    stages = min(_MAX_STAGES, (_SHARED_BYTES // neighbours - 1024) // stage_bytes)
+    return SkinnyConfig(padded, _BLOCK_N, _BLOCK_K, split_k, _WARPS, stages, neighbours)
+
+
+@cache
+def _has_shared_memory(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= _SHARED_BYTES
+
+
+def fits_skinny(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the skinny kernels support this product."""
+    return (
+        x.dim() == 2
+        and 0 < x.shape[0] <= MAX_ROWS
+        and x.dtype == weight.dtype
+        and x.dtype in _NARROW
+        and x.stride(1) == 1
+        and weight.stride(1) == 1
+        and _has_shared_memory(x.device)
+    )
+
+
+def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x [rows, in] times weight [out, in] transposed."""
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    _launch(x, weight, bias, None, out)
+    return out
+
+
+def skinny_linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+    """Add skinny_linear(x, weight, bias) to the residual in place."""
+    _launch(x, weight, bias, residual, residual)
+
+
+def skinny_gate_up(x: Tensor, weight: Tensor) -> Tensor:
+    """Return silu_mul(skinny_linear(x, weight)), the weight [2 * width, in] with the gates' rows first."""
+    out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+    _launch(x, weight, None, None, out, gated=True)
+    return out
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    gated: bool = False,
+    config: SkinnyConfig | None = None,
+) -> None:
+    num_rows, k = x.shape
+    if num_rows > MAX_ROWS or x.stride(1) != 1 or weight.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError(f"at most {MAX_ROWS} rows, each contiguous")
+    if config is None:
+        config = skinny_config(num_rows, weight.shape[0], k, gated)
+    rows, block_n, block_k, split_k, warps, stages, neighbours, prefetch = config
+    num_outputs = out.shape[1]
+    tiles = triton.cdiv(num_outputs, block_n // 2 if gated else block_n)
+    if split_k > 1:
+        partials = torch.empty(tiles * split_k * block_n * rows, dtype=torch.float32, device=x.device)
+        counters = zeroed_counters(x.device)
+    else:
+        partials = counters = x
+    is_aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) % 8 == 0
+    _skinny_kernel[(tiles, split_k)](
+        x, weight, x if bias is None else bias, x if residual is None else residual, out, partials, counters,
+        num_rows, num_outputs, k, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
+        prefetch if is_aligned else 0,
+        ROWS=rows, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split_k, EVEN_K=k % block_k == 0,
+        BIAS=bias is not None, GATED=gated, ADD=residual is not None,
+        num_warps=warps, num_stages=stages, maxnreg=min(255, _REGISTERS // (32 * warps * neighbours)) // 8 * 8,
+        **launch_options(),
+    )  # fmt: skip
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if _is_vector(x, weight):
         return gemv.gemv(x, weight, bias)
     if _is_skinny(x, weight):
-        return skinny.skinny_linear(x, weight, bias)
+        return skinny_linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -30,7 +241,7 @@ def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
         return gemv.norm_gate_up_gemv(x, norm, eps, weight)
     normal = rms_norm(x, norm, eps)
     if _is_skinny(normal, weight):
-        return skinny.skinny_gate_up(normal, weight)
+        return skinny_gate_up(normal, weight)
     return silu_mul(F.linear(normal, weight))
 
 
@@ -38,7 +249,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
     if _is_vector(x, weight):
         gemv.gemv_add(x, weight, bias, residual)
     elif _is_skinny(x, weight):
-        skinny.skinny_linear_add(x, weight, bias, residual)
+        skinny_linear_add(x, weight, bias, residual)
     else:
         residual.addmm_(x, weight.t())
         if bias is not None:
@@ -50,4 +261,4 @@ def _is_vector(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_skinny(x: Tensor, weight: Tensor) -> bool:
-    return skinny.fits(x, weight) and is_on("skinny")
+    return fits_skinny(x, weight) and is_on("skinny")

@@ -1,5 +1,4 @@
-"""Loading a pipeline of `diffusers` from a directory: known classes alone, safetensors alone, and nothing from a
-network."""
+"""Loads a pipeline of `diffusers` from a directory: known classes and safetensors only, and nothing from a network."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ import torch
 
 from weft.checkpoint.json_file import read_object
 from weft.errors import ConfigError, ModelError
-from weft.model.diffusion.families import Family, Part, PixArtAlpha, PixArtSigma, StableDiffusion3
+from weft.model.diffusion.families import Component, PipelineFamily, PixArtAlpha, PixArtSigma, StableDiffusion3
 
 INDEX_FILE = "model_index.json"
-FAMILIES: dict[str, type[Family]] = {
+FAMILIES: dict[str, type[PipelineFamily]] = {
     "PixArtAlphaPipeline": PixArtAlpha,
     "PixArtSigmaPipeline": PixArtSigma,
     "StableDiffusion3Pipeline": StableDiffusion3,
@@ -25,33 +24,37 @@ def is_pipeline(folder: Path) -> bool:
     return (folder / INDEX_FILE).is_file()
 
 
-def load_pipeline(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Family:
-    """Raises ConfigError for a class that Weft does not know, and ModelError for files that are not as they should."""
+def load_pipeline(folder: Path, *, dtype: torch.dtype, device: torch.device) -> PipelineFamily:
+    """Load a pipeline. Raises ConfigError for a class that is not supported, and ModelError for damaged files."""
     index = read_object(folder / INDEX_FILE)
     class_name = index.get("_class_name")
     if not isinstance(class_name, str) or class_name not in FAMILIES:
         raise ConfigError(
-            f"{folder / INDEX_FILE}: Weft does not draw with pipelines of the class {class_name!r}.",
-            hint=f"It does with {', '.join(FAMILIES)}.",
+            f"{folder / INDEX_FILE}: pipelines of the class {class_name!r} are not supported.",
+            hint=f"Supported: {', '.join(FAMILIES)}.",
         )
     family = FAMILIES[class_name]
-    names = [name for name, part in family.parts.items() if _is_there(index.get(name), name, part, folder)]
+    names = [
+        name for name, component in family.components.items() if _is_there(index.get(name), name, component, folder)
+    ]
     libraries = _libraries(folder)
-    parts: dict[str, Any] = dict.fromkeys(family.parts)
+    components: dict[str, Any] = dict.fromkeys(family.components)
     for name in names:
-        part = family.parts[name]
-        parts[name] = _loaded(folder / name, getattr(libraries[part.library], part.class_name), dtype, device)
-    _check_scheduler(folder, parts["scheduler"].config)
-    return family(getattr(libraries["diffusers"], class_name)(**parts), device)
+        component = family.components[name]
+        components[name] = _loaded(
+            folder / name, getattr(libraries[component.library], component.class_name), dtype, device
+        )
+    _check_scheduler(folder, components["scheduler"].config)
+    return family(getattr(libraries["diffusers"], class_name)(**components), device)
 
 
-def _is_there(entry: object, name: str, part: Part, folder: Path) -> bool:
-    if part.is_optional and entry in (None, [None, None]):
+def _is_there(entry: object, name: str, component: Component, folder: Path) -> bool:
+    if component.is_optional and entry in (None, [None, None]):
         return False
-    known = part.class_name, *part.also_named
-    if not isinstance(entry, list) or len(entry) != 2 or entry[0] != part.library or entry[1] not in known:
+    known = component.class_name, *component.also_named
+    if not isinstance(entry, list) or len(entry) != 2 or entry[0] != component.library or entry[1] not in known:
         raise ModelError(
-            f"{folder / INDEX_FILE}: {name} is {entry}; it must be of {part.library}, and one of {', '.join(known)}."
+            f"{folder / INDEX_FILE}: {name} is {entry}; it must be one of {component.library}: {', '.join(known)}."
         )
     return True
 
@@ -65,7 +68,7 @@ def _libraries(folder: Path) -> dict[str, ModuleType]:
             f"{folder} is a pipeline of diffusers, which is not installed.",
             hint="Install it: pip install 'weft[diffusers]'.",
         ) from error
-    # What they log of a prompt that is too long is the prompt.
+    # They log the text of prompts that are too long.
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
@@ -88,9 +91,10 @@ def _loaded(folder: Path, kind: Any, dtype: torch.dtype, device: torch.device) -
 
 
 def _check_scheduler(folder: Path, config: Any) -> None:
-    """An image must be the same whenever it is drawn again, so its steps draw no noise of their own."""
+    """Raise ModelError for a scheduler whose steps add noise: an image could not be generated again with the same
+    bits."""
     if config.get("algorithm_type", "").startswith("sde-") or config.get("stochastic_sampling"):
         raise ModelError(
-            f"{folder / 'scheduler'}: its steps add noise, so an image could not be drawn again.",
+            f"{folder / 'scheduler'}: its steps add noise, so an image could not be generated again.",
             hint='Set "algorithm_type" to "dpmsolver++", or "stochastic_sampling" to false.',
         )

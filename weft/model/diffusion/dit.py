@@ -1,7 +1,7 @@
-"""A small diffusion transformer: pixels in patches, modulated by time and by the prompt as a whole (adaLN-zero), and
-attending to a language model's hidden states of the prompt.
+"""A small diffusion transformer: its tokens are patches of pixels, modulated by the time and the pooled prompt
+(adaLN-zero), which attend to a language model's hidden states of the prompt.
 
-Text of length 0 is no prompt at all: what classifier-free guidance steers away from.
+A prompt of length 0 is the unconditional one of classifier-free guidance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NORM_EPS = 1e-5
 
 
 class DitConfig(Struct, frozen=True, kw_only=True):
-    """The geometry of a diffusion transformer, and how its images are made when a request does not say."""
+    """The geometry of a diffusion transformer, and its defaults for requests."""
 
     model_type: Literal["dit"] = "dit"
     image_size: int = 32
@@ -40,7 +40,7 @@ class DitConfig(Struct, frozen=True, kw_only=True):
     num_heads: int = 4
     mlp_ratio: int = 2
     text_model: str = "smollm2"
-    """Whose hidden states, after its final norm, are the text."""
+    """The language model whose hidden states, after its final norm, are the prompt embeds."""
     text_width: int = 576
     max_text_tokens: int = 32
     num_steps: int = 25
@@ -49,7 +49,7 @@ class DitConfig(Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """What an image counts as in a pass, against a budget of tokens."""
+        """Tokens that one pass over an image counts as."""
         return (self.image_size // self.patch_size) ** 2
 
     @property
@@ -58,22 +58,24 @@ class DitConfig(Struct, frozen=True, kw_only=True):
 
 
 class KeysValues(NamedTuple):
-    """Of the words of texts, as one block attends to them: [B, words, heads, head dim] each."""
+    """The keys and values of prompt tokens that one block attends to: [B, tokens, heads, head dim] each."""
 
     keys: Tensor
     values: Tensor
 
 
-class Reading(NamedTuple):
-    """Texts as the model uses them."""
+class EncodedPrompts(NamedTuple):
+    """Prompts as the model's blocks use them, at any time of the image."""
 
-    whole: Tensor
-    """Each as one vector: [B, width]."""
-    words: list[KeysValues]
-    """Of every block."""
+    pooled: Tensor
+    """Each prompt as one vector: [B, width]."""
+    keys_values: list[KeysValues]
+    """The keys and values of each block."""
 
 
 class Dit(nn.Module):
+    """The diffusion transformer."""
+
     def __init__(self, config: DitConfig) -> None:
         super().__init__()
         self.config = config
@@ -83,60 +85,62 @@ class Dit(nn.Module):
         self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.text = nn.Sequential(nn.Linear(config.text_width, width), nn.SiLU(), nn.Linear(width, width))
         self.no_text = nn.Parameter(torch.empty(width))
-        """Fills every text up to the longest there can be, so that all have one shape and none is empty."""
+        """The padding of every prompt up to the longest possible, so that all have one shape and none is empty."""
         self.pooled_text = nn.Linear(width, width)
         self.modulation = nn.Linear(width, 8 * width)
-        """Six are shared by the blocks, each of which adds an offset of its own; two are the end's."""
+        """Six vectors are shared by the blocks, each of which adds its own offsets; two are for the output."""
         self.blocks = nn.ModuleList(_Block(config) for _ in range(config.depth))
         self.patches_out = nn.Linear(width, patch)
         for zero in (self.modulation, self.patches_out):
             nn.init.zeros_(zero.weight)
             nn.init.zeros_(zero.bias)
-        # Not for a model without memory, to be filled from a file: torch would import its compiler for it, two seconds.
+        # A model on the meta device is filled from a file: initialising it would import torch's compiler, for two
+        # seconds.
         if not self.positions.is_meta:
             self.positions.data = _grid(config.image_size // config.patch_size, width)
             nn.init.normal_(self.no_text, std=0.02)
 
     def forward(self, latents: Tensor, t: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
-        """The float32 velocity [B, C, H, W] of latents at times t [B], given text [B, L, text width], of which each
-        row's first `lengths` [B] tokens count."""
-        return self.drawn(latents, self.condition(t, (reading := self.read(text, lengths)).whole), reading.words)
+        """Return the float32 velocity [B, C, H, W] of latents at times t [B], given prompt embeds [B, L, text width],
+        of which each row's first `lengths` [B] tokens count."""
+        encoded = self.encode(text, lengths)
+        return self.denoise(latents, self.condition(t, encoded.pooled), encoded.keys_values)
 
     @torch.inference_mode()
     def velocity(self, latents: Tensor, t: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
         return self.forward(latents, t, text, lengths)
 
-    def read(self, text: Tensor, lengths: Tensor) -> Reading:
-        """All that the image's passes need of a text, whatever the time."""
+    def encode(self, text: Tensor, lengths: Tensor) -> EncodedPrompts:
+        """Encode prompts for all passes over an image, whatever the time."""
         missing = self.config.max_text_tokens - text.shape[1]
         if missing < 0:
             raise ValueError(f"{text.shape[1]} tokens of text; {self.config.max_text_tokens} are possible.")
         text = F.pad(text.to(self.positions.dtype), (0, 0, 0, missing))
-        is_word = (torch.arange(text.shape[1], device=text.device) < lengths.unsqueeze(1)).unsqueeze(2)
-        words = self.text(F.rms_norm(text, text.shape[2:], eps=NORM_EPS))
-        no_text = self.no_text.to(words.dtype)
-        words = torch.where(is_word, words, no_text)
-        mean = ((words * is_word).sum(1) + no_text) / (is_word.sum(1) + 1)
-        return Reading(self.pooled_text(mean.to(words.dtype)), [block.read(words) for block in self._each()])
+        is_token = (torch.arange(text.shape[1], device=text.device) < lengths.unsqueeze(1)).unsqueeze(2)
+        tokens = self.text(F.rms_norm(text, text.shape[2:], eps=NORM_EPS))
+        no_text = self.no_text.to(tokens.dtype)
+        tokens = torch.where(is_token, tokens, no_text)
+        mean = ((tokens * is_token).sum(1) + no_text) / (is_token.sum(1) + 1)
+        return EncodedPrompts(self.pooled_text(mean.to(tokens.dtype)), [block.encode(tokens) for block in self._each()])
 
     @cached_property
     def nothing(self) -> list[Tensor]:
-        """What every block adds to an image without a text: there all words are the same, so whatever attends to them
-        finds that one."""
-        return [block.found_in(self.no_text) for block in self._each()]
+        """What every block adds to an image without a prompt: all its tokens are padding, so attention returns the
+        padding's value."""
+        return [block.attention_to(self.no_text) for block in self._each()]
 
-    def condition(self, t: Tensor, whole: Tensor) -> Tensor:
-        """What modulates the image, of the time and of the text as a whole: [B, 8, width]."""
-        waves = _waves(t, self.config.width).to(whole.dtype)
-        condition: Tensor = self.modulation(F.silu(self.time(waves) + whole))
+    def condition(self, t: Tensor, pooled: Tensor) -> Tensor:
+        """Return the modulation of images by the time and the pooled prompt: [B, 8, width]."""
+        waves = _waves(t, self.config.width).to(pooled.dtype)
+        condition: Tensor = self.modulation(F.silu(self.time(waves) + pooled))
         return condition.view(len(t), 8, self.config.width)
 
-    def drawn(self, latents: Tensor, condition: Tensor, words: list[KeysValues]) -> Tensor:
-        """The velocity. Images behind those that there are words for have no text at all."""
+    def denoise(self, latents: Tensor, condition: Tensor, keys_values: list[KeysValues]) -> Tensor:
+        """Return the velocity. Images behind those that `keys_values` has rows for have no prompt."""
         x = self.patches_in(self._patches(latents).to(self.positions.dtype)) + self.positions
-        without = self.nothing if len(words[0].keys) < len(x) else [None] * len(words)
-        for block, heard, nothing in zip(self._each(), words, without, strict=True):
-            x = block(x, condition[:, :6], heard, nothing)
+        without = self.nothing if len(keys_values[0].keys) < len(x) else [None] * len(keys_values)
+        for block, prompts, nothing in zip(self._each(), keys_values, without, strict=True):
+            x = block(x, condition[:, :6], prompts, nothing)
         shift, scale = condition[:, 6:].unsqueeze(2).unbind(1)
         return self._image(self.patches_out(_modulated(x, shift, scale))).float()
 
@@ -173,31 +177,31 @@ class _Block(nn.Module):
         nn.init.zeros_(self.text_mix.weight)
         nn.init.zeros_(self.text_mix.bias)
 
-    def forward(self, x: Tensor, shared: Tensor, words: KeysValues, nothing: Tensor | None) -> Tensor:
-        """`nothing` is added to the images behind those that there are words for."""
+    def forward(self, x: Tensor, shared: Tensor, prompts: KeysValues, nothing: Tensor | None) -> Tensor:
+        """Run the block; `nothing` is added to the images behind those that `prompts` has rows for."""
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = (shared + self.offsets).unsqueeze(2).unbind(1)
         qk, v = self._heads(self.qkv(_modulated(x, shift, scale))).tensor_split([2 * self.num_heads], dim=2)
         weights = torch.stack(list(self.norms.parameters())).repeat_interleave(self.num_heads, 0)
         q, k = (F.rms_norm(qk, qk.shape[3:], eps=NORM_EPS) * weights).chunk(2, dim=2)
         x = torch.addcmul(x, gate, self.mix(_attended(q, k, v)))
-        count = len(words.keys)
+        count = len(prompts.keys)
         q = self.text_norms[0](self._heads(self.text_q(_normed(x[:count]))))
-        heard = self.text_mix(_attended(q, *words))
+        attended = self.text_mix(_attended(q, *prompts))
         if nothing is None:
-            x = x + heard
+            x = x + attended
         else:
-            x[:count] += heard
+            x[:count] += attended
             x[count:] += nothing
         hidden = F.gelu(self.up(_modulated(x, mlp_shift, mlp_scale)), approximate="tanh")
         return torch.addcmul(x, mlp_gate, self.down(hidden))
 
-    def read(self, words: Tensor) -> KeysValues:
-        keys, values = self._heads(self.text_kv(words)).chunk(2, dim=2)
+    def encode(self, tokens: Tensor) -> KeysValues:
+        keys, values = self._heads(self.text_kv(tokens)).chunk(2, dim=2)
         return KeysValues(self.text_norms[1](keys).to(values.dtype), values)
 
-    def found_in(self, word: Tensor) -> Tensor:
-        """What attention to this one word brings."""
-        found: Tensor = self.text_mix(self.text_kv(word).chunk(2)[1])
+    def attention_to(self, token: Tensor) -> Tensor:
+        """Return the output of attention to this token alone."""
+        found: Tensor = self.text_mix(self.text_kv(token).chunk(2)[1])
         return found
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -205,7 +209,7 @@ class _Block(nn.Module):
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Of [B, tokens, heads, head dim] each; [B, tokens, width]."""
+    """Return the attention [B, tokens, width] of tensors [B, tokens, heads, head dim]."""
     q, k, v = (part.transpose(1, 2) for part in (q.to(v.dtype), k.to(v.dtype), v))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
@@ -219,13 +223,13 @@ def _normed(x: Tensor) -> Tensor:
 
 
 def _grid(side: int, width: int) -> Tensor:
-    """The places of a square of patches, row by row: [side * side, width]."""
+    """Return the position embeddings of a square of patches, row by row: [side * side, width]."""
     along = _waves(torch.arange(side) / 1000, width // 2)
     return torch.cat([along.repeat_interleave(side, 0), along.repeat(side, 1)], dim=1)
 
 
 def _waves(t: Tensor, width: int) -> Tensor:
-    """Times of 0 to 1 as sines and cosines, [B, width]."""
+    """Return times of 0 to 1 as sines and cosines, [B, width]."""
     frequencies = torch.exp(torch.arange(width // 2, device=t.device) * (-math.log(10000.0) / (width // 2)))
     angles = 1000 * t.float().unsqueeze(1) * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=1)
@@ -254,7 +258,7 @@ def read_config(folder: Path) -> DitConfig:
 
 
 def load(folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Dit:
-    """The model of a folder that holds config.json and model.safetensors, ready to make images."""
+    """Load the model of a folder that holds config.json and model.safetensors."""
     config, path = read_config(folder), folder / WEIGHTS_FILE
     try:
         weights = load_file(path, device=str(device))
@@ -269,55 +273,60 @@ def load(folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.devi
     return model.requires_grad_(False).eval()
 
 
-def reading_bytes(config: DitConfig, dtype: torch.dtype) -> int:
-    """Of the longest text. Values are a view of the product that keys were made of, and hold all of it."""
+def encoded_bytes(config: DitConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the longest encoded prompt. Values are a view of the product that keys come from, and keep
+    all of it alive."""
     num_vectors = 1 + 3 * config.depth * config.max_text_tokens
     return num_vectors * config.width * dtype.itemsize
 
 
-class SteadyDit:
+class BatchInvariantDit:
+    """A diffusion transformer on the CPU whose images have the same bits in every batch."""
+
     def __init__(self, model: Dit) -> None:
         self._model = model
         self._keeps_bits: dict[tuple[int, int, int], bool] = {}
-        """By the number of images, of those with a text and of threads: whether images computed together have the bits
-        of each alone."""
+        """True where images computed together have the bits of each alone, by the number of images, of those with a
+        prompt and of threads."""
         with torch.inference_mode():
-            self._no_text = model.read(torch.zeros(1, 0, model.config.text_width), torch.zeros(1, dtype=torch.int64))
+            self._no_prompt = model.encode(
+                torch.zeros(1, 0, model.config.text_width), torch.zeros(1, dtype=torch.int64)
+            )
 
     @torch.inference_mode()
-    def read(self, text: Tensor) -> Reading | None:
-        """A text [tokens, width]; None when it has no tokens."""
-        return self._model.read(text.unsqueeze(0), torch.tensor([len(text)])) if len(text) else None
+    def encode(self, embeds: Tensor) -> EncodedPrompts | None:
+        """Encode the prompt embeds [tokens, width]; returns None for an empty prompt."""
+        return self._model.encode(embeds.unsqueeze(0), torch.tensor([len(embeds)])) if len(embeds) else None
 
     @torch.inference_mode()
-    def velocity(self, latents: Tensor, t: Tensor, readings: Sequence[Reading | None]) -> Tensor:
-        """Of images at times t [B], each with its text."""
-        count = len(readings)
-        size = count, sum(reading is not None for reading in readings), torch.get_num_threads()
+    def velocity(self, latents: Tensor, t: Tensor, prompts: Sequence[EncodedPrompts | None]) -> Tensor:
+        """Return the velocity of images at times t [B], each with its prompt."""
+        count = len(prompts)
+        size = count, sum(prompt is not None for prompt in prompts), torch.get_num_threads()
         if self._keeps_bits.get(size):
-            return self._together(latents, t, readings)
-        alone = [self._together(latents[i : i + 1], t[i : i + 1], readings[i : i + 1]) for i in range(count)]
+            return self._together(latents, t, prompts)
+        alone = [self._together(latents[i : i + 1], t[i : i + 1], prompts[i : i + 1]) for i in range(count)]
         # Whether the rows of a product of matrices are rounded as in a smaller one depends on the machine's library
         # and on the sizes, not on the values: the first batch of a size tells for all.
         if size not in self._keeps_bits:
-            self._keeps_bits[size] = torch.equal(self._together(latents, t, readings), torch.cat(alone))
+            self._keeps_bits[size] = torch.equal(self._together(latents, t, prompts), torch.cat(alone))
         return torch.cat(alone)
 
-    def _together(self, latents: Tensor, t: Tensor, readings: Sequence[Reading | None]) -> Tensor:
-        # What has a single row for each image is computed image by image: products of few rows are rounded differently
-        # at almost every size.
+    def _together(self, latents: Tensor, t: Tensor, prompts: Sequence[EncodedPrompts | None]) -> Tensor:
+        # Products with a single row for each image are computed image by image: those of few rows are rounded
+        # differently at almost every size.
         conditions = [
-            self._model.condition(t[i : i + 1], (reading or self._no_text).whole) for i, reading in enumerate(readings)
+            self._model.condition(t[i : i + 1], (prompt or self._no_prompt).pooled) for i, prompt in enumerate(prompts)
         ]
-        read = [reading for reading in readings if reading is not None]
-        order = sorted(range(len(readings)), key=lambda i: readings[i] is None)
-        back = sorted(range(len(readings)), key=order.__getitem__)
-        drawn = self._model.drawn(latents[order], torch.cat(conditions)[order], self._words(read))
-        return drawn[back]
+        given = [prompt for prompt in prompts if prompt is not None]
+        order = sorted(range(len(prompts)), key=lambda i: prompts[i] is None)
+        back = sorted(range(len(prompts)), key=order.__getitem__)
+        velocity = self._model.denoise(latents[order], torch.cat(conditions)[order], self._keys_values(given))
+        return velocity[back]
 
-    def _words(self, readings: Sequence[Reading]) -> list[KeysValues]:
-        """Of every block."""
-        if not readings:
-            return [KeysValues(keys[:0], values[:0]) for keys, values in self._no_text.words]
-        blocks = zip(*(reading.words for reading in readings), strict=True)
+    def _keys_values(self, prompts: Sequence[EncodedPrompts]) -> list[KeysValues]:
+        """Return the keys and values of these prompts together, for every block."""
+        if not prompts:
+            return [KeysValues(keys[:0], values[:0]) for keys, values in self._no_prompt.keys_values]
+        blocks = zip(*(prompt.keys_values for prompt in prompts), strict=True)
         return [KeysValues(*(torch.cat(parts) for parts in zip(*block, strict=True))) for block in blocks]

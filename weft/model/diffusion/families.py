@@ -1,5 +1,5 @@
-"""What Weft knows of a class of pipelines: the parts it is made of, how it reads a prompt, and how its transformer is
-called. The rest is the same for all."""
+"""The families of diffusers pipelines that Weft supports: their components, how they encode a prompt, and how their
+transformer is called. The rest is the same for all."""
 
 from __future__ import annotations
 
@@ -13,31 +13,35 @@ import torch
 from msgspec import Struct
 from torch import Tensor
 
-Texts = dict[str, Tensor]
-"""What the transformer is told of texts, [number of texts, ...], by the names that it has for it."""
+PromptTensors = dict[str, Tensor]
+"""The transformer's inputs for prompts, [number of prompts, ...], by the names of its arguments."""
 
 
-class Part(Struct, frozen=True):
+class Component(Struct, frozen=True):
+    """A component of a pipeline."""
+
     library: Literal["diffusers", "transformers"]
     class_name: str
     also_named: tuple[str, ...] = ()
-    """Other names that model_index.json may have for that class."""
+    """Other names of that class in model_index.json."""
     is_optional: bool = False
 
 
-class Family(ABC):
-    parts: ClassVar[Mapping[str, Part]]
+class PipelineFamily(ABC):
+    """A family of pipelines: what its members have in common."""
+
+    components: ClassVar[Mapping[str, Component]]
     steps: ClassVar[int]
     guidance_scale: ClassVar[float]
-    """The last two: for a request that does not say."""
+    """The last two are the defaults of requests."""
     max_text_tokens: ClassVar[int]
 
     def __init__(self, pipeline: Any, device: torch.device) -> None:
-        """Of a pipeline of `diffusers`."""
+        """Wrap a pipeline of `diffusers`."""
         self.pipeline = pipeline
         self.device = device
         self.transformer = pipeline.transformer
-        self.autoencoder = pipeline.vae
+        self.vae = pipeline.vae
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -46,32 +50,31 @@ class Family(ABC):
 
     @property
     def image_size(self) -> int:
-        """Pictures are square, as large as those that the transformer was made for."""
+        """The side of its images, which are square and as large as those that the transformer was made for."""
         return int(self.transformer.config.sample_size * self.pipeline.vae_scale_factor)
 
     @property
     def num_tokens(self) -> int:
-        """What an image counts as in a pass, against a budget of tokens."""
+        """Tokens that one pass over an image counts as."""
         config = self.transformer.config
         return int((config.sample_size // config.patch_size) ** 2)
 
     @cached_property
-    def blank(self) -> Texts:
-        """Of one text without words: as large as those of any other."""
+    def blank(self) -> PromptTensors:
+        """The tensors of an empty prompt: as large as those of any other."""
         return self.encode("", None)
 
     @abstractmethod
-    def encode(self, prompt: str, negative: str | None) -> Texts:
-        """Of the prompt, and of what to steer away from where that is wanted. Longer ones are cut, as the pipeline
-        does it."""
+    def encode(self, prompt: str, negative: str | None) -> PromptTensors:
+        """Encode the prompt, and the negative prompt where there is one. Longer ones are cut, as the pipeline does."""
 
     @abstractmethod
-    def predict(self, latents: Tensor, timesteps: Tensor, texts: Texts) -> Tensor:
-        """What the transformer says of latents, each with its own time and text: one call for all."""
+    def predict(self, latents: Tensor, timesteps: Tensor, prompts: PromptTensors) -> Tensor:
+        """Return the transformer's prediction for latents, each with its own timestep and prompt, in one call."""
 
     def schedule(self, steps: int) -> Any:
-        """A scheduler that stands before the first of so many steps. It lives on the host, where its arithmetic waits
-        for nobody."""
+        """Return a scheduler before the first of its steps. It lives on the host, where its arithmetic does not wait
+        for the device."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         scheduler.set_timesteps(steps, device="cpu", **self.schedule_options())
         scheduler.set_begin_index(0)
@@ -83,19 +86,19 @@ class Family(ABC):
         return {}
 
 
-class PixArtSigma(Family):
-    parts: ClassVar[Mapping[str, Part]] = {
-        "transformer": Part("diffusers", "PixArtTransformer2DModel", also_named=("Transformer2DModel",)),
-        "vae": Part("diffusers", "AutoencoderKL"),
-        "scheduler": Part("diffusers", "DPMSolverMultistepScheduler"),
-        "text_encoder": Part("transformers", "T5EncoderModel"),
-        "tokenizer": Part("transformers", "T5TokenizerFast", also_named=("T5Tokenizer",)),
+class PixArtSigma(PipelineFamily):
+    components: ClassVar[Mapping[str, Component]] = {
+        "transformer": Component("diffusers", "PixArtTransformer2DModel", also_named=("Transformer2DModel",)),
+        "vae": Component("diffusers", "AutoencoderKL"),
+        "scheduler": Component("diffusers", "DPMSolverMultistepScheduler"),
+        "text_encoder": Component("transformers", "T5EncoderModel"),
+        "tokenizer": Component("transformers", "T5TokenizerFast", also_named=("T5Tokenizer",)),
     }
     steps = 20
     guidance_scale = 4.5
     max_text_tokens = 300
 
-    def encode(self, prompt: str, negative: str | None) -> Texts:
+    def encode(self, prompt: str, negative: str | None) -> PromptTensors:
         states, mask, negative_states, negative_mask = self.pipeline.encode_prompt(
             prompt,
             negative is not None,
@@ -107,15 +110,15 @@ class PixArtSigma(Family):
             states, mask = torch.cat([states, negative_states]), torch.cat([mask, negative_mask])
         return {"encoder_hidden_states": states, "encoder_attention_mask": mask}
 
-    def predict(self, latents: Tensor, timesteps: Tensor, texts: Texts) -> Tensor:
+    def predict(self, latents: Tensor, timesteps: Tensor, prompts: PromptTensors) -> Tensor:
         (found,) = self.transformer(
             latents,
             timestep=timesteps,
             added_cond_kwargs=self._sizes(latents),
             return_dict=False,
-            **texts,
+            **prompts,
         )
-        # Behind the noise stands its variance, where the transformer was taught it.
+        # The noise is followed by its variance, where the transformer was trained to predict it.
         noise: Tensor = found[:, : latents.shape[1]]
         return noise
 
@@ -127,7 +130,7 @@ class PixArtAlpha(PixArtSigma):
     max_text_tokens = 120
 
     def _sizes(self, latents: Tensor) -> dict[str, Tensor | None]:
-        """Only the transformer for the largest images is told of them."""
+        """Return the sizes for the transformer of the largest images; the others take none."""
         if self.transformer.config.sample_size != 128:
             return super()._sizes(latents)
         return {
@@ -136,23 +139,23 @@ class PixArtAlpha(PixArtSigma):
         }
 
 
-class StableDiffusion3(Family):
-    parts: ClassVar[Mapping[str, Part]] = {
-        "transformer": Part("diffusers", "SD3Transformer2DModel"),
-        "vae": Part("diffusers", "AutoencoderKL"),
-        "scheduler": Part("diffusers", "FlowMatchEulerDiscreteScheduler"),
-        "text_encoder": Part("transformers", "CLIPTextModelWithProjection"),
-        "tokenizer": Part("transformers", "CLIPTokenizer", also_named=("CLIPTokenizerFast",)),
-        "text_encoder_2": Part("transformers", "CLIPTextModelWithProjection"),
-        "tokenizer_2": Part("transformers", "CLIPTokenizer", also_named=("CLIPTokenizerFast",)),
-        "text_encoder_3": Part("transformers", "T5EncoderModel", is_optional=True),
-        "tokenizer_3": Part("transformers", "T5TokenizerFast", also_named=("T5Tokenizer",), is_optional=True),
+class StableDiffusion3(PipelineFamily):
+    components: ClassVar[Mapping[str, Component]] = {
+        "transformer": Component("diffusers", "SD3Transformer2DModel"),
+        "vae": Component("diffusers", "AutoencoderKL"),
+        "scheduler": Component("diffusers", "FlowMatchEulerDiscreteScheduler"),
+        "text_encoder": Component("transformers", "CLIPTextModelWithProjection"),
+        "tokenizer": Component("transformers", "CLIPTokenizer", also_named=("CLIPTokenizerFast",)),
+        "text_encoder_2": Component("transformers", "CLIPTextModelWithProjection"),
+        "tokenizer_2": Component("transformers", "CLIPTokenizer", also_named=("CLIPTokenizerFast",)),
+        "text_encoder_3": Component("transformers", "T5EncoderModel", is_optional=True),
+        "tokenizer_3": Component("transformers", "T5TokenizerFast", also_named=("T5Tokenizer",), is_optional=True),
     }
     steps = 28
     guidance_scale = 7.0
     max_text_tokens = 256
 
-    def encode(self, prompt: str, negative: str | None) -> Texts:
+    def encode(self, prompt: str, negative: str | None) -> PromptTensors:
         states, negative_states, pooled, negative_pooled = self.pipeline.encode_prompt(
             prompt,
             None,
@@ -166,9 +169,9 @@ class StableDiffusion3(Family):
             states, pooled = torch.cat([states, negative_states]), torch.cat([pooled, negative_pooled])
         return {"encoder_hidden_states": states, "pooled_projections": pooled}
 
-    def predict(self, latents: Tensor, timesteps: Tensor, texts: Texts) -> Tensor:
+    def predict(self, latents: Tensor, timesteps: Tensor, prompts: PromptTensors) -> Tensor:
         found: Tensor
-        (found,) = self.transformer(latents, timestep=timesteps, return_dict=False, **texts)
+        (found,) = self.transformer(latents, timestep=timesteps, return_dict=False, **prompts)
         return found
 
     def schedule_options(self) -> dict[str, float]:

@@ -20,15 +20,15 @@ Step = Callable[[Tensor, Tensor, Tensor, Velocity], Tensor]
 
 
 def times(num_steps: int, shift: float = 1.0) -> Tensor:
-    """[steps + 1] float32 from 1 to 0: step i goes from times[i] to times[i + 1]. A shift above 1 spends more of the
-    steps near the noise, where an image's layout is decided."""
+    """Return [steps + 1] float32 from 1 to 0: step i goes from times[i] to times[i + 1]. A shift above 1 spends more of
+    the steps near the noise, where an image's layout is decided."""
     even = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
     return (shift * even / (1 + (shift - 1) * even)).float()
 
 
 def noise(seed: int, shape: Sequence[int], *, step: int = 0) -> Tensor:
-    """Standard normal float32 noise on the CPU, a function of seed, step and shape alone: the generator (Philox) has
-    (seed, step) as its key and no state that outlives the call. Step 0 is the start of an image."""
+    """Return standard normal float32 noise on the CPU, a function of seed, step and shape alone: the generator (Philox)
+    has (seed, step) as its key and no state that outlives the call. Step 0 is the start of an image."""
     generator = np.random.Generator(np.random.Philox(key=np.array([seed % 2**64, step], dtype=np.uint64)))
     return torch.from_numpy(generator.standard_normal(tuple(shape), dtype=np.float32))
 
@@ -38,7 +38,7 @@ def euler(x: Tensor, t: Tensor, t_next: Tensor, velocity: Velocity) -> Tensor:
 
 
 def heun(x: Tensor, t: Tensor, t_next: Tensor, velocity: Velocity) -> Tensor:
-    """Along the mean of the velocities at both ends of the step."""
+    """Make a step along the mean of the velocities at both ends of it."""
     here = velocity(x, t)
     there = velocity(_moved(x, t_next - t, here), t_next)
     return _moved(x, t_next - t, (here + there) / 2)
@@ -48,13 +48,13 @@ STEPS: dict[FlowSampler, Step] = {"euler": euler, "heun": heun}
 
 
 def guided(conditional: Tensor, unconditional: Tensor, scale: Tensor) -> Tensor:
-    """Classifier-free guidance: from the velocity without the prompt (or with the negative one) through the velocity
-    with it, `scale` [B] times as far. 1 is the prompt alone."""
+    """Return the velocity of classifier-free guidance: from that without the prompt (or with the negative one) through
+    that with it, `scale` [B] times as far. 1 is the prompt alone."""
     return torch.lerp(unconditional, conditional, _by_image(scale, conditional))
 
 
 def pixels(x: Tensor) -> Tensor:
-    """Finished latents of -1 to 1, [B, 3, H, W], as bytes [B, H, W, 3]."""
+    """Return images of -1 to 1, [B, 3, H, W], as bytes [B, H, W, 3]."""
     return ((x.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 

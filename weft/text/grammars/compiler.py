@@ -1,4 +1,4 @@
-"""Grammars for outputs: written, tried in a process of their own, and remembered."""
+"""Compiles the grammars of outputs: each is written, tried in a child process, and cached."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from weft.config import ServerOptions
 from weft.errors import EngineFault, InvalidRequest, Overloaded
+from weft.options import ServerOptions
 from weft.text.grammars.lark import GrammarWriter
-from weft.text.grammars.specs import GrammarSpec, Thinking, Words, words_of
+from weft.text.grammars.specs import GrammarSpec, GrammarVocabulary, ThinkingSpec, vocabulary_of
 from weft.text.tokenizer import Tokenizer
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -25,16 +25,18 @@ _MEMORY_BYTES = 4 * 2**30
 
 
 class GrammarProcess:
-    """One child process, of one event loop."""
+    """The child process that tries grammars, used by one event loop."""
 
-    def __init__(self, words: Words, seconds: float) -> None:
-        """`seconds`: for one grammar."""
-        self._settings = {"words": words, "memory_bytes": _MEMORY_BYTES, "alarm_seconds": math.ceil(seconds) + 1}
+    def __init__(self, vocabulary: GrammarVocabulary, seconds: float) -> None:
+        """`seconds` is the time limit of one grammar."""
+        alarm = math.ceil(seconds) + 1
+        self._settings = {"vocabulary": vocabulary, "memory_bytes": _MEMORY_BYTES, "alarm_seconds": alarm}
         self._seconds = seconds
         self._process: asyncio.subprocess.Process | None = None
 
     async def ask(self, grammar: str) -> str:
-        """Why a grammar cannot be built; empty: it can. TimeoutError, or EOFError when it had to end for it."""
+        """Return why a grammar cannot be built, or nothing. Raises TimeoutError, and EOFError when the process
+        ended."""
         if self._process is None:
             await self._start()
         return await self._exchange(grammar, self._seconds)
@@ -73,7 +75,7 @@ class GrammarProcess:
                 head = await process.stdout.readexactly(_LENGTH.size)
                 return msgspec.msgpack.decode(await process.stdout.readexactly(_LENGTH.unpack(head)[0]), type=str)
         except BaseException as error:
-            # Also when whoever asked went away: the next to ask must not read this answer.
+            # Also when the caller was cancelled: the next caller must not read this answer.
             await self.close()
             if isinstance(error, ConnectionError):
                 raise EOFError from error
@@ -84,7 +86,7 @@ CACHED_GRAMMARS = 256
 
 
 class GrammarCompiler:
-    """Makes `SamplingParams.grammar`. It costs nothing before the first grammar."""
+    """The compiler makes `SamplingParams.grammar`. It starts nothing before the first grammar."""
 
     def __init__(self, tokenizer: Tokenizer, options: ServerOptions | None = None) -> None:
         self._tokenizer = tokenizer
@@ -93,13 +95,13 @@ class GrammarCompiler:
         self._process: GrammarProcess | None = None
         self._turn = asyncio.Lock()
         self._problems: OrderedDict[str, str] = OrderedDict()
-        """Of the last grammars that were tried: why each cannot be built, or nothing."""
+        """Why each of the last grammars cannot be built, by grammar; empty when it can."""
 
-    async def compile(self, spec: GrammarSpec, thinking: Thinking | None = None) -> str:
-        """The grammar of what a request asks for, and of the thoughts before it; InvalidRequest names its field and
-        what is wrong with it."""
+    async def compile(self, spec: GrammarSpec, thinking: ThinkingSpec | None = None) -> str:
+        """Return the grammar of what a request asks for, and of the reasoning before it. Raises InvalidRequest that
+        names the request's field and what is wrong with it."""
         if not self._tokenizer.eos_token_ids:
-            raise InvalidRequest("This model names no token that ends an answer, so no form can end.", param=spec.param)
+            raise InvalidRequest("This model has no end-of-sequence token: no grammar can end.", param=spec.param)
         if self._writer is None:
             specials = {self._tokenizer.token_text(i): i for i in sorted(self._tokenizer.special_ids)}
             self._writer = GrammarWriter(specials, max_schema_depth=self._options.max_schema_depth)
@@ -129,7 +131,7 @@ class GrammarCompiler:
             raise Overloaded("The grammars of other requests are still being compiled.", hint="Try again.") from None
         try:
             if self._process is None:
-                self._process = GrammarProcess(await asyncio.to_thread(words_of, self._tokenizer), limit)
+                self._process = GrammarProcess(await asyncio.to_thread(vocabulary_of, self._tokenizer), limit)
             return await self._process.ask(grammar)
         except TimeoutError:
             raise InvalidRequest(
@@ -155,7 +157,7 @@ class GrammarCompiler:
 
 
 def _in_short(problem: str) -> str:
-    """Without the grammar's own lines and the parser's state."""
+    """Shorten a parser's message: without the grammar's own lines and the parser's state."""
     lines = problem.split("\n")
     found = next((line for line in lines if line.startswith("error: ")), lines[0])
     return found.removeprefix("error: ").split("failed to compile JSON schema: ")[-1].rstrip(".")

@@ -1,4 +1,4 @@
-"""JSON schemas are taken at their word: a keyword that could not be honoured is refused by name and place.
+"""Checks JSON schemas: a keyword that the grammar cannot enforce is refused by name and place.
 
 llguidance ignores keywords that it does not know, and takes some in a way that an output may fail the schema. What it
 does refuse by itself (formats, references, contradictions) is left to it.
@@ -12,11 +12,11 @@ from typing import Any
 from weft.errors import InvalidRequest
 
 _OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions"})
-"""Their values are objects of schemas."""
+"""Keywords whose values are objects of schemas."""
 _OF_MANY = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
-"""Lists of schemas."""
+"""Keywords whose values are lists of schemas."""
 _OF_ONE = frozenset({"additionalProperties", "additionalItems", "items"})
-"""A schema; `items` in old drafts also a list of them."""
+"""Keywords whose value is a schema; `items` in old drafts is also a list of them."""
 _CONSTRAINTS = frozenset(
     {
         "$ref", "const", "enum", "type", "required", "pattern", "format", "multipleOf",
@@ -30,7 +30,7 @@ _NOTES = frozenset(
         "readOnly", "writeOnly", "contentMediaType", "contentEncoding",
     }
 )  # fmt: skip
-"""They say nothing of what fits."""
+"""Annotations: they do not restrict what fits."""
 _KNOWN = _OF_NAMES | _OF_MANY | _OF_ONE | _CONSTRAINTS | _NOTES
 
 
@@ -76,12 +76,12 @@ def _check_keywords(part: Mapping[str, Any], place: str, param: str) -> None:
 
 
 def _is_extension(name: str) -> bool:
-    """x-guidance would change how the schema is compiled."""
+    """Return whether a key is an extension of llguidance: x-guidance would change how the schema is compiled."""
     return name.startswith("x-") and name != "x-guidance"
 
 
 def _inner(part: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas inside a schema, and where. Values of the wrong type are left for the compiler to name."""
+    """Yield the schemas inside a schema, each with its place. The compiler reports values of the wrong type."""
     for name, value in part.items():
         if name in _OF_NAMES and isinstance(value, Mapping):
             yield from ((f"/{name}/{inner}", schema) for inner, schema in value.items())

@@ -1,4 +1,4 @@
-"""From what a request asks to the text of a grammar, in llguidance's variant of Lark."""
+"""Writes the text of a grammar for what a request asks, in llguidance's variant of Lark."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from weft.errors import InvalidRequest
 from weft.text.grammars.json_schema import check_schema
 from weft.text.grammars.specs import (
-    Choice,
+    ChoiceSpec,
     GrammarSpec,
-    JsonObject,
-    JsonSchema,
-    Lark,
-    Regex,
-    Thinking,
-    ToolCalls,
+    JsonObjectSpec,
+    JsonSchemaSpec,
+    LarkSpec,
+    RegexSpec,
+    ThinkingSpec,
+    ToolCallsSpec,
     ToolSpec,
 )
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-"""The model decides how a text is cut into tokens. Behind the grammar, so that errors count its own lines."""
+"""Lets the model decide how text is cut into tokens. It follows the grammar, whose lines errors count."""
 _JSON_STYLE = {"whitespace_pattern": r"\x20|\n[\x20\t]{0,64}"}
-"""Between two parts of JSON: nothing, a space, or a line's end and indentation. Of more, a model may find no end."""
+"""White space in JSON is a space, or a line's end and indentation: with more, a model may never end."""
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 _RULE_OPTION = re.compile(r"^\s*[?!]*[\w-]+\s*\[[^\]]*\b(stop|temperature)\s*=", re.MULTILINE)
@@ -32,37 +32,37 @@ _RULE_OPTION = re.compile(r"^\s*[?!]*[\w-]+\s*\[[^\]]*\b(stop|temperature)\s*=",
 
 class GrammarWriter:
     def __init__(self, specials: Mapping[str, int], *, max_schema_depth: int) -> None:
-        """`specials`: the tokenizer's special tokens, which never are a part of text."""
+        """`specials` are the tokenizer's special tokens, which are never a part of text."""
         self._specials = specials
         self._special = re.compile(
             "|".join(re.escape(text) for text in sorted(specials, key=len, reverse=True)) or "$^"
         )
         self._max_schema_depth = max_schema_depth
 
-    def write(self, spec: GrammarSpec, thinking: Thinking | None = None) -> str:
+    def write(self, spec: GrammarSpec, thinking: ThinkingSpec | None = None) -> str:
         match spec:
-            case JsonObject():
+            case JsonObjectSpec():
                 lines = ["start: " + self._json({"type": "object"}, spec.param)]
-            case JsonSchema(schema=schema, param=param):
+            case JsonSchemaSpec(schema=schema, param=param):
                 lines = ["start: " + self._json(schema, param)]
-            case Regex(pattern=pattern):
+            case RegexSpec(pattern=pattern):
                 from llguidance import regex_to_lark  # costs nothing before it is needed
 
                 lines = [f"start: /{regex_to_lark(pattern, '')}/"]
-            case Choice(options=options, param=param):
+            case ChoiceSpec(options=options, param=param):
                 if not options:
                     raise InvalidRequest("There is nothing to choose from.", param=param)
                 lines = ["start: CHOICE", "CHOICE: " + " | ".join(json.dumps(option) for option in options)]
-            case Lark(text=text, param=param):
+            case LarkSpec(text=text, param=param):
                 _check_lark(text, param)
                 lines = [text]
-            case ToolCalls():
+            case ToolCallsSpec():
                 lines = self._tool_calls(spec)
         if thinking is not None:
             lines = self._after_thoughts(thinking, lines)
         return "\n".join(lines) + _OPTIONS
 
-    def _after_thoughts(self, thinking: Thinking, lines: list[str]) -> list[str]:
+    def _after_thoughts(self, thinking: ThinkingSpec, lines: list[str]) -> list[str]:
         ends = ["thoughts"] + ([f"TEXT {self._token(thinking.end)}"] if thinking.end in self._specials else [])
         thoughts = f"({' | '.join(ends)}) GAP"
         if not thinking.is_open:
@@ -84,7 +84,7 @@ class GrammarWriter:
         except (RecursionError, TypeError, ValueError) as error:
             raise InvalidRequest(f"The schema is no JSON: {error}.", param=param) from error
 
-    def _tool_calls(self, spec: ToolCalls) -> list[str]:
+    def _tool_calls(self, spec: ToolCallsSpec) -> list[str]:
         if not spec.tools:
             raise InvalidRequest("There are no tools to call.", param=spec.param)
         shape = spec.shape
@@ -118,7 +118,7 @@ class GrammarWriter:
         ]
 
     def _literal(self, text: str) -> str:
-        """A text as it is; what is a special token in it may be written as that token, or be spelled."""
+        """Return a text as it is; a special token in it may be written as that token, or be spelled out."""
         parts, at = [], 0
         for found in self._special.finditer(text):
             parts += [text[at : found.start()], found.group()]

@@ -1,6 +1,6 @@
-"""The grammar process: learns a vocabulary, then says of one grammar after the other whether it can be built.
+"""The grammar process learns a vocabulary, then answers for one grammar after the other whether it can be built.
 
-Started as a script by `process`, with pipes as standard input and output: a length (4 bytes, little endian) and a
+`compiler` starts it as a script, with pipes as standard input and output: a length (4 bytes, little endian) and a
 msgpack message each way. It imports nothing of Weft, so that it starts fast.
 """
 
@@ -21,7 +21,7 @@ _MAX_MESSAGE_CHARS = 1000
 
 
 def problem_of(grammar: str, tokenizer: LLTokenizer) -> str:
-    """Why a grammar cannot be built, or cannot begin; empty: it can."""
+    """Return why a grammar cannot be built, or cannot begin; empty when it can."""
     limits = LLParserLimits(verbose_errors=False)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
@@ -32,11 +32,11 @@ def problem_of(grammar: str, tokenizer: LLTokenizer) -> str:
 
 
 def _tokenizer(*, tokens: list[bytes], special_ids: list[int], eos_token_ids: list[int]) -> LLTokenizer:
-    """It can only read tokens. Grammars do not ask it to make any."""
-    words = SimpleNamespace(
+    """Build a tokenizer that can only read tokens: grammars do not ask it to make any."""
+    vocabulary = SimpleNamespace(
         tokens=tokens, special_token_ids=special_ids, eos_token_id=eos_token_ids[0], bos_token_id=None
     )
-    return LLTokenizer(TokenizerWrapper(words), eos_token=eos_token_ids)
+    return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=eos_token_ids)
 
 
 def _read(requests: BinaryIO) -> Any:
@@ -54,7 +54,7 @@ def main(requests: BinaryIO, replies: BinaryIO) -> None:
     settings = _read(requests)
     if settings is None:
         return
-    tokenizer = _tokenizer(**settings["words"])
+    tokenizer = _tokenizer(**settings["vocabulary"])
     resource.setrlimit(resource.RLIMIT_AS, (settings["memory_bytes"],) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _write(replies, "")

@@ -1,4 +1,4 @@
-"""What a request may ask of its output's form. `param` is the request's field, for errors to name."""
+"""The forms that a request may ask of its output. `param` is the request's field, for errors to name."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from weft.text.parsers.pieces import CallShape
 from weft.text.tokenizer import Tokenizer
 
 
-class JsonObject(Struct, frozen=True, kw_only=True, tag=True):
+class JsonObjectSpec(Struct, frozen=True, kw_only=True, tag=True):
     """Any JSON object."""
 
     param: str = "response_format"
 
 
-class JsonSchema(Struct, frozen=True, kw_only=True, tag=True):
-    """JSON that fits a schema."""
+class JsonSchemaSpec(Struct, frozen=True, kw_only=True, tag=True):
+    """JSON that is valid for a schema."""
 
     schema: Mapping[str, Any]
     param: str = "response_format"
 
 
-class Regex(Struct, frozen=True, kw_only=True, tag=True):
+class RegexSpec(Struct, frozen=True, kw_only=True, tag=True):
     """Text that a regular expression matches from its beginning to its end."""
 
     pattern: str
     param: str = "regex"
 
 
-class Choice(Struct, frozen=True, kw_only=True, tag=True):
-    """One of these texts."""
+class ChoiceSpec(Struct, frozen=True, kw_only=True, tag=True):
+    """Exactly one of these texts."""
 
     options: Sequence[str]
     param: str = "choice"
 
 
-class Lark(Struct, frozen=True, kw_only=True, tag=True):
+class LarkSpec(Struct, frozen=True, kw_only=True, tag=True):
     """A context-free grammar in llguidance's variant of Lark."""
 
     text: str
@@ -50,36 +50,36 @@ class Lark(Struct, frozen=True, kw_only=True, tag=True):
 class ToolSpec(Struct, frozen=True, kw_only=True):
     name: str
     parameters: Mapping[str, Any] | None = None
-    """A schema of an object; None: the tool takes no arguments."""
+    """The schema of the arguments, an object; None when the tool takes no arguments."""
 
 
-class ToolCalls(Struct, frozen=True, kw_only=True):
+class ToolCallsSpec(Struct, frozen=True, kw_only=True):
     """Calls of these tools, written as a model writes them."""
 
     shape: CallShape
     tools: Sequence[ToolSpec]
     at_least_one: bool = True
-    """False: text, and calls behind it or none."""
+    """False when text may stand before the calls, or instead of them."""
     parallel: bool = True
-    """False: no more than one call."""
+    """False when there may be no more than one call."""
     param: str = "tools"
 
 
-class Thinking(Struct, frozen=True, kw_only=True):
-    """What a model may write before the output that is in form."""
+class ThinkingSpec(Struct, frozen=True, kw_only=True):
+    """The reasoning that a model may write before the constrained output."""
 
     begin: str
     end: str
     is_open: bool
-    """The prompt has opened the thoughts; else the model may do so, or not think at all."""
+    """True when the prompt has opened the reasoning; else the model may open it, or write none."""
 
 
-OutputSpec = JsonObject | JsonSchema | Regex | Choice | Lark
-GrammarSpec = OutputSpec | ToolCalls
+OutputSpec = JsonObjectSpec | JsonSchemaSpec | RegexSpec | ChoiceSpec | LarkSpec
+GrammarSpec = OutputSpec | ToolCallsSpec
 
 
-def written_down(spec: OutputSpec, max_kb: int) -> str:
-    """For `SamplingParams.grammar`; InvalidRequest when it has more than so many KiB of characters."""
+def encode_spec(spec: OutputSpec, max_kb: int) -> str:
+    """Encode a spec for `SamplingParams.grammar`. Raises InvalidRequest above `max_kb` KiB of characters."""
     try:
         text = msgspec.json.encode(spec).decode()
     except RecursionError:
@@ -93,23 +93,23 @@ def written_down(spec: OutputSpec, max_kb: int) -> str:
     return text
 
 
-def read_back(grammar: str) -> OutputSpec:
-    """What `written_down` wrote."""
+def decode_spec(grammar: str) -> OutputSpec:
+    """Decode what `encode_spec` wrote."""
     spec: OutputSpec = msgspec.json.decode(grammar, type=OutputSpec)
     return spec
 
 
-class Words(Struct, frozen=True, kw_only=True):
+class GrammarVocabulary(Struct, frozen=True, kw_only=True):
     tokens: list[bytes]
-    """By id; empty for an id without a token."""
+    """The bytes of every token by id; empty for an id without a token."""
     special_ids: list[int]
-    """Tokens that no text is made of."""
+    """Ids of tokens that are never a part of text."""
     eos_token_ids: list[int]
 
 
-def words_of(tokenizer: Tokenizer) -> Words:
-    """Takes a fraction of a second."""
-    return Words(
+def vocabulary_of(tokenizer: Tokenizer) -> GrammarVocabulary:
+    """Collect the vocabulary of a tokenizer, which takes a fraction of a second."""
+    return GrammarVocabulary(
         tokens=[tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)],
         special_ids=sorted(tokenizer.special_ids | set(tokenizer.eos_token_ids)),
         eos_token_ids=list(tokenizer.eos_token_ids),

@@ -1,4 +1,4 @@
-"""Tool calls as JSON in a model's text: what the styles have in common.
+"""Parses tool calls written as JSON in a model's text: what the styles have in common.
 
 A call starts, for the caller, when its name is known and its arguments have begun; from then on the arguments are
 passed on as they come and cannot be taken back. So:
@@ -23,7 +23,7 @@ from weft.text.parsers.streaming import SPACES, TextMachine, Wait
 
 _ARGUMENTS_KEYS = ("arguments", "parameters")
 _PLAIN_KEYS = ("type", "id")
-"""What else an object without a marker may say and still be a call."""
+"""Other keys that an object without a marker may have and still be a call."""
 
 _IN_STRING = re.compile(r'[^"\\]+')
 _OUTSIDE_STRINGS = re.compile(r'[^"{}\[\]<]+')
@@ -33,7 +33,7 @@ _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r"
 
 
 class OpenCall:
-    """A call while it is read. It is started when it has an index."""
+    """A call while it is read. It is started once it has an index."""
 
     def __init__(self) -> None:
         self.index: int | None = None
@@ -43,21 +43,21 @@ class OpenCall:
 
 
 class CallParser(TextMachine):
-    """Finds calls and gives back the rest as content. A style says where in the text calls stand."""
+    """The parser finds calls and gives back the rest as content. A style says where in the text calls stand."""
 
     markers: tuple[str, ...] = ()
-    """They begin with `<` or `[`, and end any arguments that they stand in, outside a string."""
+    """The style's markers: each begins with `<` or `[`, and ends any arguments that it stands in, outside a string."""
 
     def __init__(self, new_id: Callable[[], str], declared: Collection[str] | None = None) -> None:
-        """`declared`: the tools there are, for a style that could take an answer in JSON for a call; None: any."""
+        """`declared` are the request's tools, where a JSON answer could be taken for a call; None allows any name."""
         super().__init__()
         self._new_id = new_id
         self._declared = declared
         self._num_calls = 0
         self._in_call = False
-        """Inside a started call: what is taken is not held."""
+        """True inside a started call: what is taken is not held back."""
         self._after_call = False
-        """Since the last call there was no content."""
+        """True while there was no content since the last call."""
 
     # Content.
 
@@ -70,13 +70,13 @@ class CallParser(TextMachine):
             self._held.append(text[len(body) :])
 
     def _give_back(self) -> None:
-        """What was held is content."""
+        """Give the text that was held back as content."""
         if held := self._let_go():
             self._pieces.append(Content(held))
         self._after_call = False
 
     def _content_until(self, marker: str) -> Wait[bool]:
-        """Content, then the marker, which is held. False: the answer is over."""
+        """Give content up to the marker, and hold the marker back. Returns False when the answer is over."""
         if (yield from self._until(marker, self._content)):
             self._held.append(marker)
             return True
@@ -96,7 +96,7 @@ class CallParser(TextMachine):
         return text
 
     def _reads(self, char: str) -> Wait[bool]:
-        """White space, then this character: whether it is there."""
+        """Take white space and then this character; return whether it is there."""
         yield from self._read_spaces()
         if (yield from self._peek()) != char:
             return False
@@ -124,7 +124,7 @@ class CallParser(TextMachine):
         return call.index
 
     def _write(self, call: OpenCall, text: str) -> None:
-        """More of the arguments."""
+        """Give more of the arguments."""
         if call.name is not None:
             index = self._start(call, call.name) if call.index is None else call.index
             self._pieces.append(CallArguments(index, text))
@@ -134,7 +134,7 @@ class CallParser(TextMachine):
             call.early_arguments.append(text)
 
     def _end(self, call: OpenCall) -> bool:
-        """The call is over. False: it was none, and what was held is content."""
+        """End the call. Returns False when it was none, and what was held back is content."""
         if call.index is None:
             self._give_back()
             return False
@@ -143,7 +143,7 @@ class CallParser(TextMachine):
         return True
 
     def _object(self, *, marked: bool) -> Wait[bool]:
-        """`{"name": ..., "arguments": {...}}`, the keys in any order; whether it is a call.
+        """Read `{"name": ..., "arguments": {...}}`, the keys in any order; return whether it is a call.
 
         Not `marked`: no marker stood before it, so only the keys that belong to a call, and a declared name, make it
         one.
@@ -182,7 +182,7 @@ class CallParser(TextMachine):
                 return False
 
     def _arguments(self, call: OpenCall) -> Wait[bool]:
-        """The value of `arguments`; whether it can be one."""
+        """Read the value of `arguments`; return whether it can be one."""
         char = yield from self._peek()
         if char == "{":
             yield from self._value(lambda text: self._write(call, text))
@@ -197,7 +197,7 @@ class CallParser(TextMachine):
         return True
 
     def _encoded_arguments(self, call: OpenCall) -> Wait[bool]:
-        """Arguments in a string: passed on decoded."""
+        """Read arguments in a string, and give them decoded."""
         self._read()
         begun, high = False, ""
         while char := (yield from self._peek()):
@@ -220,7 +220,7 @@ class CallParser(TextMachine):
         return False
 
     def _escape(self) -> Wait[str]:
-        """What an escape stands for: one character, or half of one. What is no escape stands for itself."""
+        """Return what an escape stands for: one character, or half of one. What is no escape stands for itself."""
         escape = self._read()
         if (char := (yield from self._peek())) == "":
             return escape
@@ -234,7 +234,7 @@ class CallParser(TextMachine):
     # JSON as it is written.
 
     def _string(self) -> Wait[str | None]:
-        """A string's value; None for what is not one."""
+        """Return a string's value; None for what is not one."""
         if (yield from self._peek()) != '"':
             return None
         written: list[str] = []
@@ -260,7 +260,7 @@ class CallParser(TextMachine):
                 write(self._hold(self._take_run(_IN_STRING)))
 
     def _value(self, write: Callable[[str], None]) -> Wait[None]:
-        """Any value, up to where it ends or cannot go on."""
+        """Read any value, up to where it ends or cannot go on."""
         depth = 0
         while char := (yield from self._peek()):
             if char in "[<" and (yield from self._sees_marker()):
@@ -288,11 +288,11 @@ class CallParser(TextMachine):
 
 
 def _ignore(text: str) -> None:
-    """For a value that nobody needs."""
+    """Drop a value that is not needed."""
 
 
 def _characters(utf16: str) -> str:
-    """Surrogate pairs made one character, and a half without its other half U+FFFD."""
+    """Join surrogate pairs to one character each; half of a pair becomes U+FFFD."""
     if utf16.isascii():
         return utf16
     return utf16.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

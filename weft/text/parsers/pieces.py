@@ -1,4 +1,4 @@
-"""What a parser makes of a model's text: content, reasoning and tool calls, as a stream of pieces."""
+"""The pieces that a parser makes of a model's text: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from msgspec.structs import replace
 
 
 class Content(Struct, frozen=True):
-    """More of the answer itself."""
+    """The next part of the answer itself."""
 
     text: str
 
 
 class Reasoning(Struct, frozen=True):
-    """More of what the model thought before it answered."""
+    """The next part of what the model thought before it answered."""
 
     text: str
 
 
 class CallStarted(Struct, frozen=True):
-    """A tool call: its name is known and its arguments have begun."""
+    """The start of a tool call: its name is known and its arguments have begun."""
 
     index: int
     id: str
@@ -31,7 +31,7 @@ class CallStarted(Struct, frozen=True):
 
 
 class CallArguments(Struct, frozen=True):
-    """More of a call's arguments. The texts of one call, one after another, are its arguments as JSON."""
+    """The next part of a call's arguments. The texts of one call, joined, are its arguments as JSON."""
 
     index: int
     text: str
@@ -41,21 +41,21 @@ Piece = Content | Reasoning | CallStarted | CallArguments
 
 
 class Parser(Protocol):
-    """Takes one answer's text as it comes, and gives its pieces.
+    """A parser takes one answer's text as it comes, and gives its pieces.
 
     However the text is cut into pushes, the pieces say the same. What was given is never taken back. Without
     streaming, push the whole text at once.
     """
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are certain now; what could still become a marker or a call is held back."""
+        """Return the pieces that are certain now; what could still become a marker or a call is held back."""
 
     def finish(self) -> list[Piece]:
-        """What was held back, now that the answer is over. Nothing may be pushed later."""
+        """Return what was held back, now that the answer is over. Nothing may be pushed later."""
 
 
 class PlainParser:
-    """All text is content."""
+    """The parser of answers without tools and reasoning: all text is content."""
 
     def push(self, text: str) -> list[Piece]:
         return [Content(text)] if text else []
@@ -68,18 +68,18 @@ class ToolCall(Struct, frozen=True):
     id: str
     name: str
     arguments: str
-    """JSON text as the model wrote it: not JSON when the model wrote none, or was cut off."""
+    """JSON as the model wrote it; not valid JSON when the model wrote none, or was cut off."""
 
 
-class Answer(Struct, frozen=True):
-    """The pieces of one answer, put together."""
+class ParsedAnswer(Struct, frozen=True):
+    """The pieces of one answer, joined."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-def collect(pieces: Iterable[Piece]) -> Answer:
+def collect(pieces: Iterable[Piece]) -> ParsedAnswer:
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[CallStarted] = []
@@ -95,7 +95,7 @@ def collect(pieces: Iterable[Piece]) -> Answer:
                 arguments.append([])
             case CallArguments(index, text):
                 arguments[index].append(text)
-    return Answer(
+    return ParsedAnswer(
         content="".join(content),
         reasoning="".join(reasoning),
         tool_calls=tuple(
@@ -105,7 +105,7 @@ def collect(pieces: Iterable[Piece]) -> Answer:
 
 
 def merged(pieces: list[Piece]) -> list[Piece]:
-    """The same with neighbours of one kind made one piece."""
+    """Join neighbouring pieces of one kind."""
     if len(pieces) < 2:
         return pieces
     result: list[Piece] = []
@@ -123,10 +123,10 @@ def _kind(piece: Piece) -> tuple[type[Piece], int]:
 
 
 class CallShape(Struct, frozen=True, kw_only=True):
-    """The literal texts around the names and arguments of an answer that calls tools:
+    """The literal texts around the names and arguments of an answer that calls tools.
 
-    opening, then for each call before_name NAME before_arguments ARGUMENTS after_arguments, with separator between
-    two calls, then closing. NAME is a tool's name as it is, ARGUMENTS a JSON object that fits the tool's schema.
+    They are opening, then for each call before_name NAME before_arguments ARGUMENTS after_arguments, with separator
+    between two calls, then closing. NAME is a tool's name as it is, ARGUMENTS a JSON object that fits its schema.
     """
 
     opening: str = ""
@@ -137,7 +137,7 @@ class CallShape(Struct, frozen=True, kw_only=True):
     closing: str = ""
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """The text that makes these calls, each a name and its arguments as JSON."""
+        """Return the text that makes these calls, each a name and its arguments as JSON."""
         written = (
             f"{self.before_name}{name}{self.before_arguments}{arguments}{self.after_arguments}"
             for name, arguments in calls

@@ -1,4 +1,4 @@
-"""Reasoning before the answer: `<think>` ... `</think>`."""
+"""Parses the reasoning before an answer: `<think>` ... `</think>`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ class ReasoningStyle(Struct, frozen=True):
 
 
 class ReasoningParser(TextMachine):
-    """Reasoning stands only at the beginning of an answer; what follows is the content parser's.
+    """The parser of reasoning, which stands only at the beginning of an answer; what follows goes to the content
+    parser.
 
     Newlines next to a mark belong to the mark. Reasoning that is never closed is all reasoning.
     """
 
     def __init__(self, style: ReasoningStyle, content: Parser, opened: bool = False) -> None:
-        """`opened`: the prompt ended inside reasoning (see `opens_reasoning`), so the answer begins there."""
+        """`opened` means that the prompt ended inside reasoning (see `opens_reasoning`), so the answer begins there."""
         super().__init__()
         self._style = style
         self._content = content
         self._opened = opened
         self._over = False
-        """Past the reasoning: all that comes is content."""
+        """True behind the reasoning: all that comes is content."""
 
     def push(self, text: str) -> list[Piece]:
         return self._content.push(text) if self._over else super().push(text)
@@ -75,5 +76,5 @@ class ReasoningParser(TextMachine):
 
 
 def opens_reasoning(style: ReasoningStyle, prompt_tail: str) -> bool:
-    """Whether a prompt that ends so has opened the reasoning for the model, as some chat templates do."""
+    """Return whether a prompt with this end has opened the reasoning for the model, as some chat templates do."""
     return prompt_tail.rstrip(SPACES).endswith(style.begin)

@@ -1,4 +1,4 @@
-"""A parser of streamed text, written as if all of it were there: a generator that waits where the text ends."""
+"""Runs a parser of streamed text, written as if all text were there: a generator that waits where it ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.text.parsers.pieces import Piece, merged
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]
-"""A step of a parser: yields when it needs more text, and returns its result."""
+"""A step of a parser, which yields when it needs more text and returns its result."""
 
 SPACES = " \t\r\n"
 
@@ -25,13 +25,13 @@ class TextMachine:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        """Up to where `_text` is taken."""
+        """The position up to which `_text` is taken."""
         self._ended = False
         self._held: list[str] = []
-        """Text that was taken and is not yet known to be content or not."""
+        """Text that was taken, and is not yet known to be content or not."""
         self._pieces: list[Piece] = []
         self._plain: tuple[str, Callable[[str], None]] | None = None
-        """While `_until` waits with nothing left: the character it looks for, and where other text goes."""
+        """While `_until` waits with nothing left: the character that it looks for, and where other text goes."""
         self._work = self._answer()
 
     def push(self, text: str) -> list[Piece]:
@@ -58,7 +58,7 @@ class TextMachine:
         return merged(said)
 
     def _peek(self) -> Wait[str]:
-        """The next character, which is not taken; empty at the end of the answer."""
+        """Return the next character without taking it; empty at the end of the answer."""
         while self._at == len(self._text):
             if self._ended:
                 return ""
@@ -66,12 +66,12 @@ class TextMachine:
         return self._text[self._at]
 
     def _next_in(self, characters: str) -> Wait[bool]:
-        """Whether the next character is one of these."""
+        """Return whether the next character is one of these."""
         char = yield from self._peek()
         return char != "" and char in characters
 
     def _sees(self, marker: str) -> Wait[bool]:
-        """Whether the text goes on with this marker, which is not taken."""
+        """Return whether the text goes on with this marker, without taking it."""
         while not self._text.startswith(marker, self._at):
             rest = self._text[self._at : self._at + len(marker)]
             if self._ended or not marker.startswith(rest):
@@ -80,12 +80,12 @@ class TextMachine:
         return True
 
     def _take(self, count: int) -> str:
-        """The next characters: they are known to be there."""
+        """Take the next characters, which are known to be there."""
         start, self._at = self._at, self._at + count
         return self._text[start : self._at]
 
     def _take_run(self, run: re.Pattern[str]) -> str:
-        """As much of the text that is there as matches."""
+        """Take as much of the text that is there as matches."""
         found = run.match(self._text, self._at)
         return self._take(found.end() - self._at) if found else ""
 
@@ -113,7 +113,7 @@ class TextMachine:
                 write(self._take(1))
 
     def _let_go(self) -> str:
-        """The text that was held, which is held no more."""
+        """Return the text that was held back, and hold nothing any more."""
         held = "".join(self._held)
         self._held.clear()
         return held

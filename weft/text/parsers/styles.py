@@ -1,4 +1,4 @@
-"""The styles there are, by name or by what a model's chat template shows, and the parser of an answer."""
+"""The styles of tool calls and reasoning, by name or by a model's chat template, and the parser of an answer."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def new_call_id() -> str:
 
 
 def _nine_characters() -> str:
-    """Mistral's templates refuse a conversation whose call ids are not nine letters and digits."""
+    """Make a call id for Mistral, whose templates refuse ids that are not nine letters and digits."""
     return secrets.token_hex(5)[:9]
 
 
 class ToolStyle(Struct, frozen=True, kw_only=True):
-    """One way to write tool calls. To add one: a parser, and an entry in the table below."""
+    """A style is one way to write tool calls. To add one, write a parser and an entry in the table below."""
 
     name: str
     parser: type[CallParser]
     markers: tuple[str, ...]
-    """A tokenizer may have them as special tokens; their text must reach the parser all the same."""
+    """Texts that a tokenizer may have as special tokens; they must reach the parser all the same."""
     shape: CallShape
     """How this model's template writes calls. The parser reads more than that."""
     in_template: tuple[str, ...]
-    """A chat template of this style has all of these texts."""
+    """Texts that a chat template of this style contains, all of them."""
     not_in_template: tuple[str, ...] = ()
-    """And none of these."""
+    """Texts that a chat template of this style does not contain."""
     new_id: Callable[[], str] = new_call_id
 
     def fits(self, chat_template: str) -> bool:
@@ -115,14 +115,14 @@ REASONING_STYLES = (
 
 
 def tool_style(name: str | None, chat_template: str | None) -> ToolStyle | None:
-    """The style of this name; without a name, the one that the template shows. None: "none", or no style fits."""
+    """Return the style of this name; without one, that of the template. None for "none", or when no style fits."""
     if name is None:
         return next((style for style in TOOL_STYLES if style.fits(chat_template or "")), None)
     return _named("tool", TOOL_STYLES, name)
 
 
 def reasoning_style(name: str | None, chat_template: str | None) -> ReasoningStyle | None:
-    """The same for reasoning."""
+    """Return the style of reasoning, found as `tool_style` finds one."""
     if name is None:
         return next((style for style in REASONING_STYLES if style.fits(chat_template or "")), None)
     return _named("reasoning", REASONING_STYLES, name)
@@ -136,7 +136,7 @@ def parser_for(
     reasoning_opened: bool = False,
     new_id: Callable[[], str] | None = None,
 ) -> Parser:
-    """The parser of one answer: reasoning first, tool calls in what follows.
+    """Return the parser of one answer: reasoning first, tool calls in what follows.
 
     `tools`: None when the request has no tools, so that calls stay text. `declared`: the names of its tools.
     """

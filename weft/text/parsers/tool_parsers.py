@@ -11,7 +11,7 @@ TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(CallParser):
-    """Hermes and Qwen: `<tool_call>`, a JSON object, `</tool_call>`; any number of them, with text around."""
+    """The parser of Hermes and Qwen: any number of `<tool_call>`, a JSON object, `</tool_call>`, with text around."""
 
     markers = (TOOL_CALL, TOOL_CALL_END)
 
@@ -21,7 +21,7 @@ class HermesParser(CallParser):
                 yield from self._close()
 
     def _close(self) -> Wait[None]:
-        """The end marker. Models forget it, or write a brace too many before it."""
+        """Take the end marker. Models forget it, or write a brace too many before it."""
         while (yield from self._next_in(SPACES + "}]")):
             self._read()
         if (yield from self._sees(TOOL_CALL_END)):
@@ -35,7 +35,8 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class Llama3Parser(CallParser):
-    """Llama 3: a JSON object with `name` and `parameters`, alone or after `<|python_tag|>`; several, with `;` between.
+    """The parser of Llama 3: a JSON object with `name` and `parameters`, alone or after `<|python_tag|>`; several, with
+    `;` between.
 
     An object without the tag is a call only where the answer begins, or right after another call.
     """
@@ -63,7 +64,8 @@ _NAME = re.compile(r'[^\s\[\]{}<>"]+')
 
 
 class MistralParser(CallParser):
-    """Mistral: `[TOOL_CALLS]`, then a JSON list of objects; or, since 2025, a name, `[ARGS]` and the arguments.
+    """The parser of Mistral: `[TOOL_CALLS]`, then a JSON list of objects; or, since 2025, a name, `[ARGS]` and the
+    arguments.
 
     The ids that a model writes itself are dropped.
     """
@@ -90,7 +92,7 @@ class MistralParser(CallParser):
                 return
 
     def _named(self) -> Wait[None]:
-        """`name[ARGS]{...}` or `name{...}`; between them there may be `[CALL_ID]` and an id."""
+        """Read `name[ARGS]{...}` or `name{...}`; between them there may be `[CALL_ID]` and an id."""
         call = OpenCall()
         call.name = yield from self._word()
         yield from self._read_spaces()

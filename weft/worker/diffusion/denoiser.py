@@ -1,7 +1,7 @@
-"""Images in the worker: the latents of every canvas, the texts they are drawn from, and the denoise steps of a plan.
+"""Images in the worker: their latents by slot, the prompt embeds that they use, and the denoise steps of a plan.
 
 A step is a function of the latents before it, so those are kept: a step that was taken back, with the one that was
-launched after it, is made again from where it began.
+launched after it, is made again from the same latents.
 """
 
 from __future__ import annotations
@@ -17,30 +17,32 @@ import torch
 from torch import Tensor
 
 from weft.model.diffusion import flow
-from weft.model.diffusion.pipeline import KEPT_STATES, Painter
+from weft.model.diffusion.pipeline import KEPT_STATES, DiffusionPipeline
 from weft.payloads import BFLOAT16, PromptEmbeds
-from weft.plan import Denoise, DenoiseAdmission, Drawn, Held, StepPlan
+from weft.plan import Denoise, DenoiseAdmission, DenoiseOutput, KeptHiddenStates, StepPlan
 from weft.types import FlowSampler, ImageParams
 from weft.worker.inputs import arrival_of, sent, to_device, to_host
 
 
-class TextTable:
+class PromptEmbedsTable:
+    """The table of prompt embeds, by slot."""
+
     def __init__(
         self, num_slots: int, max_tokens: int, width: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.states = torch.zeros(num_slots, max_tokens, width, dtype=dtype, device=device)
-        """What lies behind a text's last token is of an older one."""
+        """Rows behind a prompt's last token are of an older prompt."""
 
     @property
     def num_bytes(self) -> int:
         return self.states.numel() * self.states.element_size()
 
-    def hold(self, held: Held, start: int, states: Tensor) -> None:
-        """Keep the hidden states of a prompt's tokens from `start` on."""
-        self.states[held.slot, start : start + len(states)] = states
+    def keep(self, kept: KeptHiddenStates, start: int, states: Tensor) -> None:
+        """Write the hidden states of a prompt's tokens from `start` on."""
+        self.states[kept.slot, start : start + len(states)] = states
 
     def put(self, slot: int, embeds: PromptEmbeds) -> None:
-        """Keep those that a client sent. Does not wait for the device."""
+        """Write the prompt embeds that a client sent, without waiting for the device."""
         values = torch.from_numpy(embeds.array().copy())
         if embeds.dtype == BFLOAT16:
             values = values.view(torch.bfloat16)
@@ -51,15 +53,15 @@ log = logging.getLogger(__name__)
 
 NO_NUMBER = "The image model's output for this request is not a number."
 NOT_PREPARED = "The image model could not begin this image."
-NOT_DECODED = "The image model could not make a picture of its latents."
+NOT_DECODED = "The image model could not decode the latents of this image."
 
 FATAL = torch.OutOfMemoryError, torch.AcceleratorError
-"""No request's own fault: a step without memory is taken back, and after a fault of the device nothing that it holds
-can be trusted."""
+"""Errors that no single request causes: a step without memory is taken back, and after a fault of the device nothing in
+its memory can be trusted."""
 
 
 class _Key(NamedTuple):
-    """Images that agree in this make their steps together, whichever steps those are."""
+    """Images of equal keys make their steps in one batch, whichever steps those are."""
 
     passes: int
     sampler: FlowSampler
@@ -67,86 +69,96 @@ class _Key(NamedTuple):
 
 
 class _Begun(NamedTuple):
+    """An image that the pipeline has prepared."""
+
     image: ImageParams
-    drawing: Any
-    """The painter's own."""
+    state: Any
+    """The pipeline's own state of the image."""
 
 
-class _Shown(NamedTuple):
-    """Pictures on their way to the host; none where they could not be made."""
+class _Decoded(NamedTuple):
+    """Decoded images on their way to the host; None where decoding failed."""
 
     places: list[int]
-    """Of their images in the plan."""
+    """Their places in the plan."""
     pixels: Tensor | None = None
-    is_sound: Tensor | None = None
+    is_finite: Tensor | None = None
 
 
-class _DrawnGroup(NamedTuple):
-    """On its way to the host."""
+class _DenoisedGroup(NamedTuple):
+    """The output of images that made a step together, on its way to the host."""
 
     places: list[int]
-    """Of its images in the plan."""
-    is_sound: Tensor
-    shown: list[_Shown]
+    """The places of its images in the plan."""
+    is_finite: Tensor
+    decoded: list[_Decoded]
 
 
-class DrawnBatch(NamedTuple):
-    """What a plan's denoise steps brought; `read` waits for it."""
+class DenoiseOutputBatch(NamedTuple):
+    """The outputs of a plan's denoise steps; `read` waits for them."""
 
-    groups: list[_DrawnGroup]
+    groups: list[_DenoisedGroup]
     failed: list[int]
-    """The places of images that were never begun."""
+    """Places of images that could not be prepared."""
     arrived: torch.cuda.Event | None
 
-    def read(self) -> list[Drawn]:
-        """In the plan's order."""
+    def read(self) -> list[DenoiseOutput]:
+        """Return the outputs in the plan's order."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        drawn = {place: Drawn(error=NOT_PREPARED) for place in self.failed}
+        outputs = {place: DenoiseOutput(error=NOT_PREPARED) for place in self.failed}
         for group in self.groups:
-            for place, is_sound in zip(group.places, group.is_sound.tolist(), strict=True):
-                drawn[place] = Drawn() if is_sound else Drawn(error=NO_NUMBER)
-            for shown in group.shown:
-                for place, picture in zip(shown.places, _pictures(shown), strict=True):
-                    drawn[place] = drawn[place] if drawn[place].error else picture
-        return [drawn[place] for place in range(len(drawn))]
+            for place, is_finite in zip(group.places, group.is_finite.tolist(), strict=True):
+                outputs[place] = DenoiseOutput() if is_finite else DenoiseOutput(error=NO_NUMBER)
+            for decoded in group.decoded:
+                for place, picture in zip(decoded.places, _pictures(decoded), strict=True):
+                    outputs[place] = outputs[place] if outputs[place].error else picture
+        return [outputs[place] for place in range(len(outputs))]
 
 
-def _pictures(shown: _Shown) -> list[Drawn]:
-    if shown.pixels is None or shown.is_sound is None:
-        return [Drawn(error=NOT_DECODED)] * len(shown.places)
-    pairs = zip(shown.pixels, shown.is_sound.tolist(), strict=True)
-    return [Drawn(pixels.numpy().tobytes()) if is_sound else Drawn(error=NO_NUMBER) for pixels, is_sound in pairs]
+def _pictures(decoded: _Decoded) -> list[DenoiseOutput]:
+    if decoded.pixels is None or decoded.is_finite is None:
+        return [DenoiseOutput(error=NOT_DECODED)] * len(decoded.places)
+    pairs = zip(decoded.pixels, decoded.is_finite.tolist(), strict=True)
+    return [
+        DenoiseOutput(pixels.numpy().tobytes()) if is_finite else DenoiseOutput(error=NO_NUMBER)
+        for pixels, is_finite in pairs
+    ]
 
 
-def canvas_bytes(latent_shape: tuple[int, ...], held_bytes: int) -> int:
-    """What an image holds: its latents, and this besides."""
-    return KEPT_STATES * math.prod(latent_shape) * torch.float32.itemsize + held_bytes
+def latent_slot_bytes(latent_shape: tuple[int, ...], kept_bytes: int) -> int:
+    """Return the bytes that an image holds: its latents, and those that its pipeline keeps of it."""
+    return KEPT_STATES * math.prod(latent_shape) * torch.float32.itemsize + kept_bytes
 
 
 class Denoiser:
-    """A model that draws, and `num_slots` canvases."""
+    """The denoiser runs a diffusion pipeline over `num_slots` latent slots."""
 
     def __init__(
-        self, painter: Painter[Any], num_slots: int, *, device: torch.device, texts: TextTable | None = None
+        self,
+        pipeline: DiffusionPipeline[Any],
+        num_slots: int,
+        *,
+        device: torch.device,
+        embeds: PromptEmbedsTable | None = None,
     ) -> None:
-        self.painter = painter
-        self._latents = torch.zeros(num_slots, KEPT_STATES, *painter.latent_shape, device=device)
-        """Those after step s are at s % KEPT_STATES."""
-        self._texts = texts
-        """What the painter draws from, where others encode it."""
+        self.pipeline = pipeline
+        self._latents = torch.zeros(num_slots, KEPT_STATES, *pipeline.latent_shape, device=device)
+        """The latents after step s are at s % KEPT_STATES."""
+        self._embeds = embeds
+        """The prompt embeds, where the language model encodes prompts."""
         self._begun: dict[int, _Begun | None] = {}
-        """None: it could not be."""
+        """Images by latent slot; None: the image could not be prepared."""
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """What is launched here runs beside what is launched after it, on the device: the kernels of a small model and
-        those of a language model leave each other room. What was launched before is waited for, on the device too: the
-        texts of new images are among it. Nothing but images uses what images write."""
+    def side_stream(self) -> Iterator[None]:
+        """Launch on a stream of its own, which runs beside what is launched after it: the kernels of a small model and
+        those of a language model leave each other capacity. The stream waits for what was launched before, which
+        includes the prompt embeds of new images. Only images use what images write."""
         if self._stream is None:
             yield
             return
@@ -156,9 +168,9 @@ class Denoiser:
 
     @property
     def num_bytes(self) -> int:
-        """Of the model, the canvases and the texts."""
+        """Bytes of the model, the latent slots and the prompt embeds."""
         latents = self._latents.numel() * self._latents.element_size()
-        return self.painter.num_bytes + latents + (0 if self._texts is None else self._texts.num_bytes)
+        return self.pipeline.num_bytes + latents + (0 if self._embeds is None else self._embeds.num_bytes)
 
     def take_in(self, plan: StepPlan) -> None:
         for slot in plan.release_slots:
@@ -168,17 +180,17 @@ class Denoiser:
             (slots,) = to_device([np.array(list(begun), dtype=np.int64)], self._device)
             self._latents[slots, 0] = sent(torch.stack(list(begun.values())), self._device)
 
-    def make_ready(self) -> bool:
-        """Do a piece of work that makes later steps faster; False when there is none left."""
-        return self.painter.make_ready()
+    def warm_up(self) -> bool:
+        """Do a piece of warm-up; returns False when there is none left."""
+        return self.pipeline.warm_up()
 
-    def hold(self, held: Held, start: int, states: Tensor) -> None:
+    def keep_hidden_states(self, kept: KeptHiddenStates, start: int, states: Tensor) -> None:
         """Keep the hidden states of a prompt's tokens from `start` on."""
-        assert self._texts is not None, "this painter reads its prompts itself"
-        self._texts.hold(held, start, states)
+        assert self._embeds is not None, "this pipeline has a text encoder of its own"
+        self._embeds.keep(kept, start, states)
 
-    def draw(self, steps: list[Denoise]) -> DrawnBatch:
-        """Make denoise steps. Nothing here waits for the device."""
+    def denoise(self, steps: list[Denoise]) -> DenoiseOutputBatch:
+        """Make denoise steps, without waiting for the device."""
         groups: dict[_Key, list[int]] = {}
         failed: list[int] = []
         for place, step in enumerate(steps):
@@ -187,52 +199,56 @@ class Denoiser:
             else:
                 key = _Key(begun.image.passes, begun.image.sampler, step.count)
                 groups.setdefault(key, []).append(place)
-        drawn = [self._draw_group(key, places, [steps[place] for place in places]) for key, places in groups.items()]
-        return DrawnBatch(drawn, failed, arrival_of(self._latents))
+        outputs = [
+            self._denoise_group(key, places, [steps[place] for place in places]) for key, places in groups.items()
+        ]
+        return DenoiseOutputBatch(outputs, failed, arrival_of(self._latents))
 
     def _begin(self, admission: DenoiseAdmission) -> Tensor | None:
-        """Its first latents, on the host; None: there are none."""
+        """Return an image's first latents, on the host; None: it could not be prepared."""
         self._begun[admission.slot] = None
         try:
-            drawing, noise = self.painter.prepare(admission)
+            state, noise = self.pipeline.prepare(admission)
         except FATAL:
             raise
         except Exception:
-            log.exception("an image could not be begun")
+            log.exception("an image could not be prepared")
             return None
-        self._begun[admission.slot] = _Begun(admission.image, drawing)
+        self._begun[admission.slot] = _Begun(admission.image, state)
         return noise
 
-    def _draw_group(self, key: _Key, places: list[int], steps: list[Denoise]) -> _DrawnGroup:
-        drawings = [begun.drawing for step in steps if (begun := self._begun[step.slot]) is not None]
+    def _denoise_group(self, key: _Key, places: list[int], steps: list[Denoise]) -> _DenoisedGroup:
+        states = [begun.state for step in steps if (begun := self._begun[step.slot]) is not None]
         starts = [step.start for step in steps]
-        shown = [i for i, step in enumerate(steps) if step.shows]
+        decoded = [i for i, step in enumerate(steps) if step.wants_image]
         before = [start % KEPT_STATES for start in starts]
-        # Of several steps at once the last is the image's last, and its latents are nobody's beginning.
+        # Of several steps at once the last is the image's last, so no step begins from its latents.
         after = [(start + 1) % KEPT_STATES for start in starts]
-        columns = [[step.slot for step in steps], before, after, shown]
+        columns = [[step.slot for step in steps], before, after, decoded]
         arrays = [np.array(column, dtype=np.int64) for column in columns]
-        slots, before_at, after_at, shown_at = to_device(arrays, self._device)
-        latents = self.painter.denoise_step(self._latents[slots, before_at], drawings, starts, key.num_steps)
+        slots, before_at, after_at, decoded_at = to_device(arrays, self._device)
+        latents = self.pipeline.denoise_step(self._latents[slots, before_at], states, starts, key.num_steps)
         self._latents[slots, after_at] = latents
-        is_sound = to_host(_is_sound(latents))
-        return _DrawnGroup(places, is_sound, self._show(latents[shown_at], [places[i] for i in shown]))
+        is_finite = to_host(_is_finite(latents))
+        return _DenoisedGroup(places, is_finite, self._decode(latents[decoded_at], [places[i] for i in decoded]))
 
-    def _show(self, latents: Tensor, places: list[int]) -> list[_Shown]:
-        """One that cannot be decoded does not take the others with it."""
+    def _decode(self, latents: Tensor, places: list[int]) -> list[_Decoded]:
+        """Decode latents; an image that cannot be decoded fails alone."""
         if not places:
             return []
         try:
-            pictures = self.painter.decode(latents)
+            pictures = self.pipeline.decode(latents)
         except FATAL:
             raise
         except Exception:
             if len(places) > 1:
-                return [shown for i, place in enumerate(places) for shown in self._show(latents[i : i + 1], [place])]
+                return [
+                    decoded for i, place in enumerate(places) for decoded in self._decode(latents[i : i + 1], [place])
+                ]
             log.exception("an image could not be decoded")
-            return [_Shown(places)]
-        return [_Shown(places, to_host(flow.pixels(pictures)), to_host(_is_sound(pictures)))]
+            return [_Decoded(places)]
+        return [_Decoded(places, to_host(flow.pixels(pictures)), to_host(_is_finite(pictures)))]
 
 
-def _is_sound(images: Tensor) -> Tensor:
+def _is_finite(images: Tensor) -> Tensor:
     return images.isfinite().flatten(1).all(1)

@@ -1,4 +1,4 @@
-"""The diffusion transformer as a painter: it draws from a language model's hidden states, which it finds by slot."""
+"""The diffusion pipeline of the diffusion transformer, which uses a language model's hidden states as prompt embeds."""
 
 from __future__ import annotations
 
@@ -10,71 +10,77 @@ import torch
 from torch import Tensor
 
 from weft.model.diffusion import flow
-from weft.model.diffusion.dit import Dit, Reading, SteadyDit
+from weft.model.diffusion.dit import BatchInvariantDit, Dit, EncodedPrompts
 from weft.model.diffusion.flow import Velocity
-from weft.plan import DenoiseAdmission, PlacedText
+from weft.plan import DenoiseAdmission, PlacedEmbeds
 from weft.types import ImageParams
-from weft.worker.diffusion.denoiser import TextTable
+from weft.worker.diffusion.denoiser import PromptEmbedsTable
 from weft.worker.diffusion.dit_graphs import VelocityGraphs
 from weft.worker.inputs import sent, to_device
 
 
-class DitDrawing(NamedTuple):
-    image: ImageParams
+class DitImage(NamedTuple):
+    """The pipeline's state of an image."""
+
+    params: ImageParams
     times: list[float]
-    texts: tuple[PlacedText, PlacedText]
-    """Its prompt, and what it is steered away from."""
-    readings: dict[int, Reading | None]
-    """Of its texts by their place there, as far as they were read."""
+    embeds: tuple[PlacedEmbeds, PlacedEmbeds]
+    """The embeds of the prompt and of the negative prompt."""
+    encoded: dict[int, EncodedPrompts | None]
+    """The prompts that were encoded so far, by their place in `embeds`."""
 
 
 class Passes(Protocol):
-    def over(self, drawings: Sequence[DitDrawing], count: int) -> Velocity:
-        """The first `count` passes over each of these images, those with their prompts first."""
+    """The model's passes over a batch of images."""
+
+    def over(self, images: Sequence[DitImage], count: int) -> Velocity:
+        """Return the velocity of the first `count` passes over each of these images, those with their prompts first."""
 
 
 class DevicePasses:
-    """Of many images at once, by graphs where there are any. Texts are read with every pass."""
+    """Passes over all images at once, by CUDA graphs where there are any. Every pass encodes the prompts."""
 
-    def __init__(self, model: Dit | VelocityGraphs, texts: TextTable) -> None:
+    def __init__(self, model: Dit | VelocityGraphs, table: PromptEmbedsTable) -> None:
         self._model = model
-        self._texts = texts
+        self._table = table
 
-    def over(self, drawings: Sequence[DitDrawing], count: int) -> Velocity:
-        texts = [drawing.texts[number] for number in range(count) for drawing in drawings]
-        columns = [text.slot for text in texts], [text.length for text in texts]
+    def over(self, images: Sequence[DitImage], count: int) -> Velocity:
+        placed = [image.embeds[number] for number in range(count) for image in images]
+        columns = [one.slot for one in placed], [one.length for one in placed]
         arrays = [np.array(column, dtype=np.int64) for column in columns]
-        slots, lengths = to_device(arrays, self._texts.states.device)
-        # No text at all has slot -1, which is the last one's: of length 0, none of it counts.
-        text = self._texts.states[slots]
-        return lambda latents, t: self._model.velocity(latents.repeat(count, 1, 1, 1), t.repeat(count), text, lengths)
+        slots, lengths = to_device(arrays, self._table.states.device)
+        # An empty prompt has slot -1, which is the last one: at length 0, none of its rows count.
+        embeds = self._table.states[slots]
+        return lambda latents, t: self._model.velocity(latents.repeat(count, 1, 1, 1), t.repeat(count), embeds, lengths)
 
 
-class SteadyPasses:
-    """Bits that company does not change."""
+class BatchInvariantPasses:
+    """Batch-invariant passes: an image has the same bits in every batch."""
 
-    def __init__(self, model: Dit, texts: TextTable) -> None:
-        self._model = SteadyDit(model)
-        self._texts = texts
+    def __init__(self, model: Dit, table: PromptEmbedsTable) -> None:
+        self._model = BatchInvariantDit(model)
+        self._table = table
 
-    def over(self, drawings: Sequence[DitDrawing], count: int) -> Velocity:
-        readings = [self._read(drawing, number) for number in range(count) for drawing in drawings]
-        return lambda latents, t: self._model.velocity(latents.repeat(count, 1, 1, 1), t.repeat(count), readings)
+    def over(self, images: Sequence[DitImage], count: int) -> Velocity:
+        encoded = [self._encode(image, number) for number in range(count) for image in images]
+        return lambda latents, t: self._model.velocity(latents.repeat(count, 1, 1, 1), t.repeat(count), encoded)
 
-    def _read(self, drawing: DitDrawing, number: int) -> Reading | None:
-        if number not in drawing.readings:
-            text = drawing.texts[number]
-            drawing.readings[number] = self._model.read(self._texts.states[text.slot, : text.length])
-        return drawing.readings[number]
+    def _encode(self, image: DitImage, number: int) -> EncodedPrompts | None:
+        if number not in image.encoded:
+            placed = image.embeds[number]
+            image.encoded[number] = self._model.encode(self._table.states[placed.slot, : placed.length])
+        return image.encoded[number]
 
 
-class DitPainter:
-    def __init__(self, model: Dit, texts: TextTable, graphs: VelocityGraphs | None = None) -> None:
+class DitPipeline:
+    """The diffusion transformer, with Euler or Heun steps and classifier-free guidance."""
+
+    def __init__(self, model: Dit, table: PromptEmbedsTable, graphs: VelocityGraphs | None = None) -> None:
         self.model = model
-        self._texts = texts
+        self._table = table
         self._graphs = graphs
-        on_cpu = texts.states.device.type == "cpu"
-        self._passes: Passes = SteadyPasses(model, texts) if on_cpu else DevicePasses(graphs or model, texts)
+        on_cpu = table.states.device.type == "cpu"
+        self._passes: Passes = BatchInvariantPasses(model, table) if on_cpu else DevicePasses(graphs or model, table)
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -84,24 +90,20 @@ class DitPainter:
     def num_bytes(self) -> int:
         return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
 
-    def prepare(self, admission: DenoiseAdmission) -> tuple[DitDrawing, Tensor]:
-        image, config = admission.image, self.model.config
-        times = flow.times(image.steps, config.shift).tolist()
-        texts = admission.text, admission.negative
-        for text in texts:
-            if text.embeds is not None:
-                self._texts.put(text.slot, text.embeds)
-        return DitDrawing(image, times, texts, {}), flow.noise(image.seed, config.latent_shape)
+    def prepare(self, admission: DenoiseAdmission) -> tuple[DitImage, Tensor]:
+        params, config = admission.image, self.model.config
+        times = flow.times(params.steps, config.shift).tolist()
+        embeds = admission.prompt, admission.negative
+        for placed in embeds:
+            if placed.embeds is not None:
+                self._table.put(placed.slot, placed.embeds)
+        return DitImage(params, times, embeds, {}), flow.noise(params.seed, config.latent_shape)
 
-    def denoise_step(
-        self, latents: Tensor, drawings: Sequence[DitDrawing], starts: Sequence[int], count: int
-    ) -> Tensor:
-        passes, sampler = drawings[0].image.passes, drawings[0].image.sampler
-        passes_over = self._passes.over(drawings, passes)
-        spans = zip(drawings, starts, strict=True)
-        numbers = [
-            [drawing.image.guidance_scale, *drawing.times[start : start + count + 1]] for drawing, start in spans
-        ]
+    def denoise_step(self, latents: Tensor, images: Sequence[DitImage], starts: Sequence[int], count: int) -> Tensor:
+        passes, sampler = images[0].params.passes, images[0].params.sampler
+        passes_over = self._passes.over(images, passes)
+        spans = zip(images, starts, strict=True)
+        numbers = [[image.params.guidance_scale, *image.times[start : start + count + 1]] for image, start in spans]
         scale, *t = sent(torch.tensor(numbers, dtype=torch.float32), latents.device).unbind(1)
 
         def velocity(latents: Tensor, t: Tensor) -> Tensor:
@@ -115,9 +117,9 @@ class DitPainter:
             latents = flow.STEPS[sampler](latents, t[i], t[i + 1], velocity)
         return latents
 
-    def make_ready(self) -> bool:
+    def warm_up(self) -> bool:
         return self._graphs is not None and self._graphs.capture_next()
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Its latents are the picture."""
+        """Return the latents: this model has no VAE, and its latents are pixels."""
         return latents

@@ -1,4 +1,4 @@
-"""The model that draws beside the language model: found, loaded, and what the scheduler must know of it."""
+"""Finds and loads the image model beside a language model, and derives the scheduler's limits for images."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from msgspec import Struct
 
 import weft
 from weft.checkpoint.model_files import ModelFiles
-from weft.config import Config
 from weft.errors import ConfigError
 from weft.model.diffusion.diffusers_load import INDEX_FILE, is_pipeline, load_pipeline
-from weft.model.diffusion.diffusers_pipeline import PipelinePainter, held_bytes
-from weft.model.diffusion.dit import CONFIG_FILE, WEIGHTS_FILE, DitConfig, load, read_config, reading_bytes
+from weft.model.diffusion.diffusers_pipeline import DiffusersPipeline, kept_bytes
+from weft.model.diffusion.dit import CONFIG_FILE, WEIGHTS_FILE, DitConfig, encoded_bytes, load, read_config
+from weft.options import Config
 from weft.payloads import NEGATIVE_PROMPT_EMBEDS
 from weft.plan import ImageLimits
 from weft.switches import is_on
 from weft.types import ImageModelInfo
-from weft.worker.diffusion.denoiser import Denoiser, TextTable, canvas_bytes
+from weft.worker.diffusion.denoiser import Denoiser, PromptEmbedsTable, latent_slot_bytes
 from weft.worker.diffusion.dit_graphs import VelocityGraphs
-from weft.worker.diffusion.dit_pipeline import DitPainter
+from weft.worker.diffusion.dit_pipeline import DitPipeline
 
 PACKAGED = Path(weft.__file__).parent / "data" / "shapes"
 """The small model that comes with Weft."""
@@ -28,8 +28,8 @@ AUTO, NONE = "auto", "none"
 
 
 def find_image_model(wanted: str, text_model: str, text_width: int) -> Path | None:
-    """The folder of the model that draws beside a language model with hidden states of this width; None: nothing is
-    drawn. Raises ConfigError for one that was asked for and is not there."""
+    """Return the folder of the image model for a language model with hidden states of this width; None: there is none.
+    Raises ConfigError for a model that the configuration names and that is not there."""
     if wanted == NONE:
         return None
     if wanted == AUTO:
@@ -47,40 +47,42 @@ def find_image_model(wanted: str, text_model: str, text_width: int) -> Path | No
 
 
 def check_text_width(config: DitConfig, text_model: str, text_width: int) -> None:
-    """Raise ConfigError where an image model cannot read what a language model makes of a prompt."""
+    """Raise ConfigError when an image model cannot use a language model's hidden states."""
     if config.text_width != text_width:
         raise ConfigError(
-            f"The image model draws from hidden states {config.text_width} wide (of {config.text_model}); those of "
+            f"The image model takes hidden states {config.text_width} wide (of {config.text_model}); those of "
             f"{text_model} are {text_width} wide.",
             hint=f"Set --image-model {NONE}, or serve the language model that it was made for.",
         )
 
 
 MIB = 2**20
-TEXTS_PER_IMAGE = 2
-"""A prompt, and what to steer away from."""
+PROMPTS_PER_IMAGE = 2
+"""The prompt and the negative prompt."""
 
 
-class ImageSide(Struct, frozen=True):
+class ImageModel(Struct, frozen=True):
+    """A loaded image model, with its limits and its description."""
+
     denoiser: Denoiser
     limits: ImageLimits
     info: ImageModelInfo
 
 
-def load_image_side(
+def load_image_model(
     config: Config, files: ModelFiles, *, text_width: int, dtype: torch.dtype, device: torch.device
-) -> ImageSide | None:
-    """None when nothing is to be drawn."""
+) -> ImageModel | None:
+    """Load the image model; returns None when there is none."""
     folder = find_image_model(config.model.image_model, files.name, text_width)
     if folder is None:
         return None
     if is_pipeline(folder):
-        return _pipeline_side(config, folder, dtype, device)
+        return _load_diffusers(config, folder, dtype, device)
     check_text_width(read_config(folder), files.name, text_width)
-    return _dit_side(config, folder, dtype, device)
+    return _load_dit(config, folder, dtype, device)
 
 
-def _dit_side(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> ImageSide:
+def _load_dit(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> ImageModel:
     geometry = read_config(folder)
     info = ImageModelInfo(
         name=folder.resolve().name,
@@ -93,19 +95,21 @@ def _dit_side(config: Config, folder: Path, dtype: torch.dtype, device: torch.de
         steps=geometry.num_steps,
         guidance_scale=geometry.guidance_scale,
     )
-    on_cpu, text_size = device.type == "cpu", info.max_prompt_tokens * info.text_width
-    size = canvas_bytes(geometry.latent_shape, TEXTS_PER_IMAGE * reading_bytes(geometry, dtype) if on_cpu else 0)
-    limits = _limits(config, info, size, text_bytes=text_size * dtype.itemsize, on_cpu=on_cpu)
-    texts = TextTable(limits.max_num_texts, info.max_prompt_tokens, info.text_width, dtype=dtype, device=device)
+    on_cpu, embeds_size = device.type == "cpu", info.max_prompt_tokens * info.text_width
+    size = latent_slot_bytes(geometry.latent_shape, PROMPTS_PER_IMAGE * encoded_bytes(geometry, dtype) if on_cpu else 0)
+    limits = _limits(config, info, size, embeds_bytes=embeds_size * dtype.itemsize, on_cpu=on_cpu)
+    table = PromptEmbedsTable(
+        limits.max_num_embeds, info.max_prompt_tokens, info.text_width, dtype=dtype, device=device
+    )
     model, graphs = load(folder, dtype=dtype, device=device), None
     if device.type == "cuda" and is_on("graphs"):
         most = 2 * limits.max_num_images
-        graphs = VelocityGraphs(model, most, text_dtype=dtype, device=device)
-    painter = DitPainter(model, texts, graphs)
-    return ImageSide(Denoiser(painter, limits.max_num_images, device=device, texts=texts), limits, info)
+        graphs = VelocityGraphs(model, most, embeds_dtype=dtype, device=device)
+    pipeline = DitPipeline(model, table, graphs)
+    return ImageModel(Denoiser(pipeline, limits.max_num_images, device=device, embeds=table), limits, info)
 
 
-def _pipeline_side(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> ImageSide:
+def _load_diffusers(config: Config, folder: Path, dtype: torch.dtype, device: torch.device) -> ImageModel:
     family = load_pipeline(folder, dtype=dtype, device=device)
     info = ImageModelInfo(
         name=folder.resolve().name,
@@ -117,26 +121,26 @@ def _pipeline_side(config: Config, folder: Path, dtype: torch.dtype, device: tor
         guidance_scale=family.guidance_scale,
         reads_text=True,
     )
-    size = canvas_bytes(family.latent_shape, held_bytes(family))
+    size = latent_slot_bytes(family.latent_shape, kept_bytes(family))
     limits = _limits(config, info, size, on_cpu=device.type == "cpu")
-    painter = PipelinePainter(family, limits.max_num_images)
-    return ImageSide(Denoiser(painter, limits.max_num_images, device=device), limits, info)
+    pipeline = DiffusersPipeline(family, limits.max_num_images)
+    return ImageModel(Denoiser(pipeline, limits.max_num_images, device=device), limits, info)
 
 
-def _limits(config: Config, info: ImageModelInfo, size: int, *, text_bytes: int = 0, on_cpu: bool) -> ImageLimits:
-    """Of images that hold so many bytes each, and texts. Where tensors are taken from clients, there is room for at
-    least those of one image."""
+def _limits(config: Config, info: ImageModelInfo, size: int, *, embeds_bytes: int = 0, on_cpu: bool) -> ImageLimits:
+    """Return the limits of images that hold `size` bytes each, and prompt embeds of `embeds_bytes` a prompt. Where
+    clients may send tensors, there are bytes for at least those of one image."""
     options = config.scheduler
     most_bytes = options.max_embedding_mb * MIB
-    tensors = TEXTS_PER_IMAGE * info.max_prompt_tokens * info.text_width * torch.float32.itemsize
+    tensors = PROMPTS_PER_IMAGE * info.max_prompt_tokens * info.text_width * torch.float32.itemsize
     given = tensors if config.limits.allow_prompt_embeds else 0
-    with_texts = size + TEXTS_PER_IMAGE * text_bytes
-    if (least := with_texts + given) > most_bytes:
+    with_embeds = size + PROMPTS_PER_IMAGE * embeds_bytes
+    if (least := with_embeds + given) > most_bytes:
         raise ConfigError(
             f"--max-embedding-mb {options.max_embedding_mb}: an image of this model holds {least / MIB:.1f} MiB.",
             hint=f"Set --max-embedding-mb {-(-least // MIB)} or more, or --image-model none.",
         )
-    max_num_images = min(options.max_num_images or (16 if on_cpu else 64), (most_bytes - given) // with_texts)
+    max_num_images = min(options.max_num_images or (16 if on_cpu else 64), (most_bytes - given) // with_embeds)
     return ImageLimits(
         width=info.width,
         height=info.height,
@@ -144,10 +148,10 @@ def _limits(config: Config, info: ImageModelInfo, size: int, *, text_bytes: int 
         max_prompt_tokens=info.max_prompt_tokens,
         reads_text=info.reads_text,
         text_width=info.text_width,
-        canvas_bytes=size,
-        text_bytes=text_bytes,
+        latent_slot_bytes=size,
+        embeds_bytes=embeds_bytes,
         max_num_images=max_num_images,
-        max_num_texts=TEXTS_PER_IMAGE * max_num_images if info.text_width else 0,
+        max_num_embeds=PROMPTS_PER_IMAGE * max_num_images if info.text_width else 0,
         max_mixed_denoise=options.max_mixed_denoise or (256 if on_cpu else 2048),
         max_embedding_bytes=most_bytes,
         whole_images=not is_on("denoise-steps"),

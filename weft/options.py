@@ -1,0 +1,379 @@
+"""The settings of Weft are a few frozen structs, each field with its line of documentation.
+
+Flags, environment variables and TOML keys are generated from these fields, so a setting exists in all
+three or in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from msgspec import Meta, Struct
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+
+
+def _doc(text: str, **limits: Any) -> Meta:
+    return Meta(description=text, **limits)
+
+
+class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which model is loaded, and how."""
+
+    model: Annotated[
+        str, _doc("A name from `weft models`, a GGUF file, a Hugging Face directory or hub id, or modelscope:ORG/NAME.")
+    ] = "smollm2"
+    served_model_name: Annotated[str, _doc("The name clients use; empty: the model's own name.")] = ""
+    revision: Annotated[str, _doc("The commit of a hub model; empty: the newest, pinned when it is pulled.")] = ""
+    load_format: Annotated[
+        Literal["auto", "dummy"], _doc("dummy: random weights for the shape in a config.json, to measure with.")
+    ] = "auto"
+    image_model: Annotated[
+        str,
+        _doc(
+            "The image model: auto (the one that comes with Weft, if it is for this language model), none, or a "
+            "directory: of a model like that one, or of a pipeline of diffusers."
+        ),
+    ] = "auto"
+    adapter: Annotated[
+        list[str],
+        _doc(
+            "A LoRA adapter that requests may name, as in legal=/loras/legal; may be repeated. A directory alone is "
+            "the adapter of requests that name none."
+        ),
+    ] = []
+    enable_lora: Annotated[
+        bool, _doc("Reserve memory for adapters that are loaded later; vLLM takes none without.")
+    ] = False
+    device: Annotated[Device, _doc("The device: auto takes a GPU when there is one.")] = "auto"
+    dtype: Annotated[Dtype, _doc("The type of weights and activations; auto: float32 on CPU, bfloat16 on GPU.")] = (
+        "auto"
+    )
+    max_model_len: Annotated[
+        int, _doc("Longest prompt plus output, in tokens; 0: what the model allows and the memory holds.", ge=0)
+    ] = 0
+    tool_style: Annotated[
+        Literal["auto", "none", "hermes", "llama3", "mistral", "mistral-args"],
+        _doc("How the model writes tool calls; auto: as its chat template shows."),
+    ] = "auto"
+    reasoning_style: Annotated[
+        Literal["auto", "none", "think", "mistral"],
+        _doc("How the model marks what it thinks before it answers; auto: as its chat template shows."),
+    ] = "auto"
+    threads: Annotated[int, _doc("CPU threads of the engine; 0: one for every core it may use.", ge=0)] = 0
+
+    @property
+    def wants_adapters(self) -> bool:
+        return bool(self.adapter) or self.enable_lora
+
+
+class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which engine runs the model, and its settings."""
+
+    engine: Annotated[
+        str,
+        _doc(
+            "A name from `weft engines`, several in the order in which they are tried (a,b), or auto: the best for "
+            "this machine that is installed."
+        ),
+    ] = "auto"
+    engine_url: Annotated[
+        str, _doc("Where a remote engine answers, as in http://localhost:8001/v1; for remote, cuda-trt, ascend-mindie.")
+    ] = ""
+    engine_api_key: Annotated[str, _doc("The key that a remote engine wants; empty: none.")] = ""
+    engine_model: Annotated[str, _doc("What a remote engine calls the model; empty: the first that it lists.")] = ""
+    tokenizer: Annotated[
+        str,
+        _doc(
+            "The model (a name, a path) whose tokenizer a remote engine's model has: prompts are then counted and "
+            "written here; empty: text and messages are passed on as they are."
+        ),
+    ] = ""
+    quantization: Annotated[
+        str, _doc("How vLLM quantises the weights, as in awq, gptq, fp8, bitsandbytes; empty: as the model says.")
+    ] = ""
+    tensor_parallel_size: Annotated[int, _doc("GPUs that hold the model together; for vLLM.", ge=1)] = 1
+    trust_remote_code: Annotated[
+        bool, _doc("Let vLLM run the code that comes with the model. Only for models that you have read.")
+    ] = False
+    allow_auto_tuning: Annotated[
+        bool, _doc("Try again with less where the memory does not hold what was asked; without it: fail, and say what.")
+    ] = True
+    stream_chunk_size: Annotated[
+        int, _doc("Tokens in a piece of an answer, where an engine gives it in larger ones; below 1 it is 1.")
+    ] = 4
+
+
+class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """The paged key-value cache."""
+
+    block_size: Annotated[int, _doc("Tokens in a cache block.", ge=1, le=256)] = 16
+    num_blocks: Annotated[int, _doc("Blocks in the cache; 0: as many as the memory given to it holds.", ge=0)] = 0
+    kv_cache_memory_mb: Annotated[
+        int, _doc("Memory for the cache, in MiB; 0: 512 on CPU, what --gpu-memory-utilization leaves on GPU.", ge=0)
+    ] = 0
+    gpu_memory_utilization: Annotated[
+        float, _doc("Share of the GPU's memory for all of Weft; above 0.90 it is lowered to 0.85.", gt=0, le=1)
+    ] = 0.75
+    insist_gpu_memory: Annotated[bool, _doc("Take a --gpu-memory-utilization above 0.90 at its word.")] = False
+    enable_prefix_caching: Annotated[bool, _doc("Reuse the cached blocks of prompts that begin alike.")] = True
+
+
+class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """How requests share the engine's steps."""
+
+    max_num_seqs: Annotated[int, _doc("Requests that run at the same time; 0: 32 on CPU, 256 on GPU.", ge=0)] = 0
+    max_num_batched_tokens: Annotated[int, _doc("Tokens computed in one step; 0: 2048 on CPU, 8192 on GPU.", ge=0)] = 0
+    max_prefill_chunk: Annotated[
+        int,
+        _doc("Prompt tokens of one request in a step; 0: 256 on CPU, 2048 on GPU.", ge=0),
+    ] = 0
+    max_mixed_prefill: Annotated[
+        int,
+        _doc(
+            "Prompt tokens in a step that also decodes: fewer keep the time between tokens short, more start new "
+            "answers sooner; 0: 256 on CPU, 384 on GPU.",
+            ge=0,
+        ),
+    ] = 0
+    max_loras: Annotated[
+        int, _doc("LoRA adapters that are in use at the same time; requests for others wait.", ge=1)
+    ] = 8
+    max_num_images: Annotated[
+        int, _doc("Images that are generated at the same time; 0: 16 on CPU, 64 on GPU.", ge=0)
+    ] = 0
+    max_mixed_denoise: Annotated[
+        int,
+        _doc(
+            "Tokens of denoise steps in a step that also decodes: fewer keep the time between tokens short, more "
+            "finish images sooner; 0: 256 on CPU, 2048 on GPU.",
+            ge=0,
+        ),
+    ] = 0
+    max_embedding_mb: Annotated[
+        int, _doc("MiB that images may hold in all: latents, hidden states of prompts, and tensors of clients.", ge=1)
+    ] = 1024
+    max_queued_requests: Annotated[
+        int,
+        _doc(
+            "Waiting requests; one more is answered 429. A tenant below its equal share still gets in, up to twice as "
+            "many in all.",
+            ge=1,
+        ),
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int,
+        _doc(
+            "Prompt tokens of waiting requests; more are answered 429. A tenant below its equal share still gets in, "
+            "up to twice as many in all.",
+            ge=1,
+        ),
+    ] = 1_000_000
+    max_preemptions: Annotated[
+        int, _doc("After so many preemptions a request gets all its blocks at once, or waits.", ge=0)
+    ] = 3
+    force_preempt_every: Annotated[int, _doc("For tests: preempt a request every n steps; 0: never.", ge=0)] = 0
+
+
+class EngineOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """How the engine process is supervised."""
+
+    start_timeout_s: Annotated[float, _doc("The engine must be ready by then.", gt=0)] = 600.0
+    heartbeat_timeout_s: Annotated[float, _doc("An engine silent for so long is replaced.", gt=0)] = 10.0
+    step_timeout_s: Annotated[float, _doc("An engine whose step takes longer is replaced.", gt=0)] = 300.0
+    max_restarts: Annotated[
+        int, _doc("Engine deaths in a row, without a token in between, before Weft gives up.", ge=0)
+    ] = 5
+
+
+class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """The HTTP server."""
+
+    host: Annotated[str, _doc("Address to listen on; one that other machines can reach needs --api-key.")] = "127.0.0.1"
+    insecure: Annotated[bool, _doc("Let other machines reach --host without a key.")] = False
+    port: Annotated[int, _doc("Port to listen on; 0: any free one.", ge=0, le=65535)] = 8000
+    drain_timeout_s: Annotated[float, _doc("How long running requests may go on after SIGTERM.", ge=0)] = 30.0
+    request_timeout_s: Annotated[float, _doc("A request is ended after so long; 0: never.", ge=0)] = 0.0
+    max_body_mb: Annotated[int, _doc("Largest request body, in MiB; a larger one is answered 413.", ge=1)] = 32
+    responses_store_entries: Annotated[
+        int, _doc("Answers of /v1/responses kept for previous_response_id, at most a day; 0: none.", ge=0)
+    ] = 1000
+    responses_store_mb: Annotated[int, _doc("Memory for the kept answers, in MiB of text.", ge=0)] = 64
+    max_schema_kb: Annotated[
+        int, _doc("Largest JSON schema or grammar of a request, in KiB of characters.", ge=1, le=1000)
+    ] = 64
+    max_schema_depth: Annotated[int, _doc("Deepest nesting of schemas in a request's JSON schema.", ge=1)] = 32
+    grammar_timeout_s: Annotated[float, _doc("A schema or grammar must be compiled by then.", gt=0)] = 5.0
+    api_key: Annotated[
+        list[str], _doc("Clients must send one of these keys; none: no key is required. WEFT_API_KEY takes a,b.")
+    ] = []
+    api_key_file: Annotated[
+        str, _doc("More keys, one a line, with or without a name before it; read again whenever it changes.")
+    ] = ""
+    admin_key: Annotated[list[str], _doc("Keys for /admin, and for nothing else; none: there is no /admin.")] = []
+    admin_key_file: Annotated[str, _doc("More admin keys, in a file like --api-key-file.")] = ""
+    allowed_host: Annotated[
+        list[str], _doc("Host names other than localhost that clients may use for a server without keys.")
+    ] = []
+    keep_alive_s: Annotated[
+        float, _doc("A stream that waits for its first token says so every so often; 0: never.", ge=0)
+    ] = 10.0
+    slow_reader_timeout_s: Annotated[
+        float, _doc("A client that reads nothing of its answer for so long is dropped; 0: never.", ge=0)
+    ] = 120.0
+    profile_dir: Annotated[str, _doc("Where POST /admin/profile/start puts traces; empty: it is refused.")] = ""
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("What is logged.")] = "info"
+    log_format: Annotated[Literal["text", "json"], _doc("json: every line of the log is an object.")] = "text"
+    log_prompts: Annotated[bool, _doc("Log the text of prompts as well.")] = False
+    otlp_endpoint: Annotated[
+        str, _doc("Send a trace of every request to this URL, by OTLP over HTTP (needs the extra otel); empty: none.")
+    ] = ""
+
+
+class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """How much clients may ask for, over HTTP and gRPC alike."""
+
+    max_requests_per_minute_per_key: Annotated[
+        int, _doc("More are answered 429; without keys it holds for all clients together; 0: no limit.", ge=0)
+    ] = 0
+    max_tokens_per_minute_per_key: Annotated[
+        int, _doc("The same for tokens, of prompts and answers together; 0: no limit.", ge=0)
+    ] = 0
+    max_concurrent_per_key: Annotated[int, _doc("The same for requests at the same time; 0: no limit.", ge=0)] = 0
+    max_header_kb: Annotated[
+        int, _doc("A request's head (its first line and its headers), in KiB; more is answered 431.", ge=1, le=1024)
+    ] = 32
+    max_headers: Annotated[int, _doc("Headers of a request; more are answered 431.", ge=8)] = 128
+    max_json_depth: Annotated[
+        int, _doc("How deep a body's JSON may be nested; deeper is answered 400.", ge=4, le=512)
+    ] = 64
+    max_messages: Annotated[int, _doc("Messages of one chat; more are answered 400.", ge=1)] = 2048
+    max_tools: Annotated[int, _doc("Tools of one chat; more are answered 400.", ge=1)] = 128
+    max_prompts: Annotated[int, _doc("Prompts of one request; more are answered 400.", ge=1)] = 128
+    max_n: Annotated[int, _doc("Choices of one prompt (n); more are answered 400.", ge=1)] = 128
+    max_stop: Annotated[int, _doc("Stop strings of one request; more are answered 400.", ge=1, le=16)] = 16
+    max_logprobs: Annotated[
+        int, _doc("Likeliest tokens that are reported for each one; more are answered 400.", ge=0, le=20)
+    ] = 20
+    max_logit_bias: Annotated[int, _doc("Entries of logit_bias; more are answered 400.", ge=0, le=1024)] = 1024
+    allow_prompt_embeds: Annotated[
+        bool, _doc("Take tensors from clients: encoded prompts, and other conditioning of a model.")
+    ] = False
+
+
+class GrpcOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """The gRPC server."""
+
+    grpc: Annotated[bool, _doc("Answer gRPC as well, on the same --host.")] = True
+    grpc_port: Annotated[int, _doc("Port for gRPC; 0: any free one.", ge=0, le=65535)] = 50051
+    grpc_socket: Annotated[str, _doc("A unix socket for gRPC in addition to the port; empty: none.")] = ""
+    grpc_buffer_size: Annotated[
+        int, _doc("Chunks of text joined into one message at most; 1: every chunk is a message.", ge=1)
+    ] = 8
+    grpc_flush_interval_ms: Annotated[int, _doc("Longest time that a chunk waits to be joined.", ge=0)] = 50
+    grpc_max_message_mb: Annotated[
+        int, _doc("Largest message from a client, in MiB; a larger one is RESOURCE_EXHAUSTED.", ge=1, le=1024)
+    ] = 4
+    grpc_max_streams: Annotated[
+        int, _doc("Calls of StreamPredict and GenerateImage at the same time; one more is RESOURCE_EXHAUSTED.", ge=1)
+    ] = 1000
+    grpc_tls_cert: Annotated[str, _doc("The server's certificate chain, a PEM file; empty: no TLS.")] = ""
+    grpc_tls_key: Annotated[str, _doc("The private key of --grpc-tls-cert, a PEM file.")] = ""
+    grpc_tls_client_ca: Annotated[
+        str, _doc("A PEM file with authorities: clients must have a certificate from one of them.")
+    ] = ""
+
+
+class ModelPoolOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Several models behind one server."""
+
+    models_file: Annotated[
+        str, _doc("A file that names the models to serve: JSON, TOML or YAML; read again whenever it changes.")
+    ] = ""
+    preload: Annotated[list[str], _doc("Models of the file to load at start; others are when they are asked for.")] = []
+    max_loaded_models: Annotated[
+        int, _doc("Models loaded at the same time: for one more, the one not used for longest goes; 0: no limit.", ge=0)
+    ] = 0
+    max_models_memory: Annotated[
+        str,
+        _doc(
+            "Memory of all loaded models together: GiB (24), or a share of the machine's (80%); empty: what is free.",
+            pattern=r"^([0-9]+(\.[0-9]+)?%?)?$",
+        ),
+    ] = ""
+    model_wait_s: Annotated[
+        float, _doc("A request waits so long for its model to be loaded; then it is answered 503.", gt=0)
+    ] = 120.0
+    max_waiting_per_model: Annotated[
+        int, _doc("Requests that wait for one model to be loaded; one more is answered 503.", ge=1)
+    ] = 256
+    check_models: Annotated[bool, _doc("Find, fetch and check all models of the file, load none, and end.")] = False
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    model: ModelOptions = ModelOptions()
+    backend: BackendOptions = BackendOptions()
+    cache: CacheOptions = CacheOptions()
+    scheduler: SchedulerOptions = SchedulerOptions()
+    engine: EngineOptions = EngineOptions()
+    server: ServerOptions = ServerOptions()
+    limits: LimitOptions = LimitOptions()
+    grpc: GrpcOptions = GrpcOptions()
+    fleet: ModelPoolOptions = ModelPoolOptions()
+
+
+LoadMode = Literal["check_only", "check_and_load", "async_load"]
+"""check_only finds, fetches and checks the model and loads nothing; async_load does not wait until it is loaded."""
+
+
+class ModelEntry(Struct, frozen=True, kw_only=True):
+    """One of several models: the name that clients use, and all its settings."""
+
+    name: str
+    config: Config
+    adapters: dict[str, str] = {}
+    """LoRA directories by the names that requests give."""
+    load_mode: LoadMode = "check_and_load"
+    preload: bool = False
+    """True to load it when the server starts, and not only when a request asks for it."""
+    place: str = ""
+    """The file and the line where it is written."""
+
+
+class Setting(Struct, frozen=True):
+    """One field of the configuration, as flags, environment and files need to know it."""
+
+    section: str
+    name: str
+    type: Any
+    default: Any
+    doc: str
+    choices: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return "WEFT_" + self.name.upper()
+
+
+def settings(*sections: str) -> Iterator[Setting]:
+    """Yield every setting of the named sections, or of all of them."""
+    for section, options in get_type_hints(Config).items():
+        if sections and section not in sections:
+            continue
+        for name, hint in get_type_hints(options, include_extras=True).items():
+            bare, meta = get_args(hint)
+            literal = getattr(bare, "__origin__", None) is Literal
+            yield Setting(
+                section=section,
+                name=name,
+                type=str if literal else bare,
+                default=getattr(options(), name),
+                doc=meta.description,
+                choices=get_args(bare) if literal else (),
+            )
