@@ -407,7 +407,7 @@ class Timings(Struct, frozen=True, kw_only=True):
 
 
 class Output(Struct, frozen=True, kw_only=True):
-    """One item of a stream: new text and its tokens, a vector, or the progress of an image; the last one has `finish`."""
+    """One item of a stream: new text and its tokens, a vector, or an image's progress; the last one has `finish`."""
 
     text: str = ""
     token_ids: list[int] = []
