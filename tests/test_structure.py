@@ -72,8 +72,8 @@ SMALL_ON_PURPOSE = {
     "weft.__main__": "`python -m weft` needs a module of this name",
     "weft.text.grammars.sandbox_child": "a script for a process that imports nothing of Weft",
     "weft.compat.factory": "a lazy name of weft.backends, which must not load it before it is asked for",
-    "weft.kernels.triton.linears": "a family of kernels, imported where there is a GPU",
-    "weft.kernels.triton.rope_store": "a family of kernels, imported where there is a GPU",
+    "weft.scheduler.parallel_sampling": "a whole idea, named by the field",
+    "weft.scheduler.prefix_cache": "a whole idea, named by the field",
 }
 """Modules below SMALL_LINES with one importer, and why each stands alone."""
 

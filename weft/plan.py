@@ -71,7 +71,7 @@ class Limits(Struct, frozen=True, kw_only=True):
         return -(-num_tokens // self.block_size)
 
 
-class Admission(Struct, frozen=True):
+class RowAdmission(Struct, frozen=True):
     """A request takes a row of the worker until `StepPlan.release` names that row."""
 
     row: int
@@ -167,7 +167,7 @@ class StepPlan(Struct, frozen=True):
     step_id: int
     release: list[int]
     """Rows to forget before anything else; after a step that failed, also rows that the worker may not know."""
-    admit: list[Admission]
+    admit: list[RowAdmission]
     rows: list[Row]
     release_slots: list[int] = []
     """Latent slots to forget, in the same way."""

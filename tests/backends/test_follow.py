@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.waiting import PATIENCE
-from weft.backends.native import ImageProgress, NativeStream
+from weft.backends.native import ImageOutputs, NativeStream
 from weft.engine.journal import Entry, Journal
 from weft.text.detokenizer import OutputText
 from weft.types import Event, FinishReason, ImageParams, Output, Request, SamplingParams
@@ -218,7 +218,7 @@ def test_every_step_of_an_image_is_an_output_however_late_it_is_read(following: 
 
     async def scenario() -> None:
         client = JournalOnly()
-        stream = NativeStream(client, request, ImageProgress(request, 10))  # type: ignore[arg-type]
+        stream = NativeStream(client, request, ImageOutputs(request, 10))  # type: ignore[arg-type]
         client.journal.record(Event(request_id="r", denoise_step=1, image=b"first"))
         client.journal.record(Event(request_id="r", denoise_step=2, image=b"second"))
         client.journal.record(Event(request_id="r", denoise_step=3, image=b"third", finish=FinishReason.STOP))

@@ -126,7 +126,7 @@ def test_a_middle_sized_model_in_bfloat16(tmp_path: Path) -> None:
     from weft.kernels import REFERENCE, ops_for
     from weft.kernels.weights import DecoderWeights, LayerWeights
     from weft.model.dense import DenseConfig, DenseModel
-    from weft.plan import Admission, Row, StepPlan
+    from weft.plan import Row, RowAdmission, StepPlan
     from weft.worker.forward_step import Stepper
     from weft.worker.rows import RowTable
     from weft.worker.runner import Runner
@@ -162,7 +162,7 @@ def test_a_middle_sized_model_in_bfloat16(tmp_path: Path) -> None:
     rows = [Row(0, 0, 300, list(range(1, 20)), True), Row(1, 0, 17, [20, 21], True), Row(2, 0, 1, [22], True)]
     params = SamplingParams(temperature=0, seed=0)
     prompts = [torch.randint(5000, (row.count,)).tolist() for row in rows]
-    admit = [Admission(i, prompt, len(prompt), params, []) for i, prompt in enumerate(prompts)]
+    admit = [RowAdmission(i, prompt, len(prompt), params, []) for i, prompt in enumerate(prompts)]
     logits = []
     for model, dtype in ((DenseModel(config, weights, ops_for("cuda"), 512), torch.bfloat16),
                          (DenseModel(replace(config), wide, REFERENCE, 512), torch.float32)):  # fmt: skip

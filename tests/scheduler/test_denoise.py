@@ -21,7 +21,7 @@ from tests.scheduler.simulation import (
 )
 from weft.errors import InvalidRequest
 from weft.plan import ImageLimits, KeptHiddenStates, Limits
-from weft.scheduler.cursors import EncodePrompt, GenerateImage, GenerateTokens, PoolPrompt, stages_of
+from weft.scheduler.cursors import DenoiseStage, EncodePrompt, GenerateTokens, PoolPrompt, stages_of
 from weft.scheduler.denoise import PATIENCE
 from weft.scheduler.integrity import IntegrityError, check_integrity
 from weft.scheduler.prompt_embeds import PromptKey
@@ -69,15 +69,15 @@ def encode(*token_ids: int, salt: str = "") -> EncodePrompt:
 def test_the_kind_comes_from_the_request_and_the_model() -> None:
     here = roomy()
     image = drawing("i", [1, 2], negative=[3])
-    of_two = GenerateImage(image.image, 4 * 2)
+    of_two = DenoiseStage(image.image, 4 * 2)
     assert stages_of(image, here) == [encode(1, 2), encode(3), of_two]
     assert stages_of(request("t", [1, 2]), here) == [GenerateTokens()]
     assert stages_of(request("v", [1, 2], pooling=Pooling.MEAN), here) == [PoolPrompt(Pooling.MEAN)]
-    assert stages_of(drawing("i", [1, 2]), here) == [encode(1, 2), GenerateImage(drawing("i").image, 8)]
+    assert stages_of(drawing("i", [1, 2]), here) == [encode(1, 2), DenoiseStage(drawing("i").image, 8)]
     alone = drawing("i", [1, 2], negative=[3], guidance=1.0)
-    assert stages_of(alone, here) == [encode(1, 2), GenerateImage(alone.image, 4)], "one pass steers away from nothing"
+    assert stages_of(alone, here) == [encode(1, 2), DenoiseStage(alone.image, 4)], "one pass steers away from nothing"
     twice = drawing("i", [1, 2], negative=[1, 2], salt="s")
-    assert stages_of(twice, here) == [encode(1, 2, salt="s"), GenerateImage(twice.image, 8)], "one text, encoded once"
+    assert stages_of(twice, here) == [encode(1, 2, salt="s"), DenoiseStage(twice.image, 8)], "one text, encoded once"
 
 
 @DELAYS

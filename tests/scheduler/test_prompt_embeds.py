@@ -12,7 +12,7 @@ from tests.scheduler.simulation import Simulation, drawing, embeds, expected_out
 from tests.scheduler.test_denoise import DELAYS, assert_drawn, assert_nothing_is_held, roomy, simulated
 from weft.errors import InvalidRequest
 from weft.payloads import GivenTexts, PromptEmbeds
-from weft.scheduler.cursors import EncodePrompt, GenerateImage, stages_of
+from weft.scheduler.cursors import DenoiseStage, EncodePrompt, stages_of
 from weft.scheduler.integrity import IntegrityError, check_integrity
 from weft.scheduler.prompt_embeds import EmbedsCache, PromptKey
 from weft.scheduler.scheduler import Scheduler
@@ -246,9 +246,9 @@ def test_images_wait_for_texts_where_those_are_fewer_than_canvases() -> None:
 def test_the_language_model_is_not_asked_for_what_a_client_has_encoded() -> None:
     here = roomy()
     both = drawing("i", negative_given=embeds(3, 4), given=embeds(1, 2))
-    assert stages_of(both, here) == [GenerateImage(both.image, 8)]
+    assert stages_of(both, here) == [DenoiseStage(both.image, 8)]
     prompt_alone = drawing("i", given=embeds(1, 2), negative=[3])
-    assert stages_of(prompt_alone, here) == [EncodePrompt(PromptKey("", (3,))), GenerateImage(prompt_alone.image, 8)]
+    assert stages_of(prompt_alone, here) == [EncodePrompt(PromptKey("", (3,))), DenoiseStage(prompt_alone.image, 8)]
 
 
 @DELAYS

@@ -10,7 +10,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from weft.kernels import REFERENCE, Ops
-from weft.plan import Admission, StepPlan
+from weft.plan import RowAdmission, StepPlan
 from weft.types import SamplingParams
 from weft.worker import sampler
 from weft.worker.rows import RowTable
@@ -38,7 +38,7 @@ def table_of(targets: Sequence[Target], device: str = "cpu", length: int = 0, st
     table = RowTable(len(targets), length, 1, torch.device(device))
     table.tokens.fill_(stale)
     admit = [
-        Admission(i, list(target.history), target.num_prompt, target.params, list(target.stops))
+        RowAdmission(i, list(target.history), target.num_prompt, target.params, list(target.stops))
         for i, target in enumerate(targets)
     ]
     writes = table.take_in(StepPlan(0, [], admit, []))

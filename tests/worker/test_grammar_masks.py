@@ -9,7 +9,7 @@ import torch
 
 from weft.errors import InvalidRequest
 from weft.kernels import REFERENCE
-from weft.plan import Admission, Row, Sampled
+from weft.plan import Row, RowAdmission, Sampled
 from weft.types import SamplingParams
 from weft.worker import grammar_masks as constraints_module
 from weft.worker.grammar_masks import followed, masks_of, rule_out
@@ -34,7 +34,7 @@ def table_of(*grammars: str, **params: object) -> RowTable:
 
 def admit(table: RowTable, row: int, grammar: str, tokens: list[int], **params: object) -> None:
     asked = SamplingParams(**{"temperature": 0.0, "seed": 0, **params}, grammar=grammar and grammar + OPTIONS)
-    admission = Admission(row, tokens, 1, asked, ENDS)
+    admission = RowAdmission(row, tokens, 1, asked, ENDS)
     table.settings.admit(admission)
     table.constraints.admit(admission)
 

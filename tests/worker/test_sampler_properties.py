@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.worker.targets import Target, sample, sample_rows, table_of, target
 from weft.kernels import REFERENCE
 from weft.kernels.sampling import gumbel_noise
-from weft.plan import Admission, StepPlan
+from weft.plan import RowAdmission, StepPlan
 from weft.types import SamplingParams
 from weft.worker.sampler import warm_up_sampler
 
@@ -182,7 +182,7 @@ def test_a_row_forgets_who_had_it_before() -> None:
     table = table_of([rows_needing_sampler, rows_needing_sampler])
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, 3.0, 1.0]])
     assert [one.token_id for one in sample_rows(logits, table, [0, 1], [3, 3]).read()] == [2, 2]
-    plain = Admission(0, [1, 1, 1], 3, SamplingParams(temperature=0, seed=0), [])
+    plain = RowAdmission(0, [1, 1, 1], 3, SamplingParams(temperature=0, seed=0), [])
     table.take_in(StepPlan(1, [0], [plain], []))
     assert table.settings.rows_needing_sampler == {1}
     for rows in ([0], [0, 1]):

@@ -96,7 +96,7 @@ def refuse(config: Config, files: ModelFiles | None) -> None:
         )
 
 
-class OutputReader(Protocol):
+class OutputMaker(Protocol):
     """Makes outputs of what arrives for one request. After the output with `finish`, `ended` is true."""
 
     ended: bool
@@ -104,7 +104,7 @@ class OutputReader(Protocol):
     def push(self, arrived: Sequence[Arrival]) -> Output | None: ...
 
 
-class ImageProgress:
+class ImageOutputs:
     """The outputs of a request for an image: one for every event, so that no preview is lost."""
 
     def __init__(self, request: Request, step_tokens: int) -> None:
@@ -132,7 +132,7 @@ class ImageProgress:
 class NativeStream(Stream):
     """The outputs of one request, which is queued when this is made."""
 
-    def __init__(self, client: EngineClient, request: Request, reader: OutputReader) -> None:
+    def __init__(self, client: EngineClient, request: Request, reader: OutputMaker) -> None:
         self._client = client
         self._reader = reader
         self._entry = client.submit(request)
@@ -312,7 +312,7 @@ class NativeEngine:
         if conditioning != NO_TEXTS:
             # To look at every value takes a while: other streams go on meanwhile.
             await asyncio.to_thread(drawn.check_given, max_rows=model.max_prompt_tokens, width=model.text_width)
-        return NativeStream(self.client, drawn, ImageProgress(drawn, model.num_tokens * params.passes_per_step))
+        return NativeStream(self.client, drawn, ImageOutputs(drawn, model.num_tokens * params.passes_per_step))
 
     def _image_model(self, prompt_token_ids: list[int], params: ImageParams) -> ImageModelInfo:
         """Return the model that can generate this image; raises InvalidRequest when none can."""

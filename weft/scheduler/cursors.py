@@ -80,7 +80,7 @@ class EncodePrompt(Struct, frozen=True):
     key: PromptKey
 
 
-class GenerateImage(Struct, frozen=True):
+class DenoiseStage(Struct, frozen=True):
     """Denoise an image, step by step."""
 
     image: ImageParams
@@ -88,7 +88,7 @@ class GenerateImage(Struct, frozen=True):
     """Tokens that one denoise step counts as."""
 
 
-Stage = GenerateTokens | PoolPrompt | EncodePrompt | GenerateImage
+Stage = GenerateTokens | PoolPrompt | EncodePrompt | DenoiseStage
 
 
 def stages_of(request: Request, limits: Limits) -> list[Stage]:
@@ -97,7 +97,7 @@ def stages_of(request: Request, limits: Limits) -> list[Stage]:
     if image is None or limits.image is None:
         return [GenerateTokens() if request.pooling is None else PoolPrompt(request.pooling)]
     keys = dict.fromkeys(source for source in embeds_sources(request) if isinstance(source, PromptKey))
-    return [*map(EncodePrompt, keys), GenerateImage(image, limits.image.cost(image))]
+    return [*map(EncodePrompt, keys), DenoiseStage(image, limits.image.cost(image))]
 
 
 class ScarceResource(enum.Enum):
@@ -513,6 +513,6 @@ def first_cursor(request: Request, limits: Limits, arrival: int, arrived_at: flo
     match stages_of(request, limits)[-1]:
         case PoolPrompt(pooling=pooling):
             return PoolCursor(request, pooling, limits.block_size, arrival, arrived_at)
-        case GenerateImage(image=image, cost=cost):
+        case DenoiseStage(image=image, cost=cost):
             return DenoiseCursor(request, image, cost, arrival, arrived_at)
     return TokenCursor(request, limits.max_model_len, limits.block_size, arrival, arrived_at)

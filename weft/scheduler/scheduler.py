@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from weft.plan import Admission, Limits, PromptLogprobs, Row, Sampled, StepPlan, StepResult
+from weft.plan import Limits, PromptLogprobs, Row, RowAdmission, Sampled, StepPlan, StepResult
 from weft.scheduler import policy
 from weft.scheduler.block_pool import Block, BlockPool
 from weft.scheduler.cursors import Cursor, RowCursor, first_cursor, needs_row
@@ -277,7 +277,7 @@ class Scheduler:
             self._counts["prefix_queries"] += cursor.num_prompt
             self._counts["prefix_hits"] += cursor.cached_tokens
         step.admit.append(
-            Admission(
+            RowAdmission(
                 cursor.row,
                 cursor.tokens,
                 cursor.num_prompt,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from weft.plan import Admission, Denoise, DenoiseAdmission, DenoiseOutput, Row, Sampled
+from weft.plan import Denoise, DenoiseAdmission, DenoiseOutput, Row, RowAdmission, Sampled
 from weft.scheduler.cursors import Cursor, DenoiseCursor, RowCursor
 from weft.types import Event, FinishReason
 
@@ -26,7 +26,7 @@ class Step:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.rows: list[Row] = []
-        self.admit: list[Admission] = []
+        self.admit: list[RowAdmission] = []
         self.denoise: list[Denoise] = []
         self.admit_images: list[DenoiseAdmission] = []
         self.promised = Promised({}, [])

@@ -15,7 +15,7 @@ from weft.text.grammars.compiler import GrammarCompiler
 from weft.text.grammars.specs import GrammarSpec, ThinkingSpec, ToolCallsSpec, encode_spec
 
 
-class GrammarWriter:
+class OutputConstraints:
     """Writes what keeps outputs in form: a compiled grammar for an engine that computes with tokens, the request's own
     fields for one that is given text. Which of the two it is may change while the server runs."""
 
@@ -46,7 +46,7 @@ class ServedModel(Struct, frozen=True, kw_only=True):
     """The operator's name for it, or its own."""
     created: int
     metrics: Metrics
-    grammars: GrammarWriter
+    grammars: OutputConstraints
     options: ServerOptions
     limits: LimitOptions
     traces: Traces | None = None
@@ -104,7 +104,7 @@ def open_served_model(config: Config, engine: Engine, traces: Traces | None) -> 
         model_name=name,
         created=int(time.time()),
         metrics=Metrics(name, engine),
-        grammars=GrammarWriter(engine, config.server),
+        grammars=OutputConstraints(engine, config.server),
         options=config.server,
         limits=config.limits,
         traces=traces,

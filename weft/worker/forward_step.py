@@ -58,7 +58,7 @@ class RequestedStates(NamedTuple):
     hidden: Tensor
 
 
-class StepOutput(NamedTuple):
+class ForwardOutput(NamedTuple):
     """The output of a step for each of its samples, on the device."""
 
     logits: Tensor
@@ -87,7 +87,7 @@ class Stepper:
         longest: int,
         requested: RequestedTokens | None = None,
         adapted: Sequence[AdaptedRun] = (),
-    ) -> StepOutput:
+    ) -> ForwardOutput:
         """Compute a step in which no sequence is longer than `longest`. It neither waits for the device nor reads from
         it."""
         table, positions = self.table, inputs.positions
@@ -109,7 +109,7 @@ class Stepper:
             logits, states = self._requested(requested, inputs, tokens, batch, adapted)
         best, peaks = self.model.ops.greedy(logits)
         table.tokens[inputs.sample_rows, inputs.sample_positions + 1] = best
-        return StepOutput(logits, best, peaks, states)
+        return ForwardOutput(logits, best, peaks, states)
 
     def _requested(
         self,

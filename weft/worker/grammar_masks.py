@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.errors import InvalidRequest
-from weft.plan import Admission, Row, Sampled
+from weft.plan import Row, RowAdmission, Sampled
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -140,7 +140,7 @@ class Constraints:
             raise InvalidRequest("This model has no token that ends an answer, so no grammar can be followed.")
         return self._factory.build(grammar)
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: RowAdmission) -> None:
         self.release(admission.row)
         if admission.params.grammar:
             assert self._factory is not None

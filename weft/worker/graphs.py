@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.switches import is_on
-from weft.worker.forward_step import StepOutput, Stepper
+from weft.worker.forward_step import ForwardOutput, Stepper
 from weft.worker.inputs import StepShape, section_sizes, views
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
     """The packed inputs, written before a replay."""
-    output: StepOutput
+    output: ForwardOutput
 
 
 def graph_shapes(max_rows: int) -> list[StepShape]:
@@ -71,7 +71,7 @@ class StepGraphs:
             self._try_capture(shape)
         return shape if shape in self._captured else None
 
-    def replay(self, shape: StepShape, packed: Tensor) -> StepOutput:
+    def replay(self, shape: StepShape, packed: Tensor) -> ForwardOutput:
         """Replay a graph. The next replay overwrites the output that is returned."""
         captured = self._captured[shape]
         captured.inputs.copy_(packed)

@@ -13,7 +13,7 @@ from weft.machine.hardware import read_memory
 from weft.machine.memory import GIB, DeviceMemory, Shape, safe_share
 from weft.model.dense import DenseModel
 from weft.options import CacheOptions
-from weft.plan import Admission, Denoise, DenoiseAdmission, ImageLimits, Limits, PlacedEmbeds, Row, StepPlan
+from weft.plan import Denoise, DenoiseAdmission, ImageLimits, Limits, PlacedEmbeds, Row, RowAdmission, StepPlan
 from weft.types import MAX_LOGPROBS, ImageParams, MemoryLedger, SamplingParams
 from weft.worker.diffusion.denoiser import Denoiser
 from weft.worker.forward_step import Stepper
@@ -117,7 +117,7 @@ def largest_step(limits: Limits) -> StepPlan:
     starts[-1] = limits.max_model_len - 1 - counts[-1]
     # Without blocks, everything is written to the null block.
     rows = [Row(i, start, count, [], True) for i, (start, count) in enumerate(zip(starts, counts, strict=True))]
-    admit = [Admission(row.row, [0] * (row.start + row.count), 1, COSTLIEST, []) for row in rows]
+    admit = [RowAdmission(row.row, [0] * (row.start + row.count), 1, COSTLIEST, []) for row in rows]
     return StepPlan(-1, [], admit, rows)
 
 

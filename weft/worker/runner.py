@@ -11,7 +11,7 @@ import torch
 
 from weft.plan import Row, StepPlan, StepResult
 from weft.worker.diffusion.denoiser import DenoiseOutputBatch, Denoiser
-from weft.worker.forward_step import StepOutput, Stepper
+from weft.worker.forward_step import ForwardOutput, Stepper
 from weft.worker.grammar_masks import Constraint, Constraints, Masks, followed, masks_of
 from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import exact_shape, lay_out, to_device, views
@@ -153,7 +153,12 @@ class Runner:
 
     @torch.inference_mode()
     def _sample_constrained(
-        self, plan: StepPlan, rows: list[Row], output: StepOutput, constrained: dict[int, Constraint], side: SideOutputs
+        self,
+        plan: StepPlan,
+        rows: list[Row],
+        output: ForwardOutput,
+        constrained: dict[int, Constraint],
+        side: SideOutputs,
     ) -> Pending:
         return Pending(plan, rows, self._sampled(rows, output, masks_of(constrained)), side, constrained)
 
@@ -164,7 +169,7 @@ class Runner:
             self.denoiser.take_in(plan)
             return self.denoiser.denoise(plan.denoise) if plan.denoise else None
 
-    def _sampled(self, rows: list[Row], output: StepOutput, masks: Masks | None = None) -> SampledBatch | None:
+    def _sampled(self, rows: list[Row], output: ForwardOutput, masks: Masks | None = None) -> SampledBatch | None:
         """Sample for the rows that need more than the likeliest token, which is in the table already."""
         if not rows:
             return None

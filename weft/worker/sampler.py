@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels import Ops
-from weft.plan import Admission, Sampled
+from weft.plan import RowAdmission, Sampled
 from weft.types import MAX_LOGPROBS, SamplingParams, TokenLogprob
 from weft.worker.grammar_masks import Masks, rule_out
 from weft.worker.inputs import arrival_of, to_device, to_host
@@ -164,7 +164,7 @@ def warm_up_sampler(logits: Tensor, ops: Ops) -> None:
     logits = logits[:1]
     for params in _WARM_UP_PARAMS:
         table = RowTable(1, 2, 1, logits.device)
-        table.settings.admit(Admission(0, [0], 1, params, []))
+        table.settings.admit(RowAdmission(0, [0], 1, params, []))
         sample(logits, *ops.greedy(logits), table, [0], [1], ops).read()
 
 

@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.plan import Admission
+from weft.plan import RowAdmission
 from weft.types import SamplingParams
 
 Ints = NDArray[np.int64]
@@ -94,7 +94,7 @@ class SamplingSettings:
         self._records = np.full(num_rows, PLAIN)
         self._edits: dict[int, Edits] = {}
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: RowAdmission) -> None:
         self.release(admission.row)
         record = _record(admission.params)
         edits = _edits(admission.params, admission.num_prompt_tokens, admission.stop_token_ids)

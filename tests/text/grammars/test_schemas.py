@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator, FormatChecker
 from tests.text.grammars.grammar_maker import grammars
 from tests.text.grammars.schemas import SCHEMAS
 from weft.kernels import REFERENCE
-from weft.plan import Admission, Row
+from weft.plan import Row, RowAdmission
 from weft.text.grammars.specs import JsonSchemaSpec, vocabulary_of
 from weft.text.tokenizer import Tokenizer
 from weft.types import SamplingParams, TextAssets
@@ -41,7 +41,7 @@ def outputs(smollm2_assets: TextAssets) -> dict[str, list[str]]:
     for row in rows:
         seed = SEEDS[row // len(made)]
         params = SamplingParams(temperature=0.5 + seed / 2, seed=seed, grammar=made[row % len(made)])
-        admission = Admission(row, [0], 1, params, [end])
+        admission = RowAdmission(row, [0], 1, params, [end])
         table.settings.admit(admission)
         table.constraints.admit(admission)
     written: dict[int, list[int]] = {row: [] for row in rows}
