@@ -28,8 +28,7 @@ from weft.types import FinishReason, ImageParams, Output
 TELLS_OF_ITS_STEPS = """
 import sys
 from pathlib import Path
-from weft import cli
-from weft.api import terminal
+from weft import cli, terminal
 
 begun = Path(sys.argv.pop(1))
 

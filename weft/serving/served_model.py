@@ -15,9 +15,9 @@ from weft.text.grammars.compiler import GrammarCompiler
 from weft.text.grammars.specs import GrammarSpec, ThinkingSpec, ToolCallsSpec, encode_spec
 
 
-class OutputConstraints:
-    """Writes what keeps outputs in form: a compiled grammar for an engine that computes with tokens, the request's own
-    fields for one that is given text. Which of the two it is may change while the server runs."""
+class ModelGrammars:
+    """Gives an engine what keeps outputs in form: a compiled grammar where it computes with tokens, the request's own
+    fields where it is given text. Which of the two it is may change while the server runs."""
 
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         self._engine = engine
@@ -46,7 +46,7 @@ class ServedModel(Struct, frozen=True, kw_only=True):
     """The operator's name for it, or its own."""
     created: int
     metrics: Metrics
-    grammars: OutputConstraints
+    grammars: ModelGrammars
     options: ServerOptions
     limits: LimitOptions
     traces: Traces | None = None
@@ -104,7 +104,7 @@ def open_served_model(config: Config, engine: Engine, traces: Traces | None) -> 
         model_name=name,
         created=int(time.time()),
         metrics=Metrics(name, engine),
-        grammars=OutputConstraints(engine, config.server),
+        grammars=ModelGrammars(engine, config.server),
         options=config.server,
         limits=config.limits,
         traces=traces,
