@@ -164,7 +164,7 @@ def test_an_answer_that_is_left_is_ended_and_the_engine_lives_on(local: LocalEng
     deltas = local.stream([1], SamplingParams())
     assert next(iter(deltas)).text == "Hel"
     deltas.close()  # type: ignore[attr-defined]
-    assert local.engine.open_requests() == 0
+    assert local.engine.stats().open_requests == 0
     local.engine.script = answer("again")  # type: ignore[attr-defined]
     assert "".join(delta.text for delta in local.stream([1], SamplingParams())) == "again"
 

@@ -17,14 +17,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.api.openai.pixels import pixels_of
-from tests.api.scripted_engine import PAINTER, ImageStep, ScriptedEngine, picture
+from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step, picture
 from tests.waiting import PATIENCE, wait_until
 from weft import LLM, cli, llm, terminal
-from weft.backends.contract import ImageUpdate
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ConfigError, EngineFault, InvalidRequest
-from weft.serving.image_request import Wish
-from weft.types import FinishReason, ImageParams
+from weft.serving.image_request import ImageOptions
+from weft.types import FinishReason, ImageParams, Output
 
 TELLS_OF_ITS_STEPS = """
 import sys
@@ -83,7 +82,7 @@ def test_a_bar_tells_how_far_the_image_is(tmp_path: Path) -> None:
     engine = ScriptedEngine(images=PAINTER)
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=100)
-    asyncio.run(terminal.draw_image(engine, Wish(prompt="a"), tmp_path / "a.png", console))
+    asyncio.run(terminal.write_image(engine, ImageOptions(prompt="a"), tmp_path / "a.png", console))
     assert "6/6" in written.getvalue()
 
 
@@ -108,10 +107,10 @@ def test_what_cannot_be_drawn_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    "end", [ImageUpdate(step=1, finish=FinishReason.ERROR, error="no luck"), EngineFault("no luck")]
+    "end", [Output(denoise_step=1, finish=FinishReason.ERROR, error="no luck"), EngineFault("no luck")]
 )
-def test_an_image_that_fails_closes_the_engine(engine: ScriptedEngine, tmp_path: Path, end: ImageStep) -> None:
-    engine.image_script = [ImageUpdate(step=1), end]
+def test_an_image_that_fails_closes_the_engine(engine: ScriptedEngine, tmp_path: Path, end: Step) -> None:
+    engine.image_script = [Output(denoise_step=1), end]
     done = weft("a", "-o", str(tmp_path / "out.png"))
     assert isinstance(done.exception, EngineFault) and "no luck" in str(done.exception)
     assert engine.closed and not engine.open and not list(tmp_path.iterdir())

@@ -246,11 +246,11 @@ def image(
     from msgspec.structs import replace
 
     from weft import logs, terminal
-    from weft.serving.image_request import Wish, sampler_named, sides
+    from weft.serving.image_request import ImageOptions, sampler_named, sides
 
     terminal.check_image_file(output)
     width, height = sides(size)
-    wish = Wish(
+    options = ImageOptions(
         prompt=prompt,
         negative_prompt=negative,
         width=width,
@@ -268,7 +268,7 @@ def image(
     async def generate_image() -> None:
         engine = await _start(native)
         try:
-            await terminal.draw_image(engine, wish, output, _console(stderr=True))
+            await terminal.write_image(engine, options, output, _console(stderr=True))
         finally:
             await engine.close()
 

@@ -1,4 +1,4 @@
-"""The terminal as a door: one answer, a conversation, or an image."""
+"""The terminal as an endpoint: one answer, a conversation, or an image."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from weft.backends.contract import Engine, ImageUpdate, Prompt, chat_prompt, text_prompt
+from weft.backends.contract import Engine, chat_prompt, text_prompt
 from weft.errors import ConfigError, WeftError
-from weft.serving.image_generation import draw
-from weft.serving.image_request import Wish, job_of
-from weft.types import Output, SamplingParams
+from weft.serving.image_request import ImageOptions, generate_image, image_requests
+from weft.types import GenerateImage, Output, Prompt, SamplingParams
 
 
 class LocalEngine(Protocol):
@@ -23,7 +22,7 @@ class LocalEngine(Protocol):
     def engine(self) -> Engine: ...
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Output]:
-        """The answer as it comes; raises the error that it ends with. Leaving the iterator early aborts."""
+        """Yield the answer as it comes; raises the error that it ends with. Leaving the iterator early aborts."""
 
 
 HELP = "/clear forgets the conversation, /exit leaves, Ctrl-C stops an answer."
@@ -76,19 +75,21 @@ def check_image_file(path: Path) -> None:
         raise ConfigError(f"There is no folder {path.absolute().parent}.", hint="Make it first, or give -o another.")
 
 
-async def draw_image(engine: Engine, wish: Wish, path: Path, console: Console) -> None:
-    """Draw it with a bar that tells how far it is, write it, and say where it is."""
-    job = job_of(wish, engine)
-    params = job.images[0]
+async def write_image(engine: Engine, options: ImageOptions, path: Path, console: Console) -> None:
+    """Generate an image with a bar that tells how far it is, write it, and say where it is."""
+    [request] = image_requests(options, engine)
+    assert isinstance(request.task, GenerateImage)
+    params = request.task.params
     began = time.perf_counter()
     columns = (TextColumn("drawing"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=params.steps)
 
-        def show(update: ImageUpdate) -> None:
-            progress.update(bar, completed=update.step)
+        def show(output: Output) -> None:
+            if output.denoise_step is not None:
+                progress.update(bar, completed=output.denoise_step)
 
-        image = await draw(engine, job, show)
+        image = await generate_image(engine, request, show)
     try:
         image.save(path)
     except OSError as error:
@@ -105,9 +106,9 @@ def _answer(local: LocalEngine, messages: Messages, line: str, params: SamplingP
     began = time.perf_counter()
     text, num_tokens = "", 0
     try:
-        for delta in _written(local, chat_prompt(local.engine, [*messages]), params):
-            text += delta.text
-            num_tokens = delta.usage.completion_tokens
+        for output in _written(local, chat_prompt(local.engine, [*messages]), params):
+            text += output.text
+            num_tokens = output.usage.completion_tokens
     except KeyboardInterrupt:
         text += " …"
     except WeftError as error:
@@ -120,8 +121,8 @@ def _answer(local: LocalEngine, messages: Messages, line: str, params: SamplingP
 
 
 def _written(local: LocalEngine, prompt: Prompt, params: SamplingParams) -> Iterator[Output]:
-    """The answer's deltas, each written to standard output before it is given."""
-    for delta in local.stream(prompt, params):
-        sys.stdout.write(delta.text)
+    """Yield the answer's outputs, each written to standard output before."""
+    for output in local.stream(prompt, params):
+        sys.stdout.write(output.text)
         sys.stdout.flush()
-        yield delta
+        yield output

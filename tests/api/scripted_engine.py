@@ -1,54 +1,58 @@
-"""An engine that plays a script: for errors, timing and odd deltas that no real model gives on demand."""
+"""An engine that plays a script: for errors, timing and odd outputs that no real model gives on demand."""
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
 from tests import virtual_time
 from weft.backends.contract import (
-    PLAIN_TERMS,
     Abilities,
     ChatPrompt,
     ChatStyles,
-    Embedding,
     Health,
-    ImageUpdate,
-    ImageUpdates,
     Stream,
-    Terms,
+    tokens_of,
     unknown_adapter,
 )
 from weft.errors import InvalidRequest, ModelError, WeftError
-from weft.payloads import NO_TEXTS, GivenTexts
+from weft.payloads import GivenTexts
 from weft.types import (
     Adapter,
+    ControlMessage,
+    Embed,
     EngineStats,
     FinishReason,
+    GenerateImage,
+    GenerationRequest,
     ImageModelInfo,
     ImageParams,
+    LoadLora,
     ModelInfo,
     Output,
     Pooling,
+    ResetPrefixCache,
+    Sample,
     SamplingParams,
+    StartProfile,
+    StopProfile,
     TokenLogprob,
+    UnloadLora,
     Usage,
 )
 
 Condition = Callable[[], Awaitable[object]]
 
 Step = Output | float | Condition | Exception
-"""A delta to give, seconds of virtual time or something else to wait for, or an error to raise."""
-
-ImageStep = ImageUpdate | float | Condition | Exception
+"""An output to give, seconds of virtual time or something else to wait for, or an error to raise."""
 
 
 async def forever() -> None:
-    """A condition that never comes about: whoever waits for it must be cancelled."""
+    """A condition that never comes about: a task that waits for it must be cancelled."""
     await asyncio.Event().wait()
 
 
@@ -107,7 +111,7 @@ class Embedded(Struct, frozen=True):
     adapter: str | None
 
 
-class DenoiseOutput(Struct, frozen=True):
+class SubmittedImage(Struct, frozen=True):
     prompt: list[int]
     image: ImageParams
     cache_salt: str
@@ -121,12 +125,12 @@ def picture(image: ImageParams, step: int) -> bytes:
     return bytes([image.seed % 256, step % 256, int(image.guidance_scale)]) * (image.width * image.height)
 
 
-def all_steps(image: ImageParams, prompt_tokens: int) -> Iterator[ImageStep]:
+def all_steps(image: ImageParams, prompt_tokens: int) -> Iterator[Step]:
     for step in range(1, image.steps):
         shown = image.preview_every and step % image.preview_every == 0
-        yield ImageUpdate(step=step, image=picture(image, step) if shown else None)
+        yield Output(denoise_step=step, image=picture(image, step) if shown else None)
     usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=10 * image.steps)
-    yield ImageUpdate(step=image.steps, image=picture(image, image.steps), finish=FinishReason.STOP, usage=usage)
+    yield Output(denoise_step=image.steps, image=picture(image, image.steps), finish=FinishReason.STOP, usage=usage)
 
 
 def answer(*texts: str, finish: FinishReason = FinishReason.STOP, prompt_tokens: int = 3) -> list[Step]:
@@ -150,6 +154,8 @@ def with_logprobs(text: str) -> list[Step]:
 
 
 class ScriptedEngine:
+    """It is its own text side, too."""
+
     name = "scripted"
     abilities = Abilities()
 
@@ -176,8 +182,8 @@ class ScriptedEngine:
         self.embedded: list[Embedded] = []
         self.embed_when: Condition = next_turn
         """What a vector waits for."""
-        self.drawn: list[DenoiseOutput] = []
-        self.image_script: Sequence[ImageStep] | None = None
+        self.drawn: list[SubmittedImage] = []
+        self.image_script: Sequence[Step] | None = None
         """None: every step, to the end."""
         self.open: set[str] = set()
         self.messages: Sequence[Mapping[str, Any]] = ()
@@ -208,63 +214,65 @@ class ScriptedEngine:
         text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
         return ChatPrompt(text, self.tokenizer.encode(text))
 
-    async def submit(
-        self,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        sibling_of: str = "",
-        markers: Collection[str] = (),
-    ) -> Any:
-        if self.refuse is not None and len(self.submitted) >= self.refuse_from:
-            raise self.refuse
-        request_id = terms.request_id or f"own-{len(self.submitted)}"
-        assert request_id not in self.open
+    @property
+    def text(self) -> ScriptedEngine:
+        return self
+
+    async def submit(self, request: GenerationRequest) -> Stream:
+        match request.task:
+            case Sample():
+                return self._sample(request, request.task)
+            case Embed(pooling):
+                return self._embed(request, pooling)
+            case GenerateImage():
+                return self._generate_image(request, request.task)
+
+    def _sample(self, request: GenerationRequest, task: Sample) -> Stream:
+        request_id = self._opened(request, len(self.submitted))
         self.submitted.append(
             Submitted(
-                prompt_token_ids,
-                params,
+                request.prompt,  # type: ignore[arg-type]
+                task.params,
                 request_id,
-                terms.cache_salt,
-                terms.priority,
-                terms.tenant,
-                terms.adapter,
-                sibling_of,
-                tuple(markers),
+                request.cache_salt,
+                request.priority,
+                request.tenant,
+                request.adapter,
+                request.sibling_of,
+                task.markers,
             )
         )
-        self.open.add(request_id)
-        return _Play(self, request_id)
+        return _Play(self, request_id, iter(self.script))
 
-    async def embed(self, prompt_token_ids: list[int], pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:
+    def _embed(self, request: GenerationRequest, pooling: Pooling) -> Stream:
         """A vector of the prompt's length and its first token."""
-        if self.refuse is not None and len(self.embedded) >= self.refuse_from:
-            raise self.refuse
-        request_id = terms.request_id
-        assert request_id and request_id not in self.open
+        request_id = self._opened(request, len(self.embedded))
+        prompt = tokens_of(request.prompt)
         self.embedded.append(
-            Embedded(prompt_token_ids, pooling, terms.cache_salt, terms.priority, terms.tenant, terms.adapter)
+            Embedded(prompt, pooling, request.cache_salt, request.priority, request.tenant, request.adapter)
         )
-        self.open.add(request_id)
-        try:
-            await self.embed_when()
-        finally:
-            self.open.discard(request_id)
-        values = array("f", [len(prompt_token_ids), prompt_token_ids[0]])
-        return Embedding(values.tobytes(), Usage(prompt_tokens=len(prompt_token_ids)))
+        vector = array("f", [len(prompt), prompt[0]]).tobytes()
+        usage = Usage(prompt_tokens=len(prompt))
+        last = Output(embedding=vector, finish=FinishReason.STOP, usage=usage)
+        return _Play(self, request_id, iter([self.embed_when, last]))
 
-    async def draw(
-        self, prompt_token_ids: list[int], image: ImageParams, terms: Terms = PLAIN_TERMS, given: GivenTexts = NO_TEXTS
-    ) -> Any:
-        if self.refuse is not None and len(self.drawn) >= self.refuse_from:
+    def _generate_image(self, request: GenerationRequest, task: GenerateImage) -> Stream:
+        request_id = self._opened(request, len(self.drawn))
+        prompt = tokens_of(request.prompt)
+        self.drawn.append(
+            SubmittedImage(prompt, task.params, request.cache_salt, request.priority, request.tenant, task.conditioning)
+        )
+        steps = all_steps(task.params, len(prompt)) if self.image_script is None else iter(self.image_script)
+        return _Play(self, request_id, steps)
+
+    def _opened(self, request: GenerationRequest, number: int) -> str:
+        """The id of a request that is not refused."""
+        if self.refuse is not None and number >= self.refuse_from:
             raise self.refuse
-        request_id = terms.request_id or f"own-image-{len(self.drawn)}"
+        request_id = request.request_id or f"own-{type(request.task).__name__}-{number}"
         assert request_id not in self.open
-        self.drawn.append(DenoiseOutput(prompt_token_ids, image, terms.cache_salt, terms.priority, terms.tenant, given))
         self.open.add(request_id)
-        steps = all_steps(image, len(prompt_token_ids)) if self.image_script is None else iter(self.image_script)
-        return _PlayedImage(self, request_id, steps)
+        return request_id
 
     def health(self) -> Health:
         return self.state
@@ -272,40 +280,34 @@ class ScriptedEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self.open), waiting=2, blocks_total=10, blocks_used=5, prompt_tokens=7, generation_tokens=8,
-            prefix_queries=9, prefix_hits=4, preemptions=3,
+            prefix_queries=9, prefix_hits=4, preemptions=3, restarts=1, open_requests=len(self.open),
         )  # fmt: skip
 
-    def restarts(self) -> int:
-        return 1
-
-    def open_requests(self) -> int:
-        return len(self.open)
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        if not path.startswith("/"):
-            raise ModelError(f"{path}: there is no adapter_config.json.")
-        self.adapters.append(Adapter(name=name, number=len(self.adapters) + 1, path=path))
-
-    async def unload_adapter(self, name: str) -> None:
-        if name not in [adapter.name for adapter in self.adapters]:
-            raise unknown_adapter(name, self.adapters)
-        self.adapters = [adapter for adapter in self.adapters if adapter.name != name]
-
-    async def reset_cache(self) -> int:
-        self.cache_resets += 1
-        return 7
-
-    async def start_profile(self, folder: str) -> str:
-        if self.profiling:
-            raise InvalidRequest("A trace is being recorded already.")
-        self.profiling = f"{folder}/trace.json"
-        return self.profiling
-
-    async def stop_profile(self) -> str:
-        if not self.profiling:
-            raise InvalidRequest("No trace is being recorded.")
-        file, self.profiling = self.profiling, ""
-        return file
+    async def control(self, message: ControlMessage) -> str:
+        match message:
+            case LoadLora(name, path):
+                if not path.startswith("/"):
+                    raise ModelError(f"{path}: there is no adapter_config.json.")
+                self.adapters.append(Adapter(name=name, number=len(self.adapters) + 1, path=path))
+                return ""
+            case UnloadLora(name):
+                if name not in [adapter.name for adapter in self.adapters]:
+                    raise unknown_adapter(name, self.adapters)
+                self.adapters = [adapter for adapter in self.adapters if adapter.name != name]
+                return ""
+            case ResetPrefixCache():
+                self.cache_resets += 1
+                return "7"
+            case StartProfile(folder):
+                if self.profiling:
+                    raise InvalidRequest("A trace is being recorded already.")
+                self.profiling = f"{folder}/trace.json"
+                return self.profiling
+            case StopProfile():
+                if not self.profiling:
+                    raise InvalidRequest("No trace is being recorded.")
+                file, self.profiling = self.profiling, ""
+                return file
 
     async def close(self) -> None:
         self.closed = True
@@ -314,10 +316,10 @@ class ScriptedEngine:
 class _Play(Stream):
     """Closing it ends the request even when nothing was taken from it, as the contract says."""
 
-    def __init__(self, engine: ScriptedEngine, request_id: str) -> None:
+    def __init__(self, engine: ScriptedEngine, request_id: str, steps: Iterator[Step]) -> None:
         self._engine = engine
         self._request_id = request_id
-        self._steps = iter(engine.script)
+        self._steps = steps
 
     def __aiter__(self) -> _Play:
         return self
@@ -326,35 +328,6 @@ class _Play(Stream):
         for step in self._steps:
             match step:
                 case Output():
-                    if step.finish:
-                        self._engine.open.discard(self._request_id)
-                    await asyncio.sleep(0)
-                    return step
-                case Exception():
-                    raise step
-                case float():
-                    await virtual_time.sleep(step)
-                case condition:
-                    await condition()
-        raise StopAsyncIteration
-
-    async def aclose(self) -> None:
-        self._engine.open.discard(self._request_id)
-
-
-class _PlayedImage(ImageUpdates):
-    def __init__(self, engine: ScriptedEngine, request_id: str, steps: Iterator[ImageStep]) -> None:
-        self._engine = engine
-        self._request_id = request_id
-        self._steps = steps
-
-    def __aiter__(self) -> _PlayedImage:
-        return self
-
-    async def __anext__(self) -> ImageUpdate:
-        for step in self._steps:
-            match step:
-                case ImageUpdate():
                     if step.finish:
                         self._engine.open.discard(self._request_id)
                     await asyncio.sleep(0)

@@ -16,7 +16,7 @@ from tests.api.scripted_engine import ScriptedEngine, answer
 from weft import logs
 from weft.api.app import build_app
 from weft.config import load
-from weft.types import Adapter
+from weft.types import Adapter, UnloadLora
 
 ANTHROPIC = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
 DOORS: list[tuple[str, dict[str, Any]]] = [
@@ -139,7 +139,7 @@ def test_both_ways_over_grpc(engine: ScriptedEngine) -> None:
 def test_an_adapter_that_goes_meanwhile_goes_on_where_it_has_begun(engine: ScriptedEngine) -> None:
     async def scenario() -> None:
         async def gone() -> None:
-            await engine.unload_adapter("red")
+            await engine.control(UnloadLora("red"))
 
         engine.script = [gone, *answer("a")]
         transport = httpx.ASGITransport(build_app(engine, load(env={})))

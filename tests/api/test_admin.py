@@ -17,7 +17,7 @@ from tests.api.grpc.calls import Client, ask, door, failed
 from tests.api.http import CHAT, HELLO, error_of, request
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, answer, forever
 from tests.waiting import until
-from weft.api.app import build_app, gated_app
+from weft.api.app import admission_app, build_app
 from weft.config import load
 from weft.options import Config
 from weft.serving.admission import Admission
@@ -43,7 +43,7 @@ def run(scenario: Scenario, script: Any = ENDLESS, config: Config = CONFIG) -> N
         engine = ScriptedEngine(script)
         gate = Admission(config)
         gate.open(engine)
-        transport = httpx.ASGITransport(gated_app(gate))
+        transport = httpx.ASGITransport(admission_app(gate))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=20) as client:
             await scenario(client, gate, engine)
 
@@ -138,7 +138,7 @@ def test_drain_lets_nobody_in_and_those_inside_go_on() -> None:
 def test_draining_holds_at_the_grpc_door() -> None:
     async def scenario() -> None:
         async with door(ScriptedEngine(answer("x")), admin_key=["root"]) as opened:
-            transport = httpx.ASGITransport(gated_app(opened.gate))
+            transport = httpx.ASGITransport(admission_app(opened.gate))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 await client.post("/admin/drain", headers=ADMIN)
                 _, code, _ = await failed(opened.predict([ask()]))
@@ -151,7 +151,7 @@ def test_open_requests_are_listed_without_what_they_say() -> None:
     async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
         began = time.monotonic()
         running = await asked(client, engine, **{"x-request-id": "mine-1"})
-        await until(lambda: bool(gate.seats()[0].num_tokens))
+        await until(lambda: bool(gate.contexts()[0].num_tokens))
         text = (await client.get("/admin/requests", headers=ADMIN)).text
         assert HELLO["messages"][0]["content"] not in text
         [shown] = (await client.get("/admin/requests", headers=ADMIN)).json()["requests"]
@@ -161,7 +161,7 @@ def test_open_requests_are_listed_without_what_they_say() -> None:
         assert 0 <= shown["age_s"] <= time.monotonic() - began + 0.001
         assert len(shown["tenant"]) == 8 and "user" not in shown["tenant"]
         running.cancel()
-        await until(lambda: not gate.seats())
+        await until(lambda: not gate.contexts())
         assert (await client.get("/admin/requests", headers=ADMIN)).json() == {"requests": []}
 
     run(scenario)
@@ -190,7 +190,7 @@ def test_abort_reaches_a_prediction_by_its_trace_id() -> None:
         async with door(engine, admin_key=["root"]) as opened:
             call = Client(opened.channel).predict([ask(trace_id="trace-1")])
             await call.read()
-            transport = httpx.ASGITransport(gated_app(opened.gate))
+            transport = httpx.ASGITransport(admission_app(opened.gate))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 told = await client.post("/admin/abort", json={"request_id": "trace-1"}, headers=ADMIN)
                 assert told.json() == {"aborted": 1}

@@ -12,7 +12,7 @@ import pytest
 from tests import virtual_time
 from tests.api.http import CHAT, COMPLETIONS, chat, complete, error_of, events, request, request_app
 from tests.api.scripted_engine import ScriptedEngine, Step, next_turn
-from weft.api.app import gated_app
+from weft.api.app import admission_app
 from weft.backends.contract import Health
 from weft.config import load
 from weft.errors import EngineFault, InvalidRequest, Overloaded, RequestTimeout, Unavailable, WeftError
@@ -178,7 +178,7 @@ def test_another_request_id_is_replaced(sent: Any) -> None:
 
 def test_a_server_without_its_engine_says_so() -> None:
     gate = Admission(load(env={}))
-    app = gated_app(gate)
+    app = admission_app(gate)
     for method, path in (("POST", CHAT), ("POST", COMPLETIONS), ("GET", "/v1/models"), ("GET", "/health")):
         response = request_app(app, method, path, content=b"{}")
         assert response.status_code == 503

@@ -30,6 +30,7 @@ from weft.api.openai.openai_schema import Fields, SamplingFields
 from weft.config import load
 from weft.serving.served_model import ServedModel
 from weft.text.grammars.specs import GrammarSpec
+from weft.types import LoadLora
 
 ROOT = Path(__file__).parents[2]
 Key = tuple[str, str]
@@ -233,7 +234,7 @@ def engine_for(path: str, body: Mapping[str, Any]) -> ScriptedEngine:
     else:
         engine = model_that_says("ab")
     engine.model = replace(engine.model, images=PAINTER)
-    asyncio.run(engine.load_adapter("red", "/loras/red"))
+    asyncio.run(engine.control(LoadLora("red", "/loras/red")))
     return engine
 
 

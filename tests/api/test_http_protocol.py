@@ -98,14 +98,14 @@ class FakeTransport:
 def test_a_lost_connection_does_not_keep_others_from_their_pieces() -> None:
     async def scenario() -> None:
         lost, kept = FakeTransport(closed=True), FakeTransport(closed=False)
-        this_round = WriteBatch()
+        batch = WriteBatch()
         for transport in (lost, kept, lost, kept):
-            this_round.add(transport, b"piece")  # type: ignore[arg-type]
+            batch.add(transport, b"piece")  # type: ignore[arg-type]
         assert kept.written == b""
         await asyncio.sleep(0)
         assert kept.written == b"a\r\npiecepiece\r\n"
-        this_round.add(kept, b"more")  # type: ignore[arg-type]
-        this_round.write()
+        batch.add(kept, b"more")  # type: ignore[arg-type]
+        batch.write()
         assert kept.written.endswith(b"4\r\nmore\r\n")
 
     asyncio.run(scenario())

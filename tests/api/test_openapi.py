@@ -13,8 +13,9 @@ from tests.api.scripted_engine import ScriptedEngine
 from weft.api.anthropic.messages_schema import CountTokensRequest, MessagesRequest
 from weft.api.openai.embeddings import EmbeddingsRequest
 from weft.api.openai.images_schema import ImagesRequest
-from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, DetokenizeRequest, Fields, TokenizeRequest
+from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, Fields
 from weft.api.openai.responses_schema import ResponsesRequest
+from weft.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
 
 @pytest.fixture(scope="module")

@@ -96,16 +96,16 @@ class Halting:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, patience_s: float) -> None:
         self.timers = Timers()
         self.engine = ScriptedEngine(list(long_answer()))
-        self.connections: list[http_protocol.Protocol] = []
+        self.connections: list[http_protocol.HttpProtocol] = []
         self._config = load({"slow_reader_timeout_s": patience_s}, env={})
-        made = http_protocol.Protocol.connection_made
+        made = http_protocol.HttpProtocol.connection_made
 
-        def noted(connection: http_protocol.Protocol, transport: asyncio.Transport) -> None:
+        def noted(connection: http_protocol.HttpProtocol, transport: asyncio.Transport) -> None:
             self.connections.append(connection)
             made(connection, transport)
 
         monkeypatch.setattr(http_protocol, "Timer", partial(HandTimer, self.timers))
-        monkeypatch.setattr(http_protocol.Protocol, "connection_made", noted)
+        monkeypatch.setattr(http_protocol.HttpProtocol, "connection_made", noted)
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[socket.socket]:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
 from tests.api.scripted_engine import ScriptedEngine, Step
-from weft.backends.contract import (
-    PLAIN_TERMS,
-    Abilities,
-    Embedding,
-    ParsedOutput,
-    Prompt,
-    Terms,
-    cannot,
-    check_abilities,
-    tokens_unknown,
-)
+from weft.backends.contract import Abilities, ParsedOutput, Stream, check_abilities, tokens_unknown
 from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Piece, Reasoning
-from weft.types import FinishReason, Output, Pooling, SamplingParams, Usage
+from weft.types import FinishReason, GenerationRequest, Output, Prompt, Usage
 
 ABILITIES = Abilities(
     tokens=False,
@@ -45,7 +35,7 @@ PIECES: list[Piece] = [
 
 
 def read(*pieces: Piece, finish: FinishReason = FinishReason.STOP) -> list[Step]:
-    """A script of one delta for each piece, and the end."""
+    """A script of one output for each piece, and the end."""
 
     def text(piece: Piece) -> str:
         return piece.text if isinstance(piece, Content) else ""
@@ -80,24 +70,7 @@ class TextEngine(ScriptedEngine):
     def encode_chat(self, *args: Any, **options: Any) -> Any:
         raise tokens_unknown(self, "This")
 
-    async def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        terms: Terms = PLAIN_TERMS,
-        *,
-        sibling_of: str = "",
-        markers: Collection[str] = (),
-    ) -> Any:
-        check_abilities(self, params, terms)
-        self.asked.append(prompt)
-        return await super().submit(
-            prompt,  # type: ignore[arg-type]
-            params,
-            terms,
-            sibling_of=sibling_of,
-            markers=markers,
-        )
-
-    async def embed(self, prompt: Prompt, pooling: Pooling, terms: Terms = PLAIN_TERMS) -> Embedding:  # type: ignore[override]
-        raise cannot(self.name, "make embeddings")
+    async def submit(self, request: GenerationRequest) -> Stream:
+        check_abilities(self, request)
+        self.asked.append(request.prompt)
+        return await super().submit(request)

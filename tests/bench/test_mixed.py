@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from tests import virtual_time
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step, all_steps, answer
 from tests.tiny_images import save_image_model
+from weft.backends.contract import Stream, tokens_of
 from weft.bench import mixed
 from weft.bench.commands import app as bench
 from weft.bench.mixed import (
@@ -31,7 +32,7 @@ from weft.bench.mixed import (
 )
 from weft.config import load
 from weft.errors import ConfigError, EngineFault, InvalidRequest
-from weft.types import EngineStats, FinishReason, ImageParams, Output
+from weft.types import EngineStats, FinishReason, GenerateImage, GenerationRequest, Output
 
 ALL_MODES = [
     "chats one at a time",
@@ -62,20 +63,20 @@ class Scripted(ScriptedEngine):
     def stats(self) -> EngineStats:
         return replace(super().stats(), prepared=True)
 
-    async def submit(self, *args: Any, **named: Any) -> Any:
+    async def submit(self, request: GenerationRequest) -> Stream:
+        if isinstance(request.task, GenerateImage):
+            self.images_came.append(self._under_way())
+            is_odd = len(self.drawn) in self.odd_images
+            params = request.task.params
+            params = replace(params, seed=params.seed + 9 * is_odd)
+            self.image_script = [0.002, *all_steps(params, len(tokens_of(request.prompt)))]
+            return await super().submit(replace(request, task=replace(request.task, params=params)))
         self.script = ODD if len(self.submitted) in self.odd_chats else USUAL
         self.chats_came.append(self._under_way())
-        return await super().submit(*args, **named)
-
-    async def draw(self, prompt_token_ids: list[int], image: ImageParams, *terms: Any, **named: Any) -> Any:
-        is_odd = len(self.drawn) in self.odd_images
-        self.images_came.append(self._under_way())
-        image = replace(image, seed=image.seed + 9 * is_odd)
-        self.image_script = [0.002, *all_steps(image, len(prompt_token_ids))]
-        return await super().draw(prompt_token_ids, image, *terms, **named)
+        return await super().submit(request)
 
     def _under_way(self) -> tuple[int, int]:
-        images = sum("image" in name for name in self.open)
+        images = sum("Image" in name for name in self.open)
         return len(self.open) - images, images
 
 

@@ -56,13 +56,13 @@ def test_training_and_drawing_compute_the_same_function() -> None:
 
 
 def test_where_sizes_round_differently_images_are_computed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = Dit.drawn
+    exact = Dit.denoise
 
     def rounded(self: Dit, latents: Tensor, condition: Tensor, words: list[KeysValues]) -> Tensor:
         return exact(self, latents, condition, words) * (1 + 1e-6 * len(latents))
 
     model, given = BatchInvariantDit(scrambled(SMALL)), inputs(SMALL, 4)
-    monkeypatch.setattr(Dit, "drawn", rounded)
+    monkeypatch.setattr(Dit, "denoise", rounded)
     expected = alone(model, given)
     for _ in range(2):
         assert torch.equal(velocities(model, given, [0, 1, 2, 3]), expected)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from tests import virtual_time
 from tests.api.scripted_engine import ScriptedEngine, answer
 from tests.waiting import until
-from weft.api.app import gated_app
+from weft.api.app import admission_app
 from weft.backends.contract import Engine, FreeMemory, Need, StageReport
 from weft.config import load
 from weft.errors import ConfigError, OutOfMemory
@@ -95,7 +95,7 @@ class House:
         self.client = client
 
     def slot(self, name: str) -> ModelSlot:
-        return self.gate.fleet.named(name)
+        return self.gate.pool.named(name)
 
     async def looks_twice(self) -> None:
         """Return when the fleet has looked after its models twice more."""
@@ -103,7 +103,7 @@ class House:
         await until(lambda: self.roster.num_looks >= before + 2, "the fleet's next looks")
 
     def states(self) -> dict[str, str]:
-        return {slot.name: slot.state for slot in self.gate.fleet.slots}
+        return {slot.name: slot.state for slot in self.gate.pool.slots}
 
     async def ask(self, model: str, **fields: Any) -> httpx.Response:
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], **fields}
@@ -134,9 +134,9 @@ async def house(
 
 @contextlib.asynccontextmanager
 async def _opened(gate: Admission, roster: ScriptedRoster) -> AsyncIterator[House]:
-    transport = httpx.ASGITransport(gated_app(gate))
+    transport = httpx.ASGITransport(admission_app(gate))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        starting = asyncio.create_task(gate.fleet.start())
+        starting = asyncio.create_task(gate.pool.start())
         await until(lambda: starting.done() or {*roster.started} & roster.gates.keys(), "the start")
         try:
             yield House(gate, roster, client)

@@ -1,4 +1,4 @@
-"""What somebody wants becomes what the engine is asked for."""
+"""What a client says of its images becomes requests to the engine."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from hypothesis import strategies as st
 from tests.api.scripted_engine import PAINTER, ScriptedEngine
 from weft.backends.contract import Abilities
 from weft.errors import InvalidRequest
-from weft.serving.image_request import ImageJob, Wish, job_of, sides
-from weft.types import ImageParams
+from weft.serving.image_request import ImageOptions, image_requests, sides
+from weft.types import GenerateImage, ImageParams
 
 ENGINE = ScriptedEngine(images=PAINTER)
 
 
-def job(**wish: Any) -> ImageJob:
-    return job_of(Wish(**{"prompt": "a", **wish}), ENGINE)
+def images(**options: Any) -> list[ImageParams]:
+    requests = image_requests(ImageOptions(**{"prompt": "a", **options}), ENGINE)
+    return [request.task.params for request in requests if isinstance(request.task, GenerateImage)]
 
 
 def test_defaults_are_the_models() -> None:
-    [params] = job(seed=5).images
+    [params] = images(seed=5)
     assert params == ImageParams(width=4, height=2, steps=6, guidance_scale=3.0, seed=5)
-    assert job().images[0].seed != job().images[0].seed
+    assert images()[0].seed != images()[0].seed
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(1, 10))
 def test_every_image_has_a_seed_of_its_own_and_the_first_the_given_one(seed: int, n: int) -> None:
-    seeds = [image.seed for image in job(seed=seed, n=n).images]
+    seeds = [image.seed for image in images(seed=seed, n=n)]
     assert seeds[0] == seed
     assert len(set(seeds)) == n
     assert all(-(2**63) <= each < 2**63 for each in seeds)
@@ -38,7 +39,7 @@ def test_every_image_has_a_seed_of_its_own_and_the_first_the_given_one(seed: int
 
 @given(st.integers(1, 1000), st.integers(0, 3))
 def test_previews_are_never_more_than_asked_for_and_all_of_them_where_there_is_room(steps: int, previews: int) -> None:
-    [params] = job(steps=steps, previews=previews).images
+    [params] = images(steps=steps, previews=previews)
     shown = [step for step in range(1, steps) if params.preview_every and step % params.preview_every == 0]
     assert len(shown) <= previews
     if steps >= (previews + 1) ** 2:
@@ -46,7 +47,7 @@ def test_previews_are_never_more_than_asked_for_and_all_of_them_where_there_is_r
 
 
 @pytest.mark.parametrize(
-    ("wish", "param", "said"),
+    ("options", "param", "said"),
     [
         ({"prompt": ""}, "prompt", "1 to 4000"),
         ({"prompt": "x" * 4001}, "prompt", "1 to 4000"),
@@ -65,20 +66,20 @@ def test_previews_are_never_more_than_asked_for_and_all_of_them_where_there_is_r
         ({"previews": 4}, "partial_images", "0 to 3"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused_with_what_can(wish: dict[str, Any], param: str, said: str) -> None:
+def test_what_cannot_be_drawn_is_refused_with_what_can(options: dict[str, Any], param: str, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as refused:
-        job(**wish)
+        images(**options)
     assert refused.value.param == param
 
 
 def test_a_model_that_does_not_draw_says_so() -> None:
     engine = ScriptedEngine()
     with pytest.raises(InvalidRequest, match="no model that draws images") as refused:
-        job_of(Wish(prompt="a"), engine)
+        image_requests(ImageOptions(prompt="a"), engine)
     assert "--image-model" in refused.value.hint
     engine.abilities = Abilities(images=False)
     with pytest.raises(InvalidRequest, match="no model that draws images") as refused:
-        job_of(Wish(prompt="a"), engine)
+        image_requests(ImageOptions(prompt="a"), engine)
     assert "--image-model" not in refused.value.hint and "--engine" in refused.value.hint
 
 

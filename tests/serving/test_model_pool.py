@@ -69,7 +69,7 @@ def test_an_adapter_s_name_leads_to_its_model() -> None:
 
     async def scenario() -> None:
         async with house("a", "b", prepare=prepare) as opened:
-            fleet = opened.gate.fleet
+            fleet = opened.gate.pool
             assert fleet.find("legal").name == fleet.find("b:legal").name == "b"
             assert fleet.find(None).name == "a"
             assert (await opened.ask("b:none")).status_code == 404
@@ -89,7 +89,7 @@ def test_what_draws_is_found_beside_its_model() -> None:
                 return engine  # type: ignore[no-any-return]
 
             opened.roster.start = with_painter  # type: ignore[method-assign]
-            await opened.gate.fleet.load(opened.slot("b"))
+            await opened.gate.pool.load(opened.slot("b"))
             for body in ({"prompt": "x"}, {"prompt": "x", "model": "painter"}):
                 assert (await opened.client.post("/v1/images/generations", json=body)).status_code == 200
             assert opened.states() == {"a": "unloaded", "b": "loaded"}
@@ -223,7 +223,7 @@ def test_a_busy_model_is_never_unloaded_and_the_new_one_waits() -> None:
             # Nobody waits for it now, so that it does not take a's place when that is idle.
             await until(lambda: opened.states()["b"] == "unloaded")
             waiting = asyncio.create_task(opened.said("b"))
-            await until(lambda: opened.slot("b").waits_for_room)
+            await until(lambda: opened.slot("b").waits_for_memory)
             ended.set()
             assert await busy == "xy"
             assert await waiting == "I am b"

@@ -16,12 +16,12 @@ from tests.api.http import error_of
 from tests.api.scripted_engine import answer, forever
 from tests.serving.model_pools import House, ScriptedRoster, entry, house, run
 from tests.waiting import until
-from weft.api.app import gated_app
+from weft.api.app import admission_app
 from weft.api.grpc.grpc_server import serve_rpc
 from weft.backends.contract import cannot
 from weft.errors import ModelError
 from weft.serving import model_pool
-from weft.types import Output
+from weft.types import ControlMessage, Output
 
 ADMIN = {"x-api-key": "root"}
 
@@ -71,7 +71,7 @@ def test_a_server_that_ends_ends_the_models_that_are_going_too(has_begun: bool) 
             await until(lambda: "a" in opened.roster.engines and opened.slot("a").num_inside == 1)
             going = opened.slot("a")
             opened.roster.next = {"b": opened.roster.entries["b"]}
-            opened.gate.fleet.reload()
+            opened.gate.pool.reload()
             if has_begun:
                 await until(lambda: going.state == "unloading")
             await opened.gate.close()
@@ -95,7 +95,7 @@ def test_a_model_that_goes_while_the_server_starts_keeps_nobody_out(gone: str) -
             opened.roster.next = {name: found for name, found in opened.roster.entries.items() if name != gone}
             await until(lambda: gone not in opened.states())
             opened.roster.gates["a"].set()
-            await until(lambda: opened.gate.fleet.health().ready)
+            await until(lambda: opened.gate.pool.health().ready)
             assert opened.roster.started == (["a"] if gone == "b" else ["a", "b"])
             assert await opened.said("c") == "I am c"
             await until(lambda: gone == "b" or opened.roster.engines["a"].closed)
@@ -207,7 +207,7 @@ def test_an_operator_who_hangs_up_before_naming_a_model_reloads_none() -> None:
                 "path": path, "raw_path": path.encode(), "query_string": b"",
                 "headers": [(b"host", b"localhost"), (b"x-api-key", b"root"), (b"content-length", b"13")],
             }  # fmt: skip
-            await gated_app(opened.gate)(scope, hung_up, send)
+            await admission_app(opened.gate)(scope, hung_up, send)
             assert sent[0]["status"] == 200
 
     run(scenario)
@@ -247,10 +247,10 @@ def test_one_model_that_cannot_forget_keeps_no_other_from_it(monkeypatch: pytest
             for name in ("a", "b", "c"):
                 await opened.said(name)
 
-            async def reset_cache() -> int:
+            async def control(message: ControlMessage) -> str:
                 raise cannot("remote", "reset its peer's cache")
 
-            monkeypatch.setattr(opened.roster.engines["b"], "reset_cache", reset_cache)
+            monkeypatch.setattr(opened.roster.engines["b"], "control", control)
             told = await opened.client.post("/admin/cache/reset", headers=ADMIN)
             reason = "The engine remote cannot reset its peer's cache. `weft engines` lists those that there are."
             assert told.status_code == 200

@@ -14,7 +14,7 @@ from tests.api.grpc.calls import Client, answer_to, ask, door, failed
 from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, request_app
 from tests.api.scripted_engine import ScriptedEngine, answer, forever
 from tests.waiting import until
-from weft.api.app import build_app, gated_app
+from weft.api.app import admission_app, build_app
 from weft.api.grpc.grpc_server import serve_rpc
 from weft.config import load
 from weft.options import LimitOptions
@@ -182,12 +182,12 @@ def test_the_doors_share_the_accounts() -> None:
             running = opened.predict([ask()])
             await until(lambda: bool(engine.open))
 
-            transport = httpx.ASGITransport(gated_app(opened.gate))
+            transport = httpx.ASGITransport(admission_app(opened.gate))
             async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
                 refused = await client.post(CHAT, json=HELLO)
                 assert refused.status_code == 429
                 running.cancel()
-                await until(lambda: not engine.open and not opened.gate.seats())
+                await until(lambda: not engine.open and not opened.gate.contexts())
                 engine.script = answer("x")
                 assert (await client.post(CHAT, json=HELLO)).status_code == 200
 

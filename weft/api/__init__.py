@@ -1,1 +1,1 @@
-"""The doors: HTTP as OpenAI speaks it, and the terminal. They know an engine by its contract alone."""
+"""HTTP and gRPC codecs, which know an engine by its contract alone."""

@@ -1,5 +1,5 @@
 """The operator's routes, below /admin, two of them under vLLM's names as well. They are there only when there are
-admin keys, and `lock` opens them to no other. Nothing here tells what a prompt says."""
+admin keys, and `ApiKeyAuth` opens them to no other. Nothing here tells what a prompt says."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, 
 from weft.serving.admission import DRAINING, Admission, RequestContext
 from weft.serving.model_slot import ModelSlot
 from weft.serving.served_model import ServedModel
+from weft.types import LoadLora, ResetPrefixCache, StartProfile, StopProfile, UnloadLora
 
 ENDED = "The operator ended this request."
 
@@ -51,7 +52,7 @@ class OpenRequest(Struct, frozen=True, kw_only=True):
     tenant: str
     age_s: float
     tokens: int
-    """Generated so far."""
+    """Tokens that were generated so far."""
 
 
 class CacheReset(Struct, frozen=True, omit_defaults=True):
@@ -60,128 +61,128 @@ class CacheReset(Struct, frozen=True, omit_defaults=True):
     """Why models did not, by their names."""
 
 
-def add_admin(app: FastAPI, gate: Admission) -> None:
-    _add_requests(app, gate)
-    _add_engine(app, gate)
-    _add_adapters(app, gate)
+def add_admin(app: FastAPI, admission: Admission) -> None:
+    _add_requests(app, admission)
+    _add_engine(app, admission)
+    _add_adapters(app, admission)
 
 
-def _add_requests(app: FastAPI, gate: Admission) -> None:
+def _add_requests(app: FastAPI, admission: Admission) -> None:
     @app.post("/admin/drain", include_in_schema=False)
     async def drain() -> Response:
-        gate.drain(DRAINING)
-        return _state(gate)
+        admission.drain(DRAINING)
+        return _state(admission)
 
     @app.post("/admin/resume", include_in_schema=False)
     async def resume() -> Response:
-        if not gate.resume():
+        if not admission.resume():
             raise Conflict("The server is shutting down, and cannot be resumed.")
-        return _state(gate)
+        return _state(admission)
 
     @app.get("/admin/requests", include_in_schema=False)
     async def requests() -> Response:
-        return JsonResponse({"requests": [_shown_request(seat) for seat in gate.seats()]})
+        return JsonResponse({"requests": [_shown_request(context) for context in admission.contexts()]})
 
     @app.post("/admin/abort", include_in_schema=False)
     async def abort(request: Request) -> Response:
-        wanted = (await read(request, AbortRequest, gate)).request_id
-        found = [seat for seat in gate.seats() if wanted in (seat.request_id, seat.answer_id)]
+        wanted = (await read(request, AbortRequest, admission)).request_id
+        found = [context for context in admission.contexts() if wanted in (context.request_id, context.answer_id)]
         if not found:
             raise NoRequest(f"No request {wanted!r:.200} is open.", param="request_id")
-        for seat in found:
-            seat.abort(ENDED)
+        for context in found:
+            context.abort(ENDED)
         return JsonResponse({"aborted": len(found)})
 
     @app.post("/admin/keys/reload", include_in_schema=False)
     async def reload_keys() -> Response:
         try:
-            return JsonResponse({"keys": gate.keys.reload(), "admin_keys": gate.admin_keys.reload()})
+            return JsonResponse({"keys": admission.keys.reload(), "admin_keys": admission.admin_keys.reload()})
         except ConfigError as error:
             raise Conflict(f"The keys stay as they were: {error}") from error
 
 
-def _add_engine(app: FastAPI, gate: Admission) -> None:
+def _add_engine(app: FastAPI, admission: Admission) -> None:
     @app.post("/admin/cache/reset", include_in_schema=False)
     async def reset_cache(model: str = "") -> Response:
-        """Of the model that is named, or of all loaded ones that can."""
+        """Reset the cache of the model that is named, or of all loaded ones that can."""
         if model:
-            return JsonResponse(CacheReset(await _service(gate, model).engine.reset_cache()))
+            return JsonResponse(CacheReset(int(await _served(admission, model).engine.control(ResetPrefixCache()))))
         num_blocks = 0
         refused: dict[str, str] = {}
-        for service in gate.fleet.services():
+        for served in admission.pool.served_models():
             try:
-                num_blocks += await service.engine.reset_cache()
+                num_blocks += int(await served.engine.control(ResetPrefixCache()))
             except WeftError as error:
-                refused[service.model_name] = str(error)
+                refused[served.model_name] = str(error)
         return JsonResponse(CacheReset(num_blocks, refused))
 
     @app.post("/admin/profile/start", include_in_schema=False)
     async def start_profile(model: str = "") -> Response:
-        folder = gate.config.server.profile_dir
+        folder = admission.config.server.profile_dir
         if not folder:
             raise Conflict("There is no folder for traces.", hint="Start the server with --profile-dir.")
         try:
-            return JsonResponse({"file": await _service(gate, model).engine.start_profile(folder)})
+            return JsonResponse({"file": await _served(admission, model).engine.control(StartProfile(folder))})
         except InvalidRequest as error:
             raise Conflict(str(error)) from error
 
     @app.post("/admin/profile/stop", include_in_schema=False)
     async def stop_profile(model: str = "") -> Response:
         try:
-            return JsonResponse({"file": await _service(gate, model).engine.stop_profile()})
+            return JsonResponse({"file": await _served(admission, model).engine.control(StopProfile())})
         except InvalidRequest as error:
             raise Conflict(str(error)) from error
 
 
-def _add_adapters(app: FastAPI, gate: Admission) -> None:
+def _add_adapters(app: FastAPI, admission: Admission) -> None:
     @app.post("/admin/lora/load", include_in_schema=False)
     @app.post(VLLM_LOAD_PATH, include_in_schema=False)
     async def load(request: Request, model: str = "") -> Response:
-        wanted = await read(request, LoadAdapter, gate)
-        service = _service(gate, model)
+        wanted = await read(request, LoadAdapter, admission)
+        served = _served(admission, model)
         try:
-            await service.engine.load_adapter(wanted.lora_name, wanted.lora_path)
+            await served.engine.control(LoadLora(wanted.lora_name, wanted.lora_path))
         except ModelError as error:
             raise InvalidRequest(error.message, hint=error.hint, param="lora_path") from error
-        return JsonResponse({"adapters": service.adapter_names})
+        return JsonResponse({"adapters": served.adapter_names})
 
     @app.post("/admin/lora/unload", include_in_schema=False)
     @app.post(VLLM_UNLOAD_PATH, include_in_schema=False)
     async def unload(request: Request, model: str = "") -> Response:
-        name = (await read(request, UnloadAdapter, gate)).lora_name
-        service = _service(gate, model)
-        if name not in service.adapter_names:
+        name = (await read(request, UnloadAdapter, admission)).lora_name
+        served = _served(admission, model)
+        if name not in served.adapter_names:
             raise ModelNotFound(f"There is no adapter {name!r:.200} here.", param="lora_name")
-        await service.engine.unload_adapter(name)
-        return JsonResponse({"adapters": service.adapter_names})
+        await served.engine.control(UnloadLora(name))
+        return JsonResponse({"adapters": served.adapter_names})
 
 
-async def read(request: Request, kind: type[T], gate: Admission) -> T:
-    body = await read_body(request.scope, request.receive, gate.config.server.max_body_mb << 20)
-    return await parse(kind, body or b"{}", gate.config.limits)
+async def read(request: Request, kind: type[T], admission: Admission) -> T:
+    body = await read_body(request.scope, request.receive, admission.config.server.max_body_mb << 20)
+    return await parse(kind, body or b"{}", admission.config.limits)
 
 
-def _service(gate: Admission, model: str) -> ServedModel:
-    """Of a loaded model, even while the server drains; without a name the default one's."""
-    slot = gate.fleet.find(model)
-    if slot.service is None:
+def _served(admission: Admission, model: str) -> ServedModel:
+    """Return a loaded model, even while the server drains; without a name the default one."""
+    slot = admission.pool.find(model)
+    if slot.served is None:
         raise Unavailable(f"The model {slot.name!r} is not loaded.")
     if model and not slot.answers_to(model):
-        slot.service.check_model(model)
-    return slot.service
+        slot.served.check_model(model)
+    return slot.served
 
 
-def _state(gate: Admission) -> Response:
-    return JsonResponse({"state": gate.health().reason or "ready", "open_requests": len(gate.seats())})
+def _state(admission: Admission) -> Response:
+    return JsonResponse({"state": admission.health().reason or "ready", "open_requests": len(admission.contexts())})
 
 
-def _shown_request(seat: RequestContext) -> OpenRequest:
+def _shown_request(context: RequestContext) -> OpenRequest:
     return OpenRequest(
-        request_id=seat.request_id,
-        answer_id=seat.answer_id,
-        tenant=seat.tenant,
-        age_s=round(time.monotonic() - seat.began, 3),
-        tokens=seat.num_tokens,
+        request_id=context.request_id,
+        answer_id=context.answer_id,
+        tenant=context.tenant,
+        age_s=round(time.monotonic() - context.began, 3),
+        tokens=context.num_tokens,
     )
 
 
@@ -198,77 +199,77 @@ class Resident(Struct, frozen=True, kw_only=True):
     name: str
     state: str
     why: str
-    """The last load failed."""
+    """Why the last load failed."""
     stage: str
-    """Of a load under way."""
+    """How far a load under way is."""
     model: str
     engine: str
     """The one in use, or those that would be tried."""
     requests: int
-    """Inside."""
+    """Requests that are inside."""
     waiting: int
     memory_bytes: int
-    """As measured or planned; 0: none."""
+    """Bytes as measured or planned; 0: none."""
     idle_s: float | None
 
 
-def add_model_admin(app: FastAPI, gate: Admission) -> None:
-    fleet = gate.fleet
+def add_model_admin(app: FastAPI, admission: Admission) -> None:
+    pool = admission.pool
 
     @app.get("/admin/models", include_in_schema=False)
     async def models() -> Response:
-        return _all(gate)
+        return _all(admission)
 
     @app.post("/admin/models/load", include_in_schema=False)
     async def load(request: Request) -> Response:
-        slot = _slot(gate, (await read(request, NamedModel, gate)).model)
+        slot = _slot(admission, (await read(request, NamedModel, admission)).model)
         slot.forgive()
-        await fleet.load(slot)
+        await pool.load(slot)
         return JsonResponse(_shown_model(slot))
 
     @app.post("/admin/models/unload", include_in_schema=False)
     async def unload(request: Request) -> Response:
-        slot = _slot(gate, (await read(request, NamedModel, gate)).model)
+        slot = _slot(admission, (await read(request, NamedModel, admission)).model)
         await slot.unload()
         return JsonResponse(_shown_model(slot))
 
     @app.post("/admin/models/reload", include_in_schema=False)
     async def reload(request: Request) -> Response:
-        name = (await read(request, NamedModel, gate)).model
+        name = (await read(request, NamedModel, admission)).model
         if name:
-            slot = _slot(gate, name)
+            slot = _slot(admission, name)
             await slot.unload()
             slot.forgive()
-            await fleet.load(slot)
+            await pool.load(slot)
             return JsonResponse(_shown_model(slot))
         try:
-            fleet.reload()
+            pool.reload()
         except (ConfigError, InvalidRequest) as error:
             raise Conflict(f"The models stay as they were: {error}") from error
-        return _all(gate)
+        return _all(admission)
 
 
-def _slot(gate: Admission, name: str) -> ModelSlot:
+def _slot(admission: Admission, name: str) -> ModelSlot:
     try:
-        return gate.fleet.named(name)
+        return admission.pool.named(name)
     except InvalidRequest as error:
         raise Conflict(str(error)) from error
 
 
-def _all(gate: Admission) -> Response:
-    return JsonResponse({"models": [_shown_model(slot) for slot in gate.fleet.slots]})
+def _all(admission: Admission) -> Response:
+    return JsonResponse({"models": [_shown_model(slot) for slot in admission.pool.slots]})
 
 
 def _shown_model(slot: ModelSlot) -> Resident:
     config = slot.entry.config
-    is_used = slot.num_claims or slot.service is None
+    is_used = slot.num_claims or slot.served is None
     return Resident(
         name=slot.name,
         state=slot.state,
         why=slot.failure.reason if slot.failure is not None else "",
         stage=slot.stage,
         model=config.model.model,
-        engine=config.backend.engine if slot.service is None else slot.service.engine.name,
+        engine=config.backend.engine if slot.served is None else slot.served.engine.name,
         requests=slot.num_inside,
         waiting=slot.num_claims - slot.num_inside,
         memory_bytes=slot.need.num_bytes if slot.holds_memory else 0,

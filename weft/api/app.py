@@ -20,41 +20,45 @@ from weft.api.admin import add_admin, add_model_admin
 from weft.api.anthropic.messages import count_tokens, messages_endpoint
 from weft.api.anthropic.messages_schema import (
     AnthropicError,
-    AnthropicErrors,
     CountTokensRequest,
     MessageAnswer,
     MessagesRequest,
     TokenCount,
 )
-from weft.api.body import answer_nobody
+from weft.api.body import answer_gone_client
 from weft.api.error_responses import ErrorBody, JsonResponse, answer_http_exception, answer_weft_error
 from weft.api.handler import Handler
-from weft.api.middleware import ApiKeyAuth, HeaderLimits, RequestIdMiddleware
+from weft.api.middleware import AnthropicErrors, ApiKeyAuth, HeaderLimits, RequestIdMiddleware
 from weft.api.openai.chat import chat_endpoint
 from weft.api.openai.completions import completions_endpoint
-from weft.api.openai.embeddings import EmbeddingList, EmbeddingsExchange, EmbeddingsRequest
-from weft.api.openai.images import ImagesExchange
+from weft.api.openai.embeddings import EmbeddingList, EmbeddingsRequest, embeddings_endpoint
+from weft.api.openai.images import images_endpoint
 from weft.api.openai.images_schema import ImagesAnswer, ImagesRequest
 from weft.api.openai.openai_answers import (
     ChatCompletion,
     Completion,
-    Detokenized,
     ModelCard,
     ModelList,
-    Tokenized,
     Version,
 )
-from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from weft.api.openai.openai_schema import ChatRequest, CompletionRequest
 from weft.api.openai.response_store import ResponseStore, TenantStore
 from weft.api.openai.responses import responses_endpoint
 from weft.api.openai.responses_schema import DeletedResponse, InputItemList, ResponseAnswer, ResponsesRequest
-from weft.api.openai.tokenize import TokenizeHandler, detokenize, tokenize
+from weft.api.openai.tokenize import (
+    Detokenized,
+    DetokenizeRequest,
+    Tokenized,
+    TokenizeHandler,
+    TokenizeRequest,
+    detokenize,
+    tokenize,
+)
 from weft.backends.contract import Engine
 from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason
 from weft.observe.metrics import CONTENT_TYPE, Residence, exposition
 from weft.options import Config
-from weft.serving.admission import Admission
-from weft.serving.guard import ClientGone
+from weft.serving.admission import Admission, ClientGone
 from weft.serving.model_slot import ModelSlot
 from weft.serving.served_model import ServedModel
 
@@ -73,12 +77,12 @@ Responses = dict[int | str, dict[str, Any]]
 
 
 def takes(request: type[BaseModel]) -> dict[str, Any]:
-    """The body of a route that reads its own bytes."""
+    """Describe the body of a route that reads its own bytes."""
     return {"requestBody": {"required": True, "content": {"application/json": _reference(request)}}}
 
 
 def gives(answer: type[Struct], *, streamed: bool = False, error: type[Struct] = ErrorBody) -> Responses:
-    """The answers of a route that writes its own bytes."""
+    """Describe the answers of a route that writes its own bytes."""
     content = {"application/json": _reference(answer)}
     if streamed:
         content["text/event-stream"] = {"schema": {"type": "string"}}
@@ -107,14 +111,14 @@ def _reference(schema: type[Struct] | type[BaseModel]) -> dict[str, Any]:
 
 
 def build_app(engine: Engine, config: Config) -> FastAPI:
-    """The application over an engine that is ready."""
-    gate = Admission(config)
-    gate.open(engine)
-    return gated_app(gate)
+    """Return the application over an engine that is ready."""
+    admission = Admission(config)
+    admission.open(engine)
+    return admission_app(admission)
 
 
-def gated_app(gate: Admission) -> FastAPI:
-    """The application of a gate that may open later."""
+def admission_app(admission: Admission) -> FastAPI:
+    """Return the application of an admission that may open later."""
     app = FastAPI(
         title="Weft", version=__version__, summary="OpenAI's interface, served by Weft.", docs_url=None, redoc_url=None,
         redirect_slashes=False,
@@ -122,43 +126,43 @@ def gated_app(gate: Admission) -> FastAPI:
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     app.add_exception_handler(WeftError, answer_weft_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
-    app.add_exception_handler(ClientGone, answer_nobody)
-    app.add_middleware(ApiKeyAuth, gate=gate)
-    app.add_middleware(HeaderLimits, gate=gate)
+    app.add_exception_handler(ClientGone, answer_gone_client)
+    app.add_middleware(ApiKeyAuth, admission=admission)
+    app.add_middleware(HeaderLimits, admission=admission)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(AnthropicErrors)
-    _add_generation(app, gate)
-    _add_messages(app, gate)
-    _add_responses(app, gate)
-    _add_embeddings(app, gate)
-    _add_images(app, gate)
-    _add_tokens(app, gate)
-    _add_models(app, gate)
-    _add_health(app, gate)
-    if gate.admin_keys.required:
-        add_admin(app, gate)
-        add_model_admin(app, gate)
+    _add_generation(app, admission)
+    _add_messages(app, admission)
+    _add_responses(app, admission)
+    _add_embeddings(app, admission)
+    _add_images(app, admission)
+    _add_tokens(app, admission)
+    _add_models(app, admission)
+    _add_health(app, admission)
+    if admission.admin_keys.required:
+        add_admin(app, admission)
+        add_model_admin(app, admission)
     return app
 
 
-def _add_generation(app: FastAPI, gate: Admission) -> None:
+def _add_generation(app: FastAPI, admission: Admission) -> None:
     @app.post("/v1/chat/completions", openapi_extra=takes(ChatRequest), responses=gives(ChatCompletion, streamed=True))
     async def chat_completions() -> Response:
-        return Handler(gate, chat_endpoint)
+        return Handler(admission, chat_endpoint)
 
     @app.post("/v1/completions", openapi_extra=takes(CompletionRequest), responses=gives(Completion, streamed=True))
     async def completions() -> Response:
-        return Handler(gate, completions_endpoint)
+        return Handler(admission, completions_endpoint)
 
 
-def _add_messages(app: FastAPI, gate: Admission) -> None:
+def _add_messages(app: FastAPI, admission: Admission) -> None:
     @app.post(
         "/v1/messages",
         openapi_extra=takes(MessagesRequest),
         responses=gives(MessageAnswer, streamed=True, error=AnthropicError),
     )
     async def messages() -> Response:
-        return Handler(gate, messages_endpoint)
+        return Handler(admission, messages_endpoint)
 
     @app.post(
         "/v1/messages/count_tokens",
@@ -166,82 +170,82 @@ def _add_messages(app: FastAPI, gate: Admission) -> None:
         responses=gives(TokenCount, error=AnthropicError),
     )
     async def messages_count_tokens() -> Response:
-        return TokenizeHandler(gate, count_tokens)
+        return TokenizeHandler(admission, count_tokens)
 
 
-def _add_responses(app: FastAPI, gate: Admission) -> None:
-    options = gate.config.server
+def _add_responses(app: FastAPI, admission: Admission) -> None:
+    options = admission.config.server
     store = ResponseStore(options.responses_store_entries, options.responses_store_mb << 20)
 
-    def shelf() -> TenantStore:
+    def tenant_store() -> TenantStore:
         return TenantStore(store, logs.tenant.get())
 
     @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest), responses=gives(ResponseAnswer, streamed=True))
     async def responses() -> Response:
-        return Handler(gate, partial(responses_endpoint, shelf=shelf()))
+        return Handler(admission, partial(responses_endpoint, store=tenant_store()))
 
     @app.get("/v1/responses/{response_id}", responses=gives(ResponseAnswer))
     async def response(response_id: str, request: Request) -> Response:
-        return Response(shelf().answer(response_id, request.query_params), media_type="application/json")
+        return Response(tenant_store().answer(response_id, request.query_params), media_type="application/json")
 
     @app.delete("/v1/responses/{response_id}", responses=gives(DeletedResponse))
     async def delete_response(response_id: str) -> Response:
-        return JsonResponse(shelf().delete(response_id))
+        return JsonResponse(tenant_store().delete(response_id))
 
     @app.get("/v1/responses/{response_id}/input_items", responses=gives(InputItemList))
     async def input_items(response_id: str, request: Request) -> Response:
-        return JsonResponse(shelf().input_items(response_id, request.query_params))
+        return JsonResponse(tenant_store().input_items(response_id, request.query_params))
 
 
-def _add_embeddings(app: FastAPI, gate: Admission) -> None:
+def _add_embeddings(app: FastAPI, admission: Admission) -> None:
     @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingsRequest), responses=gives(EmbeddingList))
     async def embeddings() -> Response:
-        return EmbeddingsExchange(gate)
+        return Handler(admission, embeddings_endpoint)
 
 
-def _add_images(app: FastAPI, gate: Admission) -> None:
+def _add_images(app: FastAPI, admission: Admission) -> None:
     @app.post(
         "/v1/images/generations", openapi_extra=takes(ImagesRequest), responses=gives(ImagesAnswer, streamed=True)
     )
     async def image_generations() -> Response:
-        return ImagesExchange(gate)
+        return Handler(admission, images_endpoint)
 
 
-def _add_tokens(app: FastAPI, gate: Admission) -> None:
+def _add_tokens(app: FastAPI, admission: Admission) -> None:
     @app.post("/tokenize", openapi_extra=takes(TokenizeRequest), responses=gives(Tokenized))
     async def to_tokens() -> Response:
-        return TokenizeHandler(gate, tokenize)
+        return TokenizeHandler(admission, tokenize)
 
     @app.post("/detokenize", openapi_extra=takes(DetokenizeRequest), responses=gives(Detokenized))
     async def from_tokens() -> Response:
-        return TokenizeHandler(gate, detokenize)
+        return TokenizeHandler(admission, detokenize)
 
 
-def _add_models(app: FastAPI, gate: Admission) -> None:
+def _add_models(app: FastAPI, admission: Admission) -> None:
     @app.get("/version", responses=gives(Version))
     async def version() -> Response:
         return JsonResponse(Version(__version__))
 
     @app.get("/v1/models", responses=gives(ModelList))
     async def models() -> Response:
-        return JsonResponse(ModelList(data=_all_cards(gate)))
+        return JsonResponse(ModelList(data=_all_cards(admission)))
 
     @app.get("/v1/models/{model_id:path}", responses=gives(ModelCard))
     async def model(model_id: str) -> Response:
-        cards = {card.id: card for card in _all_cards(gate)}
+        cards = {card.id: card for card in _all_cards(admission)}
         if model_id not in cards:
             raise ModelNotFound(f"There is no model {model_id!r:.200} here; this server has {', '.join(cards)}.")
         return JsonResponse(cards[model_id])
 
 
-def _add_health(app: FastAPI, gate: Admission) -> None:
+def _add_health(app: FastAPI, admission: Admission) -> None:
     @app.get("/health", responses=errors())
     async def health() -> Response:
         """200 only while requests are taken and an engine's loop beats. Of several models it names those in trouble."""
-        state = gate.health()
+        state = admission.health()
         if not state.ready:
             raise Unavailable(f"Not ready: {state.reason.rstrip('.')}.")
-        troubles = gate.fleet.troubles()
+        troubles = admission.pool.troubles()
         return JsonResponse({"status": "ready", **({"troubles": troubles} if troubles else {})})
 
     @app.get("/health/live")
@@ -252,21 +256,21 @@ def _add_health(app: FastAPI, gate: Admission) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus's text format; empty until a model is loaded."""
-        residences = [_residence(slot) for slot in gate.fleet.slots] if gate.fleet.has_many else []
-        return Response(exposition(gate.metrics(), residences), media_type=CONTENT_TYPE)
+        residences = [_residence(slot) for slot in admission.pool.slots] if admission.pool.has_many else []
+        return Response(exposition(admission.metrics(), residences), media_type=CONTENT_TYPE)
 
 
-def _all_cards(gate: Admission) -> list[ModelCard]:
-    gate.check_open()
-    if not gate.fleet.has_many:
-        return [card for service in gate.fleet.services() for card in _cards(service)]
+def _all_cards(admission: Admission) -> list[ModelCard]:
+    admission.check_open()
+    if not admission.pool.has_many:
+        return [card for served in admission.pool.served_models() for card in _cards(served)]
     cards: list[ModelCard] = []
-    for slot in gate.fleet.slots:
-        if slot.service is not None:
-            cards += [replace(card, state=slot.state) for card in _cards(slot.service)]
+    for slot in admission.pool.slots:
+        if slot.served is not None:
+            cards += [replace(card, state=slot.state) for card in _cards(slot.served)]
         else:
             why = public_reason(slot.failure.error) if slot.failure is not None else UNSET
-            card = ModelCard(id=slot.name, created=gate.fleet.created, state=slot.state, why=why)
+            card = ModelCard(id=slot.name, created=admission.pool.created, state=slot.state, why=why)
             cards += [card, *(replace(card, id=name, parent=slot.name, root=slot.name) for name in slot.adapter_names)]
     return cards
 
@@ -274,32 +278,32 @@ def _all_cards(gate: Admission) -> list[ModelCard]:
 def _residence(slot: ModelSlot) -> Residence:
     return Residence(
         model_name=slot.name,
-        is_loaded=slot.service is not None,
+        is_loaded=slot.served is not None,
         loads=slot.num_loads,
         failures=slot.num_failures,
         unloads=slot.num_unloads,
     )
 
 
-def _cards(service: ServedModel) -> list[ModelCard]:
-    """The model that writes, its adapters, and the one that draws beside it, if any."""
-    model = service.engine.model
+def _cards(served: ServedModel) -> list[ModelCard]:
+    """List the language model, its adapters, and the image model beside it, if any."""
+    model = served.engine.model
     writes = ModelCard(
-        id=service.model_name,
-        created=service.created,
+        id=served.model_name,
+        created=served.created,
         max_model_len=model.max_model_len or UNSET,
-        capabilities=["chat", "completions", *(["embeddings"] if service.engine.abilities.embeddings else [])],
+        capabilities=["chat", "completions", *(["embeddings"] if served.engine.abilities.embeddings else [])],
     )
     adapted = [
-        replace(writes, id=name, parent=service.model_name, root=service.model_name) for name in service.adapter_names
+        replace(writes, id=name, parent=served.model_name, root=served.model_name) for name in served.adapter_names
     ]
-    if (painter := model.images) is None:
+    if (image_model := model.images) is None:
         return [writes, *adapted]
-    draws = ModelCard(
-        id=painter.name,
-        created=service.created,
-        max_model_len=painter.max_prompt_tokens,
+    image_card = ModelCard(
+        id=image_model.name,
+        created=served.created,
+        max_model_len=image_model.max_prompt_tokens,
         capabilities=["images"],
-        sizes=[f"{painter.width}x{painter.height}"],
+        sizes=[f"{image_model.width}x{image_model.height}"],
     )
-    return [writes, *adapted, draws]
+    return [writes, *adapted, image_card]

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope
 from weft.api.error_responses import BodyTooLarge, BodyTooSlow
 from weft.errors import InvalidRequest
 from weft.options import LimitOptions
-from weft.serving.guard import ClientGone
+from weft.serving.admission import ClientGone
 
 _STRINGS_AND_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
 """Possessive: a string that never ends is looked at once."""
@@ -33,7 +33,7 @@ class TooMany(InvalidRequest):
 class Cap(Struct, frozen=True):
     field: str
     count: Callable[[Any], int]
-    """Of the field's value, whatever a client may have put there; what it cannot be is for others to say."""
+    """Counts in the field's value, of whatever type it is; the schema refuses wrong types later."""
     limit: Callable[[LimitOptions], int]
     flag: str
 
@@ -47,7 +47,7 @@ def _number(value: Any) -> int:
 
 
 def _prompts(value: Any) -> int:
-    """A list of numbers is one prompt, in token ids."""
+    """Count the prompts; a list of numbers is one, in token ids."""
     return _length(value) if isinstance(value, list) and value and not isinstance(value[0], int) else 1
 
 
@@ -106,12 +106,12 @@ BODY_SECONDS = 120.0
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
-async def answer_nobody(request: Request, error: Exception) -> Response:
+async def answer_gone_client(request: Request, error: Exception) -> Response:
     return Response()
 
 
 async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """Refuses by the announced length, by what really comes, and by the time it takes."""
+    """Read a body. Refuses it by the announced length, by what really comes, and by the time it takes."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
             raise _too_large(limit_bytes)
@@ -160,7 +160,7 @@ def _parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
 
 
 def _refusal(error: ValidationError) -> InvalidRequest:
-    """The first of the mistakes, with its place."""
+    """Return the first of the mistakes, with its place."""
     first: Any = error.errors(include_url=False, include_input=False)[0]
     context = first.get("ctx", {})
     location = [*first["loc"], *([context["field"]] if "field" in context else [])]

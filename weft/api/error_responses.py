@@ -120,7 +120,7 @@ async def answer_weft_error(request: Request, error: Exception) -> Response:
 
 
 async def answer_http_exception(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals: no such route, no such method on it."""
+    """Answer Starlette's own refusals: no such route, no such method on it."""
     assert isinstance(error, HTTPException)
     if error.status_code == WrongMethod.status:
         response = error_response(WrongMethod(f"{request.url.path} does not answer {request.method}."))
@@ -142,7 +142,7 @@ def _type(status: int) -> str:
 
 
 def _public_message(error: WeftError) -> str:
-    """A client's own mistakes are told in full; of the server's, only what holds nothing private."""
+    """Tell a client's own mistakes in full; of the server's, only what holds nothing private."""
     text = str(error)
     if error.status < 500:
         return text

@@ -1,91 +1,130 @@
-"""One generation over HTTP, from the request's body to the answer's last byte."""
+"""The one handler of every endpoint over HTTP, from the request's body to the answer's last byte."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
-from typing import Any, Protocol
 
+import msgspec
 from fastapi import Response
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
-from weft.api import sse
 from weft.api.body import read_body
-from weft.api.error_responses import Unexpected
+from weft.api.error_responses import Unexpected, error_body
 from weft.api.http_protocol import DirectWriter, direct_writer
-from weft.api.openai.openai_answers import CollectedOutput
 from weft.errors import WeftError
-from weft.serving.admission import Admission, RequestContext
+from weft.serving.admission import Admission, ClientGone, RequestContext
 from weft.serving.generation import Generation
-from weft.serving.guard import ClientGone, guarded
-from weft.serving.request import Job
-from weft.types import Output, Usage
+from weft.serving.output_reader import CollectedOutput
+from weft.types import GenerationRequest, Output, Usage
 
 log = logging.getLogger(__name__)
 
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
-class Writer(Protocol):
-    """How one kind of answer is written."""
+DONE = b"data: [DONE]\n\n"
+WAITING = b": waiting\n\n"
+"""A comment: clients read over it."""
 
-    answer_id: str
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class ChunkHead(Struct, frozen=True, kw_only=True):
+    """The fields that every chunk of one stream repeats."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class ChunkFrame:
+    """Puts the choices of one stream's chunks between bytes that were encoded when the stream began."""
+
+    def __init__(self, head: ChunkHead, *, include_usage: bool) -> None:
+        self.before = b"data: " + msgspec.json.encode(head)[:-1] + b',"choices":['
+        self.after = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def after_with(self, fields: dict[str, object]) -> bytes:
+        """Return what ends a chunk that has these fields besides its choices."""
+        return b"]," + msgspec.json.encode(fields)[1:] + b"\n\n" if fields else self.after
+
+
+def named_event(name: str, body: object) -> bytes:
+    """Return a server-sent event with a name."""
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def error_event(error: WeftError) -> bytes:
+    """Return what ends a stream of chunks that has begun and cannot go on."""
+    return b"data: " + msgspec.json.encode(error_body(error)) + b"\n\n" + DONE
+
+
+class Writer:
+    """How the answers of one endpoint are written: in one piece, or as server-sent events."""
+
+    def __init__(self, answer_id: str, model_name: str, *, stream: bool) -> None:
+        """`model_name`: as the client called it, for the log and the metrics. `stream`: events are wanted."""
+        self.answer_id = answer_id
+        self.model_name = model_name
+        self.stream = stream
 
     def opening(self) -> bytes:
-        """The chunks before the first delta's."""
+        """Return the chunks before those of the first output."""
+        return b""
 
-    def chunks(self, index: int, delta: Output) -> bytes:
-        """The chunks that a delta gives: none, one, or a last one with the reason why it ended."""
+    def chunks(self, index: int, output: Output) -> bytes | Awaitable[bytes]:
+        """Return the chunks that an output gives: none, one, or a last one with the reason why it ended. They are
+        awaited where they take a thread to write."""
+        raise NotImplementedError(f"{type(self).__name__} does not stream")
 
     def closing(self, usages: Sequence[Usage]) -> bytes:
-        """What follows the last delta's chunks; the usage is that of each choice."""
+        """Return what follows the last output's chunks; the usage is that of each request."""
+        return b""
 
     def failure(self, error: WeftError) -> bytes:
-        """What ends a stream that has begun and cannot go on."""
+        """Return what ends a stream that has begun and cannot go on."""
+        return error_event(error)
 
-    def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
-        """The answer in one piece."""
-
-
-class Order(Struct, frozen=True):
-    job: Job
-    writer: Writer
+    async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
+        """Return the answer in one piece."""
+        raise NotImplementedError
 
 
-Endpoint = Callable[[bytes, RequestContext], Awaitable[Order]]
-"""Reads one kind of request, and chooses its model; raises what is wrong with it."""
-
-
-Guard = Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
-"""Runs work for as long as somebody waits for it."""
+Endpoint = Callable[[bytes, RequestContext], Awaitable[tuple[Sequence[GenerationRequest], Writer]]]
+"""Parses the body of one kind of request, and chooses its model; raises what is wrong with it."""
 
 
 class StreamedResponse:
     """The answer on its way: headers at the last moment, so that an error before the first token has its status.
 
-    Its beginning and its end go through every layer of the application, what comes in between by the short way.
+    Its beginning and its end go through every layer of the application, what comes in between by the direct writer.
     """
 
     def __init__(self, send: Send, direct_writer: DirectWriter | None) -> None:
         self._send = send
-        self._short_way = direct_writer
+        self._direct = direct_writer
         self.started = False
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """The first call counts."""
+        """Send the headers, once."""
         if not self.started:
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
             self.started = True
 
     def write(self, body: bytes) -> Awaitable[None] | None:
-        """None when the piece is on its way; else what to wait for."""
-        if self._short_way is not None and self._short_way.write(body):
+        """Write a piece. Returns None when it is on its way, else what to wait for."""
+        if self._direct is not None and self._direct.write(body):
             return None
         return self._send_body(body, more=True)
 
@@ -93,142 +132,135 @@ class StreamedResponse:
         await self._send_body(body, more=False)
 
     async def answer(self, body: bytes) -> None:
-        """All of it, in one piece of JSON."""
+        """Send the answer in one piece of JSON."""
         await self.start([*JSON_HEADERS, (b"content-length", b"%d" % len(body))])
         await self.end(body)
 
     def _send_body(self, body: bytes, *, more: bool) -> Awaitable[None]:
-        if self._short_way is not None:
-            self._short_way.flush()
+        if self._direct is not None:
+            self._direct.flush()
         return self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 class Handler(Response):
     """A response that does the work itself, next to the socket: it sees the client hang up."""
 
-    def __init__(self, gate: Admission, door: Endpoint) -> None:
+    def __init__(self, admission: Admission, endpoint: Endpoint) -> None:
         super().__init__()
-        self._gate = gate
-        self._door = door
+        self._admission = admission
+        self._endpoint = endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
-        options = self._gate.config.server
-        with self._gate.admit(receive) as seat:
+        options = self._admission.config.server
+        with self._admission.admit(receive) as context:
             try:
                 body = await read_body(scope, receive, options.max_body_mb << 20)
-                order = await self._door(body, seat)
+                requests, writer = await self._endpoint(body, context)
             except ClientGone:
                 return
-            # A client may send the same id twice; the engine must never see it twice.
-            seat.answer_id = order.writer.answer_id
-            generation = Generation(order.job, seat, f"{seat.answer_id}-{uuid.uuid4().hex[:8]}", arrived)
-            guard = partial(guarded, receive=receive, aborted=seat.aborted, timeout_s=options.request_timeout_s)
-            reply = StreamedResponse(send, direct_writer(scope))
-            if order.job.stream:
-                await _stream(order, generation, guard, reply, options.keep_alive_s)
+            context.answer_id = writer.answer_id
+            generation = Generation(requests, context, arrived, writer.model_name)
+            response = StreamedResponse(send, direct_writer(scope))
+            if writer.stream:
+                async with _told_in_stream(response, writer):
+                    with _until_hang_up(), generation.counted():
+                        await context.guard(
+                            _send_chunks(generation, writer, len(requests), response, options.keep_alive_s)
+                        )
             else:
-                await _whole(order, generation, guard, reply)
-
-
-async def _whole(order: Order, generation: Generation, guard: Guard, reply: StreamedResponse) -> None:
-    outputs = [CollectedOutput() for _ in range(order.job.num_choices)]
-    with _until_hang_up(), generation.counted():
-        await guard(generation.run(lambda index, delta: outputs[index].add(delta)))
-        await reply.answer(order.writer.whole(outputs))
-
-
-async def _stream(
-    order: Order, generation: Generation, guard: Guard, reply: StreamedResponse, keep_alive_s: float
-) -> None:
-    async with told_in_stream(reply, order.writer.failure):
-        with _until_hang_up(), generation.counted():
-            await guard(_send_chunks(order, generation, reply, keep_alive_s))
+                outputs = [CollectedOutput() for _ in requests]
+                with _until_hang_up(), generation.counted():
+                    await context.guard(generation.run(lambda index, output: outputs[index].add(output)))
+                    await response.answer(await writer.whole(outputs))
 
 
 @asynccontextmanager
-async def told_in_stream(reply: StreamedResponse, failure: Callable[[WeftError], bytes]) -> AsyncIterator[None]:
-    """An error before the first byte is raised and gets its status; a later one becomes the stream's last event."""
+async def _told_in_stream(response: StreamedResponse, writer: Writer) -> AsyncIterator[None]:
+    """Raise an error before the first byte, which gets its status; make a later one the stream's last event."""
     try:
         yield
     except ClientGone:
         raise
     except WeftError as error:
-        if not reply.started:
+        if not response.started:
             raise
         log.error("a stream ended with %s: %s", type(error).__name__, error)
-        await reply.end(failure(error))
+        await response.end(writer.failure(error))
     except Exception as error:
-        if not reply.started:
+        if not response.started:
             raise
         log.exception("a stream failed")
-        await reply.end(failure(Unexpected(str(error))))
+        await response.end(writer.failure(Unexpected(str(error))))
 
 
 @contextmanager
 def _until_hang_up() -> Iterator[None]:
-    """Nobody is left to hear that the client has gone."""
+    """Log that the client has gone, and tell no one else."""
     try:
         yield
     except ClientGone:
         log.info("the client hung up")
 
 
-async def _send_chunks(order: Order, generation: Generation, reply: StreamedResponse, keep_alive_s: float) -> None:
-    writer = order.writer
-    waiting = KeepAlive(reply, keep_alive_s)
+async def _send_chunks(
+    generation: Generation, writer: Writer, num_requests: int, response: StreamedResponse, keep_alive_s: float
+) -> None:
+    keep_alive = KeepAlive(response, keep_alive_s)
     opening = asyncio.Lock()
     is_open = False
-    usages = [Usage()] * order.job.num_choices
+    usages = [Usage()] * num_requests
 
-    def take(index: int, delta: Output) -> Awaitable[None] | None:
-        if delta.finish:
-            usages[index] = delta.usage
-        chunks = writer.chunks(index, delta)
-        if not is_open:
-            return begin(chunks)
-        return reply.write(chunks) if chunks else None
+    def take(index: int, output: Output) -> Awaitable[None] | None:
+        if output.finish:
+            usages[index] = output.usage
+        chunks = writer.chunks(index, output)
+        if is_open and type(chunks) is bytes:
+            return response.write(chunks) if chunks else None
+        return begin(chunks)
 
-    async def begin(chunks: bytes) -> None:
-        """Several choices may begin at the same time; the first one's call counts."""
+    async def begin(chunks: bytes | Awaitable[bytes]) -> None:
+        """Write the first chunks, or those that take a thread. Several requests may begin at the same time; the first
+        one's call counts."""
         nonlocal is_open
+        if not isinstance(chunks, bytes):
+            chunks = await chunks
         async with opening:
             if not is_open:
-                await waiting.end()
-                await reply.start(sse.HEADERS)
-                await written(reply, writer.opening())
+                await keep_alive.end()
+                await response.start(SSE_HEADERS)
+                await _written(response, writer.opening())
                 is_open = True
-        await written(reply, chunks)
+        await _written(response, chunks)
 
     try:
         await generation.run(take)
     finally:
-        await waiting.end()
-    await reply.end(writer.closing(usages))
+        await keep_alive.end()
+    await response.end(writer.closing(usages))
 
 
 class KeepAlive:
-    """Tells a client, and whatever stands between, that its stream has not been forgotten; until there is more to
-    tell."""
+    """Tells a client, and the proxies between, that its stream is alive, until there is more to tell."""
 
-    def __init__(self, reply: StreamedResponse, interval_s: float) -> None:
+    def __init__(self, response: StreamedResponse, interval_s: float) -> None:
         """0: it says nothing."""
-        self._task = asyncio.create_task(self._say(reply, interval_s)) if interval_s else None
+        self._task = asyncio.create_task(self._say(response, interval_s)) if interval_s else None
 
     async def end(self) -> None:
-        """Again and again, if need be."""
+        """Stop it. It may be called again."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
 
-    async def _say(self, reply: StreamedResponse, interval_s: float) -> None:
+    async def _say(self, response: StreamedResponse, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            await reply.start(sse.HEADERS)
-            await written(reply, sse.WAITING)
+            await response.start(SSE_HEADERS)
+            await _written(response, WAITING)
 
 
-async def written(reply: StreamedResponse, body: bytes) -> None:
-    if body and (writing := reply.write(body)) is not None:
+async def _written(response: StreamedResponse, body: bytes) -> None:
+    if body and (writing := response.write(body)) is not None:
         await writing

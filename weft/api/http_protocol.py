@@ -1,9 +1,9 @@
-"""uvicorn's HTTP protocol, with bounds on what a client may leave unsaid or unread, and with a short way for answers
+"""uvicorn's HTTP protocol, with bounds on what a client may leave unsaid or unread, and a direct writer for answers
 that come in very many small pieces.
 
-A piece that is sent the usual way passes every layer of the application, and goes to the network in the middle of the
-work on other answers. On the short way it costs a call, and the pieces that one round of the event loop brought are
-written together: a step of the engine brings a piece to every answer, and several steps at once when this process is
+A piece that is sent through ASGI passes every layer of the application, and goes to the network in the middle of the
+work on other answers. By the direct writer it costs a call, and the pieces of one turn of the event loop are written
+together as a batch: a step of the engine brings a piece to every answer, and several steps at once when this process is
 behind.
 """
 
@@ -34,11 +34,11 @@ log = logging.getLogger(__name__)
 HEAD_S = 60.0
 """A connection that has not brought a request's head by then is closed."""
 
-_EXTENSION = "weft.short_way"
+_EXTENSION = "weft.direct_writer"
 
 
 class WriteBatch:
-    """The pieces that wait for the end of this round of the event loop, those of one answer joined."""
+    """The batch holds pieces until the end of this turn of the event loop, those of one answer joined."""
 
     def __init__(self) -> None:
         self._pieces: dict[asyncio.Transport, bytes] = {}
@@ -58,28 +58,28 @@ class WriteBatch:
 
 
 class DirectWriter:
-    """One answer's."""
+    """Writes the middle of one answer past the application's layers."""
 
-    def __init__(self, cycle: RequestResponseCycle, this_round: WriteBatch) -> None:
+    def __init__(self, cycle: RequestResponseCycle, batch: WriteBatch) -> None:
         self._cycle = cycle
-        self._round = this_round
+        self._batch = batch
 
     def write(self, body: bytes) -> bool:
-        """Take a piece from the middle of the answer. False when it must be sent the usual way, which waits for a
+        """Take a piece from the middle of the answer. False when it must be sent through ASGI, which waits for a
         client that does not keep up."""
         cycle = self._cycle
         if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
             return False
-        self._round.add(cycle.transport, body)
+        self._batch.add(cycle.transport, body)
         return True
 
     def flush(self) -> None:
-        """To be called before anything is sent the usual way: it must not overtake what waits here."""
-        self._round.write()
+        """Write what waits. It is called before anything is sent through ASGI, which must not overtake it."""
+        self._batch.write()
 
 
 class Timer:
-    """One call that is due, or none."""
+    """The timer has one call that is due, or none."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -103,17 +103,17 @@ class Timer:
         call()
 
 
-class Protocol(HttpToolsProtocol):
-    """Offers the short way to the application, as an extension of ASGI. Ends connections that would hold memory for
-    ever: a head without an end, and an answer that nobody reads."""
+class HttpProtocol(HttpToolsProtocol):
+    """Offers the direct writer to the application, as an extension of ASGI. Ends connections that would hold memory for
+    ever: a head without an end, and an answer that is not read."""
 
-    def __init__(self, *args: Any, this_round: WriteBatch, settings: Config, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, batch: WriteBatch, settings: Config, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._round = this_round
+        self._batch = batch
         self._limits = settings.limits
         self._patience_s = settings.server.slow_reader_timeout_s
         self._head_bytes = 0
-        """Of a head that is not complete; -1: what comes now is a body."""
+        """Bytes of a head that is not complete; -1: what comes now is a body."""
         self._head_timer = Timer(self.loop)
         self._reader_timer = Timer(self.loop)
 
@@ -135,7 +135,7 @@ class Protocol(HttpToolsProtocol):
         self._head_timer.cancel()
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # type: ignore[assignment]
-        scope["extensions"] = {_EXTENSION: DirectWriter(self.cycle, self._round)}
+        scope["extensions"] = {_EXTENSION: DirectWriter(self.cycle, self._batch)}
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
@@ -162,7 +162,7 @@ class Protocol(HttpToolsProtocol):
         self._head_timer.set(HEAD_S, self._give_up_head)
 
     def _give_up_head(self) -> None:
-        """A stray byte behind a request is no reason to cut the answer off."""
+        """Close a connection that brought no head. A stray byte behind a request does not cut the answer off."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
 
@@ -180,15 +180,15 @@ class Protocol(HttpToolsProtocol):
             self.transport.abort()
 
     def _unread_bytes(self) -> int:
-        """What waits here, and what waits in the kernel for a client to make room for it."""
+        """Count what waits here, and what waits in the kernel for the client to read."""
         return self.transport.get_write_buffer_size() + _in_kernel(self.transport.get_extra_info("socket"))
 
     def send_400_response(self, msg: str) -> None:
-        """To what is no HTTP."""
+        """Refuse what is no HTTP."""
         self._refuse(InvalidRequest(msg))
 
     def _refuse(self, error: InvalidRequest) -> None:
-        """For want of a request, past the application."""
+        """Answer past the application, because there is no request yet."""
         body = msgspec.json.encode(error_body(error))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[error.status] + head + body)
@@ -196,19 +196,19 @@ class Protocol(HttpToolsProtocol):
 
 
 def _in_kernel(connection: socket.socket) -> int:
-    """Bytes that were sent and not acknowledged, where the system tells."""
+    """Count the bytes that were sent and not acknowledged, where the system tells."""
     if sys.platform != "linux":
         return 0
     count: int = struct.unpack("i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
     return count
 
 
-def protocol_factory(settings: Config) -> Callable[..., Protocol]:
-    """What makes the protocols of one server."""
-    return partial(Protocol, this_round=WriteBatch(), settings=settings)
+def protocol_factory(settings: Config) -> Callable[..., HttpProtocol]:
+    """Return what makes the protocols of one server."""
+    return partial(HttpProtocol, batch=WriteBatch(), settings=settings)
 
 
 def direct_writer(scope: Scope) -> DirectWriter | None:
-    """None with a server that has none."""
+    """Return the direct writer of a request; None with a server that has none."""
     found: DirectWriter | None = scope.get("extensions", {}).get(_EXTENSION)
     return found

@@ -1,4 +1,5 @@
-"""The outermost layer: every request has an id, a line in the log, and an answer even when Weft has a defect."""
+"""The layers before any endpoint: an id and a line in the log for every request, limits of headers, keys, and the shape
+of errors for Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ import time
 import uuid
 from collections.abc import Collection
 
+import msgspec
+from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft import logs
-from weft.api.error_responses import HeadTooLarge, NoKey, Unexpected, WrongHost, WrongKey, error_response
+from weft.api.anthropic.messages_schema import anthropic_error
+from weft.api.error_responses import ErrorBody, HeadTooLarge, NoKey, Unexpected, WrongHost, WrongKey, error_response
 from weft.api.openai.openai_schema import SANE_ID
 from weft.errors import InvalidRequest
 from weft.observe import traces
@@ -84,7 +88,7 @@ LOCALHOST = "localhost"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this is a name or an address of this machine that no other machine reaches."""
+    """Return whether this is a name or an address of this machine that no other machine reaches."""
     try:
         return host == LOCALHOST or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -97,7 +101,7 @@ class HostCheck:
         self._allowed: Collection[str] = {name.lower() for name in options.allowed_host}
 
     def refusal(self, hosts: list[bytes], http_version: str) -> InvalidRequest | None:
-        """None when a request with these Host headers may go on."""
+        """Return why a request with these Host headers is refused; None: it is not."""
         if len(hosts) > 1 or (not hosts and http_version not in ("0.9", "1.0")):
             return InvalidRequest("A request has one Host header.")
         if not self._is_guarded:
@@ -112,16 +116,16 @@ class HostCheck:
 
 
 def _name(host: str) -> str:
-    """Without the port, as it is compared."""
+    """Return the host without its port, as it is compared."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.lower().removesuffix(".")
 
 
 class HeaderLimits:
-    def __init__(self, app: ASGIApp, gate: Admission) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
-        self._limits = gate.config.limits
-        self._hosts = HostCheck(gate.config.server, keys_required=gate.keys.required)
+        self._limits = admission.config.limits
+        self._hosts = HostCheck(admission.config.server, keys_required=admission.keys.required)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = None if scope["type"] != "http" else self._refusal(scope)
@@ -160,9 +164,9 @@ VLLM_LOAD_PATH, VLLM_UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_ada
 class ApiKeyAuth:
     """Admin keys open the operator's routes and nothing else; other keys open everything else."""
 
-    def __init__(self, app: ASGIApp, gate: Admission) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
-        self._gate = gate
+        self._admission = admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = None if scope["type"] != "http" else self._refusal(scope)
@@ -172,14 +176,14 @@ class ApiKeyAuth:
             await error_response(refusal)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> NoKey | WrongKey | None:
-        """None when the door opens; the task is then the key's owner's."""
+        """Return why the request is refused; None: it is not, and the task is then that of the key's tenant."""
         path = scope["path"]
         # A pipelined request's task begins as a copy of the one before it.
         logs.tenant.set("")
         if path in OPEN_PATHS:
             return None
-        for_admins = self._gate.admin_keys.required and _is_operators(path)
-        keys = self._gate.admin_keys if for_admins else self._gate.keys
+        for_admins = self._admission.admin_keys.required and _is_operators(path)
+        keys = self._admission.admin_keys if for_admins else self._admission.keys
         if not keys.required:
             return None
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
@@ -187,10 +191,54 @@ class ApiKeyAuth:
         if owner is not None:
             logs.tenant.set(owner)
             return None
-        if for_admins and self._gate.keys.owner(presented(headers)) is not None:
+        if for_admins and self._admission.keys.owner(presented(headers)) is not None:
             return WrongKey("This wants an admin key, and the one shown is another.")
         return NoKey(f"This server wants an API key: {HOW}.")
 
 
 def _is_operators(path: str) -> bool:
     return path in (ADMIN_PATH, VLLM_LOAD_PATH, VLLM_UNLOAD_PATH) or path.startswith(ADMIN_PATH + "/")
+
+
+MESSAGES_PATH = "/v1/messages"
+
+
+class AnthropicErrors:
+    """Writes answers with an error status in Anthropic's shape, below its path; all others pass as they are."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not (
+            scope["path"] == MESSAGES_PATH or scope["path"].startswith(MESSAGES_PATH + "/")
+        ):
+            await self._app(scope, receive, send)
+            return
+        refusal: Message | None = None
+
+        async def send_in_shape(message: Message) -> None:
+            nonlocal refusal
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                refusal = message
+                return
+            if refusal is not None:
+                body = _anthropic_body(refusal, message["body"])
+                await send({**refusal, "headers": _with_length(refusal, len(body))})
+                message, refusal = {**message, "body": body}, None
+            await send(message)
+
+        await self._app(scope, receive, send_in_shape)
+
+
+def _anthropic_body(refusal: Message, body: bytes) -> bytes:
+    said = msgspec.json.decode(body, type=ErrorBody).error.message
+    request_id = dict(refusal["headers"]).get(b"x-request-id")
+    return msgspec.json.encode(
+        anthropic_error(refusal["status"], said, UNSET if request_id is None else request_id.decode())
+    )
+
+
+def _with_length(refusal: Message, length: int) -> list[tuple[bytes, bytes]]:
+    others = [(name, value) for name, value in refusal["headers"] if name != b"content-length"]
+    return [*others, (b"content-length", b"%d" % length)]

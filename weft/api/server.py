@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from weft import logs
-from weft.api.app import gated_app
+from weft.api.app import admission_app
 from weft.api.http_protocol import protocol_factory
 from weft.api.middleware import is_loopback
 from weft.backends.contract import ConfiguredModels, Engine
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EngineFactory = Callable[[], Awaitable[Engine]]
-StartGate = Callable[[Admission], Coroutine[Any, Any, None]]
+StartAdmission = Callable[[Admission], Coroutine[Any, Any, None]]
 
-FAREWELL_S = 2
+SHUTDOWN_TIMEOUT_S = 2
 """How long aborted requests have to tell their clients so, and connections to close."""
 
 MAX_FILES = 65536
@@ -45,33 +45,33 @@ def serve(engine_factory: EngineFactory, config: Config) -> None:
     """Serve one model until a signal says stop. Raises ConfigError when the address cannot be had, and what kept the
     engine from starting."""
 
-    async def start(gate: Admission) -> None:
-        gate.open(await engine_factory())
+    async def start(admission: Admission) -> None:
+        admission.open(await engine_factory())
 
     _serve(start, config)
 
 
-def serve_models(roster: ConfiguredModels, config: Config) -> None:
-    """The same for several models. What keeps one of them from starting is no error here."""
+def serve_models(models: ConfiguredModels, config: Config) -> None:
+    """Serve several models until a signal says stop. What keeps one of them from starting is no error here."""
 
-    async def start(gate: Admission) -> None:
-        await gate.fleet.start()
+    async def start(admission: Admission) -> None:
+        await admission.pool.start()
 
-    _serve(start, config, roster)
+    _serve(start, config, models)
 
 
-def _serve(start: StartGate, config: Config, roster: ConfiguredModels | None = None) -> None:
+def _serve(start: StartAdmission, config: Config, models: ConfiguredModels | None = None) -> None:
     logs.set_up(config.server.log_level, form=config.server.log_format)
     check_reach(config.server)
     allow_many_connections()
     with bind(config.server.host, config.server.port) as listener:
-        life = _Life(config, listener, roster)
+        life = _Life(config, listener, models)
         with asyncio.Runner(loop_factory=life.loop_factory) as runner:
             runner.run(life.live(start))
 
 
 def check_reach(options: ServerOptions) -> None:
-    """Raise ConfigError for an address that others can reach, when everybody could come in."""
+    """Raise ConfigError for an address that others can reach, when no key is wanted."""
     if options.api_key or options.api_key_file or options.insecure or is_loopback(options.host):
         return
     raise ConfigError(
@@ -81,7 +81,7 @@ def check_reach(options: ServerOptions) -> None:
 
 
 def allow_many_connections() -> None:
-    """Each is an open file, and shells allow a process only 1024 until it asks for more."""
+    """Ask for many open files: each connection is one, and shells allow a process only 1024 until it does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
         allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
@@ -113,7 +113,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Signals are `_Life`'s: uvicorn would close the door before the requests inside are done."""
+    """Leaves signals to `_Life`: uvicorn would close its sockets before the requests inside are done."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -121,26 +121,26 @@ class _Server(uvicorn.Server):
 
 
 class _Life:
-    def __init__(self, config: Config, listener: socket.socket, roster: ConfiguredModels | None) -> None:
+    def __init__(self, config: Config, listener: socket.socket, models: ConfiguredModels | None) -> None:
         self._config = config
         self._listener = listener
-        self._gate = Admission(config, roster)
+        self._admission = Admission(config, models)
         options = uvicorn.Config(
-            gated_app(self._gate),
+            admission_app(self._admission),
             http=protocol_factory(config),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             lifespan="off",
             ws="none",
             server_header=False,
-            timeout_graceful_shutdown=FAREWELL_S,
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         )
         self.loop_factory = options.get_loop_factory()
         self._server = _Server(options)
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
-    async def live(self, start: StartGate) -> None:
+    async def live(self, start: StartAdmission) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
@@ -156,20 +156,20 @@ class _Life:
                 await self._stop.wait()
                 await self._drain()
         finally:
-            await self._gate.close()
+            await self._admission.close()
             self._server.should_exit = True
             if rpc is not None:
-                await rpc.stop(FAREWELL_S)
+                await rpc.stop(SHUTDOWN_TIMEOUT_S)
             await http
-            if self._gate.traces is not None:
-                await asyncio.to_thread(self._gate.traces.close)
+            if self._admission.traces is not None:
+                await asyncio.to_thread(self._admission.traces.close)
 
     async def _open_rpc(self) -> RpcServer | None:
         if not self._config.grpc.grpc:
             return None
         from weft.api.grpc.grpc_server import serve_rpc
 
-        return await serve_rpc(self._gate, self._config)
+        return await serve_rpc(self._admission, self._config)
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
@@ -177,20 +177,20 @@ class _Life:
         self._stop.set()
 
     def _reload(self) -> None:
-        for keys in (self._gate.keys, self._gate.admin_keys):
+        for keys in (self._admission.keys, self._admission.admin_keys):
             try:
                 log.info("keys were read again: %d", keys.reload())
             except ConfigError as error:
                 log.error("the keys stay as they were: %s", error)
-        if self._gate.fleet.has_many:
+        if self._admission.pool.has_many:
             try:
-                self._gate.fleet.reload()
+                self._admission.pool.reload()
             except ConfigError as error:
                 log.error("the models stay as they were: %s", error)
 
-    async def _start(self, start: StartGate) -> bool:
-        """False when the word to stop came first."""
-        starting = asyncio.create_task(start(self._gate))
+    async def _start(self, start: StartAdmission) -> bool:
+        """Start what is served; false when a signal to stop came first."""
+        starting = asyncio.create_task(start(self._admission))
         stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -209,7 +209,7 @@ class _Life:
         return True
 
     def _announce(self, seconds: float) -> None:
-        names = ", ".join(slot.name for slot in self._gate.fleet.slots)
+        names = ", ".join(slot.name for slot in self._admission.pool.slots)
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         sys.stdout.write(f"Weft serves {names} at http://{shown}:{port} (ready in {seconds:.1f} s)\n")
@@ -220,14 +220,14 @@ class _Life:
 
     async def _drain(self) -> None:
         """Let the requests inside finish, for a while; then end them."""
-        self._gate.drain()
+        self._admission.drain()
         log.info("draining: running requests have %g s", self._config.server.drain_timeout_s)
-        done = asyncio.create_task(self._gate.empty())
+        done = asyncio.create_task(self._admission.empty())
         now = asyncio.create_task(self._stop_now.wait())
         await asyncio.wait(
             {done, now}, timeout=self._config.server.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
         now.cancel()
-        self._gate.abort()
-        await asyncio.wait({done}, timeout=FAREWELL_S)
+        self._admission.abort()
+        await asyncio.wait({done}, timeout=SHUTDOWN_TIMEOUT_S)
         done.cancel()

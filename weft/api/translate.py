@@ -1,4 +1,4 @@
-"""The one place where a parsed request becomes prompts, as its engine takes them, and sampling parameters."""
+"""How a parsed body becomes requests to the engine: prompts as the engine takes them, and sampling parameters."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, Messag
 from weft.backends.contract import (
     ChatPrompt,
     ChatStyles,
-    Conversation,
     Engine,
-    Prompt,
     not_taken,
     text_prompt,
     tokens_of,
     tokens_unknown,
 )
 from weft.errors import InvalidRequest
-from weft.serving.output_reader import Reading
-from weft.serving.request import Job
+from weft.serving.output_reader import ReaderOptions
+from weft.serving.request import requests_like
 from weft.serving.served_model import ServedModel
 from weft.text.grammars.specs import (
     ChoiceSpec,
@@ -37,7 +35,7 @@ from weft.text.grammars.specs import (
 )
 from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
 from weft.text.parsers.styles import ToolStyle
-from weft.types import SamplingParams, check_token_ids
+from weft.types import Conversation, GenerationRequest, Prompt, Sample, SamplingParams, check_token_ids
 
 
 class Toolbox(Struct, frozen=True):
@@ -52,7 +50,7 @@ class Toolbox(Struct, frozen=True):
 
 
 def toolbox(request: ChatRequest, styles: ChatStyles, *, is_read: bool = False) -> Toolbox:
-    """`is_read`: the engine finds the calls itself, and no style is needed."""
+    """Return the tools of a request. `is_read`: the engine finds the calls itself, and no style is needed."""
     choice = request.tool_choice
     names = [tool.function.name for tool in request.tools]
     if len(set(names)) < len(names):
@@ -115,7 +113,7 @@ def _response_format(request: ChatRequest) -> GrammarSpec | None:
 
 
 def _strict_calls(request: ChatRequest, tools: Toolbox) -> GrammarSpec | None:
-    """Nothing is forced, but a call must fit the schema of a tool that says so."""
+    """Force nothing, but let a call fit the schema of a tool that says so."""
     return _calls(request, tools, at_least_one=False) if any(tool.function.strict for tool in tools.offered) else None
 
 
@@ -131,7 +129,7 @@ def _calls(request: ChatRequest, tools: Toolbox, *, at_least_one: bool) -> ToolC
 
 
 def _schema(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
-    """Some clients send the schema as JSON text."""
+    """Return the schema, which some clients send as JSON text."""
     try:
         schema = msgspec.json.decode(given) if isinstance(given, str) else given
     except ValueError as error:
@@ -145,51 +143,64 @@ LONG_PROMPT = 2000
 """Characters, or token ids. Above this prompts are encoded in a thread: the streams of others go on meanwhile."""
 
 
-class ChatJob(Struct, frozen=True, kw_only=True):
-    job: Job
-    reading: Reading
-    truncated_tokens: int
-    """What was cut from the prompt's beginning, because the request allowed it."""
+class ParsedRequest(Struct, frozen=True, kw_only=True):
+    """The requests to the engine that a chat or a completion becomes, and what their writer must know of them."""
+
+    requests: list[GenerationRequest]
+    n: int = 1
+    """Choices of each prompt, which follow one another."""
+    reader_options: ReaderOptions = ReaderOptions()
+    truncated_tokens: int = 0
+    """What was cut from the prompts' beginnings, because the request allowed it."""
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.requests[0].prompt
 
 
-class CompletionJob(Struct, frozen=True, kw_only=True):
-    job: Job
-    truncated_tokens: int
-
-
-async def chat_job(request: ChatRequest, service: ServedModel) -> ChatJob:
-    engine = service.engine
+async def parse_chat(
+    request: ChatRequest, served: ServedModel, *, request_id: str = "", tenant: str = ""
+) -> ParsedRequest:
+    """Turn a chat into requests to the engine, whose ids begin with `request_id`."""
+    engine = served.engine
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     _check_continued(request)
     _check_tokens(request, engine)
-    tools = toolbox(request, engine.styles, is_read=not engine.abilities.tokens)
+    tools = toolbox(request, engine.text.styles, is_read=not engine.abilities.tokens)
     prompt: Prompt
     if engine.abilities.tokens:
         # The template is rendered by another process, and its answer waited for.
         chat = await asyncio.to_thread(_chat_prompt, request, tools, engine)
-        prompt, reading = chat.token_ids, _reading(request, tools, chat.text, engine.styles.reasoning)
+        prompt, reader_options = (
+            chat.token_ids,
+            _reader_options(request, tools, chat.text, engine.text.styles.reasoning),
+        )
     else:
-        prompt, reading = _conversation(request, tools), _reading(request, tools)
+        prompt, reader_options = _conversation(request, tools), _reader_options(request, tools)
     params = _params(
         request,
         max_tokens=_chat_max_tokens(request),
         logprobs=request.top_logprobs or 0 if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
-        grammar=await service.grammar_of(chat_shape(request, tools), reading.thinking),
+        grammar=await served.grammar_of(chat_shape(request, tools), reader_options.thinking),
         engine=engine,
     )
     prompts, truncated = _truncated([prompt], request, params, engine)
-    job = _job(request, prompts, params, service, reading.markers)
-    return ChatJob(job=job, reading=reading, truncated_tokens=truncated)
+    task = Sample(params=params, markers=reader_options.markers)
+    requests = _requests(request, prompts, task, served, request_id=request_id, tenant=tenant)
+    return ParsedRequest(requests=requests, n=request.n, reader_options=reader_options, truncated_tokens=truncated)
 
 
-async def completion_job(request: CompletionRequest, service: ServedModel) -> CompletionJob:
-    engine = service.engine
+async def parse_completion(
+    request: CompletionRequest, served: ServedModel, *, request_id: str = "", tenant: str = ""
+) -> ParsedRequest:
+    """Turn a completion into requests to the engine, whose ids begin with `request_id`."""
+    engine = served.engine
     if request.best_of is not None and request.best_of != request.n:
         raise InvalidRequest("best_of other than n is not supported.", param="best_of")
     _check_tokens(request, engine)
-    grammar = await service.grammar_of(structured_shape(request))
+    grammar = await served.grammar_of(structured_shape(request))
     params = _params(
         request,
         # Nothing behind the prompt is wanted: the one token that the engine must make is not shown.
@@ -206,11 +217,12 @@ async def completion_job(request: CompletionRequest, service: ServedModel) -> Co
     if not all(given):
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     prompts, truncated = _truncated(given, request, params, engine)
-    return CompletionJob(job=_job(request, prompts, params, service), truncated_tokens=truncated)
+    requests = _requests(request, prompts, Sample(params=params), served, request_id=request_id, tenant=tenant)
+    return ParsedRequest(requests=requests, n=request.n, truncated_tokens=truncated)
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """As chat templates read it: the arguments of calls are no JSON text but what it says."""
+    """Return a message as chat templates read it: the arguments of calls are no JSON text but what it says."""
     fields = passed_message(message)
     for call in fields.get("tool_calls", ()):
         call["function"]["arguments"] = _arguments(call["function"]["arguments"])
@@ -246,7 +258,7 @@ def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
 
 
 def _arguments(text: str) -> Any:
-    """Templates write arguments as JSON themselves; what is no JSON object is left as it is."""
+    """Decode arguments, which templates write as JSON themselves; what is no JSON object is left as it is."""
     try:
         value = msgspec.json.decode(text)
     except ValueError:
@@ -286,7 +298,7 @@ def _begins_answer(request: ChatRequest) -> bool:
 
 
 def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> ChatPrompt:
-    return engine.encode_chat(
+    return engine.text.encode_chat(
         [template_message(message) for message in request.messages],
         tools=template_tools(tools.offered) or None,
         add_generation_prompt=_begins_answer(request),
@@ -308,11 +320,11 @@ def _conversation(request: ChatRequest, tools: Toolbox) -> Conversation:
     )
 
 
-def _reading(
+def _reader_options(
     request: ChatRequest, tools: Toolbox, prompt_text: str | None = None, reasoning: ReasoningStyle | None = None
-) -> Reading:
-    """Without the prompt's text: whoever renders it reads the answer too."""
-    return Reading(
+) -> ReaderOptions:
+    """Return how the answer is read. Without the prompt's text: the engine that renders it reads the answer too."""
+    return ReaderOptions(
         tools=tools.style,
         declared=tuple(tool.function.name for tool in tools.offered),
         most_calls=None if request.parallel_tool_calls else 1,
@@ -332,7 +344,7 @@ def _prompts(prompts: list[str | list[int]], engine: Engine) -> list[Prompt]:
 
 
 def given_tokens(token_ids: list[int], engine: Engine, param: str) -> list[int]:
-    """Token ids of a client, where the engine can take them."""
+    """Return token ids of a client, where the engine can take them."""
     if not engine.abilities.tokens:
         raise tokens_unknown(engine, "Token ids instead of text", param)
     check_token_ids(token_ids, engine.model.logits_width, param)
@@ -342,13 +354,13 @@ def given_tokens(token_ids: list[int], engine: Engine, param: str) -> list[int]:
 def _truncated(
     prompts: Sequence[Prompt], request: SamplingFields, params: SamplingParams, engine: Engine
 ) -> tuple[Sequence[Prompt], int]:
-    """The prompts within the length that the request allows, and how many tokens were cut off in all."""
+    """Return the prompts within the length that the request allows, and how many tokens were cut off in all."""
     longest = request.truncate_prompt_tokens
     if longest is None:
         return prompts, 0
-    room = engine.model.max_model_len - (params.max_tokens or 1)
+    capacity = engine.model.max_model_len - (params.max_tokens or 1)
     if longest == -1:
-        longest = room
+        longest = capacity
     if not 1 <= longest <= engine.model.max_model_len:
         raise InvalidRequest(
             f"truncate_prompt_tokens is {request.truncate_prompt_tokens}; it must be -1, or from 1 to "
@@ -360,35 +372,36 @@ def _truncated(
     return kept, sum(map(len, whole)) - sum(map(len, kept))
 
 
-def _job(
+def _requests(
     request: SamplingFields,
     prompts: Sequence[Prompt],
-    params: SamplingParams,
-    service: ServedModel,
-    markers: tuple[str, ...] = (),
-) -> Job:
+    task: Sample,
+    served: ServedModel,
+    *,
+    request_id: str,
+    tenant: str,
+) -> list[GenerationRequest]:
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     if request.n < 1:
         raise InvalidRequest(f"n is {request.n}; it must be at least 1.", param="n")
-    num_choices, most = len(prompts) * request.n, max(service.limits.max_n, service.limits.max_prompts)
+    num_choices, most = len(prompts) * request.n, max(served.limits.max_n, served.limits.max_prompts)
     if num_choices > most:
         raise InvalidRequest(
             f"{len(prompts)} prompts with n = {request.n} are {num_choices} answers; at most {most} in one request.",
             hint="The operator's settings are --max-n and --max-prompts.",
             param="n",
         )
-    return Job(
-        prompts=prompts,
-        params=params,
-        n=request.n,
+    common = GenerationRequest(
+        prompt=prompts[0],
+        task=task,
+        request_id=request_id,
         cache_salt=request.cache_salt,
         priority=request.priority,
-        adapter=service.adapter_for(request.model, request.adapter),
-        model_name=request.model,
-        stream=request.stream,
-        markers=markers,
+        tenant=tenant,
+        adapter=served.adapter_for(request.model, request.adapter),
     )
+    return requests_like(common, prompts, request.n)
 
 
 def _params(
@@ -428,7 +441,7 @@ def _params(
 
 
 def _prompt_logprobs(request: CompletionRequest) -> int | None:
-    """An echoed prompt has figures whenever the answer has."""
+    """Return how many logprobs of the prompt are wanted; an echoed prompt has them whenever the answer has."""
     echoed = request.logprobs if request.echo else None
     asked = request.prompt_logprobs
     return max(echoed, asked) if echoed is not None and asked is not None else echoed if asked is None else asked

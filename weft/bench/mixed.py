@@ -20,16 +20,15 @@ from typing import Any
 from msgspec import Struct, convert
 from msgspec.structs import asdict, replace
 
-from weft.backends.contract import Engine, Terms, failure_of
+from weft.backends.contract import Engine, failure_of
 from weft.backends.native import start_native
 from weft.bench.report import environment
 from weft.bench.serve import FIRST_TOKEN_ID
 from weft.errors import ConfigError
 from weft.options import Config
-from weft.serving.image_generation import draw
-from weft.serving.image_request import ImageJob, drawing_model
+from weft.serving.image_request import generate_image, image_model
 from weft.switches import switched_off, without
-from weft.types import ImageParams, Output, SamplingParams
+from weft.types import GenerateImage, GenerationRequest, ImageParams, Output, Sample, SamplingParams
 
 IMAGE_PROMPT_TOKENS = 12
 
@@ -241,7 +240,7 @@ class _Bench:
         self._random = random.Random(work.seed)
         self._params = SamplingParams(temperature=0, max_tokens=work.max_tokens, ignore_eos=True)
         self._chats = [self._prompt(work.input_tokens) for _ in range(work.chats)]
-        self._images = self._jobs() if work.images else []
+        self._images = self._image_requests() if work.images else []
         self._num_served = 0
 
     async def measure(self, mode: Mode, tick: Tick) -> list[WorkResult]:
@@ -263,17 +262,20 @@ class _Bench:
         async def chat(prompt: list[int]) -> Chat:
             async with turn:
                 taken = Chat(time.perf_counter())
-                deltas = await self._engine.submit(prompt, self._params, Terms(cache_salt=str(self._num_served)))
-                await deltas.follow(taken.take)
+                request = GenerationRequest(
+                    prompt=prompt, task=Sample(params=self._params), cache_salt=str(self._num_served)
+                )
+                stream = await self._engine.submit(request)
+                await stream.follow(taken.take)
                 return taken
 
-        async def image(number: int, job: ImageJob) -> Picture:
+        async def image(number: int, request: GenerationRequest) -> Picture:
             async with turn:
                 arrived = time.perf_counter() if mode.one_at_a_time else began + number * self._work.stagger_s
                 await asyncio.sleep(arrived - time.perf_counter())
                 asked = time.perf_counter()
-                drawn = await draw(self._engine, replace(job, cache_salt=str(self._num_served)), lambda update: None)
-                return Picture(arrived=arrived, asked=asked, ended=time.perf_counter(), rgb=drawn.rgb)
+                done = await generate_image(self._engine, replace(request, cache_salt=str(self._num_served)))
+                return Picture(arrived=arrived, asked=asked, ended=time.perf_counter(), rgb=done.rgb)
 
         chats = asyncio.gather(*map(chat, self._chats if mode.chats else []))
         if mode.images_last:
@@ -282,8 +284,8 @@ class _Bench:
         all_chats, all_images = await asyncio.gather(chats, images)
         return WorkResult(began=began, chats=all_chats, images=all_images)
 
-    def _jobs(self) -> list[ImageJob]:
-        model, work = drawing_model(self._engine), self._work
+    def _image_requests(self) -> list[GenerationRequest]:
+        model, work = image_model(self._engine), self._work
         params = ImageParams(
             width=model.width,
             height=model.height,
@@ -293,7 +295,9 @@ class _Bench:
         )
         length = min(IMAGE_PROMPT_TOKENS, model.max_prompt_tokens)
         return [
-            ImageJob(prompt=self._prompt(length), images=[replace(params, seed=work.seed + number)])
+            GenerationRequest(
+                prompt=self._prompt(length), task=GenerateImage(params=replace(params, seed=work.seed + number))
+            )
             for number in range(work.images)
         ]
 

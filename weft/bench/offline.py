@@ -22,7 +22,7 @@ from weft.backends import start_engine
 from weft.backends.contract import Engine
 from weft.bench.report import Judged, Required, environment
 from weft.options import Config
-from weft.types import Output, SamplingParams
+from weft.types import GenerationRequest, Output, Sample, SamplingParams
 
 DECODE_PROMPT_TOKENS = 128
 DECODE = "decode"
@@ -159,12 +159,12 @@ class _Bench:
         async def one(prompt: list[int]) -> int:
             count = 0
 
-            def take(delta: Output) -> None:
+            def take(output: Output) -> None:
                 nonlocal count
-                count += len(delta.token_ids)
+                count += len(output.token_ids)
 
-            answer = await self.engine.submit(prompt, params)
-            await answer.follow(take)
+            stream = await self.engine.submit(GenerationRequest(prompt=prompt, task=Sample(params=params)))
+            await stream.follow(take)
             return count
 
         began = time.perf_counter()

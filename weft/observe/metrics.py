@@ -114,8 +114,6 @@ class StatsSource(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def restarts(self) -> int: ...
-
 
 class Metrics(Collector):
     """The metrics of one served model. A client's string never becomes a label: names are the operator's."""
@@ -156,7 +154,7 @@ class Metrics(Collector):
             yield gauge
         for name, doc, read in COUNTERS:
             yield self._counter(name, doc, read(stats))
-        yield self._counter("weft_engine_restarts", "Times the engine process was replaced.", self._source.restarts())
+        yield self._counter("weft_engine_restarts", "Times the engine process was replaced.", stats.restarts)
         yield self._counter("weft_num_requests_rejected", "Requests answered 429.", self._rejected)
         yield self._finished_by_reason()
         for name, doc, histogram in self._histograms():

@@ -1,1 +1,1 @@
-"""Images: what is asked for, how it is drawn, and how the doors give it."""
+"""One request's life, and the models in memory."""

@@ -1,24 +1,25 @@
-"""Who may come in: nobody while the engine starts, whoever has a key and a share left while it serves, nobody new
-while it drains. The doors share it, so what holds at one holds at all."""
+"""Admission decides which requests come in: none while the engine starts, those with a key and a share left while it
+serves, no new ones while it drains. All endpoints share it, so what holds at one holds at all. A request that is in has
+a context, and its work stops when its client hangs up, when its time is over, or when the server is to end."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from msgspec import Struct
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from weft import logs
 from weft.backends.contract import ConfiguredModels, Engine, Health
-from weft.errors import Overloaded, Unavailable
+from weft.errors import Overloaded, RequestTimeout, Unavailable
 from weft.observe.metrics import Metrics
 from weft.observe.traces import open_traces
 from weft.options import Config
 from weft.serving.auth import Keys
-from weft.serving.guard import guarded, no_hang_up
 from weft.serving.model_pool import ModelPool
 from weft.serving.model_slot import ModelSlot
 from weft.serving.rate_limits import Account, Accounts
@@ -29,11 +30,21 @@ SHUTTING_DOWN = "The server is shutting down."
 DRAINING = "The server takes no new requests for now."
 
 
+class ClientGone(Exception):
+    """The client has hung up, so that no answer can be sent."""
+
+
+async def no_hang_up() -> Message:
+    """Wait for ever, for endpoints that are told otherwise when a client has gone."""
+    never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await never
+
+
 class RequestContext(Struct, eq=False, kw_only=True):
-    """One request's place in the house. It has a model only when that was chosen."""
+    """What one request has while it is in. It has a model only when that was chosen."""
 
     config: Config
-    fleet: ModelPool
+    pool: ModelPool
     account: Account
     aborted: asyncio.Future[str]
     """Done, with the reason, when the server will not wait for the request any longer."""
@@ -45,29 +56,55 @@ class RequestContext(Struct, eq=False, kw_only=True):
     began: float
     answer_id: str = ""
     """Empty until the request was understood."""
-    choices: list[RequestTimer] = []
+    timers: Mapping[int, RequestTimer] = {}
+    """Timers of what was submitted to the engine."""
     slot: ModelSlot | None = None
     chosen: ServedModel | None = None
 
     @property
-    def service(self) -> ServedModel:
-        """Of the model that was chosen."""
+    def served(self) -> ServedModel:
+        """The model that was chosen."""
         assert self.chosen is not None
         return self.chosen
 
     async def choose(self, name: str | None) -> ServedModel:
-        """The model of this name, loaded; None: the default one. Raises ModelNotFound, Unavailable and ClientGone."""
-        return await self._enter(self.fleet.find(name))
+        """Return the model of this name, loaded; None: the default one. Raises ModelNotFound, Unavailable and
+        ClientGone."""
+        return await self._enter(self.pool.find(name))
 
-    async def choose_painter(self, name: str | None) -> ServedModel:
-        """The same for a request that wants something drawn."""
-        return await self._enter(self.fleet.find_painter(name))
+    async def choose_image_model(self, name: str | None) -> ServedModel:
+        """Do the same for a request for images."""
+        return await self._enter(self.pool.find_image_model(name))
+
+    async def guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run the work to its end, or cancel it and raise ClientGone, Unavailable or RequestTimeout."""
+        await self._guard(work, self.config.server.request_timeout_s)
+
+    async def _guard(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        """0: no limit."""
+        task = asyncio.create_task(work)
+        gone = asyncio.create_task(_hung_up(self.receive))
+        ends: set[asyncio.Future[Any]] = {task, gone, self.aborted}
+        try:
+            await asyncio.wait(ends, timeout=timeout_s or None, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() or await _ended_after_all(task):
+                return task.result()
+            if gone.done():
+                gone.result()
+                raise ClientGone
+            if self.aborted.done():
+                raise Unavailable(self.aborted.result())
+            raise RequestTimeout(f"The request took longer than {timeout_s:g} s and was ended.")
+        finally:
+            task.cancel()
+            gone.cancel()
+            await asyncio.wait({task, gone})
 
     async def _enter(self, slot: ModelSlot) -> ServedModel:
         slot.claim()
         self.slot = slot
         while not slot.is_open:
-            await guarded(slot.opened(), self.receive, aborted=self.aborted, timeout_s=0)
+            await self._guard(slot.opened(), 0)
         self.chosen = slot.enter()
         return self.chosen
 
@@ -80,40 +117,52 @@ class RequestContext(Struct, eq=False, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Generated so far."""
-        return sum(choice.num_tokens for choice in self.choices)
+        """How many tokens were generated so far."""
+        return sum(timer.num_tokens for timer in self.timers.values())
 
     def abort(self, why: str) -> None:
         if not self.aborted.done():
             self.aborted.set_result(why)
 
 
+async def _ended_after_all(task: asyncio.Task[None]) -> bool:
+    """Cancel the task and wait for it; true when it ended by itself before that reached it."""
+    task.cancel()
+    await asyncio.wait({task})
+    return not task.cancelled()
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Admission:
-    def __init__(self, config: Config, roster: ConfiguredModels | None = None) -> None:
-        """With a roster its models are served, else the one that `open` brings."""
+    def __init__(self, config: Config, models: ConfiguredModels | None = None) -> None:
+        """Serve the configured models, or without them the one that `open` brings."""
         options = config.server
         self.config = config
         self.keys = Keys(options.api_key, options.api_key_file)
         self.admin_keys = Keys(options.admin_key, options.admin_key_file)
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
-        self.fleet = ModelPool(config, lambda own, engine: open_served_model(own, engine, self.traces), roster)
+        self.pool = ModelPool(config, lambda own, engine: open_served_model(own, engine, self.traces), models)
         self._accounts = Accounts(config.limits)
         self._closed_because = ""
         """Empty: open."""
-        self._seats: set[RequestContext] = set()
+        self._contexts: set[RequestContext] = set()
         self._empty = asyncio.Event()
         self._empty.set()
 
     def open(self, engine: Engine) -> ServedModel:
-        """The engine is there: let requests in."""
-        return self.fleet.adopt(engine)
+        """Let requests in, now that the engine is there."""
+        return self.pool.adopt(engine)
 
     async def close(self) -> None:
         """End all engines."""
-        await self.fleet.close()
+        await self.pool.close()
 
     def drain(self, why: str = SHUTTING_DOWN) -> None:
-        """Let nobody in any more; those inside go on."""
+        """Let no more requests in; those inside go on."""
         if self._closed_because != SHUTTING_DOWN:
             self._closed_because = why
 
@@ -126,34 +175,34 @@ class Admission:
 
     def abort(self) -> None:
         """End the requests that are still inside."""
-        for seat in self._seats:
-            seat.abort(SHUTTING_DOWN)
+        for context in self._contexts:
+            context.abort(SHUTTING_DOWN)
 
-    def seats(self) -> list[RequestContext]:
-        """The requests inside, the oldest first."""
-        return sorted(self._seats, key=lambda seat: seat.began)
+    def contexts(self) -> list[RequestContext]:
+        """Return the requests inside, the oldest first."""
+        return sorted(self._contexts, key=lambda context: context.began)
 
     async def empty(self) -> None:
-        """Returns when no request is inside."""
+        """Return when no request is inside."""
         await self._empty.wait()
 
     def health(self) -> Health:
-        return Health(False, "draining") if self._closed_because else self.fleet.health()
+        return Health(False, "draining") if self._closed_because else self.pool.health()
 
     def metrics(self) -> list[Metrics]:
-        """Of every model that is loaded."""
-        return [service.metrics for service in self.fleet.services()]
+        """Return the metrics of every model that is loaded."""
+        return [served.metrics for served in self.pool.served_models()]
 
     def check_open(self) -> None:
-        """Raises Unavailable while nobody may come in."""
-        self.fleet.default()
+        """Raise Unavailable while no request may come in."""
+        self.pool.default()
         if self._closed_because:
             raise Unavailable(self._closed_because)
 
     @contextmanager
     def admit(self, receive: Receive = no_hang_up) -> Iterator[RequestContext]:
-        """A seat for as long as one request takes; Unavailable when there is none, RateLimited when its owner has had
-        enough for now. `receive` tells when the client hangs up."""
+        """Let one request in for as long as it takes. Raises Unavailable when none may come in, and RateLimited when
+        its tenant has had its share for now. `receive` tells when the client hangs up."""
         self.check_open()
         tenant = logs.tenant.get()
         account = self._accounts.of(tenant)
@@ -162,9 +211,9 @@ class Admission:
         except Overloaded:
             self._count_rejected()
             raise
-        seat = RequestContext(
+        context = RequestContext(
             config=self.config,
-            fleet=self.fleet,
+            pool=self.pool,
             account=account,
             aborted=asyncio.get_running_loop().create_future(),
             receive=receive,
@@ -172,18 +221,18 @@ class Admission:
             tenant=tenant,
             began=time.monotonic(),
         )
-        self._seats.add(seat)
+        self._contexts.add(context)
         self._empty.clear()
         try:
-            yield seat
+            yield context
         finally:
-            seat.leave()
-            self._seats.discard(seat)
-            if not self._seats:
+            context.leave()
+            self._contexts.discard(context)
+            if not self._contexts:
                 self._empty.set()
 
     def _count_rejected(self) -> None:
-        """Which model was wanted is not known yet: it counts for the default one."""
-        service = self.fleet.default().service
-        if service is not None:
-            service.metrics.rejected()
+        """Count it for the default model: which one was wanted is not known yet."""
+        served = self.pool.default().served
+        if served is not None:
+            served.metrics.rejected()

@@ -1,4 +1,4 @@
-"""API keys, the same for every door: who has one comes in, under the name that the operator gave it."""
+"""API keys, the same for every endpoint: a request with one comes in under the name that the operator gave the key."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class KeyFile:
         self._seen = self._state()
 
     def has_changed(self) -> bool:
-        """Since it was last read, as far as its size and its times tell."""
+        """Return whether it changed since it was last read, as far as its size and its times tell."""
         return self._state() != self._seen
 
     def read(self) -> list[KeyLine]:
-        """Raises ConfigError for a file that cannot be read, or has a line that is no key."""
+        """Read the keys. Raises ConfigError for a file that cannot be read, or has a line that is no key."""
         self._seen = self._state()
         try:
             with self._path.open("rb") as file:
@@ -93,7 +93,7 @@ class _Key(Struct, frozen=True):
 
 
 class Keys:
-    """Digests of the keys. Whether a key is right takes the same time to say however wrong it is."""
+    """The keys, as digests. Whether a key is right takes the same time to say however wrong it is."""
 
     def __init__(self, keys: Sequence[str], file: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
         if not all(key.strip() == key and key for key in keys):
@@ -108,11 +108,11 @@ class Keys:
 
     @property
     def required(self) -> bool:
-        """A file without keys lets nobody in."""
+        """True when a key is wanted: a file without keys lets no request in."""
         return bool(self._given) or self._file is not None
 
     def owner(self, shown: Iterable[str]) -> str | None:
-        """The name of the first right key among those shown; None when none is right."""
+        """Return the name of the first right key among those shown; None when none is right."""
         self._look()
         for key in shown:
             presented = _digest(key)
@@ -146,7 +146,7 @@ class Keys:
 
 
 def presented(headers: Iterable[tuple[str, str | bytes]]) -> Iterable[str]:
-    """The keys among headers, or a call's metadata; names are in lower case."""
+    """Yield the keys among headers, or a call's metadata; names are in lower case."""
     for name, value in headers:
         if not isinstance(value, str):
             continue

@@ -1,131 +1,150 @@
-"""One job at the engine: submitted, timed, and closed whatever happens."""
+"""The life of one call's requests at the engine: submitted, timed, and closed whatever happens."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from weft import logs
-from weft.backends.contract import Conversation, Prompt, Stream, Terms, failure_of, num_tokens
-from weft.errors import EngineFault, Overloaded
+from weft.backends.contract import Stream, failure_of
+from weft.errors import EngineFault, Overloaded, RequestTimeout, Unavailable
 from weft.observe.traces import RequestOutcome
-from weft.serving.admission import RequestContext
-from weft.serving.guard import side_by_side
-from weft.serving.request import Choice, Job
-from weft.serving.timing import RequestTimer, all_ended
-from weft.types import Output
+from weft.serving.admission import ClientGone, RequestContext
+from weft.serving.timing import RequestTimer
+from weft.types import (
+    Conversation,
+    Embed,
+    FinishReason,
+    GenerateImage,
+    GenerationRequest,
+    Output,
+    Prompt,
+    Sample,
+)
 
 log = logging.getLogger(__name__)
 
+MAX_QUEUED_EMBEDS = 256
+"""Inputs of one call for embeddings that are in the engine's queue together: the rest must not fill it."""
+
 TakeOf = Callable[[int, Output], Awaitable[None] | None]
-"""Is given a delta and the index of its choice. What it returns, if anything, is awaited before that choice's next
-delta is made: a slow reader gets larger deltas."""
+"""Takes an output and the index of its request. What it returns, if anything, is awaited before that request's next
+output is made: a slow reader gets larger outputs."""
 
 
 class Generation:
-    """The deltas of every choice of a job. Every one that was submitted is counted as ended exactly once."""
+    """The outputs of every request of a call. Every one that was submitted is counted as ended exactly once."""
 
-    def __init__(self, job: Job, seat: RequestContext, engine_id: str, arrived: float) -> None:
-        self._job = job
-        self._seat = seat
-        self._service = seat.service
-        self._engine_id = engine_id
+    def __init__(
+        self, requests: Sequence[GenerationRequest], context: RequestContext, arrived: float, model_name: str
+    ) -> None:
+        """`model_name`: as the client called it, which is one of the operator's names."""
+        self._requests = requests
+        self._context = context
+        self._served = context.served
         self._arrived = arrived
-        self._stopwatches: list[RequestTimer] = []
-        seat.choices = self._stopwatches
+        self._model_name = model_name
+        self._timers: dict[int, RequestTimer] = {}
+        context.timers = self._timers
 
     async def run(self, take: TakeOf) -> None:
-        """Submit the job and give every delta to `take`. Raises what the engine refuses, and the first error that an
-        answer ends with. Cancelling it aborts the job."""
-        answers: dict[int, Stream] = {}
+        """Submit the requests and give every output to `take`. Raises what the engine refuses, and the first error that
+        a request ends with. Cancelling it aborts them all."""
+        streams: dict[int, Stream] = {}
+        indexes = range(len(self._requests))
         try:
-            await self._submit_all(answers)
-            if len(answers) == 1:
-                await self._follow(answers[0], 0, take)
+            if isinstance(self._requests[0].task, Embed):
+                capacity = asyncio.Semaphore(MAX_QUEUED_EMBEDS)
+                await side_by_side(self._run_within(capacity, index, streams, take) for index in indexes)
+            elif len(self._requests) == 1:
+                await self._submit(0, streams)
+                await self._follow(0, streams[0], take)
             else:
-                await side_by_side(self._follow(answer, index, take) for index, answer in answers.items())
+                # All at once and in their order: an engine elsewhere returns only when it begins to answer.
+                await side_by_side(self._submit(index, streams) for index in indexes)
+                await side_by_side(self._follow(index, streams[index], take) for index in indexes)
         finally:
-            for answer in answers.values():
-                await answer.aclose()
+            for stream in streams.values():
+                await stream.aclose()
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """However the work within ends, every choice that was submitted is counted as ended."""
+        """However the work within ends, every request that was submitted is counted as ended, and reported."""
+        reason = FinishReason.ABORT
         try:
-            with all_ended(self._stopwatches):
-                yield
+            yield
+        except RequestTimeout:
+            reason = FinishReason.TIMEOUT
+            raise
+        except (ClientGone, Unavailable):
+            raise
+        except Exception:
+            reason = FinishReason.ERROR
+            raise
         finally:
-            if self._stopwatches:
+            for timer in self._timers.values():
+                timer.end(reason)
+            if self._timers:
                 self._report()
 
-    async def _follow(self, answer: Stream, index: int, take: TakeOf) -> None:
-        stopwatch = self._stopwatches[index]
+    async def _run_within(
+        self, capacity: asyncio.Semaphore, index: int, streams: dict[int, Stream], take: TakeOf
+    ) -> None:
+        async with capacity:
+            await self._submit(index, streams)
+            await self._follow(index, streams[index], take)
+            await streams.pop(index).aclose()
 
-        def take_timed(delta: Output) -> Awaitable[None] | None:
-            delta = stopwatch.saw(delta)
-            if delta.finish and (failure := failure_of(delta)):
-                raise failure
-            return take(index, delta)
-
-        await answer.follow(take_timed)
-        if not stopwatch.ended:
-            raise EngineFault("The engine ended an answer without a reason.")
-
-    def _stopwatch(self, choice: Choice) -> RequestTimer:
-        return RequestTimer(
-            self._service.metrics,
-            self._seat.account,
-            self._arrived,
-            num_tokens(choice.prompt),
-            self._job.model_name,
-            is_sibling=choice.leader is not None,
-        )
-
-    async def _submit_all(self, answers: dict[int, Stream]) -> None:
-        """All choices at once, in their order: an engine elsewhere returns only when it begins to answer. `answers` has
-        those that were submitted, whatever is raised."""
-        choices = self._job.choices()
-
-        async def submit(index: int) -> None:
-            answers[index] = await self._submit(choices[index], index)
-
+    async def _submit(self, index: int, streams: dict[int, Stream]) -> None:
+        """Submit one request, and put its stream among the others, which are closed whatever is raised."""
+        request = self._requests[index]
         try:
-            if len(choices) == 1:
-                await submit(0)
-            else:
-                await side_by_side(map(submit, range(len(choices))))
-        finally:
-            self._stopwatches += [self._stopwatch(choices[index]) for index in sorted(answers)]
-
-    async def _submit(self, choice: Choice, index: int) -> Stream:
-        try:
-            answer = await self._service.engine.submit(
-                choice.prompt,
-                choice.params,
-                Terms(
-                    request_id=self._id_of(index),
-                    cache_salt=self._job.cache_salt,
-                    priority=self._job.priority,
-                    tenant=self._seat.tenant,
-                    adapter=self._job.adapter,
-                ),
-                sibling_of="" if choice.leader is None else self._id_of(choice.leader),
-                markers=self._job.markers,
-            )
+            streams[index] = await self._served.engine.submit(request)
         except Overloaded:
-            self._service.metrics.rejected()
+            self._served.metrics.rejected()
             raise
-        if choice.leader is None:
-            self._seat.account.spend_tokens(num_tokens(choice.prompt))
-        return answer
+        shares_prompt = bool(request.sibling_of) or (index > 0 and isinstance(request.task, GenerateImage))
+        timer = self._timers[index] = RequestTimer(
+            self._served.metrics,
+            self._context.account,
+            self._arrived,
+            request,
+            self._model_name,
+            is_sibling=shares_prompt,
+        )
+        timer.spend_prompt()
+
+    async def _follow(self, index: int, stream: Stream, take: TakeOf) -> None:
+        timer = self._timers[index]
+
+        def take_timed(output: Output) -> Awaitable[None] | None:
+            output = timer.saw(output)
+            if output.finish and (failure := failure_of(output)):
+                raise failure
+            return take(index, output)
+
+        await stream.follow(take_timed)
+        if not timer.ended:
+            what = "an image" if isinstance(timer.task, GenerateImage) else "an answer"
+            raise EngineFault(f"The engine ended {what} without a reason.")
 
     def _report(self) -> None:
-        """To the log, and to whoever follows traces."""
-        outcome = self._outcome()
+        """Write to the log and to the traces how the requests went; vectors are only counted."""
+        match self._requests[0].task:
+            case Sample():
+                self._report_samples(self._outcome(self._model_name))
+            case GenerateImage():
+                image_model = self._served.engine.model.images
+                assert image_model is not None
+                self._report_images(self._outcome(image_model.name))
+
+    def _report_samples(self, outcome: RequestOutcome) -> None:
         fields: dict[str, object] = {
-            "answer_id": self._seat.answer_id,
+            "answer_id": self._context.answer_id,
             "model": outcome.model,
             "choices": outcome.choices,
             "prompt_tokens": outcome.prompt_tokens,
@@ -135,13 +154,32 @@ class Generation:
             "seconds": outcome.seconds,
             "finish": outcome.finish,
         }
-        if self._job.adapter:
-            fields["adapter"] = self._job.adapter
-        if self._service.options.log_prompts:
-            fields["prompts"] = [self._shown(prompt) for prompt in self._job.prompts]
+        if adapter := self._requests[0].adapter:
+            fields["adapter"] = adapter
+        if self._served.options.log_prompts:
+            fields["prompts"] = [self._shown(request.prompt) for request in self._requests if not request.sibling_of]
         logs.event(log, logging.INFO, "generated", fields)
-        if self._service.traces is not None:
-            self._service.traces.record(outcome)
+        self._trace(outcome)
+
+    def _report_images(self, outcome: RequestOutcome) -> None:
+        first = self._requests[0]
+        assert isinstance(first.task, GenerateImage)
+        fields: dict[str, object] = {
+            "answer_id": self._context.answer_id,
+            "images": outcome.choices,
+            "steps": first.task.params.steps,
+            "prompt_tokens": outcome.prompt_tokens,
+            "seconds": outcome.seconds,
+            "finish": outcome.finish,
+        }
+        if self._served.options.log_prompts:
+            fields["prompt"] = first.task.params.prompt_text or self._shown(first.prompt)
+        logs.event(log, logging.INFO, "drew", fields)
+        self._trace(outcome)
+
+    def _trace(self, outcome: RequestOutcome) -> None:
+        if self._served.traces is not None:
+            self._served.traces.record(outcome)
 
     def _shown(self, prompt: Prompt) -> object:
         match prompt:
@@ -150,24 +188,32 @@ class Generation:
             case Conversation():
                 return prompt.messages
             case _:
-                return self._service.engine.tokenizer.decode(prompt, skip_special_tokens=False)
+                return self._served.engine.text.tokenizer.decode(prompt, skip_special_tokens=False)
 
-    def _outcome(self) -> RequestOutcome:
-        watches = self._stopwatches
-        queued = [watch.queue_seconds for watch in watches if watch.queue_seconds is not None]
-        firsts = [watch.first_token_seconds for watch in watches if watch.first_token_seconds is not None]
+    def _outcome(self, model_name: str) -> RequestOutcome:
+        timers = self._timers.values()
+        sampled = [timer for timer in timers if isinstance(timer.task, Sample)]
+        queued = [timer.queue_seconds for timer in sampled if timer.queue_seconds is not None]
+        firsts = [timer.first_token_seconds for timer in sampled if timer.first_token_seconds is not None]
         return RequestOutcome(
-            model=self._job.model_name,
-            request_id=self._seat.request_id,
-            tenant=self._seat.tenant,
-            choices=len(watches),
-            prompt_tokens=sum(watch.num_prompt_tokens for watch in watches[:: self._job.n]),
-            completion_tokens=sum(watch.num_tokens for watch in watches),
+            model=model_name,
+            request_id=self._context.request_id,
+            tenant=self._context.tenant,
+            choices=len(timers),
+            prompt_tokens=sum(timer.num_prompt_tokens for timer in timers if not timer.is_sibling),
+            completion_tokens=sum(timer.num_tokens + timer.image_tokens for timer in timers),
             queue_seconds=min(queued, default=None),
             first_token_seconds=min(firsts, default=None),
             seconds=time.perf_counter() - self._arrived,
-            finish=",".join(sorted({watch.finish for watch in watches if watch.finish is not None})),
+            finish=",".join(sorted({timer.finish for timer in timers if timer.finish is not None})),
         )
 
-    def _id_of(self, index: int) -> str:
-        return f"{self._engine_id}-{index}"
+
+async def side_by_side(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all of it at the same time. Raises the first error of any; the others are cancelled then."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

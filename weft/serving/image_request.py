@@ -1,32 +1,41 @@
-"""What somebody wants drawn, and what the engine is asked for then: the same from every door."""
+"""Requests for images, the same from every endpoint, and the images that come of them."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 import struct
 import zlib
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from weft.backends.contract import Engine
-from weft.errors import InvalidRequest, ModelNotFound
+from weft.backends.contract import Engine, Take, failure_of
+from weft.errors import EngineFault, InvalidRequest, ModelNotFound
 from weft.options import LimitOptions
 from weft.payloads import (
     NEGATIVE_PROMPT_EMBEDS,
-    NO_TEXTS,
     AdditionalInformation,
     GivenTexts,
     PromptEmbeds,
     entry_field,
     given_texts,
 )
-from weft.serving.request import nth_seed
+from weft.serving.output_reader import CollectedOutput
+from weft.serving.request import requests_like
 from weft.text.tokenizer import Tokenizer
-from weft.types import MAX_IMAGE_TEXT, FlowSampler, ImageModelInfo, ImageParams
+from weft.types import (
+    MAX_IMAGE_TEXT,
+    FlowSampler,
+    GenerateImage,
+    GenerationRequest,
+    ImageModelInfo,
+    ImageParams,
+    Output,
+)
 
 MAX_PROMPT_CHARS = MAX_IMAGE_TEXT
 MAX_IMAGES = 10
@@ -36,12 +45,12 @@ AUTO = "auto"
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 
 
-class Wish(Struct, frozen=True, kw_only=True):
-    """None: as the model has it."""
+class ImageOptions(Struct, frozen=True, kw_only=True):
+    """What a client says of the images that it asks for; None: as the model has it."""
 
     prompt: str = ""
     prompt_embeds: PromptEmbeds | None = None
-    """Instead of a prompt."""
+    """Hidden states instead of a prompt."""
     negative_prompt: str = ""
     additional_information: AdditionalInformation | None = None
     width: int | None = None
@@ -56,24 +65,8 @@ class Wish(Struct, frozen=True, kw_only=True):
     """At most so many on the way to each image, evenly."""
 
 
-class ImageJob(Struct, frozen=True, kw_only=True):
-    """Images of one prompt."""
-
-    prompt: list[int]
-    images: list[ImageParams]
-    given: GivenTexts = NO_TEXTS
-    """Instead of prompts."""
-    cache_salt: str = ""
-    priority: int = 0
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """What is to be read before anything is drawn."""
-        return len(self.prompt) + len(self.images[0].negative_token_ids)
-
-
 def sides(size: str) -> tuple[int, int] | tuple[None, None]:
-    """Width and height of a size such as 32x32; none for auto."""
+    """Return width and height of a size such as 32x32; none for auto."""
     if size == AUTO:
         return None, None
     if (match := _SIZE.fullmatch(size)) is None:
@@ -91,9 +84,10 @@ def sampler_named(name: str) -> FlowSampler:
     raise InvalidRequest(f"sampler is {name!r:.40}; it must be one of {', '.join(known)}.", param="sampler")
 
 
-def drawing_model(engine: Engine) -> ImageModelInfo:
-    if (painter := engine.model.images) is not None:
-        return painter
+def image_model(engine: Engine) -> ImageModelInfo:
+    """Return the model that generates images beside the language model. Raises InvalidRequest where there is none."""
+    if (found := engine.model.images) is not None:
+        return found
     raise InvalidRequest(
         f"{engine.model.name} writes text, and no model that draws images is loaded beside it.",
         hint="The operator's setting is --image-model; Weft's own goes with the language model smollm2."
@@ -104,19 +98,19 @@ def drawing_model(engine: Engine) -> ImageModelInfo:
 
 
 def check_image_model(name: str | None, served_name: str, engine: Engine) -> None:
-    """Raise unless this is the model that draws, and not the one beside it, which is served under its own name; None
-    always is."""
-    painter = drawing_model(engine)
-    if name in (None, painter.name):
+    """Raise unless this is the image model, and not the one beside it, which is served under its own name; None always
+    is."""
+    model = image_model(engine)
+    if name in (None, model.name):
         return
-    hint = f"This server draws with {painter.name!r}."
+    hint = f"This server draws with {model.name!r}."
     if name == served_name:
         raise InvalidRequest(f"The model {name!r} writes text and draws no images.", hint=hint, param="model")
     raise ModelNotFound(f"There is no model {name!r:.200} here.", hint=hint, param="model")
 
 
 def check_allowed(limits: LimitOptions, *, prompt_embeds: object, additional_information: object) -> None:
-    """To be asked before a tensor is so much as decoded; None: not given."""
+    """Raise InvalidRequest for tensors where none are taken, before they are decoded; None: not given."""
     for field, value in (("prompt_embeds", prompt_embeds), ("additional_information", additional_information)):
         if value is not None and not limits.allow_prompt_embeds:
             raise InvalidRequest(
@@ -126,51 +120,70 @@ def check_allowed(limits: LimitOptions, *, prompt_embeds: object, additional_inf
             )
 
 
-def job_of(wish: Wish, engine: Engine, *, cache_salt: str = "", priority: int = 0) -> ImageJob:
-    """Every default resolved; raises InvalidRequest for what this model does not draw. Tensors take it a while."""
-    painter, tokenizer = drawing_model(engine), engine.tokenizer
-    guidance = painter.guidance_scale if wish.guidance_scale is None else wish.guidance_scale
-    _check_negative(wish.negative_prompt, "negative_prompt", guidance)
-    given = given_texts(wish.prompt_embeds, wish.additional_information, known=painter.information)
-    _check_given(given, wish, painter, guidance)
-    width, height = _size(wish, painter)
-    steps = painter.steps if wish.steps is None else wish.steps
-    negative = _tokens("negative_prompt", wish.negative_prompt, painter, tokenizer) if wish.negative_prompt else []
-    _check_count("n", wish.n, 1, MAX_IMAGES)
-    _check_count("partial_images", wish.previews, 0, MAX_PREVIEWS)
-    first = ImageParams(
+def image_requests(
+    options: ImageOptions,
+    engine: Engine,
+    *,
+    request_id: str = "",
+    tenant: str = "",
+    cache_salt: str = "",
+    priority: int = 0,
+) -> list[GenerationRequest]:
+    """Return a request for each image, every default resolved. Raises InvalidRequest for what this model does not
+    generate. Tensors take it a while."""
+    model, tokenizer = image_model(engine), engine.text.tokenizer
+    guidance = model.guidance_scale if options.guidance_scale is None else options.guidance_scale
+    _check_negative(options.negative_prompt, "negative_prompt", guidance)
+    given = given_texts(options.prompt_embeds, options.additional_information, known=model.information)
+    _check_given(given, options, model, guidance)
+    width, height = _size(options, model)
+    steps = model.steps if options.steps is None else options.steps
+    negative = _tokens("negative_prompt", options.negative_prompt, model, tokenizer) if options.negative_prompt else []
+    _check_count("n", options.n, 1, MAX_IMAGES)
+    _check_count("partial_images", options.previews, 0, MAX_PREVIEWS)
+    params = ImageParams(
         width=width,
         height=height,
         steps=steps,
         guidance_scale=guidance,
-        seed=secrets.randbits(63) if wish.seed is None else wish.seed,
-        sampler=wish.sampler,
+        seed=secrets.randbits(63) if options.seed is None else options.seed,
+        sampler=options.sampler,
         negative_token_ids=negative,
-        prompt_text=wish.prompt if painter.reads_text else "",
-        negative_text=wish.negative_prompt if painter.reads_text else "",
-        preview_every=-(-steps // (wish.previews + 1)) if wish.previews else 0,
+        prompt_text=options.prompt if model.reads_text else "",
+        negative_text=options.negative_prompt if model.reads_text else "",
+        preview_every=-(-steps // (options.previews + 1)) if options.previews else 0,
     )
-    first.check()
-    first.check_read([], reads_text=painter.reads_text)
-    images = [first, *(replace(first, seed=nth_seed(first.seed, number)) for number in range(1, wish.n))]
-    return ImageJob(
-        prompt=_tokens("prompt", wish.prompt, painter, tokenizer) if given.prompt is None else [],
-        images=images,
-        given=given,
+    params.check()
+    params.check_read([], reads_text=model.reads_text)
+    prompt = _tokens("prompt", options.prompt, model, tokenizer) if given.prompt is None else []
+    common = GenerationRequest(
+        prompt=prompt,
+        task=GenerateImage(params=params, conditioning=given),
+        request_id=request_id,
         cache_salt=cache_salt,
         priority=priority,
+        tenant=tenant,
     )
+    return requests_like(common, [prompt], options.n)
 
 
-def _check_given(given: GivenTexts, wish: Wish, painter: ImageModelInfo, guidance: float) -> None:
+async def image_requests_in_time(options: ImageOptions, engine: Engine, **fields: Any) -> list[GenerationRequest]:
+    """Do the same, in a thread where there are tensors: to look at every value takes a while, and the streams of others
+    go on meanwhile."""
+    if options.prompt_embeds is None and options.additional_information is None:
+        return image_requests(options, engine, **fields)
+    return await asyncio.to_thread(image_requests, options, engine, **fields)
+
+
+def _check_given(given: GivenTexts, options: ImageOptions, model: ImageModelInfo, guidance: float) -> None:
     for field, text, embeds in (
-        ("prompt", wish.prompt, given.prompt),
-        ("negative_prompt", wish.negative_prompt, given.negative),
+        ("prompt", options.prompt, given.prompt),
+        ("negative_prompt", options.negative_prompt, given.negative),
     ):
         if text and embeds is not None:
             raise InvalidRequest(f"{field}: give either that or {field}_embeds.", param=field)
     _check_negative(given.negative, entry_field(NEGATIVE_PROMPT_EMBEDS), guidance)
-    given.check(max_rows=painter.max_prompt_tokens, width=painter.text_width)
+    given.check(max_rows=model.max_prompt_tokens, width=model.text_width)
 
 
 def _check_negative(negative: object, field: str, guidance: float) -> None:
@@ -178,24 +191,24 @@ def _check_negative(negative: object, field: str, guidance: float) -> None:
         raise InvalidRequest(f"{field} has no effect with guidance_scale 1: nothing steers away from it.", param=field)
 
 
-def _size(wish: Wish, painter: ImageModelInfo) -> tuple[int, int]:
-    width = painter.width if wish.width is None else wish.width
-    height = painter.height if wish.height is None else wish.height
-    if (width, height) != (painter.width, painter.height):
+def _size(options: ImageOptions, model: ImageModelInfo) -> tuple[int, int]:
+    width = model.width if options.width is None else options.width
+    height = model.height if options.height is None else options.height
+    if (width, height) != (model.width, model.height):
         raise InvalidRequest(
-            f"The size is {width}x{height}; {painter.name} draws {painter.width}x{painter.height}.", param="size"
+            f"The size is {width}x{height}; {model.name} draws {model.width}x{model.height}.", param="size"
         )
     return width, height
 
 
-def _tokens(param: str, text: str, painter: ImageModelInfo, tokenizer: Tokenizer) -> list[int]:
-    """None for a model that reads the text itself."""
+def _tokens(param: str, text: str, model: ImageModelInfo, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a prompt; none for a model that reads the text itself."""
     if not 0 < len(text) <= MAX_PROMPT_CHARS:
         raise InvalidRequest(f"{param} has {len(text)} characters; it must be 1 to {MAX_PROMPT_CHARS}.", param=param)
-    tokens = [] if painter.reads_text else tokenizer.encode(text)
-    if len(tokens) > painter.max_prompt_tokens:
+    tokens = [] if model.reads_text else tokenizer.encode(text)
+    if len(tokens) > model.max_prompt_tokens:
         raise InvalidRequest(
-            f"{param} has {len(tokens)} tokens; {painter.name} reads at most {painter.max_prompt_tokens}.", param=param
+            f"{param} has {len(tokens)} tokens; {model.name} reads at most {model.max_prompt_tokens}.", param=param
         )
     return tokens
 
@@ -213,7 +226,7 @@ _UNFILTERED = b"\0"
 
 
 def png(width: int, height: int, rgb: bytes) -> bytes:
-    """A file of rows of RGB bytes, the topmost first."""
+    """Return a PNG file of rows of RGB bytes, the topmost first."""
     row_bytes = width * RGB_BYTES
     if width < 1 or height < 1 or len(rgb) != row_bytes * height:
         raise ValueError(f"{len(rgb)} bytes are no RGB image of {width}x{height}.")
@@ -230,6 +243,8 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 class Image(Struct, frozen=True, kw_only=True):
+    """An image that was generated."""
+
     width: int
     height: int
     rgb: bytes
@@ -241,3 +256,40 @@ class Image(Struct, frozen=True, kw_only=True):
     def save(self, path: str | Path) -> None:
         """Write it as a PNG file, whatever the name of the file says."""
         Path(path).write_bytes(self.png())
+
+
+LARGE_IMAGE_BYTES = 1 << 18
+"""Above this an image is compressed in a thread, so that the streams of others go on meanwhile."""
+
+
+async def png_of(params: ImageParams, output: Output | CollectedOutput) -> bytes:
+    """Return the image of an output as a PNG file. Raises EngineFault where there is none."""
+    if output.image is None:
+        raise EngineFault("The engine ended an image without showing it.")
+    image = Image(width=params.width, height=params.height, rgb=output.image)
+    return await asyncio.to_thread(image.png) if len(image.rgb) > LARGE_IMAGE_BYTES else image.png()
+
+
+async def generate_image(engine: Engine, request: GenerationRequest, take: Take = lambda output: None) -> Image:
+    """Give every output of a request for an image to `take`, and return the image. Raises the error that it ended with
+    instead. Cancelling it ends the request."""
+    assert isinstance(request.task, GenerateImage)
+    params, last = request.task.params, Output()
+
+    def take_last(output: Output) -> Awaitable[None] | None:
+        nonlocal last
+        last = output
+        return take(output)
+
+    stream = await engine.submit(request)
+    try:
+        await stream.follow(take_last)
+    finally:
+        await stream.aclose()
+    if failure := failure_of(last):
+        raise failure
+    if not last.finish:
+        raise EngineFault("The engine ended an image without a reason.")
+    if last.image is None:
+        raise EngineFault("The engine ended an image without showing it.")
+    return Image(width=params.width, height=params.height, rgb=last.image)

@@ -1,6 +1,6 @@
 """The models of a server by their names: which is meant, which are loaded, and what changes when their file does.
 
-A server of one model has a fleet of one, whose model was loaded before it came in and never goes.
+A server of one model has a pool of one, whose model was loaded before it came in and never goes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 class PoolMemory:
     def __init__(self, max_loaded: int, limit_bytes: int, slots: Callable[[], Iterable[ModelSlot]]) -> None:
-        """0: no limit but what is free."""
+        """0: no limit but what is free, in number and in bytes."""
         self._max_loaded = max_loaded
         self._limit_bytes = limit_bytes
         self._slots = slots
@@ -35,17 +35,17 @@ class PoolMemory:
         self._change = asyncio.Event()
 
     def changed(self) -> None:
-        """A model may have become idle, or be gone."""
+        """Look again for memory: a model may have become idle, or be gone."""
         self._change.set()
 
-    async def make(self, slot: ModelSlot, ask: Callable[[], Awaitable[Need]]) -> None:
-        """Returns when the model may be loaded; it holds its memory from then on. Idle models are unloaded for it,
-        those not used for longest first. While there are only busy ones it waits, and who comes later waits behind it.
+    async def reserve(self, slot: ModelSlot, ask: Callable[[], Awaitable[Need]]) -> None:
+        """Return when the model may be loaded; it holds its memory from then on. Idle models are unloaded for it,
+        those not used for longest first. While there are only busy ones it waits, and later loads wait behind it.
 
         Raises OutOfMemory when it is too large for the limit by itself.
         """
         await ask()
-        slot.waits_for_room = True
+        slot.waits_for_memory = True
         async with self._turn:
             while True:
                 self._change.clear()
@@ -54,14 +54,14 @@ class PoolMemory:
                 self._check_size(slot, need)
                 shortage = self._shortage(slot, need)
                 if not shortage:
-                    slot.need, slot.holds_memory, slot.waits_for_room = need, True, False
+                    slot.need, slot.holds_memory, slot.waits_for_memory = need, True, False
                     return
                 slot.stage = f"waiting for room: {shortage}"
                 if not await self.unload_one(f"for {slot.name}: {shortage}", keep=slot):
                     await self._change.wait()
 
     async def unload_one(self, why: str, *, keep: ModelSlot) -> bool:
-        """The idle model that was not used for longest; false when there is none but the one to keep."""
+        """Unload the idle model that was not used for longest; false when there is none but the one to keep."""
         idle = [slot for slot in self._slots() if slot.is_idle and slot is not keep]
         if not idle:
             return False
@@ -79,7 +79,7 @@ class PoolMemory:
             )
 
     def _shortage(self, slot: ModelSlot, need: Need) -> str:
-        """Why it cannot be loaded now; empty: it can, or unloading others would not help."""
+        """Return why it cannot be loaded now; empty: it can, or unloading others would not help."""
         others = [other for other in self._slots() if other is not slot and other.holds_memory]
         if self._max_loaded and len(others) >= self._max_loaded:
             return f"{len(others)} of {self._max_loaded} models are loaded"
@@ -97,21 +97,21 @@ OpenServedModel = Callable[[Config, Engine], ServedModel]
 
 
 class ModelPool:
-    def __init__(self, config: Config, open_service: OpenServedModel, roster: ConfiguredModels | None = None) -> None:
-        """Without a roster, of the one model that `adopt` takes in."""
+    def __init__(self, config: Config, open_served: OpenServedModel, models: ConfiguredModels | None = None) -> None:
+        """Serve the configured models, or without them the one that `adopt` takes in."""
         self._options = config.fleet
         self._config = config
-        self._open_service = open_service
-        self._roster = roster
+        self._open_served = open_served
+        self._models = models
         self._slots: dict[str, ModelSlot] = {}
         self._going: set[ModelSlot] = set()
-        """Taken away, but not yet unloaded."""
-        self._room = PoolMemory(config.fleet.max_loaded_models, roster.memory_limit if roster else 0, self._all_slots)
+        """Slots that were taken away, but are not yet unloaded."""
+        self._memory = PoolMemory(config.fleet.max_loaded_models, models.memory_limit if models else 0, self._all_slots)
         self._has_started = False
         self._tasks: set[asyncio.Task[None]] = set()
         self.created = int(time.time())
-        if roster is not None:
-            self._take_in(roster.entries)
+        if models is not None:
+            self._take_in(models.entries)
 
     @property
     def slots(self) -> list[ModelSlot]:
@@ -119,23 +119,23 @@ class ModelPool:
 
     @property
     def has_many(self) -> bool:
-        """Whether its models are loaded and unloaded while it runs."""
-        return self._roster is not None
+        """True when its models are loaded and unloaded while it runs."""
+        return self._models is not None
 
-    def services(self) -> list[ServedModel]:
-        """Of all models that are loaded."""
-        return [slot.service for slot in self._all_slots() if slot.service is not None]
+    def served_models(self) -> list[ServedModel]:
+        """Return all models that are loaded."""
+        return [slot.served for slot in self._all_slots() if slot.served is not None]
 
     # Which model is meant.
 
     def default(self) -> ModelSlot:
-        """The model of requests that name none. Raises Unavailable while there is none yet."""
+        """Return the model of requests that name none. Raises Unavailable while there is none yet."""
         if not self._slots:
             raise Unavailable("The model is being loaded.", hint="GET /health tells when it is ready.")
-        return self._slots[self._roster.default] if self._roster is not None else next(iter(self._slots.values()))
+        return self._slots[self._models.default] if self._models is not None else next(iter(self._slots.values()))
 
     def find(self, name: str | None) -> ModelSlot:
-        """By its own name, or that of an adapter or of a model that draws beside it. None: the default one.
+        """Find a model by its own name, or that of an adapter or of the image model beside it. None: the default one.
 
         Raises ModelNotFound for a name of none of several; the only one says itself what is wrong with a name."""
         default = self.default()
@@ -150,13 +150,13 @@ class ModelPool:
             f"There is no model {name!r:.200} here; this server has {', '.join(self._slots)}.", param="model"
         )
 
-    def find_painter(self, name: str | None) -> ModelSlot:
-        """The same for a model that draws. None: one that is loaded, or the default one."""
-        drawing = [slot for slot in self._slots.values() if slot.is_open and slot.draws]
-        return drawing[0] if name is None and drawing else self.find(name)
+    def find_image_model(self, name: str | None) -> ModelSlot:
+        """Do the same for a request for images. None: a loaded model that has an image model, or the default one."""
+        with_images = [slot for slot in self._slots.values() if slot.is_open and slot.image_model_name]
+        return with_images[0] if name is None and with_images else self.find(name)
 
     def named(self, name: str) -> ModelSlot:
-        """By its own name alone. Raises ModelNotFound, and InvalidRequest in a fleet of one."""
+        """Find a model by its own name alone. Raises ModelNotFound, and InvalidRequest in a pool of one."""
         if not self.has_many:
             raise InvalidRequest(ONE_MODEL)
         if name not in self._slots:
@@ -166,37 +166,37 @@ class ModelPool:
     # How they are.
 
     def health(self) -> Health:
-        """Ready as soon as what is loaded at start is, and for as long as one of them can answer."""
+        """Return ready as soon as what is loaded at start is, and for as long as one of them can answer."""
         if not self._slots or (self.has_many and not self._has_started):
             return Health(False, "starting")
         if not self.has_many:
-            [service] = self.services()
-            return service.engine.health()
+            [served] = self.served_models()
+            return served.engine.health()
         troubles = self.troubles()
         if len(troubles) < len(self._slots):
             return Health(True)
         return Health(False, "; ".join(f"{name}: {why}" for name, why in troubles.items()))
 
     def troubles(self) -> dict[str, str]:
-        """By name, why models cannot answer."""
+        """Return by name why models cannot answer."""
         return {slot.name: slot.trouble for slot in self._slots.values() if slot.trouble}
 
     # Its life.
 
     def adopt(self, engine: Engine) -> ServedModel:
-        """The one model of a fleet of one is loaded."""
-        service = self._open_service(self._config, engine)
-        slot = self._slot(ModelEntry(name=service.model_name, config=self._config))
-        slot.adopt(service, slot.entry)
+        """Take in the one model of a pool of one, which is loaded."""
+        served = self._open_served(self._config, engine)
+        slot = self._slot(ModelEntry(name=served.model_name, config=self._config))
+        slot.adopt(served, slot.entry)
         self._slots = {slot.name: slot}
-        return service
+        return served
 
     async def start(self) -> None:
         """Check the files that are here, load what is to be loaded at start, and watch over the file from now on.
         A model with which something is wrong keeps no other from being served."""
-        assert self._roster is not None
+        assert self._models is not None
         for slot in self.slots:
-            fault = await asyncio.to_thread(self._roster.fault, slot.entry)
+            fault = await asyncio.to_thread(self._models.fault, slot.entry)
             if fault:
                 log.error("%s: %s cannot be loaded: %s", slot.entry.place, slot.name, fault)
                 slot.fail(ModelError(fault))
@@ -219,7 +219,7 @@ class ModelPool:
         await asyncio.gather(*(slot.close() for slot in slots))
 
     async def load(self, slot: ModelSlot) -> None:
-        """Raises what keeps it from being loaded, or that it takes too long."""
+        """Load a model. Raises what keeps it from being loaded, or that it takes too long."""
         slot.claim()
         try:
             await slot.opened()
@@ -228,17 +228,17 @@ class ModelPool:
 
     def reload(self) -> None:
         """Read the file now. Raises ConfigError, and nothing has changed then."""
-        if self._roster is None:
+        if self._models is None:
             raise InvalidRequest(ONE_MODEL)
-        self._roster.reload()
-        self._take_in(self._roster.entries)
+        self._models.reload()
+        self._take_in(self._models.entries)
 
     async def _keep_watch(self) -> None:
-        assert self._roster is not None
+        assert self._models is not None
         while True:
             await asyncio.sleep(WATCH_S)
-            if self._roster.refresh():
-                self._take_in(self._roster.entries)
+            if self._models.refresh():
+                self._take_in(self._models.entries)
             for slot in self.slots:
                 if slot.failure is not None and slot.entry.preload:
                     slot.begin()
@@ -246,7 +246,7 @@ class ModelPool:
                     self._background(self._renew(slot))
 
     def _take_in(self, entries: Mapping[str, ModelEntry]) -> None:
-        """Names that are gone drain and go; new ones appear; what has changed is loaded anew when it is idle."""
+        """Take in the entries: those that are gone drain, new ones appear, what has changed is loaded anew."""
         for name in self._slots.keys() - entries.keys():
             self._let_go(self._slots.pop(name))
         for name, entry in entries.items():
@@ -282,23 +282,23 @@ class ModelPool:
             log.warning("the server starts without the model %s: %s", slot.name, error)
 
     async def _load(self, slot: ModelSlot) -> ServedModel:
-        assert self._roster is not None
-        entry, roster = slot.entry, self._roster
+        assert self._models is not None
+        entry, models = slot.entry, self._models
         if entry.load_mode == "check_only":
             raise ConfigError(f"{entry.name} is only checked, and never loaded: its load_mode is check_only.")
 
         def report(stage: str) -> None:
             slot.stage = stage
 
-        await self._room.make(slot, partial(roster.need, entry, report))
-        engine = await roster.start(
-            entry, report, lambda why: self._room.unload_one(f"for {slot.name}: {why}", keep=slot)
+        await self._memory.reserve(slot, partial(models.need, entry, report))
+        engine = await models.start(
+            entry, report, lambda why: self._memory.unload_one(f"for {slot.name}: {why}", keep=slot)
         )
         slot.need = _measured(slot.need, engine)
-        return self._open_service(entry.config, engine)
+        return self._open_served(entry.config, engine)
 
     def _slot(self, entry: ModelEntry) -> ModelSlot:
-        return ModelSlot(entry, self._options, self._load, self._room.changed)
+        return ModelSlot(entry, self._options, self._load, self._memory.changed)
 
     def _all_slots(self) -> list[ModelSlot]:
         return [*self._slots.values(), *self._going]
@@ -311,11 +311,11 @@ class ModelPool:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the fleet's work failed", exc_info=error)
+            log.error("the model pool's work failed", exc_info=error)
 
 
 def _measured(planned: Need, engine: Engine) -> Need:
-    """What an engine says that it has taken; what was planned where it says nothing."""
+    """Return what an engine says that it has taken; what was planned where it says nothing."""
     ledger = engine.model.memory
     own = ledger.weights + ledger.kv + ledger.activations + ledger.graphs
     return replace(planned, num_bytes=own + planned.libraries, problem="") if own else planned

@@ -1,5 +1,5 @@
-"""One model's place in the fleet: it is loaded when somebody asks for it, once for all who do, and unloaded when it
-has to make room."""
+"""One model's slot in the pool: it is loaded when a request asks for it, once for all that do, and unloaded when its
+memory is wanted for another."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BACKOFF_S, MAX_BACKOFF_S = 5.0, 300.0
 
 
 class Failure(Struct, frozen=True):
-    """The last load's."""
+    """How the last load failed."""
 
     error: Exception
     retry_at: float
@@ -35,12 +35,12 @@ class Failure(Struct, frozen=True):
 
     @property
     def reason(self) -> str:
-        """For the operator."""
+        """Return the reason, for the operator."""
         return str(self.error) if isinstance(self.error, WeftError) else f"{type(self.error).__name__}: {self.error}"
 
 
 class ModelSlot:
-    """Whoever wants the model claims it, waits until it is open, enters, leaves and ends the claim (`Seat` does)."""
+    """A request claims the model, waits until it is open, enters, leaves and ends the claim (`RequestContext`)."""
 
     def __init__(
         self,
@@ -50,27 +50,27 @@ class ModelSlot:
         changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`changed` hears whenever there may be more room than before."""
+        """`changed` is called whenever there may be more memory than before."""
         self.entry = entry
-        self.service: ServedModel | None = None
+        self.served: ServedModel | None = None
         self.need = Need()
         """What it takes, planned or measured, while `holds_memory`."""
         self.holds_memory = False
-        """From the moment that room was made for it."""
-        self.waits_for_room = False
+        """True from the moment that memory was set aside for it."""
+        self.waits_for_memory = False
         self.stage = ""
-        """Of a load."""
+        """How far a load is."""
         self.failure: Failure | None = None
         self.is_gone = False
-        """No longer in the fleet."""
+        """True when it is no longer in the pool."""
         self.last_used = 0.0
-        self.draws = ""
-        """What the model that draws beside it is called, as far as is known."""
+        self.image_model_name = ""
+        """The name of the image model beside it, as far as is known."""
         self.num_claims = 0
         self.num_inside = 0
         self.num_loads = self.num_failures = self.num_unloads = 0
         self._options = options
-        self._load_service = load
+        self._load_served = load
         self._changed = changed
         self._clock = clock
         self._loaded_entry: ModelEntry | None = None
@@ -91,7 +91,7 @@ class ModelSlot:
     def state(self) -> State:
         if self._leaving:
             return "unloading"
-        if self.service is not None:
+        if self.served is not None:
             return "loaded"
         if self._task is not None:
             return "loading"
@@ -99,17 +99,17 @@ class ModelSlot:
 
     @property
     def is_open(self) -> bool:
-        """Whether it can be entered now."""
-        return self.service is not None and not self._leaving
+        """True when it can be entered now."""
+        return self.served is not None and not self._leaving
 
     @property
     def is_idle(self) -> bool:
-        """Loaded, and nobody's."""
+        """True when it is loaded and no request claims it."""
         return self.is_open and not self.num_claims
 
     @property
     def is_outdated(self) -> bool:
-        """Loaded as the entry was before it changed."""
+        """True when it is loaded as the entry was before it changed."""
         before = self._loaded_entry
         return (
             self.is_open
@@ -119,26 +119,26 @@ class ModelSlot:
 
     @property
     def trouble(self) -> str:
-        """Why requests cannot be answered; empty: they can, or the model is loaded for them."""
-        if self.failure is not None and self.service is None:
+        """Return why requests cannot be answered; empty: they can, or the model is loaded for them."""
+        if self.failure is not None and self.served is None:
             return f"failed: {public_reason(self.failure.error)}"
-        if self.service is not None and not (health := self.service.engine.health()).ready:
+        if self.served is not None and not (health := self.served.engine.health()).ready:
             return health.reason or "not ready"
         return ""
 
     def answers_to(self, name: str) -> bool:
-        """Whether this is the name of an adapter (alone, or as in model:adapter), or of the model that draws."""
-        return name == self.draws or name.removeprefix(f"{self.name}:") in self.adapter_names
+        """Return whether this is the name of an adapter (alone, or as in model:adapter), or of the image model."""
+        return name == self.image_model_name or name.removeprefix(f"{self.name}:") in self.adapter_names
 
     @property
     def adapter_names(self) -> list[str]:
-        """Those that it has, or that it will have when it is loaded."""
-        return [*self.entry.adapters] if self.service is None else self.service.adapter_names
+        """Return the adapters that it has, or that it will have when it is loaded."""
+        return [*self.entry.adapters] if self.served is None else self.served.adapter_names
 
     # What a request does.
 
     def claim(self) -> None:
-        """Raises Unavailable where too many wait already."""
+        """Count a request that wants the model. Raises Unavailable where too many wait already."""
         most = self._options.max_waiting_per_model
         if not self.is_open and self.num_claims - self.num_inside >= most:
             raise self._not_now(f"{most} requests wait for it already")
@@ -148,13 +148,13 @@ class ModelSlot:
         self.num_claims -= 1
         if self.num_claims:
             return
-        if self._task is not None and self.waits_for_room:
-            # Nobody waits for it any more.
+        if self._task is not None and self.waits_for_memory:
+            # No request waits for it any more.
             self._task.cancel()
         self._changed()
 
     async def opened(self) -> None:
-        """Returns when it can be entered. Raises Unavailable when it cannot be loaded, or not in time, and
+        """Return when it can be entered. Raises Unavailable when it cannot be loaded, or not in time, and
         ModelNotFound when it was taken away."""
         wait_s = self._options.model_wait_s
         try:
@@ -171,11 +171,11 @@ class ModelSlot:
             raise self._not_now(f"it is not loaded after {wait_s:g} s ({self.stage or 'waiting for room'})") from None
 
     def enter(self) -> ServedModel:
-        """Only while it is open."""
-        assert self.service is not None and not self._leaving
+        """Let a request in, which is possible only while it is open."""
+        assert self.served is not None and not self._leaving
         self.num_inside += 1
         self._empty.clear()
-        return self.service
+        return self.served
 
     def leave(self) -> None:
         self.num_inside -= 1
@@ -183,13 +183,13 @@ class ModelSlot:
         if not self.num_inside:
             self._empty.set()
 
-    # What the fleet does.
+    # What the pool does.
 
-    def adopt(self, service: ServedModel, entry: ModelEntry) -> None:
+    def adopt(self, served: ServedModel, entry: ModelEntry) -> None:
         """Take in what was loaded, by this entry."""
-        self.service, self._loaded_entry, self.failure = service, entry, None
-        painter = service.engine.model.images
-        self.draws = painter.name if painter is not None else ""
+        self.served, self._loaded_entry, self.failure = served, entry, None
+        image_model = served.engine.model.images
+        self.image_model_name = image_model.name if image_model is not None else ""
 
     def begin(self) -> None:
         """Load it, unless that is being done, it is there, it is gone, or it failed a short while ago."""
@@ -206,24 +206,24 @@ class ModelSlot:
         self.num_failures += 1
 
     async def unload(self) -> None:
-        """Let nobody in, wait for those inside, and end the engine. Harmless when it is not loaded."""
+        """Let no request in, wait for those inside, and end the engine. Harmless when it is not loaded."""
         while self._task is not None:
             await asyncio.wait({self._task})
-        if self.service is not None:
+        if self.served is not None:
             self._leaving = True
-            self._task = asyncio.create_task(self._unload(self.service))
+            self._task = asyncio.create_task(self._unload(self.served))
             await asyncio.wait({self._task})
 
     async def close(self) -> None:
-        """End everything, whoever is inside."""
+        """End everything, without waiting for the requests inside."""
         self.is_gone = True
         self._empty.set()
         if self._task is not None:
             if not self._leaving:
                 self._task.cancel()
             await asyncio.wait({self._task})
-        if self.service is not None:
-            await self._unload(self.service)
+        if self.served is not None:
+            await self._unload(self.served)
 
     def _begun(self) -> asyncio.Task[None]:
         if self._task is None:
@@ -234,7 +234,7 @@ class ModelSlot:
     async def _load(self) -> None:
         entry = self.entry
         try:
-            service = await self._load_service(self)
+            served = await self._load_served(self)
         except Exception as error:
             self.holds_memory = False
             self.fail(error)
@@ -245,24 +245,24 @@ class ModelSlot:
             self.holds_memory = False
             raise
         else:
-            self.adopt(service, entry)
+            self.adopt(served, entry)
             self._load_s = self._clock() - self._began
             self.last_used = self._clock()
             self.num_loads += 1
             log.info("the model %s is loaded (%.1f s)", self.name, self._load_s)
         finally:
             self.stage = ""
-            self.waits_for_room = False
+            self.waits_for_memory = False
             self._task = None
             self._changed()
 
-    async def _unload(self, service: ServedModel) -> None:
+    async def _unload(self, served: ServedModel) -> None:
         try:
             await self._empty.wait()
-            await service.close()
+            await served.close()
         except Exception:
             log.exception("the model %s did not end well", self.name)
-        self.service = None
+        self.served = None
         self.holds_memory = False
         self.num_unloads += 1
         self._leaving = False
@@ -283,8 +283,8 @@ class ModelSlot:
 
     @property
     def _seconds_left(self) -> float:
-        """Of a load, by what the last one took."""
-        return self._load_s - (self._clock() - self._began) if self.service is None else 0.0
+        """Estimate the rest of a load by what the last one took."""
+        return self._load_s - (self._clock() - self._began) if self.served is None else 0.0
 
     def _not_now(self, why: str) -> Unavailable:
         return Unavailable(

@@ -12,10 +12,10 @@ from weft.text.grammars.specs import ThinkingSpec
 from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Parser, Piece, PlainParser, Reasoning
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle, parser_for
-from weft.types import Output
+from weft.types import FinishReason, Output, Timings, TokenLogprob, Usage
 
 
-class Reading(Struct, frozen=True, kw_only=True):
+class ReaderOptions(Struct, frozen=True, kw_only=True):
     tools: ToolStyle | None = None
     """None: the request has no tools, or may not call them."""
     declared: tuple[str, ...] = ()
@@ -23,7 +23,7 @@ class Reading(Struct, frozen=True, kw_only=True):
     most_calls: int | None = None
     reasoning: ReasoningStyle | None = None
     reasoning_opened: bool = False
-    """Whether the prompt's own end has opened the reasoning."""
+    """True when the prompt's own end has opened the reasoning."""
     with_reasoning: bool = True
     is_read: bool = False
     """The engine tells thoughts and calls apart itself."""
@@ -32,7 +32,7 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     @property
     def is_plain(self) -> bool:
-        """All text is content."""
+        """True when all text is content."""
         return self.tools is None and self.reasoning is None and not self.is_read
 
     @property
@@ -42,14 +42,14 @@ class Reading(Struct, frozen=True, kw_only=True):
 
     @property
     def thinking(self) -> ThinkingSpec | None:
-        """What may stand before an output that is in form."""
+        """Return what may stand before an output that is in form."""
         if self.reasoning is None:
             return None
         return ThinkingSpec(begin=self.reasoning.begin, end=self.reasoning.end, is_open=self.reasoning_opened)
 
-    def reader(self) -> Reader:
-        """For one answer."""
-        return Reader(self)
+    def reader(self) -> OutputReader:
+        """Return a reader for one answer."""
+        return OutputReader(self)
 
     def parser(self) -> Parser:
         if self.tools is None and self.reasoning is None:
@@ -57,19 +57,19 @@ class Reading(Struct, frozen=True, kw_only=True):
         return parser_for(self.tools, self.reasoning, declared=self.declared, reasoning_opened=self.reasoning_opened)
 
 
-class Reader:
-    """The pieces of one answer's deltas, without those that the request does not want to see."""
+class OutputReader:
+    """Parses one answer's outputs into pieces, without those that the request does not want to see."""
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-        self._parser = reading.parser()
+    def __init__(self, options: ReaderOptions) -> None:
+        self._options = options
+        self._parser = options.parser()
 
-    def read(self, delta: Output) -> list[Piece]:
-        """With the last delta, whatever was held back comes too."""
-        if isinstance(delta, ParsedOutput):
-            return self._kept(delta.pieces)
-        pieces = self._parser.push(delta.text)
-        return self._kept([*pieces, *self._parser.finish()] if delta.finish else pieces)
+    def read(self, output: Output) -> list[Piece]:
+        """Return the pieces of an output. With the last one, all that was held back comes too."""
+        if isinstance(output, ParsedOutput):
+            return self._kept(output.pieces)
+        pieces = self._parser.push(output.text)
+        return self._kept([*pieces, *self._parser.finish()] if output.finish else pieces)
 
     def _kept(self, pieces: Iterable[Piece]) -> list[Piece]:
         return [piece for piece in pieces if self._keeps(piece)]
@@ -77,11 +77,56 @@ class Reader:
     def _keeps(self, piece: Piece) -> bool:
         match piece:
             case Reasoning():
-                return self._reading.with_reasoning
+                return self._options.with_reasoning
             case CallStarted(index=index) | CallArguments(index=index):
-                return self._reading.most_calls is None or index < self._reading.most_calls
+                return self._options.most_calls is None or index < self._options.most_calls
             case _:
                 return True
+
+
+class CollectedOutput:
+    """All outputs of one request, gathered for an answer in one piece."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._pieces: list[Piece] | None = None
+        """The pieces of an answer that its engine has parsed itself."""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob] | None = None
+        self.finish = FinishReason.ERROR
+        self.stop_reason: str | int | None = None
+        self.usage = Usage()
+        self.timings: Timings | None = None
+        self.embedding: bytes | None = None
+        self.image: bytes | None = None
+
+    def add(self, output: Output) -> None:
+        self._texts.append(output.text)
+        if isinstance(output, ParsedOutput):
+            self._pieces = [*(self._pieces or ()), *output.pieces]
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finish:
+            self.finish = output.finish
+            self.stop_reason = output.stop_reason
+            self.usage = output.usage
+            self.timings = output.timings
+            self.embedding = output.embedding
+            self.image = output.image
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def whole(self) -> Output:
+        """Return all text of it, as one output."""
+        if self._pieces is not None:
+            return ParsedOutput(text=self.text, pieces=self._pieces, finish=self.finish)
+        return Output(text=self.text, finish=self.finish)
 
 
 class BlockKind(enum.StrEnum):
@@ -91,7 +136,7 @@ class BlockKind(enum.StrEnum):
 
 
 class OutputBlock:
-    """One of them, as far as it has come. Of a call, the text is its arguments."""
+    """A block of an answer, as far as it has come. The text of a call is its arguments."""
 
     def __init__(self, index: int, kind: BlockKind, call_id: str = "", name: str = "") -> None:
         self.index = index
@@ -126,17 +171,17 @@ Change = Opened | Grown | Closed
 
 
 class OutputBlocks:
-    """A reader's pieces put together: neighbours of one kind are one block, and a call ends where another begins."""
+    """Puts a reader's pieces together: neighbours of one kind are one block, and a call ends where another begins."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: OutputReader) -> None:
         self._reader = reader
         self._open: OutputBlock | None = None
         self.all: list[OutputBlock] = []
 
-    def push(self, delta: Output) -> list[Change]:
-        """What the next delta of the answer changes; with its end the last block is closed."""
-        changes = [change for piece in self._reader.read(delta) for change in self._changes(piece)]
-        return changes + self._close() if delta.finish else changes
+    def push(self, output: Output) -> list[Change]:
+        """Return what the next output of the answer changes; with its end the last block is closed."""
+        changes = [change for piece in self._reader.read(output) for change in self._changes(piece)]
+        return changes + self._close() if output.finish else changes
 
     def _changes(self, piece: Piece) -> list[Change]:
         match piece:

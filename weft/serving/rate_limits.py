@@ -1,4 +1,4 @@
-"""What one key's owner may ask for in a minute, and at the same time: the same accounts for every door."""
+"""What one tenant may ask for in a minute, and at the same time: the same accounts for every endpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.options import LimitOptions
 
 MINUTE_S = 60.0
 ROUNDING = 1e-6
-"""A bucket that lacks no more than this is full enough: who waits as long as it was told comes in."""
+"""A bucket that lacks no more than this is full enough: a client that waits as long as it was told comes in."""
 
 
 class RateLimited(Overloaded):
@@ -21,7 +21,7 @@ class RateLimited(Overloaded):
 
 
 class Bucket:
-    """Holds what may be spent: a minute's worth at most, filled evenly. What is spent in advance is a debt."""
+    """The bucket holds what may be spent: a minute's worth at most, filled evenly. An advance is a debt."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self._per_second = per_minute / MINUTE_S
@@ -30,7 +30,7 @@ class Bucket:
         self._filled_at = now
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """How long it takes until the bucket holds so much; 0 when it does."""
+        """Return how long it takes until the bucket holds so much; 0 when it does."""
         self._level = min(self._size, self._level + (now - self._filled_at) * self._per_second)
         self._filled_at = now
         missing = amount - self._level
@@ -41,7 +41,7 @@ class Bucket:
 
 
 class Account:
-    """One owner's."""
+    """One tenant's open requests, and its requests and tokens of this minute."""
 
     def __init__(self, options: LimitOptions, clock: Callable[[], float]) -> None:
         self._options = options
@@ -52,7 +52,7 @@ class Account:
         self._num_open = 0
 
     def enter(self) -> None:
-        """Count a request in, or raise RateLimited. Whoever entered leaves."""
+        """Count a request in, or raise RateLimited. A request that entered must leave."""
         now = self._clock()
         most = self._options.max_concurrent_per_key
         if most and self._num_open >= most:
@@ -74,17 +74,17 @@ class Account:
 
 
 class Accounts:
-    """By owner. Owners are named by the operator, so there are never more than keys."""
+    """The accounts of all tenants. The operator names these, so there are never more than keys."""
 
     def __init__(self, options: LimitOptions, clock: Callable[[], float] = time.monotonic) -> None:
         self._options = options
         self._clock = clock
-        self._by_owner: dict[str, Account] = {}
+        self._by_tenant: dict[str, Account] = {}
 
-    def of(self, owner: str) -> Account:
-        account = self._by_owner.get(owner)
+    def of(self, tenant: str) -> Account:
+        account = self._by_tenant.get(tenant)
         if account is None:
-            account = self._by_owner[owner] = Account(self._options, self._clock)
+            account = self._by_tenant[tenant] = Account(self._options, self._clock)
         return account
 
 

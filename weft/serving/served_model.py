@@ -1,4 +1,4 @@
-"""One model that is served, as the doors know it."""
+"""One model that is served, as the endpoints know it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from weft.text.grammars.compiler import GrammarCompiler
 from weft.text.grammars.specs import GrammarSpec, ThinkingSpec, ToolCallsSpec, encode_spec
 
 
-class Grammars:
-    """An engine that computes with tokens is told a grammar; for one that is given text, the request's own words are
-    written down. Which of the two it is may change while the server runs."""
+class GrammarWriter:
+    """Writes what keeps outputs in form: a compiled grammar for an engine that computes with tokens, the request's own
+    fields for one that is given text. Which of the two it is may change while the server runs."""
 
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         self._engine = engine
@@ -25,12 +25,12 @@ class Grammars:
         self._compiler: GrammarCompiler | None = None
 
     async def grammar_of(self, spec: GrammarSpec, thinking: ThinkingSpec | None) -> str:
-        """Raises InvalidRequest for what no engine could write."""
+        """Write the grammar of a spec. Raises InvalidRequest for what no engine could generate."""
         if not self._engine.abilities.tokens:
             assert not isinstance(spec, ToolCallsSpec), "calls are passed on with the conversation"
             return encode_spec(spec, self._options.max_schema_kb)
         if self._compiler is None:
-            self._compiler = GrammarCompiler(self._engine.tokenizer, self._options)
+            self._compiler = GrammarCompiler(self._engine.text.tokenizer, self._options)
         return await self._compiler.compile(spec, thinking)
 
     async def close(self) -> None:
@@ -39,28 +39,28 @@ class Grammars:
 
 
 class ServedModel(Struct, frozen=True, kw_only=True):
-    """An engine, and all that the doors need beside it."""
+    """An engine, and all that the endpoints need beside it."""
 
     engine: Engine
     model_name: str
     """The operator's name for it, or its own."""
     created: int
     metrics: Metrics
-    grammars: Grammars
+    grammars: GrammarWriter
     options: ServerOptions
     limits: LimitOptions
     traces: Traces | None = None
 
     async def grammar_of(self, spec: GrammarSpec | None, thinking: ThinkingSpec | None = None) -> str:
-        """What the engine needs to keep an output in form; empty: it has none."""
+        """Return what the engine needs to keep an output in form; empty: it has none."""
         return await self.grammars.grammar_of(spec, thinking) if spec is not None else ""
 
     def check_model(self, name: str) -> None:
-        """Raise unless it is the model that writes, or one of its adapters."""
+        """Raise unless it is the language model, or one of its adapters."""
         if name == self.model_name or self._adapter_named(name) is not None:
             return
-        drawn_by = self.engine.model.images
-        if drawn_by is not None and name == drawn_by.name:
+        image_model = self.engine.model.images
+        if image_model is not None and name == image_model.name:
             raise InvalidRequest(
                 f"The model {name!r} draws images and writes no text.",
                 hint=f"Send it to /v1/images/generations, or name {self.model_name!r}.",
@@ -74,7 +74,7 @@ class ServedModel(Struct, frozen=True, kw_only=True):
         return [adapter.name for adapter in self.engine.adapters]
 
     def adapter_for(self, model_name: str, adapter: str | None = None) -> str | None:
-        """What a request's terms say, by the model that it names and by its own field. Raises InvalidRequest."""
+        """Return the adapter of a request, by the model that it names and by its own field. Raises InvalidRequest."""
         named = self._adapter_named(model_name)
         if named is not None:
             if adapter not in (None, named):
@@ -87,7 +87,7 @@ class ServedModel(Struct, frozen=True, kw_only=True):
         return adapter
 
     def _adapter_named(self, name: str) -> str | None:
-        """By its own name, or as in model:adapter where several models have one of that name."""
+        """Find an adapter by its own name, or as in model:adapter where several models have one of that name."""
         own = name.removeprefix(f"{self.model_name}:")
         return own if own in self.adapter_names else None
 
@@ -104,7 +104,7 @@ def open_served_model(config: Config, engine: Engine, traces: Traces | None) -> 
         model_name=name,
         created=int(time.time()),
         metrics=Metrics(name, engine),
-        grammars=Grammars(engine, config.server),
+        grammars=GrammarWriter(engine, config.server),
         options=config.server,
         limits=config.limits,
         traces=traces,

@@ -1,50 +1,52 @@
-"""The times and the tokens of one choice of an answer, from its request's arrival to its end."""
+"""The times and the tokens of one request, from its arrival to its end."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 from msgspec.structs import replace
 
-from weft.backends.contract import ParsedOutput
-from weft.errors import RequestTimeout, Unavailable
+from weft.backends.contract import ParsedOutput, num_tokens
 from weft.observe.metrics import Metrics
-from weft.serving.guard import ClientGone
 from weft.serving.rate_limits import Account
-from weft.types import FinishReason, Output, Timings
+from weft.types import Embed, FinishReason, GenerateImage, GenerationRequest, Output, Sample, Timings, Usage
 
 
 class RequestTimer:
-    """Tells the metrics of everything, and the account of what was generated when it has ended."""
+    """The timer tells the metrics of everything, and the account of what was computed."""
 
     def __init__(
         self,
         metrics: Metrics,
         account: Account,
         arrived: float,
-        num_prompt_tokens: int,
+        request: GenerationRequest,
         model_name: str,
         *,
-        is_sibling: bool = False,
+        is_sibling: bool,
     ) -> None:
-        """`num_prompt_tokens`: 0 where the engine will tell. `is_sibling`: another choice pays for the prompt."""
+        """`is_sibling`: another request pays for the same prompt."""
+        self.task = request.task
+        self.is_sibling = is_sibling
+        self.num_prompt_tokens = _num_prompt_tokens(request)
+        """0 where the engine will tell."""
+        self.num_tokens = 0
+        """Tokens that were sampled so far."""
+        self.image_tokens = 0
+        """What the steps of an image counted as."""
+        self.queue_seconds: float | None = None
+        self.finish: FinishReason | None = None
         self._metrics = metrics
         self._model_name = model_name
-        self._is_sibling = is_sibling
         self._account = account
         self._arrived = arrived
+        self._is_sampled = isinstance(request.task, Sample)
         self._first_token: float | None = None
         self._last_token = arrived
         self._num_told = 0
-        """Of its tokens, those whose ids were told: all or none."""
+        """How many of its tokens came with their ids: all or none."""
         self._counted_at = arrived
         """When tokens that came as text were counted last."""
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_tokens = 0
-        self.queue_seconds: float | None = None
-        self.finish: FinishReason | None = None
 
     @property
     def ended(self) -> bool:
@@ -54,11 +56,16 @@ class RequestTimer:
     def first_token_seconds(self) -> float | None:
         return None if self._first_token is None else self._first_token - self._arrived
 
-    def saw(self, delta: Output) -> Output:
-        """The delta, the last one with the times of all."""
-        if delta.queue_seconds is not None:
-            self.queue_seconds = delta.queue_seconds
-        if num_tokens := len(delta.token_ids):
+    def spend_prompt(self) -> None:
+        """Charge the account for the prompt of a request that was submitted; that of a vector is charged with it."""
+        if not self.is_sibling and not isinstance(self.task, Embed):
+            self._account.spend_tokens(self.num_prompt_tokens)
+
+    def saw(self, output: Output) -> Output:
+        """Count an output, and return it, the last one with the times of all."""
+        if output.queue_seconds is not None:
+            self.queue_seconds = output.queue_seconds
+        if num_tokens := len(output.token_ids):
             now = time.perf_counter()
             if self._first_token is None:
                 self._first_token = now
@@ -68,32 +75,44 @@ class RequestTimer:
             self.num_tokens += num_tokens
             self._num_told += num_tokens
             self._last_token = now
-        elif self._num_told == 0:
-            self._saw_text(delta)
-        if delta.finish:
-            self.end(delta.finish)
-            return replace(delta, timings=self._timings())
-        return delta
+        elif self._is_sampled and self._num_told == 0:
+            self._saw_text(output)
+        if output.finish:
+            if not self._is_sampled:
+                self._saw_result(output)
+            self.end(output.finish)
+            return replace(output, timings=self._timings())
+        return output
 
-    def _saw_text(self, delta: Output) -> None:
-        """Text of tokens whose ids are not told: the engine's usage counts them, now or at the end."""
+    def _saw_text(self, output: Output) -> None:
+        """Count the text of tokens whose ids are not told by the engine's usage, now or at the end."""
         now = time.perf_counter()
-        if delta.text or (isinstance(delta, ParsedOutput) and delta.pieces):
+        if output.text or (isinstance(output, ParsedOutput) and output.pieces):
             self._last_token = now
             if self._first_token is None:
                 self._first_token = self._counted_at = now
                 self._metrics.time_to_first_token.observe(now - self._arrived)
-        if not self.num_prompt_tokens and delta.usage.prompt_tokens:
-            self.num_prompt_tokens = delta.usage.prompt_tokens
-            if not self._is_sibling:
+        if not self.num_prompt_tokens and output.usage.prompt_tokens:
+            self.num_prompt_tokens = output.usage.prompt_tokens
+            if not self.is_sibling:
                 self._account.spend_tokens(self.num_prompt_tokens)
-        if (new := delta.usage.completion_tokens - self.num_tokens) > 0:
+        if (new := output.usage.completion_tokens - self.num_tokens) > 0:
             # Before the first token is no time between tokens.
             intervals = new if self.num_tokens else new - 1
             if intervals and self._first_token is not None:
                 self._metrics.inter_token_latency.observe((now - self._counted_at) / intervals, intervals)
             self._counted_at = now
             self.num_tokens += new
+
+    def _saw_result(self, output: Output) -> None:
+        """Charge the account for a vector, or for the steps of an image."""
+        usage: Usage = output.usage
+        if output.embedding is not None:
+            self.num_prompt_tokens = usage.prompt_tokens
+            self._account.spend_tokens(usage.prompt_tokens)
+        elif isinstance(self.task, GenerateImage):
+            self.image_tokens = usage.completion_tokens
+            self._account.spend_tokens(usage.completion_tokens)
 
     def end(self, reason: FinishReason) -> None:
         if self.ended:
@@ -121,20 +140,7 @@ class RequestTimer:
         )
 
 
-@contextmanager
-def all_ended(stopwatches: Sequence[RequestTimer]) -> Iterator[None]:
-    """However the work within ends, everything that was submitted meanwhile is counted as ended."""
-    reason = FinishReason.ABORT
-    try:
-        yield
-    except RequestTimeout:
-        reason = FinishReason.TIMEOUT
-        raise
-    except (ClientGone, Unavailable):
-        raise
-    except Exception:
-        reason = FinishReason.ERROR
-        raise
-    finally:
-        for stopwatch in stopwatches:
-            stopwatch.end(reason)
+def _num_prompt_tokens(request: GenerationRequest) -> int:
+    """Count what is computed before there is an answer, as far as is known on this side."""
+    count = num_tokens(request.prompt)
+    return count + len(request.task.params.negative_token_ids) if isinstance(request.task, GenerateImage) else count

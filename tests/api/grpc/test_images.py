@@ -11,7 +11,7 @@ import pytest
 
 from tests.api.grpc.calls import Client, door, failed, refused
 from tests.api.openai.pixels import pixels_of
-from tests.api.scripted_engine import PAINTER, ImageStep, ScriptedEngine, forever, picture
+from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step, forever, picture
 from tests.waiting import until
 from weft.api.grpc.ai_service_pb2 import (
     ClientTensor,
@@ -21,15 +21,14 @@ from weft.api.grpc.ai_service_pb2 import (
     InformationValue,
     InformationValues,
 )
-from weft.backends.contract import ImageUpdate
 from weft.errors import Overloaded, Unavailable
-from weft.types import FinishReason, ImageParams
+from weft.types import FinishReason, ImageParams, Output
 
 GENERATE_IMAGE = "/cy.llm.AiInference/GenerateImage"
 Code = grpc.StatusCode
 
 
-def painter(script: list[ImageStep] | None = None) -> ScriptedEngine:
+def painter(script: list[Step] | None = None) -> ScriptedEngine:
     engine = ScriptedEngine(images=PAINTER)
     engine.image_script = script
     return engine
@@ -179,7 +178,7 @@ def test_an_image_is_drawn_from_tensors() -> None:
     ],
 )
 def test_an_image_that_ends_badly_has_its_status(finish: FinishReason, code: grpc.StatusCode) -> None:
-    told, details = refusal(painter([ImageUpdate(step=1), ImageUpdate(step=1, finish=finish, error="So it is.")]))
+    told, details = refusal(painter([Output(denoise_step=1), Output(denoise_step=1, finish=finish, error="So it is.")]))
     assert told is code
     assert "So it is." in details
 
@@ -190,7 +189,7 @@ def test_what_the_engine_refuses_and_what_takes_too_long() -> None:
     assert refusal(engine)[0] is Code.RESOURCE_EXHAUSTED
     engine.refuse = Unavailable("restarting")
     assert refusal(engine)[0] is Code.UNAVAILABLE
-    slow = painter([ImageUpdate(step=1), forever])
+    slow = painter([Output(denoise_step=1), forever])
     assert refusal(slow, {"request_timeout_s": 0.1})[0] is Code.DEADLINE_EXCEEDED
     assert not slow.open
 
@@ -212,7 +211,7 @@ def test_what_is_no_message_is_the_clients_mistake() -> None:
 
 def test_cancelling_aborts_and_is_counted() -> None:
     async def scenario() -> None:
-        engine = painter([ImageUpdate(step=1), forever])
+        engine = painter([Output(denoise_step=1), forever])
         async with door(engine) as opened:
             asked = call(opened)
             assert (await asked.read()).step == 1
@@ -227,7 +226,7 @@ def test_cancelling_aborts_and_is_counted() -> None:
 
 def test_draining_and_ending_images() -> None:
     async def scenario() -> None:
-        engine = painter([ImageUpdate(step=1), forever])
+        engine = painter([Output(denoise_step=1), forever])
         async with door(engine) as opened:
             asked = call(opened)
             await asked.read()
@@ -243,7 +242,7 @@ def test_draining_and_ending_images() -> None:
 
 def test_images_and_predictions_share_one_limit() -> None:
     async def scenario() -> None:
-        engine = painter([ImageUpdate(step=1), forever])
+        engine = painter([Output(denoise_step=1), forever])
         async with door(engine, grpc_max_streams=1) as opened:
             asked = call(opened)
             await asked.read()

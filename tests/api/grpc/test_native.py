@@ -19,7 +19,7 @@ from weft.api.grpc.prediction import ChunkBuffer
 from weft.backends.native import NativeEngine, start_native
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
-from weft.types import SamplingParams
+from weft.types import GenerationRequest, Sample, SamplingParams
 
 COUNTING = "One, two, three, four,"
 PROMPTS = (COUNTING, "The capital of France is", "中文：你好，世界！中文：你好，", "Once upon a time")
@@ -36,7 +36,7 @@ def run(smollm2_files: ModelFiles) -> Iterator[Run]:
     with asyncio.Runner() as runner:
         engine = runner.run(start_native(config, smollm2_files))
         yield lambda scenario: runner.run(scenario(engine))
-        assert engine.open_requests() == 0
+        assert engine.stats().open_requests == 0
         runner.run(engine.close())
 
 
@@ -51,8 +51,9 @@ def own(run: Run) -> Answers:
 
     async def scenario(engine: NativeEngine) -> None:
         for prompt in PROMPTS:
-            deltas = [delta async for delta in await engine.submit(engine.tokenizer.encode(prompt), params)]
-            answers[prompt] = "".join(delta.text for delta in deltas), deltas[-1].usage.completion_tokens
+            request = GenerationRequest(prompt=engine.text.tokenizer.encode(prompt), task=Sample(params=params))
+            outputs = [output async for output in await engine.submit(request)]
+            answers[prompt] = "".join(output.text for output in outputs), outputs[-1].usage.completion_tokens
 
     run(scenario)
     return answers
@@ -110,9 +111,9 @@ def test_a_cancelled_prediction_leaves_nothing_in_the_engine(run: Run) -> None:
         async with door(engine) as opened:
             call = opened.predict([ask(COUNTING, str(i), generation={"max_new_tokens": 900}) for i in range(4)])
             assert (await call.read()).chunk
-            await until(lambda: engine.open_requests() == 4)
+            await until(lambda: engine.stats().open_requests == 4)
             call.cancel()
-            await until(lambda: engine.open_requests() == 0)
+            await until(lambda: engine.stats().open_requests == 0)
             check_whole(await answer_to(opened, ask(generation=GREEDY)))
             await until(lambda: engine.stats().running == 0 and engine.stats().blocks_used == 0)
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from tests.api.grpc.calls import Client, answer_to, ask, check_whole, door, failed, refused, text_of
 from tests.api.scripted_engine import Condition, ScriptedEngine, Step, answer, forever
 from tests.waiting import PATIENCE, until
-from weft.api.grpc.status import Status
+from weft.api.grpc.status import RpcStatus
 from weft.api.grpc.stream_predict import MAX_OPEN, PredictionStream
-from weft.types import Output, SamplingParams
+from weft.backends.contract import Stream, tokens_of
+from weft.types import GenerationRequest, Output
 
 Code = grpc.StatusCode
 FIRST = Output(text="a", token_ids=[1])
@@ -31,9 +32,9 @@ class ByPrompt(ScriptedEngine):
         super().__init__()
         self.scripts = scripts
 
-    async def submit(self, prompt_token_ids: list[int], params: SamplingParams, *terms: Any, **options: Any) -> Any:
-        self.script = list(self.scripts[bytes(prompt_token_ids).decode()])
-        return await super().submit(prompt_token_ids, params, *terms, **options)
+    async def submit(self, request: GenerationRequest) -> Stream:
+        self.script = list(self.scripts[bytes(tokens_of(request.prompt)).decode()])
+        return await super().submit(request)
 
 
 class Watch:
@@ -54,7 +55,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     watch = Watch()
     run, end = PredictionStream.run, PredictionStream._end
 
-    async def watched_run(stream: PredictionStream, requests: AsyncIterable[bytes]) -> Status | None:
+    async def watched_run(stream: PredictionStream, requests: AsyncIterable[bytes]) -> RpcStatus | None:
         async def counted() -> AsyncIterable[bytes]:
             async for message in requests:
                 watch.num_read += 1
@@ -63,7 +64,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
         return await run(stream, counted())
 
-    def watched_end(stream: PredictionStream, status: Status) -> None:
+    def watched_end(stream: PredictionStream, status: RpcStatus) -> None:
         end(stream, status)
         watch.num_failed += 1
 
@@ -217,10 +218,10 @@ def test_more_requests_than_a_stream_may_have_open_wait_unread(watch: Watch) -> 
             await until(lambda: watch.num_read > MAX_OPEN, "a request too many")
 
         class Watched(ScriptedEngine):
-            async def submit(self, *args: Any, **options: Any) -> Any:
+            async def submit(self, request: GenerationRequest) -> Stream:
                 nonlocal most
                 most = max(most, len(self.open) + 1)
-                return await super().submit(*args, **options)
+                return await super().submit(request)
 
         async with door(Watched([one_waits, *answer("x")])) as opened:
             found = by_trace_id([r async for r in opened.predict([ask(trace_id=str(i)) for i in range(MAX_OPEN + 50)])])
@@ -272,9 +273,9 @@ def test_a_client_that_stops_reading_is_not_read_ahead_for() -> None:
     taken = 0
 
     class Endless(ScriptedEngine):
-        async def submit(self, *args: Any, **options: Any) -> Any:
+        async def submit(self, request: GenerationRequest) -> Stream:
             self.script = Counted()  # type: ignore[assignment]
-            return await super().submit(*args, **options)
+            return await super().submit(request)
 
     class Counted:
         def __iter__(self) -> Any:

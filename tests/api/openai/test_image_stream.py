@@ -14,11 +14,10 @@ from openai.types.image_gen_partial_image_event import ImageGenPartialImageEvent
 from tests import virtual_time
 from tests.api.http import error_of, request
 from tests.api.openai.pixels import pixels_of
-from tests.api.scripted_engine import PAINTER, ImageStep, ScriptedEngine
-from weft.backends.contract import ImageUpdate
+from tests.api.scripted_engine import PAINTER, ScriptedEngine, Step
 from weft.config import load
 from weft.errors import Overloaded
-from weft.types import FinishReason
+from weft.types import FinishReason, Output
 
 PROGRESS, PARTIAL, COMPLETED = (f"image_generation.{kind}" for kind in ("progress", "partial_image", "completed"))
 
@@ -80,7 +79,7 @@ def test_an_error_before_the_first_step_has_its_status() -> None:
     engine = ScriptedEngine(images=PAINTER, refuse=Overloaded("full"))
     assert stream(engine).status_code == 429
     engine = ScriptedEngine(images=PAINTER)
-    engine.image_script = [ImageUpdate(step=0, finish=FinishReason.ERROR, error="no luck")]
+    engine.image_script = [Output(denoise_step=0, finish=FinishReason.ERROR, error="no luck")]
     response = stream(engine)
     assert response.status_code == 500 and "no luck" in error_of(response)["message"]
 
@@ -88,15 +87,15 @@ def test_an_error_before_the_first_step_has_its_status() -> None:
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        (ImageUpdate(step=1, finish=FinishReason.ERROR, error="no luck"), "no luck"),
+        (Output(denoise_step=1, finish=FinishReason.ERROR, error="no luck"), "no luck"),
         (RuntimeError("boom in /home/secret"), "its log says how"),
         (60.0, "longer than 0.5 s"),
     ],
     ids=["failed", "defect", "late"],
 )
-def test_a_later_error_is_the_last_event(end: ImageStep, said: str) -> None:
+def test_a_later_error_is_the_last_event(end: Step, said: str) -> None:
     engine = ScriptedEngine(images=PAINTER)
-    engine.image_script = [ImageUpdate(step=1), end]
+    engine.image_script = [Output(denoise_step=1), end]
     response = stream(engine, {"request_timeout_s": 0.5})
     assert response.status_code == 200
     progress, error = events(response)
@@ -109,7 +108,7 @@ def test_a_stream_that_waits_says_so_until_its_first_step() -> None:
     engine = ScriptedEngine(images=PAINTER)
     picture = bytes(3 * 4 * 2)
     engine.image_script = [
-        0.12, ImageUpdate(step=1), 0.12, ImageUpdate(step=2, image=picture, finish=FinishReason.STOP),
+        0.12, Output(denoise_step=1), 0.12, Output(denoise_step=2, image=picture, finish=FinishReason.STOP),
     ]  # fmt: skip
     text = stream(engine, {"keep_alive_s": 0.05}).text
     waited, first_step = text.split("event: ", 1)

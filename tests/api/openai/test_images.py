@@ -24,12 +24,11 @@ from tests.api.test_disconnect import post_raw
 from tests.waiting import wait_until
 from weft import logs
 from weft.api.app import build_app
-from weft.backends.contract import ImageUpdate
 from weft.config import load
 from weft.errors import InvalidRequest, Overloaded
 from weft.observe.traces import Traces
 from weft.serving import admission as gates
-from weft.types import FinishReason, ImageParams
+from weft.types import FinishReason, ImageParams, Output
 
 IMAGES = "/v1/images/generations"
 BODY = {"prompt": "a red circle"}
@@ -167,7 +166,7 @@ def test_the_openai_client_draws() -> None:
         events = list(client.images.generate(prompt="a", model="painter", stream=True, partial_images=2))
         with pytest.raises(openai.BadRequestError, match="4x2"):
             client.images.generate(prompt="a", size="1024x1024")
-        engine.image_script = [ImageUpdate(step=1), InvalidRequest("it broke")]
+        engine.image_script = [Output(denoise_step=1), InvalidRequest("it broke")]
         with pytest.raises(openai.APIError, match="it broke"):
             list(client.images.generate(prompt="a", stream=True))
     shown = [event for event in events if not event.type.endswith("progress")]
@@ -194,7 +193,7 @@ def test_one_image_that_fails_fails_the_request_and_ends_the_others() -> None:
 )
 def test_an_image_that_ends_badly_has_its_status_and_is_counted_so(finish: FinishReason, status: int) -> None:
     engine = painter()
-    engine.image_script = [ImageUpdate(step=1), ImageUpdate(step=1, finish=finish, error="So it is.")]
+    engine.image_script = [Output(denoise_step=1), Output(denoise_step=1, finish=finish, error="So it is.")]
     with real_server(build_app(engine, load(env={}))) as url:
         response = httpx.post(url + IMAGES, json=BODY)
         metrics = httpx.get(url + "/metrics").text
@@ -202,7 +201,7 @@ def test_an_image_that_ends_badly_has_its_status_and_is_counted_so(finish: Finis
     assert f'weft_request_success_total{{finished_reason="{finish}",model_name="scripted"}} 1.0' in metrics
 
 
-@pytest.mark.parametrize("script", [[ImageUpdate(step=1)], [ImageUpdate(step=6, finish=FinishReason.STOP)]])
+@pytest.mark.parametrize("script", [[Output(denoise_step=1)], [Output(denoise_step=6, finish=FinishReason.STOP)]])
 def test_an_engine_that_breaks_its_word_is_an_error(script: list[Any]) -> None:
     engine = painter()
     engine.image_script = script
@@ -219,7 +218,7 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
     assert len(engine.drawn) == 2 and not engine.open
 
 
-@pytest.mark.parametrize("script", [[forever], [ImageUpdate(step=1), forever]], ids=["queued", "drawing"])
+@pytest.mark.parametrize("script", [[forever], [Output(denoise_step=1), forever]], ids=["queued", "drawing"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_client_that_hangs_up_ends_its_images_and_every_end_is_counted(stream: bool, script: list[Any]) -> None:
     engine = painter()
@@ -259,7 +258,7 @@ def test_a_span_of_the_model_that_drew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_line_of_the_log_without_the_prompt() -> None:
     written = io.StringIO()
-    logger = logging.getLogger("weft.serving.image_generation")
+    logger = logging.getLogger("weft.serving.generation")
     handler = logging.StreamHandler(written)
     handler.setFormatter(logs.LineFormatter())
     logger.addHandler(handler)

@@ -28,17 +28,16 @@ from weft.api.anthropic.messages_schema import (
 )
 from weft.api.body import parse
 from weft.api.error_responses import error_body
-from weft.api.handler import Order
-from weft.api.openai.openai_answers import CollectedOutput
+from weft.api.handler import Writer, named_event
 from weft.api.openai.openai_schema import ChatRequest
-from weft.api.sse import named_event
-from weft.api.translate import ChatJob, chat_job
+from weft.api.translate import ParsedRequest, parse_chat
 from weft.backends.contract import num_tokens, tokens_of, tokens_unknown
 from weft.errors import InvalidRequest, WeftError
 from weft.serving.admission import RequestContext
-from weft.serving.output_reader import BlockKind, Change, Closed, Grown, Opened, OutputBlocks
+from weft.serving.output_reader import BlockKind, Change, Closed, CollectedOutput, Grown, Opened, OutputBlocks
+from weft.serving.request import unique_id
 from weft.serving.served_model import ServedModel
-from weft.types import FinishReason, Output, Usage
+from weft.types import FinishReason, GenerationRequest, Output, Usage
 
 
 def chat_request(request: MessagesRequest) -> ChatRequest:
@@ -63,7 +62,7 @@ def counted_request(request: CountTokensRequest) -> ChatRequest:
 
 
 def _conversation(request: CountTokensRequest) -> dict[str, Any]:
-    """The fields that decide what the prompt is."""
+    """Return the fields that decide what the prompt is."""
     system = [{"role": "system", "content": _text(request.system)}] if request.system else []
     choice, thinking, output = request.tool_choice, request.thinking, request.output_config
     return {
@@ -80,7 +79,7 @@ def _conversation(request: CountTokensRequest) -> dict[str, Any]:
 
 
 def _is_begun(last: Turn) -> bool:
-    """Whether the last message is the beginning of the answer."""
+    """Return whether the last message is the beginning of the answer."""
     if last.role != "assistant":
         return False
     if not _text(last.content) or any(isinstance(block, ToolUseBlock) for block in last.content):
@@ -153,24 +152,23 @@ _PING = named_event("ping", {"type": "ping"})
 _STOP = named_event("message_stop", {"type": "message_stop"})
 
 
-class MessagesWriter:
-    def __init__(self, chat: ChatJob) -> None:
-        self.answer_id = f"msg_{uuid.uuid4().hex}"
-        self._model_name = chat.job.model_name
-        self._blocks = OutputBlocks(chat.reading.reader())
-        self._usage = Usage(prompt_tokens=num_tokens(chat.job.prompts[0]))
+class MessagesWriter(Writer):
+    def __init__(self, answer_id: str, chat: ParsedRequest, request: MessagesRequest) -> None:
+        super().__init__(answer_id, request.model, stream=request.stream)
+        self._blocks = OutputBlocks(chat.reader_options.reader())
+        self._usage = Usage(prompt_tokens=num_tokens(chat.prompt))
 
     def opening(self) -> bytes:
         message = self._message(None, None, self._usage)
         return named_event("message_start", {"type": "message_start", "message": message})
 
-    def chunks(self, index: int, delta: Output) -> bytes:
-        if delta.usage.prompt_tokens:
-            self._usage = delta.usage
-        changes = self._blocks.push(delta)
+    def chunks(self, index: int, output: Output) -> bytes:
+        if output.usage.prompt_tokens:
+            self._usage = output.usage
+        changes = self._blocks.push(output)
         events = [_event(change) for change in changes]
-        if delta.finish:
-            events.append(self._last_event(delta.finish, delta.stop_reason))
+        if output.finish:
+            events.append(self._last_event(output.finish, output.stop_reason))
         return b"".join(events)
 
     def closing(self, usages: Sequence[Usage]) -> bytes:
@@ -179,7 +177,7 @@ class MessagesWriter:
     def failure(self, error: WeftError) -> bytes:
         return named_event("error", anthropic_error(error.status, error_body(error).error.message))
 
-    def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
+    async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         [output] = outputs
         self._blocks.push(output.whole)
         stop_reason, stop_sequence = self._stop(output.finish, output.stop_reason)
@@ -190,7 +188,7 @@ class MessagesWriter:
     def _message(self, stop_reason: str | None, stop_sequence: str | None, usage: Usage) -> MessageAnswer:
         return MessageAnswer(
             id=self.answer_id,
-            model=self._model_name,
+            model=self.model_name,
             content=[],
             stop_reason=stop_reason,
             stop_sequence=stop_sequence,
@@ -209,7 +207,7 @@ class MessagesWriter:
         )
 
     def _stop(self, finish: FinishReason, matched: str | int | None) -> tuple[str, str | None]:
-        """Why it ended, and the stop sequence that ended it."""
+        """Return why it ended, and the stop sequence that ended it."""
         if finish is FinishReason.LENGTH:
             return "max_tokens", None
         if isinstance(matched, str):
@@ -243,29 +241,30 @@ def _delta(kind: BlockKind, text: str) -> dict[str, str]:
             return {"type": "input_json_delta", "partial_json": text}
 
 
-async def messages_endpoint(body: bytes, seat: RequestContext) -> Order:
-    request = await parse(MessagesRequest, body, seat.config.limits)
-    service = await seat.choose(request.model)
-    _check(request, service)
-    chat = await chat_job(chat_request(request), service)
-    return Order(chat.job, MessagesWriter(chat))
+async def messages_endpoint(body: bytes, context: RequestContext) -> tuple[list[GenerationRequest], MessagesWriter]:
+    request = await parse(MessagesRequest, body, context.config.limits)
+    served = await context.choose(request.model)
+    _check(request, served)
+    answer_id = f"msg_{uuid.uuid4().hex}"
+    chat = await parse_chat(chat_request(request), served, request_id=unique_id(answer_id), tenant=context.tenant)
+    return chat.requests, MessagesWriter(answer_id, chat, request)
 
 
-async def count_tokens(body: bytes, seat: RequestContext) -> TokenCount:
-    request = await parse(CountTokensRequest, body, seat.config.limits)
-    service = await seat.choose(request.model)
-    _check(request, service)
-    if not service.engine.abilities.tokens:
-        raise tokens_unknown(service.engine, "count_tokens")
-    chat = await chat_job(counted_request(request), service)
-    return TokenCount(len(tokens_of(chat.job.prompts[0])))
+async def count_tokens(body: bytes, context: RequestContext) -> TokenCount:
+    request = await parse(CountTokensRequest, body, context.config.limits)
+    served = await context.choose(request.model)
+    _check(request, served)
+    if not served.engine.abilities.tokens:
+        raise tokens_unknown(served.engine, "count_tokens")
+    chat = await parse_chat(counted_request(request), served)
+    return TokenCount(len(tokens_of(chat.prompt)))
 
 
-def _check(request: CountTokensRequest, service: ServedModel) -> None:
-    service.check_model(request.model)
+def _check(request: CountTokensRequest, served: ServedModel) -> None:
+    served.check_model(request.model)
     wants_thoughts = request.thinking is not None and request.thinking.type == "enabled"
     # An engine that is given text tells thoughts apart itself, where there are any.
-    if wants_thoughts and service.engine.abilities.tokens and service.engine.styles.reasoning is None:
+    if wants_thoughts and served.engine.abilities.tokens and served.engine.text.styles.reasoning is None:
         raise InvalidRequest(
             "It is not known that this model thinks before it answers.",
             hint="The operator can say how with --reasoning-style.",

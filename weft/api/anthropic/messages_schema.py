@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import msgspec
 import pydantic_core
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BeforeValidator, Field, model_validator
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weft.api.error_responses import ErrorBody
 from weft.api.openai.openai_schema import TOOL_NAME, Fields, NotYet
 from weft.serving.output_reader import BlockKind, OutputBlock
 from weft.types import Usage
 
 
 def _blocks_of(*types: str) -> Callable[[object], object]:
-    """What checks a content's blocks by their type. A string is short for one block of text."""
+    """Return what checks a content's blocks by their type. A string is short for one block of text."""
 
     def checked(value: object) -> object:
         if isinstance(value, str):
@@ -275,7 +272,7 @@ def message_usage(usage: Usage) -> MessageUsage:
 
 
 def answer_block(block: OutputBlock, text: str) -> AnswerBlock:
-    """The block with this text, as far as it is known."""
+    """Return the block with this text, as far as it is known."""
     match block.kind:
         case BlockKind.TEXT:
             return TextAnswer(text)
@@ -286,16 +283,14 @@ def answer_block(block: OutputBlock, text: str) -> AnswerBlock:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Of a call that was cut off, what there is. Parsers take for a call only what has an object's braces; what is in
-    them may be no JSON all the same, and is given as it was written."""
+    """Return the arguments of a call; of one that was cut off, what there is. Parsers take for a call only what has an
+    object's braces; what is in them may be no JSON all the same, and is given as it was written."""
     try:
         value: dict[str, Any] = pydantic_core.from_json(arguments or "{}", allow_partial=True)
     except ValueError:
         return {"arguments": arguments}
     return value
 
-
-PATH = "/v1/messages"
 
 _TYPES = {
     401: "authentication_error",
@@ -322,42 +317,3 @@ class AnthropicError(Struct, frozen=True, kw_only=True):
 def anthropic_error(status: int, message: str, request_id: str | UnsetType = UNSET) -> AnthropicError:
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
     return AnthropicError(error=AnthropicErrorDetail(kind, message), request_id=request_id)
-
-
-class AnthropicErrors:
-    """Writes anew what an answer with an error status says; all others pass as they are."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not (scope["path"] == PATH or scope["path"].startswith(PATH + "/")):
-            await self._app(scope, receive, send)
-            return
-        refusal: Message | None = None
-
-        async def send_in_shape(message: Message) -> None:
-            nonlocal refusal
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                refusal = message
-                return
-            if refusal is not None:
-                body = _body(refusal, message["body"])
-                await send({**refusal, "headers": _headers(refusal, len(body))})
-                message, refusal = {**message, "body": body}, None
-            await send(message)
-
-        await self._app(scope, receive, send_in_shape)
-
-
-def _body(refusal: Message, body: bytes) -> bytes:
-    said = msgspec.json.decode(body, type=ErrorBody).error.message
-    request_id = dict(refusal["headers"]).get(b"x-request-id")
-    return msgspec.json.encode(
-        anthropic_error(refusal["status"], said, UNSET if request_id is None else request_id.decode())
-    )
-
-
-def _headers(refusal: Message, length: int) -> list[tuple[bytes, bytes]]:
-    others = [(name, value) for name, value in refusal["headers"] if name != b"content-length"]
-    return [*others, (b"content-length", b"%d" % length)]

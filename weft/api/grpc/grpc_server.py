@@ -1,4 +1,4 @@
-"""The gRPC server's life. It shares the gate with the HTTP door: draining, health and limits hold for both."""
+"""The gRPC server's life. It shares the admission with HTTP: draining, health and limits hold for both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from grpc_reflection.v1alpha import reflection
 
 from weft import logs
 from weft.api.grpc.inference import SERVICE_NAME, Inference
-from weft.api.grpc.status import Status, refuse
+from weft.api.grpc.status import RpcStatus, refuse
 from weft.errors import ConfigError
 from weft.observe import traces
 from weft.options import Config, GrpcOptions
@@ -123,12 +123,12 @@ OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
 CONTROL = "/cy.llm.AiInference/Control"
 """Admin keys open it as well: what it may be told to do depends on the key."""
 
-NO_KEY = Status(grpc.StatusCode.UNAUTHENTICATED, f"This server wants an API key: {HOW}.")
+NO_KEY = RpcStatus(grpc.StatusCode.UNAUTHENTICATED, f"This server wants an API key: {HOW}.")
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
-    def __init__(self, gate: Admission) -> None:
-        self._gate = gate
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
         # Whatever kind of method was called: this kind can end a call that sends nothing.
         self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refuse)
 
@@ -139,12 +139,12 @@ class KeyCheck(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         metadata = handler_call_details.invocation_metadata
         traces.take_in(metadata)
-        if handler_call_details.method in OPEN_METHODS or not self._gate.keys.required:
+        if handler_call_details.method in OPEN_METHODS or not self._admission.keys.required:
             return await continuation(handler_call_details)
         shown = [*presented(metadata)]
-        owner = self._gate.keys.owner(shown)
+        owner = self._admission.keys.owner(shown)
         if owner is None and handler_call_details.method == CONTROL:
-            owner = self._gate.admin_keys.owner(shown)
+            owner = self._admission.admin_keys.owner(shown)
         if owner is None:
             return self._refusal
         # The call goes on in this task, and is the key's owner's.
@@ -168,8 +168,8 @@ Context = grpc.aio.ServicerContext[HealthCheckRequest, HealthCheckResponse]
 
 
 class Probes(health_pb2_grpc.HealthServicer):
-    def __init__(self, gate: Admission) -> None:
-        self._gate = gate
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
         self._closing = asyncio.Event()
 
     def close(self) -> None:
@@ -203,14 +203,14 @@ class Probes(health_pb2_grpc.HealthServicer):
             return HealthCheckResponse.SERVING
         if service not in READY:
             return HealthCheckResponse.SERVICE_UNKNOWN
-        return HealthCheckResponse.SERVING if self._gate.health().ready else HealthCheckResponse.NOT_SERVING
+        return HealthCheckResponse.SERVING if self._admission.health().ready else HealthCheckResponse.NOT_SERVING
 
 
 SERVICES = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 
 class RpcServer:
-    """The open door."""
+    """The gRPC server that listens."""
 
     def __init__(self, server: grpc.aio.Server, inference: Inference, probes: Probes, port: int) -> None:
         self.port = port
@@ -225,11 +225,11 @@ class RpcServer:
         await self._server.stop(grace_s)
 
 
-async def serve_rpc(gate: Admission, config: Config) -> RpcServer:
-    """Open the door, on the running event loop. Raises ConfigError when it cannot be where it is told to be."""
+async def serve_rpc(admission: Admission, config: Config) -> RpcServer:
+    """Listen on the running event loop. Raises ConfigError when the address cannot be had."""
     options = config.grpc
-    server = grpc.aio.server(interceptors=[KeyCheck(gate)], options=_channel_options(config))
-    inference, probes = Inference(gate, options), Probes(gate)
+    server = grpc.aio.server(interceptors=[KeyCheck(admission)], options=_channel_options(config))
+    inference, probes = Inference(admission, options), Probes(admission)
     server.add_generic_rpc_handlers([inference.handler()])
     health_pb2_grpc.add_HealthServicer_to_server(probes, server)
     reflection.enable_server_reflection(SERVICES, server)

@@ -15,14 +15,20 @@ from weft.api.grpc.ai_service_pb2 import (
     InformationValue,
 )
 from weft.api.grpc.prediction import SERVED_MODEL
-from weft.api.openai.images_schema import job_from
 from weft.errors import InvalidRequest
 from weft.payloads import AdditionalInformation, InfoEntry, PromptEmbeds, Tensor, Value
 from weft.serving.admission import RequestContext
-from weft.serving.guard import guarded, no_hang_up
-from weft.serving.image_generation import Drawing, Finished, Step
-from weft.serving.image_request import ImageJob, Wish, check_allowed, check_image_model, sampler_named
+from weft.serving.generation import Generation
+from weft.serving.image_request import (
+    ImageOptions,
+    check_allowed,
+    check_image_model,
+    image_requests_in_time,
+    png_of,
+    sampler_named,
+)
 from weft.serving.served_model import ServedModel
+from weft.types import GenerateImage, GenerationRequest, Output
 
 Send = Callable[[GenerateImageUpdate], Awaitable[None]]
 
@@ -30,9 +36,9 @@ OPTIONAL = ("seed", "steps", "guidance_scale", "width", "height")
 
 
 class ImageCall:
-    def __init__(self, trace_id: str, seat: RequestContext, send: Send, arrived: float) -> None:
+    def __init__(self, trace_id: str, context: RequestContext, send: Send, arrived: float) -> None:
         self._trace_id = trace_id
-        self._seat = seat
+        self._context = context
         self._send = send
         self._arrived = arrived
         self._num_updates = 0
@@ -40,28 +46,27 @@ class ImageCall:
     async def run(self, request: GenerateImageRequest) -> None:
         """Send every step, and the image. Raises what is wrong with the request, and the error that the image ends
         with."""
-        service = await self._seat.choose_painter(None if request.model_id in SERVED_MODEL else request.model_id)
-        job = await image_job(request, service)
-        [params] = job.images
-        self._seat.answer_id = self._trace_id
-        # A client may send the same id twice; the engine must never see it twice.
-        drawing = Drawing(job, self._seat, f"rpc-{uuid.uuid4().hex}", self._arrived)
+        name = None if request.model_id in SERVED_MODEL else request.model_id
+        served = await self._context.choose_image_model(name)
+        check_image_model(name, served.model_name, served.engine)
+        requests = await parse_image(request, served, tenant=self._context.tenant)
+        task = requests[0].task
+        assert isinstance(task, GenerateImage)
+        params = task.params
+        self._context.answer_id = self._trace_id
+        generation = Generation(requests, self._context, self._arrived, served.model_name)
 
-        async def take(_: int, news: Step | Finished) -> None:
-            if isinstance(news, Step):
-                update = GenerateImageUpdate(step=news.number, image=news.preview or b"")
+        async def take(_: int, output: Output) -> None:
+            image = b"" if output.image is None and not output.finish else await png_of(params, output)
+            if output.finish:
+                update = GenerateImageUpdate(step=params.steps, image=image, end_of_stream=True, seed=params.seed)
             else:
-                update = GenerateImageUpdate(step=params.steps, image=news.png, end_of_stream=True, seed=params.seed)
+                update = GenerateImageUpdate(step=output.denoise_step or 0, image=image)
             update.steps = params.steps
             await self._update(update)
 
-        with drawing.counted():
-            await guarded(
-                drawing.run(take),
-                no_hang_up,
-                aborted=self._seat.aborted,
-                timeout_s=service.options.request_timeout_s,
-            )
+        with generation.counted():
+            await self._context.guard(generation.run(take))
 
     async def _update(self, update: GenerateImageUpdate) -> None:
         update.trace_id = self._trace_id
@@ -71,15 +76,13 @@ class ImageCall:
         await self._send(update)
 
 
-async def image_job(request: GenerateImageRequest, service: ServedModel) -> ImageJob:
-    """The request as the engine understands it; raises what is wrong with it."""
-    name = None if request.model_id in SERVED_MODEL else request.model_id
-    check_image_model(name, service.model_name, service.engine)
+async def parse_image(request: GenerateImageRequest, served: ServedModel, *, tenant: str) -> list[GenerationRequest]:
+    """Turn a call for an image into the request to the engine; raises what is wrong with it."""
     embeds = PromptEmbeds(**_parts(request.prompt_embeds)) if request.HasField("prompt_embeds") else None
     information = _information(request.additional_information) if request.additional_information else None
-    check_allowed(service.limits, prompt_embeds=embeds, additional_information=information)
+    check_allowed(served.limits, prompt_embeds=embeds, additional_information=information)
     given = {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}
-    wish = Wish(
+    options = ImageOptions(
         prompt=request.prompt,
         prompt_embeds=embeds,
         negative_prompt=request.negative_prompt,
@@ -88,7 +91,11 @@ async def image_job(request: GenerateImageRequest, service: ServedModel) -> Imag
         previews=request.previews,
         **given,
     )
-    return await job_from(wish, service, priority=request.priority)
+    # A client may send the same id twice; the engine must never see it twice.
+    request_id = f"rpc-{uuid.uuid4().hex}"
+    return await image_requests_in_time(
+        options, served.engine, request_id=request_id, tenant=tenant, priority=request.priority
+    )
 
 
 def _parts(tensor: ClientTensor) -> dict[str, Any]:

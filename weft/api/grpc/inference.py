@@ -24,7 +24,7 @@ from weft.api.grpc.ai_service_pb2 import (
     WorkerHealthResponse,
 )
 from weft.api.grpc.image import ImageCall
-from weft.api.grpc.status import Status, parse, refuse, status_of, take_up
+from weft.api.grpc.status import RpcStatus, parse, refuse, status_of, take_up
 from weft.api.grpc.stream_predict import PredictionStream, in_time
 from weft.errors import InvalidRequest, Overloaded, WeftError
 from weft.observe.metrics import Metrics
@@ -36,11 +36,11 @@ from weft.types import FinishReason
 
 
 class Commands:
-    def __init__(self, gate: Admission) -> None:
-        self._gate = gate
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
 
     async def obey(self, request: ControlMessage, keys: Iterable[str]) -> dict[str, str]:
-        """The payload of the answer. `keys` are those that the caller showed."""
+        """Carry out a command, and return the payload of the answer. `keys` are those that the caller showed."""
         match request.command:
             case "ping":
                 return {"message": "pong"}
@@ -49,7 +49,7 @@ class Commands:
             case "load_model":
                 slot = self._slot(request, keys)
                 slot.forgive()
-                await self._gate.fleet.load(slot)
+                await self._admission.pool.load(slot)
                 return {"state": slot.state}
             case "unload_model":
                 slot = self._slot(request, keys)
@@ -57,28 +57,28 @@ class Commands:
                 return {"state": slot.state}
             case "reload_registry":
                 self._check_admin(keys)
-                self._gate.fleet.reload()
+                self._admission.pool.reload()
                 return self._list()
             case command:
                 raise InvalidRequest(f"There is no command {command!r:.200}.")
 
     def _list(self) -> dict[str, str]:
-        self._gate.check_open()
-        slots = self._gate.fleet.slots
-        every = [name for slot in slots for name in (slot.name, *slot.adapter_names, slot.draws) if name]
+        self._admission.check_open()
+        slots = self._admission.pool.slots
+        every = [name for slot in slots for name in (slot.name, *slot.adapter_names, slot.image_model_name) if name]
         names = {"models": ",".join(every)}
-        if self._gate.fleet.has_many:
+        if self._admission.pool.has_many:
             names["loaded"] = ",".join(slot.name for slot in slots if slot.is_open)
         return names
 
     def _slot(self, request: ControlMessage, keys: Iterable[str]) -> ModelSlot:
         self._check_admin(keys)
-        return self._gate.fleet.named(request.payload.get("model_id", ""))
+        return self._admission.pool.named(request.payload.get("model_id", ""))
 
     def _check_admin(self, keys: Iterable[str]) -> None:
-        """In a fleet of one there is nothing to guard: it refuses them all."""
-        admins = self._gate.admin_keys
-        if self._gate.fleet.has_many and (not admins.required or admins.owner(keys) is None):
+        """Raise WrongKey unless an admin key was shown. A pool of one model refuses these commands itself."""
+        admins = self._admission.admin_keys
+        if self._admission.pool.has_many and (not admins.required or admins.owner(keys) is None):
             raise WrongKey("This command wants one of the operator's keys (--admin-key).")
 
 
@@ -86,7 +86,7 @@ _FAILED = (FinishReason.ERROR, FinishReason.TIMEOUT, FinishReason.REJECTED)
 
 
 def figures(models: Sequence[Metrics]) -> dict[str, str]:
-    """The same figures as /metrics, as text, of all models together; none until one is there to be measured."""
+    """Return the figures of /metrics as text, of all models together; none until one is loaded."""
     if not models:
         return {}
     samples = [sample for metrics in models for family in metrics.collect() for sample in family.samples]
@@ -121,10 +121,10 @@ Context = grpc.aio.ServicerContext[bytes, Message]
 
 
 class Inference:
-    def __init__(self, gate: Admission, options: GrpcOptions) -> None:
-        self._gate = gate
+    def __init__(self, admission: Admission, options: GrpcOptions) -> None:
+        self._admission = admission
         self._options = options
-        self._commands = Commands(gate)
+        self._commands = Commands(admission)
         self._streams: set[PredictionStream] = set()
         self._num_images = 0
 
@@ -160,7 +160,7 @@ class Inference:
     async def _stream_predict(self, requests: AsyncIterable[bytes], context: Context) -> None:
         if self._is_full:
             await refuse(context, self._full())
-        stream = PredictionStream(self._gate, self._options, context.write)
+        stream = PredictionStream(self._admission, self._options, context.write)
         self._streams.add(stream)
         try:
             status = await stream.run(requests)
@@ -195,16 +195,16 @@ class Inference:
         take_up(trace_id)
 
         async def send(update: GenerateImageUpdate) -> None:
-            await in_time(context.write(update), self._gate.config.server.slow_reader_timeout_s)
+            await in_time(context.write(update), self._admission.config.server.slow_reader_timeout_s)
 
-        with self._gate.admit() as seat:
-            await ImageCall(trace_id, seat, send, arrived).run(request)
+        with self._admission.admit() as request_context:
+            await ImageCall(trace_id, request_context, send, arrived).run(request)
 
     @property
     def _is_full(self) -> bool:
         return len(self._streams) + self._num_images >= self._options.grpc_max_streams
 
-    def _full(self) -> Status:
+    def _full(self) -> RpcStatus:
         return status_of(
             Overloaded(
                 f"{len(self._streams) + self._num_images} streams are open already.",
@@ -225,10 +225,10 @@ class Inference:
 
     async def _health(self, message: bytes, context: Context) -> WorkerHealthResponse:
         parse(WorkerHealthRequest, message)
-        state = self._gate.health()
+        state = self._admission.health()
         return WorkerHealthResponse(
             healthy=state.ready,
-            metrics={"state": state.reason or "ready", **figures(self._gate.metrics())},
+            metrics={"state": state.reason or "ready", **figures(self._admission.metrics())},
         )
 
 

@@ -15,10 +15,9 @@ from weft.errors import InvalidRequest
 from weft.options import GrpcOptions
 from weft.serving.admission import RequestContext
 from weft.serving.generation import Generation
-from weft.serving.guard import guarded, no_hang_up
-from weft.serving.request import Job
+from weft.serving.request import requests_like
 from weft.serving.served_model import ServedModel
-from weft.types import Output, SamplingParams
+from weft.types import GenerationRequest, Output, Sample, SamplingParams
 
 
 class ChunkBuffer:
@@ -37,7 +36,7 @@ class ChunkBuffer:
         self._ended = False
         self._some = asyncio.Event()
         self._enough = asyncio.Event()
-        self._room: asyncio.Future[None] = self._loop.create_future()
+        self._drained: asyncio.Future[None] = self._loop.create_future()
 
     def put(self, chunk: str) -> asyncio.Future[None] | None:
         """When the buffer is full, returns what to await before the next chunk: a slow reader holds up nothing but
@@ -49,11 +48,11 @@ class ChunkBuffer:
         if len(self._held) < self._size:
             return None
         self._enough.set()
-        self._room = self._loop.create_future()
-        return self._room
+        self._drained = self._loop.create_future()
+        return self._drained
 
     def end(self) -> None:
-        """No more chunks will come."""
+        """Take note that no more chunks will come."""
         self._ended = True
         self._some.set()
         self._enough.set()
@@ -72,8 +71,8 @@ class ChunkBuffer:
         self._begun = True
         text = "".join(self._held)
         self._held.clear()
-        if not self._room.done():
-            self._room.set_result(None)
+        if not self._drained.done():
+            self._drained.set_result(None)
         if not self._ended:
             self._some.clear()
             self._enough.clear()
@@ -94,11 +93,13 @@ PARAMETERS = {
 
 
 class Prediction:
-    def __init__(self, trace_id: str, seat: RequestContext, options: GrpcOptions, send: Send, arrived: float) -> None:
+    def __init__(
+        self, trace_id: str, context: RequestContext, options: GrpcOptions, send: Send, arrived: float
+    ) -> None:
         self.num_tokens = 0
         self._begun = False
         self._trace_id = trace_id
-        self._seat = seat
+        self._context = context
         self._send = send
         self._arrived = arrived
         self._first_token = arrived
@@ -109,12 +110,11 @@ class Prediction:
     async def run(self, request: StreamPredictRequest) -> None:
         """Send the whole answer. Raises what is wrong with the request, and the error that the answer ends with,
         after the text that came before it."""
-        service = await self._seat.choose(None if request.model_id in SERVED_MODEL else request.model_id)
-        job = await job_of(request, service)
-        # A client may send the same id twice; the engine must never see it twice.
-        engine_id = f"rpc-{uuid.uuid4().hex}"
-        self._seat.answer_id = self._trace_id
-        generation = Generation(job, self._seat, engine_id, self._arrived)
+        served = await self._context.choose(None if request.model_id in SERVED_MODEL else request.model_id)
+        model_name = served.model_name if request.model_id in SERVED_MODEL else request.model_id
+        requests = await parse_prediction(request, served, model_name, tenant=self._context.tenant)
+        self._context.answer_id = self._trace_id
+        generation = Generation(requests, self._context, self._arrived, model_name)
         generating = asyncio.create_task(self._generate(generation))
         try:
             async for text in self._buffer:
@@ -134,24 +134,19 @@ class Prediction:
     async def _generate(self, generation: Generation) -> None:
         try:
             with generation.counted():
-                await guarded(
-                    generation.run(self._take),
-                    no_hang_up,
-                    aborted=self._seat.aborted,
-                    timeout_s=self._seat.service.options.request_timeout_s,
-                )
+                await self._context.guard(generation.run(self._take))
         finally:
             self._buffer.end()
 
-    def _take(self, _: int, delta: Output) -> Awaitable[None] | None:
-        if delta.token_ids or delta.text:
+    def _take(self, _: int, output: Output) -> Awaitable[None] | None:
+        if output.token_ids or output.text:
             self._last_token = time.perf_counter()
             if not self._begun:
                 self._first_token = self._last_token
             self._begun = True
         # The tokens of text whose ids are not told are counted by the engine.
-        self.num_tokens = max(self.num_tokens + len(delta.token_ids), delta.usage.completion_tokens)
-        return self._buffer.put(delta.text) if delta.text else None
+        self.num_tokens = max(self.num_tokens + len(output.token_ids), output.usage.completion_tokens)
+        return self._buffer.put(output.text) if output.text else None
 
     async def _respond(self, response: StreamPredictResponse) -> None:
         response.trace_id = self._trace_id
@@ -160,24 +155,28 @@ class Prediction:
         await self._send(response)
 
 
-async def job_of(request: StreamPredictRequest, service: ServedModel) -> Job:
-    """The request as the engine understands it; raises what is wrong with it."""
-    model_name = service.model_name if request.model_id in SERVED_MODEL else request.model_id
-    service.check_model(model_name)
+async def parse_prediction(
+    request: StreamPredictRequest, served: ServedModel, model_name: str, *, tenant: str
+) -> list[GenerationRequest]:
+    """Turn a prediction into the request to the engine; raises what is wrong with it."""
+    served.check_model(model_name)
     if not request.prompt:
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
-    params = params_of(request.generation)
+    task = Sample(params=params_of(request.generation))
     if len(request.prompt) > LONG_PROMPT:
-        prompt = await asyncio.to_thread(text_prompt, service.engine, request.prompt)
+        prompt = await asyncio.to_thread(text_prompt, served.engine, request.prompt)
     else:
-        prompt = text_prompt(service.engine, request.prompt)
-    return Job(
-        prompts=[prompt],
-        params=params,
+        prompt = text_prompt(served.engine, request.prompt)
+    common = GenerationRequest(
+        prompt=prompt,
+        task=task,
+        # A client may send the same id twice; the engine must never see it twice.
+        request_id=f"rpc-{uuid.uuid4().hex}",
         priority=request.priority,
-        adapter=service.adapter_for(model_name, request.adapter or None),
-        model_name=model_name,
+        tenant=tenant,
+        adapter=served.adapter_for(model_name, request.adapter or None),
     )
+    return requests_like(common, [prompt])
 
 
 def params_of(generation: GenerationParameters) -> SamplingParams:

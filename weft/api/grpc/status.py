@@ -26,23 +26,23 @@ AMessage = TypeVar("AMessage", bound=Message)
 HEARING_S = 1.0
 
 
-class Status(Struct, frozen=True):
+class RpcStatus(Struct, frozen=True):
     code: grpc.StatusCode
     details: str
 
 
-def status_of(error: Exception) -> Status:
-    """The status that an error stands for. What is the server's own fault is logged; of a defect of Weft's own,
+def status_of(error: Exception) -> RpcStatus:
+    """Return the status that an error stands for. What is the server's own fault is logged; of a defect of Weft's own,
     the client learns no more than that."""
     if not isinstance(error, WeftError):
         log.error("unexpected error", exc_info=error)
         error = Unexpected(str(error))
     elif error.status >= 500 and not isinstance(error, Unavailable):
         log.error("%s: %s", type(error).__name__, error)
-    return Status(grpc.StatusCode[error.grpc_code], error_body(error).error.message)
+    return RpcStatus(grpc.StatusCode[error.grpc_code], error_body(error).error.message)
 
 
-async def refuse(context: grpc.aio.ServicerContext[Any, Any], status: Status) -> Never:
+async def refuse(context: grpc.aio.ServicerContext[Any, Any], status: RpcStatus) -> Never:
     """End a call of which nothing was read yet. Its first message is waited for, though not for long: a client that
     is interrupted while it sends may take that for the error, and never look at the status."""
     with contextlib.suppress(TimeoutError):
@@ -52,7 +52,7 @@ async def refuse(context: grpc.aio.ServicerContext[Any, Any], status: Status) ->
 
 
 def parse(kind: type[AMessage], message: bytes) -> AMessage:
-    """Parsed here and not by gRPC, which would call a client's mistake an error of the server's."""
+    """Parse a message, here and not by gRPC, which would call a client's mistake an error of the server's."""
     try:
         return kind.FromString(message)
     except DecodeError as error:

@@ -13,7 +13,7 @@ import grpc
 from weft import logs
 from weft.api.grpc.ai_service_pb2 import StreamPredictRequest, StreamPredictResponse
 from weft.api.grpc.prediction import Prediction, Send
-from weft.api.grpc.status import MAX_TRACE_ID, Status, parse, status_of, take_up
+from weft.api.grpc.status import MAX_TRACE_ID, RpcStatus, parse, status_of, take_up
 from weft.errors import InvalidRequest, RequestTimeout, Unavailable
 from weft.options import GrpcOptions
 from weft.serving.admission import Admission
@@ -37,19 +37,19 @@ MAX_OPEN = 128
 class PredictionStream:
     """A failure ends the call, but not the predictions that were begun before it: they are finished first."""
 
-    def __init__(self, gate: Admission, options: GrpcOptions, send: Send) -> None:
-        self._gate = gate
+    def __init__(self, admission: Admission, options: GrpcOptions, send: Send) -> None:
+        self._admission = admission
         self._options = options
         self._send_now = send
         self._sending = asyncio.Lock()
-        self._room = asyncio.Semaphore(MAX_OPEN)
+        self._capacity = asyncio.Semaphore(MAX_OPEN)
         self._open: set[str] = set()
         self._num_begun = 0
         self._num_ended = 0
-        self._failure: Status | None = None
+        self._failure: RpcStatus | None = None
         self._reading: asyncio.Task[None] | None = None
 
-    async def run(self, requests: AsyncIterable[bytes]) -> Status | None:
+    async def run(self, requests: AsyncIterable[bytes]) -> RpcStatus | None:
         """Answer every request; returns how the first one failed, if one did."""
         async with asyncio.TaskGroup() as group:
             self._reading = group.create_task(self._read(requests, group))
@@ -62,7 +62,7 @@ class PredictionStream:
         if self._reading is not None and not self._reading.done():
             self._end(status_of(Unavailable("The server is shutting down.")))
 
-    def _end(self, status: Status) -> None:
+    def _end(self, status: RpcStatus) -> None:
         """Begin no more predictions, and end with this status when those already begun are done."""
         if self._failure is None:
             self._failure = status
@@ -75,10 +75,10 @@ class PredictionStream:
     async def _read(self, requests: AsyncIterable[bytes], group: asyncio.TaskGroup) -> None:
         async for message in requests:
             arrived = time.perf_counter()
-            await self._room.acquire()
+            await self._capacity.acquire()
             if self._failure is not None:
                 # Read and let go: a client that cannot send might never look at the status.
-                self._room.release()
+                self._capacity.release()
                 continue
             self._num_begun += 1
             group.create_task(self._predict(message, arrived))
@@ -95,8 +95,8 @@ class PredictionStream:
                 raise InvalidRequest("There is a prediction with this trace_id on the stream already.")
             self._open.add(trace_id)
             try:
-                with self._gate.admit() as seat:
-                    prediction = Prediction(trace_id, seat, self._options, self._send, arrived)
+                with self._admission.admit() as context:
+                    prediction = Prediction(trace_id, context, self._options, self._send, arrived)
                     await prediction.run(request)
             finally:
                 self._open.discard(trace_id)
@@ -108,7 +108,7 @@ class PredictionStream:
         finally:
             self._num_ended += 1
             self._stop_reading_when_done()
-            self._room.release()
+            self._capacity.release()
             fields = {
                 "status": code.name,
                 "tokens": 0 if prediction is None else prediction.num_tokens,
@@ -116,13 +116,13 @@ class PredictionStream:
             }
             logs.event(log, logging.INFO, "prediction", fields)
 
-    def _named(self, status: Status, trace_id: str) -> Status:
-        """With the prediction that it belongs to, where there could be a doubt."""
+    def _named(self, status: RpcStatus, trace_id: str) -> RpcStatus:
+        """Name the prediction that a status belongs to, where there is more than one."""
         if self._num_begun == 1 or not trace_id:
             return status
-        return Status(status.code, f"trace_id {trace_id[:MAX_TRACE_ID]!r}: {status.details}")
+        return RpcStatus(status.code, f"trace_id {trace_id[:MAX_TRACE_ID]!r}: {status.details}")
 
     async def _send(self, response: StreamPredictResponse) -> None:
         # gRPC takes one message at a time, and no other while the client does not read.
         async with self._sending:
-            await in_time(self._send_now(response), self._gate.config.server.slow_reader_timeout_s)
+            await in_time(self._send_now(response), self._admission.config.server.slow_reader_timeout_s)

@@ -1,1 +1,1 @@
-"""OpenAI's newer interface: /v1/responses."""
+"""OpenAI's interface, and Weft's additions to it."""

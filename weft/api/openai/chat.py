@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from weft.api import sse
 from weft.api.body import parse
-from weft.api.handler import Order
+from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
 from weft.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
@@ -20,35 +19,35 @@ from weft.api.openai.openai_answers import (
     ChatCompletion,
     ChatLogprobs,
     ChatMessage,
-    CollectedOutput,
     MadeCall,
     UsageBody,
     timings_body,
     usage_body,
 )
 from weft.api.openai.openai_schema import ChatRequest
-from weft.api.sse import ChunkFrame, ChunkHead
-from weft.api.translate import ChatJob, chat_job
+from weft.api.translate import ParsedRequest, parse_chat
 from weft.backends.contract import Engine, tokens_of
-from weft.errors import WeftError
 from weft.serving.admission import RequestContext
+from weft.serving.output_reader import CollectedOutput
+from weft.serving.request import unique_id
 from weft.text.parsers.pieces import CallArguments, CallStarted, Content, ParsedAnswer, Piece, Reasoning, collect
-from weft.types import FinishReason, Output, TokenLogprob, Usage
+from weft.types import FinishReason, GenerationRequest, Output, TokenLogprob, Usage
 
 
-async def chat_endpoint(body: bytes, seat: RequestContext) -> Order:
-    request = await parse(ChatRequest, body, seat.config.limits)
-    service = await seat.choose(request.model)
-    service.check_model(request.model)
-    chat = await chat_job(request, service)
-    return Order(chat.job, ChatWriter(request, chat, service.engine))
+async def chat_endpoint(body: bytes, context: RequestContext) -> tuple[list[GenerationRequest], ChatWriter]:
+    request = await parse(ChatRequest, body, context.config.limits)
+    served = await context.choose(request.model)
+    served.check_model(request.model)
+    answer_id = f"chatcmpl-{request.request_id or uuid.uuid4().hex}"
+    chat = await parse_chat(request, served, request_id=unique_id(answer_id), tenant=context.tenant)
+    return chat.requests, ChatWriter(answer_id, request, chat, served.engine)
 
 
-class ChatWriter:
+class ChatWriter(Writer):
     """Writes one answer, with all its choices."""
 
-    def __init__(self, request: ChatRequest, chat: ChatJob, engine: Engine) -> None:
-        self.answer_id = f"chatcmpl-{request.request_id or uuid.uuid4().hex}"
+    def __init__(self, answer_id: str, request: ChatRequest, chat: ParsedRequest, engine: Engine) -> None:
+        super().__init__(answer_id, request.model, stream=request.stream)
         self._request = request
         self._chat = chat
         self._engine = engine
@@ -63,15 +62,15 @@ class ChatWriter:
             system_fingerprint=SYSTEM_FINGERPRINT,
         )
         self._frame = ChunkFrame(self._head, include_usage=self._include_usage)
-        choices = range(chat.job.num_choices)
-        self._readers = [chat.reading.reader() for _ in choices]
+        choices = range(len(chat.requests))
+        self._readers = [chat.reader_options.reader() for _ in choices]
         self._has_called = [False for _ in choices]
         self._usages = [Usage() for _ in choices]
         self._before_delta = [self._frame.before + b'{"index":%d,"delta":' % index for index in choices]
         self._before_text = [before + b'{"content":' for before in self._before_delta]
         self._after_text = b'},"logprobs":null,"finish_reason":null}' + self._frame.after
-        self._is_simple = chat.reading.is_plain and not (self._continuous_usage or request.return_token_ids)
-        """A delta of text alone is a chunk of text alone."""
+        self._is_simple = chat.reader_options.is_plain and not (self._continuous_usage or request.return_token_ids)
+        """An output of text alone is a chunk of text alone."""
 
     def opening(self) -> bytes:
         role = b'{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}'
@@ -81,29 +80,28 @@ class ChatWriter:
         first, *others = self._before_delta
         return first + role + self._frame.after_with(fields) + b"".join(b + role + self._frame.after for b in others)
 
-    def chunks(self, index: int, delta: Output) -> bytes:
-        if self._is_simple and not (delta.logprobs or delta.finish or delta.prompt_logprobs):
-            return self._before_text[index] + msgspec.json.encode(delta.text) + self._after_text if delta.text else b""
-        self._usages[index] = delta.usage
-        pieces = self._readers[index].read(delta)
+    def chunks(self, index: int, output: Output) -> bytes:
+        if self._is_simple and not (output.logprobs or output.finish or output.prompt_logprobs):
+            return (
+                self._before_text[index] + msgspec.json.encode(output.text) + self._after_text if output.text else b""
+            )
+        self._usages[index] = output.usage
+        pieces = self._readers[index].read(output)
         self._has_called[index] |= any(isinstance(piece, CallStarted) for piece in pieces)
         bodies: list[dict[str, object]] = [_delta_body(piece) for piece in pieces]
-        if not bodies and (delta.logprobs or (delta.token_ids and self._request.return_token_ids)):
+        if not bodies and (output.logprobs or (output.token_ids and self._request.return_token_ids)):
             bodies = [{"content": ""}]
-        chunks = [self._chunk(index, body, None if number else delta) for number, body in enumerate(bodies)]
-        if delta.finish:
-            chunks.append(self._last_chunk(index, delta))
+        chunks = [self._chunk(index, body, None if number else output) for number, body in enumerate(bodies)]
+        if output.finish:
+            chunks.append(self._last_chunk(index, output))
         return b"".join(chunks)
 
     def closing(self, usages: Sequence[Usage]) -> bytes:
         if not self._include_usage:
-            return sse.DONE
-        return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + sse.DONE
+            return DONE
+        return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + DONE
 
-    def failure(self, error: WeftError) -> bytes:
-        return sse.error_event(error)
-
-    def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
+    async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         first = outputs[0]
         asked = self._request.return_token_ids
         return msgspec.json.encode(
@@ -117,28 +115,30 @@ class ChatWriter:
                 prompt_token_ids=self._prompt if asked else UNSET,
                 prompt_logprobs=UNSET
                 if first.prompt_logprobs is None
-                else prompt_logprobs(self._engine.tokenizer, self._prompt, first.prompt_logprobs),
+                else prompt_logprobs(self._engine.text.tokenizer, self._prompt, first.prompt_logprobs),
             )
         )
 
-    def _chunk(self, index: int, body: dict[str, object], delta: Output | None) -> bytes:
-        """A chunk of one piece; the first one that a delta gives has the figures of the delta's tokens."""
+    def _chunk(self, index: int, body: dict[str, object], output: Output | None) -> bytes:
+        """Return a chunk of one piece; the first one that an output gives has the figures of its tokens."""
         choice: dict[str, object] = {"logprobs": None, "finish_reason": None}
-        if delta is not None and delta.logprobs:
-            choice["logprobs"] = self._logprobs(delta.token_ids, delta.logprobs)
-        if delta is not None and self._request.return_token_ids:
-            choice["token_ids"] = delta.token_ids
+        if output is not None and output.logprobs:
+            choice["logprobs"] = self._logprobs(output.token_ids, output.logprobs)
+        if output is not None and self._request.return_token_ids:
+            choice["token_ids"] = output.token_ids
         fields: dict[str, object] = {}
-        if index == 0 and delta is not None and delta.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = prompt_logprobs(self._engine.tokenizer, self._prompt, delta.prompt_logprobs)
+        if index == 0 and output is not None and output.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = prompt_logprobs(
+                self._engine.text.tokenizer, self._prompt, output.prompt_logprobs
+            )
         return self._written(index, body, choice, fields)
 
-    def _last_chunk(self, index: int, delta: Output) -> bytes:
-        choice: dict[str, object] = {"logprobs": None, "finish_reason": self._finish(index, delta.finish)}
-        if delta.stop_reason is not None:
-            choice["stop_reason"] = delta.stop_reason
-        if self._request.return_timings and delta.timings is not None:
-            choice["timings"] = timings_body(delta.timings)
+    def _last_chunk(self, index: int, output: Output) -> bytes:
+        choice: dict[str, object] = {"logprobs": None, "finish_reason": self._finish(index, output.finish)}
+        if output.stop_reason is not None:
+            choice["stop_reason"] = output.stop_reason
+        if self._request.return_timings and output.timings is not None:
+            choice["timings"] = timings_body(output.timings)
         return self._written(index, {}, choice, {})
 
     def _written(
@@ -167,19 +167,19 @@ class ChatWriter:
 
     @property
     def _prompt(self) -> list[int]:
-        return tokens_of(self._chat.job.prompts[0])
+        return tokens_of(self._chat.prompt)
 
     def _finish(self, index: int, finish: FinishReason | None) -> str:
-        if finish is FinishReason.STOP and self._has_called[index] and not self._chat.reading.is_named_call:
+        if finish is FinishReason.STOP and self._has_called[index] and not self._chat.reader_options.is_named_call:
             return "tool_calls"
         return str(finish)
 
     def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:
-        return usage_body(usages, self._chat.job.n, self._chat.truncated_tokens)
+        return usage_body(usages, self._chat.n, self._chat.truncated_tokens)
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
         as_ids = self._request.return_tokens_as_token_ids
-        return chat_logprobs(self._engine.tokenizer, token_ids, logprobs, as_ids=as_ids)
+        return chat_logprobs(self._engine.text.tokenizer, token_ids, logprobs, as_ids=as_ids)
 
 
 def _delta_body(piece: Piece) -> dict[str, object]:

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from weft.api import sse
 from weft.api.body import parse
-from weft.api.handler import Order
+from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
 from weft.api.openai.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
-    CollectedOutput,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
@@ -25,27 +23,30 @@ from weft.api.openai.openai_answers import (
     usage_body,
 )
 from weft.api.openai.openai_schema import CompletionRequest
-from weft.api.sse import ChunkFrame, ChunkHead
-from weft.api.translate import CompletionJob, completion_job
+from weft.api.translate import ParsedRequest, parse_completion
 from weft.backends.contract import Engine, tokens_of
-from weft.errors import WeftError
 from weft.serving.admission import RequestContext
-from weft.types import Output, TokenLogprob, Usage
+from weft.serving.output_reader import CollectedOutput
+from weft.serving.request import unique_id
+from weft.types import GenerationRequest, Output, TokenLogprob, Usage
 
 
-async def completions_endpoint(body: bytes, seat: RequestContext) -> Order:
-    request = await parse(CompletionRequest, body, seat.config.limits)
-    service = await seat.choose(request.model)
-    service.check_model(request.model)
-    completion = await completion_job(request, service)
-    return Order(completion.job, CompletionWriter(request, completion, service.engine))
+async def completions_endpoint(
+    body: bytes, context: RequestContext
+) -> tuple[list[GenerationRequest], CompletionWriter]:
+    request = await parse(CompletionRequest, body, context.config.limits)
+    served = await context.choose(request.model)
+    served.check_model(request.model)
+    answer_id = f"cmpl-{request.request_id or uuid.uuid4().hex}"
+    completion = await parse_completion(request, served, request_id=unique_id(answer_id), tenant=context.tenant)
+    return completion.requests, CompletionWriter(answer_id, request, completion, served.engine)
 
 
-class CompletionWriter:
+class CompletionWriter(Writer):
     """Writes one answer, with all the choices of every prompt."""
 
-    def __init__(self, request: CompletionRequest, completion: CompletionJob, engine: Engine) -> None:
-        self.answer_id = f"cmpl-{request.request_id or uuid.uuid4().hex}"
+    def __init__(self, answer_id: str, request: CompletionRequest, completion: ParsedRequest, engine: Engine) -> None:
+        super().__init__(answer_id, request.model, stream=request.stream)
         self._request = request
         self._completion = completion
         self._engine = engine
@@ -60,47 +61,46 @@ class CompletionWriter:
             system_fingerprint=SYSTEM_FINGERPRINT,
         )
         self._frame = ChunkFrame(self._head, include_usage=self._include_usage)
-        choices = range(completion.job.num_choices)
+        choices = range(len(completion.requests))
         self._before_text = [self._frame.before + b'{"index":%d,"text":' % index for index in choices]
         self._after_text = b',"logprobs":null,"finish_reason":null}' + self._frame.after
         self._text_offsets = [0 for _ in choices]
         self._usages = [Usage() for _ in choices]
         self._has_begun = [False for _ in choices]
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
-        """By prompt: its first choice brings them, before any other choice begins."""
+        """Logprobs of each prompt: its first choice brings them, before any other choice begins."""
         self._is_simple = not (self._continuous_usage or request.return_token_ids or request.echo)
-        """A delta of text alone is a chunk of text alone."""
+        """An output of text alone is a chunk of text alone."""
 
-    def opening(self) -> bytes:
-        return b""
-
-    def chunks(self, index: int, delta: Output) -> bytes:
-        if self._is_simple and not (delta.logprobs or delta.finish or delta.prompt_logprobs):
-            return self._before_text[index] + msgspec.json.encode(delta.text) + self._after_text if delta.text else b""
-        self._usages[index] = delta.usage
-        self._note(index, delta.prompt_logprobs)
+    def chunks(self, index: int, output: Output) -> bytes:
+        if self._is_simple and not (output.logprobs or output.finish or output.prompt_logprobs):
+            return (
+                self._before_text[index] + msgspec.json.encode(output.text) + self._after_text if output.text else b""
+            )
+        self._usages[index] = output.usage
+        self._note(index, output.prompt_logprobs)
         is_first, self._has_begun[index] = not self._has_begun[index], True
-        text = self._shown(delta.text)
-        choice: dict[str, object] = {"logprobs": None, "finish_reason": delta.finish}
+        text = self._shown(output.text)
+        choice: dict[str, object] = {"logprobs": None, "finish_reason": output.finish}
         logprobs: CompletionLogprobs | None = None
         if is_first and self._request.echo:
             text = self._prompt_text(index) + text
             logprobs = self._echoed(index)
-        if delta.logprobs and self._shows_answer:
-            own, self._text_offsets[index] = self._figures(index, delta.token_ids, delta.logprobs)
+        if output.logprobs and self._shows_answer:
+            own, self._text_offsets[index] = self._figures(index, output.token_ids, output.logprobs)
             logprobs = own if logprobs is None else joined(logprobs, own)
         choice["logprobs"] = logprobs
         if is_first and self._request.return_token_ids:
             choice["prompt_token_ids"] = self._prompt(index)
         if self._request.return_token_ids:
-            choice["token_ids"] = delta.token_ids if self._shows_answer else []
+            choice["token_ids"] = output.token_ids if self._shows_answer else []
         if is_first and (figures := self._prompt_figures(index)) is not None:
             choice["prompt_logprobs"] = figures
-        if delta.finish and delta.stop_reason is not None:
-            choice["stop_reason"] = delta.stop_reason
-        if delta.timings is not None and self._request.return_timings:
-            choice["timings"] = timings_body(delta.timings)
-        if not (text or logprobs or delta.finish or "token_ids" in choice or "prompt_logprobs" in choice):
+        if output.finish and output.stop_reason is not None:
+            choice["stop_reason"] = output.stop_reason
+        if output.timings is not None and self._request.return_timings:
+            choice["timings"] = timings_body(output.timings)
+        if not (text or logprobs or output.finish or "token_ids" in choice or "prompt_logprobs" in choice):
             return b""
         fields: dict[str, object] = {"usage": self._usage_body(self._usages)} if self._continuous_usage else {}
         rest = b"," + msgspec.json.encode(choice)[1:]
@@ -108,13 +108,10 @@ class CompletionWriter:
 
     def closing(self, usages: Sequence[Usage]) -> bytes:
         if not self._include_usage:
-            return sse.DONE
-        return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + sse.DONE
+            return DONE
+        return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + DONE
 
-    def failure(self, error: WeftError) -> bytes:
-        return sse.error_event(error)
-
-    def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
+    async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         return msgspec.json.encode(
             Completion(
                 id=self.answer_id,
@@ -152,34 +149,34 @@ class CompletionWriter:
 
     @property
     def _shows_answer(self) -> bool:
-        """Not with an echo of the prompt alone."""
+        """True unless only an echo of the prompt is wanted."""
         return self._request.max_tokens > 0
 
     def _shown(self, text: str) -> str:
         return text if self._shows_answer else ""
 
     def _prompt(self, index: int) -> list[int]:
-        return tokens_of(self._completion.job.prompts[index // self._completion.job.n])
+        return tokens_of(self._completion.requests[index].prompt)
 
     def _prompt_text(self, index: int) -> str:
         prompt = self._prompt(index)
-        return self._engine.tokenizer.decode(prompt, skip_special_tokens=self._request.skip_special_tokens)
+        return self._engine.text.tokenizer.decode(prompt, skip_special_tokens=self._request.skip_special_tokens)
 
     def _note(self, index: int, logprobs: Sequence[TokenLogprob] | None) -> None:
         if logprobs is not None:
-            self._prompt_logprobs[index // self._completion.job.n] = logprobs
+            self._prompt_logprobs[index // self._completion.n] = logprobs
 
     def _prompt_figures(self, index: int) -> PromptLogprobs | None:
-        logprobs = self._prompt_logprobs.get(index // self._completion.job.n)
+        logprobs = self._prompt_logprobs.get(index // self._completion.n)
         if logprobs is None or self._request.prompt_logprobs is None:
             return None
-        return prompt_logprobs(self._engine.tokenizer, self._prompt(index), logprobs)
+        return prompt_logprobs(self._engine.text.tokenizer, self._prompt(index), logprobs)
 
     def _figures(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
     ) -> tuple[CompletionLogprobs, int]:
         return completion_logprobs(
-            self._engine.tokenizer,
+            self._engine.text.tokenizer,
             token_ids,
             logprobs,
             self._text_offsets[index],
@@ -187,11 +184,11 @@ class CompletionWriter:
         )
 
     def _echoed(self, index: int) -> CompletionLogprobs | None:
-        logprobs = self._prompt_logprobs.get(index // self._completion.job.n)
+        logprobs = self._prompt_logprobs.get(index // self._completion.n)
         if logprobs is None or self._request.logprobs is None:
             return None
         figures, self._text_offsets[index] = echoed_logprobs(
-            self._engine.tokenizer,
+            self._engine.text.tokenizer,
             self._prompt(index),
             logprobs,
             as_ids=self._request.return_tokens_as_token_ids,
@@ -199,4 +196,4 @@ class CompletionWriter:
         return figures
 
     def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:
-        return usage_body(usages, self._completion.job.n, self._completion.truncated_tokens)
+        return usage_body(usages, self._completion.n, self._completion.truncated_tokens)

@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import logging
-import time
 import uuid
 from array import array
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from fastapi import Response
+import msgspec
 from msgspec import Struct
 from pydantic import Field, PlainValidator
-from starlette.types import Receive, Scope, Send
 
-from weft.api.body import parse, read_body
-from weft.api.error_responses import JsonResponse
+from weft.api.body import parse
+from weft.api.handler import Writer
 from weft.api.openai.openai_schema import Fields, prompts
 from weft.api.translate import LONG_PROMPT, given_tokens
-from weft.backends.contract import Embedding, Engine, Prompt, Terms, num_tokens, tokens_unknown
-from weft.errors import InvalidRequest, Overloaded
-from weft.serving.admission import Admission, RequestContext
-from weft.serving.guard import ClientGone, guarded, side_by_side
-from weft.serving.timing import RequestTimer, all_ended
-from weft.types import FinishReason, Pooling
-
-log = logging.getLogger(__name__)
+from weft.backends.contract import Engine, tokens_unknown
+from weft.errors import EngineFault, InvalidRequest
+from weft.serving.admission import RequestContext
+from weft.serving.output_reader import CollectedOutput
+from weft.serving.request import requests_like
+from weft.types import Embed, GenerationRequest, Pooling, Prompt
 
 FLOAT_BYTES = 4
-MAX_AT_ONCE = 256
-"""Inputs of one request that are in the engine's queue together: the rest must not fill it."""
 
 
 class EmbeddingsRequest(Fields):
@@ -72,103 +66,58 @@ class EmbeddingList(Struct, frozen=True, kw_only=True):
     usage: EmbeddingsUsage
 
 
-class EmbeddingsExchange(Response):
-    """A response that does the work itself, next to the socket: it sees the client hang up."""
-
-    def __init__(self, gate: Admission) -> None:
-        super().__init__()
-        self._gate = gate
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrived = time.perf_counter()
-        options = self._gate.config.server
-        with self._gate.admit(receive) as seat:
-            try:
-                body = await read_body(scope, receive, options.max_body_mb << 20)
-                batch = await _batch(body, seat, arrived)
-                with all_ended(batch.stopwatches):
-                    await guarded(batch.run(), receive, aborted=seat.aborted, timeout_s=options.request_timeout_s)
-            except ClientGone:
-                log.info("the client hung up")
-                return
-        response = JsonResponse(batch.answer())
-        await response(scope, receive, send)
+async def embeddings_endpoint(body: bytes, context: RequestContext) -> tuple[list[GenerationRequest], EmbeddingsWriter]:
+    request = await parse(EmbeddingsRequest, body, context.config.limits)
+    served = await context.choose(request.model)
+    served.check_model(request.model)
+    if sum(map(len, request.input)) > LONG_PROMPT:
+        prompts = await asyncio.to_thread(_encoded, request, served.engine)
+    else:
+        prompts = _encoded(request, served.engine)
+    writer = EmbeddingsWriter(request)
+    common = GenerationRequest(
+        prompt=prompts[0],
+        task=Embed(Pooling(request.pooling)),
+        request_id=writer.answer_id,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        tenant=context.tenant,
+        adapter=served.adapter_for(request.model),
+    )
+    return requests_like(common, prompts), writer
 
 
-class Batch:
-    """The inputs of one request at the engine. Every one that it took is counted as ended exactly once."""
+class EmbeddingsWriter(Writer):
+    """Writes the vectors of all inputs; they are never streamed."""
 
-    def __init__(self, request: EmbeddingsRequest, inputs: list[Prompt], seat: RequestContext, arrived: float) -> None:
+    def __init__(self, request: EmbeddingsRequest) -> None:
+        super().__init__(f"embd-{uuid.uuid4().hex}", request.model, stream=False)
         self._request = request
-        self._inputs = inputs
-        self._seat = seat
-        self._arrived = arrived
-        self._room = asyncio.Semaphore(MAX_AT_ONCE)
-        self._vectors: dict[int, Embedding] = {}
-        self.stopwatches: list[RequestTimer] = []
-        seat.answer_id = f"embd-{uuid.uuid4().hex}"
-        seat.choices = self.stopwatches
 
-    async def run(self) -> None:
-        """Raises the first error of any input; the others are ended then."""
-        await side_by_side(self._embed(index, given) for index, given in enumerate(self._inputs))
-
-    def answer(self) -> EmbeddingList:
-        vectors = [self._vectors[index] for index in range(len(self._inputs))]
-        num_tokens = sum(vector.usage.prompt_tokens for vector in vectors)
-        return EmbeddingList(
-            data=[
-                EmbeddingBody(index=index, embedding=_written(vector.data, self._request.encoding_format))
-                for index, vector in enumerate(vectors)
-            ],
-            model=self._request.model,
-            usage=EmbeddingsUsage(num_tokens, num_tokens),
+    async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
+        vectors = [self._checked(output.embedding) for output in outputs]
+        num_tokens = sum(output.usage.prompt_tokens for output in outputs)
+        return msgspec.json.encode(
+            EmbeddingList(
+                data=[
+                    EmbeddingBody(index=index, embedding=_written(vector, self._request.encoding_format))
+                    for index, vector in enumerate(vectors)
+                ],
+                model=self._request.model,
+                usage=EmbeddingsUsage(num_tokens, num_tokens),
+            )
         )
 
-    async def _embed(self, index: int, given: Prompt) -> None:
-        service, request = self._seat.service, self._request
-        async with self._room:
-            stopwatch = RequestTimer(
-                service.metrics, self._seat.account, self._arrived, num_tokens(given), request.model
-            )
-            self.stopwatches.append(stopwatch)
-            try:
-                vector = await service.engine.embed(
-                    given,
-                    Pooling(request.pooling),
-                    Terms(
-                        request_id=f"{self._seat.answer_id}-{index}",
-                        cache_salt=request.cache_salt,
-                        priority=request.priority,
-                        tenant=self._seat.tenant,
-                        adapter=service.adapter_for(request.model),
-                    ),
-                )
-            except Overloaded:
-                self.stopwatches.remove(stopwatch)
-                service.metrics.rejected()
-                raise
-        stopwatch.num_prompt_tokens = vector.usage.prompt_tokens
-        self._seat.account.spend_tokens(vector.usage.prompt_tokens)
-        stopwatch.end(FinishReason.STOP)
-        width = len(vector.data) // FLOAT_BYTES
-        if request.dimensions not in (None, width):
+    def _checked(self, vector: bytes | None) -> bytes:
+        if vector is None:
+            raise EngineFault("The engine ended an input without its vector.")
+        width = len(vector) // FLOAT_BYTES
+        if self._request.dimensions not in (None, width):
             raise InvalidRequest(
-                f"dimensions is {request.dimensions}; this model's vectors have {width}, and are not cut.",
+                f"dimensions is {self._request.dimensions}; this model's vectors have {width}, and are not cut.",
                 param="dimensions",
             )
-        self._vectors[index] = vector
-
-
-async def _batch(body: bytes, seat: RequestContext, arrived: float) -> Batch:
-    request = await parse(EmbeddingsRequest, body, seat.config.limits)
-    service = await seat.choose(request.model)
-    service.check_model(request.model)
-    if sum(map(len, request.input)) > LONG_PROMPT:
-        inputs = await asyncio.to_thread(_encoded, request, service.engine)
-    else:
-        inputs = _encoded(request, service.engine)
-    return Batch(request, inputs, seat, arrived)
+        return vector
 
 
 def _encoded(request: EmbeddingsRequest, engine: Engine) -> list[Prompt]:
@@ -180,7 +129,7 @@ def _encoded(request: EmbeddingsRequest, engine: Engine) -> list[Prompt]:
     inputs: list[Prompt] = []
     for given in request.input:
         if isinstance(given, str):
-            token_ids = engine.tokenizer.encode(given, add_special_tokens=request.add_special_tokens)
+            token_ids = engine.text.tokenizer.encode(given, add_special_tokens=request.add_special_tokens)
         else:
             token_ids = given_tokens(given, engine, "input")
         inputs.append(token_ids if longest is None else token_ids[-longest:])
@@ -188,7 +137,7 @@ def _encoded(request: EmbeddingsRequest, engine: Engine) -> list[Prompt]:
 
 
 def _texts(request: EmbeddingsRequest, engine: Engine) -> list[Prompt]:
-    """The inputs, for an engine that is given text."""
+    """Return the inputs, for an engine that is given text."""
     asked = {
         "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
         "add_special_tokens": not request.add_special_tokens,
@@ -202,7 +151,7 @@ def _texts(request: EmbeddingsRequest, engine: Engine) -> list[Prompt]:
 
 def _longest(request: EmbeddingsRequest, max_model_len: int) -> int | None:
     longest = request.truncate_prompt_tokens
-    # The engine wants room for one token behind every prompt.
+    # The engine wants space for one token behind every prompt.
     most = max_model_len - 1
     if longest is None or 1 <= longest <= most:
         return longest

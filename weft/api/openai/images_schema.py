@@ -20,12 +20,8 @@ from weft.serving.image_request import (
     MAX_IMAGES,
     MAX_PREVIEWS,
     MAX_PROMPT_CHARS,
-    ImageJob,
-    Wish,
     check_allowed,
-    job_of,
 )
-from weft.serving.served_model import ServedModel
 from weft.types import MAX_DENOISE_STEPS, MAX_GUIDANCE, FlowSampler, Usage
 
 Base64 = Annotated[str, Field(description="base64 of the values row by row, little-endian.")]
@@ -133,7 +129,7 @@ class ImageProgress(Struct, frozen=True, kw_only=True):
 
     type: str = "image_generation.progress"
     index: int
-    """Of the image, from 0."""
+    """Index of the image, from 0."""
     step: int
     steps: int
 
@@ -162,7 +158,7 @@ class CompletedImage(ShownImage, frozen=True, kw_only=True):
 
 
 def images_usage(usages: Sequence[Usage]) -> ImagesUsage:
-    """Of all images of one prompt, which counts once."""
+    """Return the usage of all images of one prompt, which counts once."""
     prompt = max(usage.prompt_tokens for usage in usages)
     images = sum(usage.completion_tokens for usage in usages)
     return ImagesUsage(
@@ -174,18 +170,10 @@ def images_usage(usages: Sequence[Usage]) -> ImagesUsage:
     )
 
 
-async def job_from(wish: Wish, service: ServedModel, *, cache_salt: str = "", priority: int = 0) -> ImageJob:
-    """As `job_of`."""
-    if wish.prompt_embeds is None and wish.additional_information is None:
-        return job_of(wish, service.engine, cache_salt=cache_salt, priority=priority)
-    # To look at every value takes a while: the streams of others go on meanwhile.
-    return await asyncio.to_thread(job_of, wish, service.engine, cache_salt=cache_salt, priority=priority)
-
-
 async def tensors_of(
     request: ImagesRequest, limits: LimitOptions
 ) -> tuple[PromptEmbeds | None, AdditionalInformation | None]:
-    """As they came in JSON, decoded and not checked yet."""
+    """Return the tensors of a request, decoded from JSON and not checked yet."""
     embeds, information = request.prompt_embeds, request.additional_information
     check_allowed(limits, prompt_embeds=embeds, additional_information=information)
     return (

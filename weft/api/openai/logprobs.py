@@ -20,7 +20,7 @@ LOWEST = -9999.0
 
 
 def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
-    """By their text, several tokens may have the same name."""
+    """Return a token's name. By their text, several tokens may have the same one."""
     return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
 
 
@@ -39,7 +39,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> PromptLogprobs:
-    """Of every token but the first: its own figure, and those of the likeliest in its place."""
+    """Return for every token but the first its own figure, and those of the likeliest in its place."""
 
     def entry(token_id: int, logprob: float) -> tuple[str, PromptLogprob]:
         return str(token_id), PromptLogprob(max(logprob, LOWEST), tokenizer.token_text(token_id))
@@ -56,7 +56,7 @@ def prompt_logprobs(tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Seque
 def echoed_logprobs(
     tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprob], *, as_ids: bool = False
 ) -> tuple[CompletionLogprobs, int]:
-    """The figures of a prompt that stands before its answer, and the offset behind it."""
+    """Return the figures of a prompt that stands before its answer, and the offset behind it."""
     behind_first = len(tokenizer.token_text(prompt[0]))
     rest, offset = completion_logprobs(tokenizer, prompt[1:], logprobs, behind_first, as_ids=as_ids)
     return (
@@ -87,7 +87,7 @@ def completion_logprobs(
     *,
     as_ids: bool = False,
 ) -> tuple[CompletionLogprobs, int]:
-    """The tokens' figures, the first of them at `text_offset` characters; and the offset behind the last."""
+    """Return the tokens' figures, the first of them at `text_offset` characters, and the offset behind the last."""
     tokens = [token_name(tokenizer, token_id, as_ids) for token_id in token_ids]
     offsets = []
     for token_id in token_ids:

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from msgspec import UNSET, Struct, UnsetType
 
 from weft import __version__
-from weft.backends.contract import ParsedOutput
-from weft.text.parsers.pieces import Piece
-from weft.types import FinishReason, Output, Timings, TokenLogprob, Usage
+from weft.types import Timings, Usage
 
 SYSTEM_FINGERPRINT = f"weft-{__version__}"
 
@@ -141,16 +139,16 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str = "weft"
     max_model_len: int | UnsetType = UNSET
-    """Of a model that draws: the longest prompt. Some engines do not tell, and no model that is not loaded."""
+    """Context length; the longest prompt of an image model. Unset where it is not known."""
     capabilities: list[str] | UnsetType = UNSET
     state: str | UnsetType = UNSET
-    """Of one of several models: unloaded, loading, loaded, unloading or failed."""
+    """State of one of several models: unloaded, loading, loaded, unloading or failed."""
     why: str | UnsetType = UNSET
     """It failed."""
     sizes: list[str] | UnsetType = UNSET
-    """Of the images, where it draws."""
+    """Sizes of the images that it generates."""
     parent: str | UnsetType = UNSET
-    """Of an adapter: the model that it is for."""
+    """The model that an adapter is for."""
     root: str | UnsetType = UNSET
 
 
@@ -159,64 +157,12 @@ class ModelList(Struct, frozen=True, kw_only=True):
     data: list[ModelCard]
 
 
-class Tokenized(Struct, frozen=True, kw_only=True):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Detokenized(Struct, frozen=True):
-    prompt: str
-
-
 class Version(Struct, frozen=True):
     version: str
 
 
-class CollectedOutput:
-    """All that came of one choice, gathered for an answer in one piece."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._pieces: list[Piece] | None = None
-        """Of an answer that its engine has read itself."""
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob] | None = None
-        self.finish = FinishReason.ERROR
-        self.stop_reason: str | int | None = None
-        self.usage = Usage()
-        self.timings: Timings | None = None
-
-    def add(self, delta: Output) -> None:
-        self._texts.append(delta.text)
-        if isinstance(delta, ParsedOutput):
-            self._pieces = [*(self._pieces or ()), *delta.pieces]
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs or ()
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs = delta.prompt_logprobs
-        if delta.finish:
-            self.finish = delta.finish
-            self.stop_reason = delta.stop_reason
-            self.usage = delta.usage
-            self.timings = delta.timings
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
-
-    @property
-    def whole(self) -> Output:
-        """All of it, as one delta."""
-        if self._pieces is not None:
-            return ParsedOutput(text=self.text, pieces=self._pieces, finish=self.finish)
-        return Output(text=self.text, finish=self.finish)
-
-
 def usage_body(usages: Sequence[Usage], n: int = 1, truncated_tokens: int = 0) -> UsageBody:
-    """Of all choices, where each prompt has `n` of them, one after the other: a prompt counts once."""
+    """Return the usage of all choices, `n` of each prompt one after the other: a prompt counts once."""
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
     completion = sum(usage.completion_tokens for usage in usages)
     return UsageBody(

@@ -18,7 +18,7 @@ NotYet = Mapping[str, Sequence[object]]
 
 
 def without_empty_fields(value: Any, known: Collection[str], not_yet: NotYet) -> Any:
-    """The object without its nulls and without what asks for nothing; refuses what Weft would have to ignore."""
+    """Return the object without its nulls and without what asks for nothing; refuses what Weft would have to ignore."""
     if not isinstance(value, dict):
         return value
     kept = {}
@@ -50,7 +50,7 @@ def with_empty_fields(schema: dict[str, Any], not_yet: NotYet) -> None:
 
 
 def content_text(value: object) -> str:
-    """A message's content: a string, or text parts."""
+    """Return a message's content, which is a string or text parts."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -59,7 +59,7 @@ def content_text(value: object) -> str:
 
 
 def prompts(value: object) -> list[str | list[int]]:
-    """One prompt or several, each a string or a list of token ids."""
+    """Return one prompt or several, each a string or a list of token ids."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -104,7 +104,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _said(value: object) -> str:
-    """The value when it is short enough to name."""
+    """Return the value when it is short enough to name."""
     return repr(value) if isinstance(value, str | int | float) and len(repr(value)) < 40 else "it"
 
 
@@ -247,7 +247,7 @@ class StreamOptions(Fields):
 
 
 def _within(low: float, high: float | None = None, *, open_low: bool = False) -> dict[str, JsonValue]:
-    """The bounds of a number, for those who read the interface; `SamplingParams.check` is who keeps them."""
+    """Return the bounds of a number, for the description; `SamplingParams.check` enforces them."""
     bounds: dict[str, JsonValue] = {"exclusiveMinimum" if open_low else "minimum": low}
     return bounds if high is None else bounds | {"maximum": high}
 
@@ -363,23 +363,3 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(None, json_schema_extra=_LOGPROBS)
     echo: bool = Field(False, description="The prompt stands before the answer, its tokens' figures too.")
     best_of: int | None = Field(None, description="Accepted when it is n.")
-
-
-class TokenizeRequest(Fields):
-    """POST /tokenize: a prompt, or the messages of a chat."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    add_special_tokens: bool = Field(True, description="Of a prompt; a chat template brings its own.")
-    tools: list[Tool] = []
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the model's chat template.")
-    return_token_strs: bool = False
-
-
-class DetokenizeRequest(Fields):
-    """POST /detokenize"""
-
-    model: str | None = None
-    tokens: list[int]

@@ -1,4 +1,4 @@
-"""Answers that a later request may go on from, as far as there is room, and each for its owner alone."""
+"""Answers that a later request may go on from, as many as fit, and each for its tenant alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TTL_S = 24 * 3600.0
 
 class StoredResponse(Struct, frozen=True, eq=False):
     answer: bytes
-    """As it was given, in JSON."""
+    """The answer in JSON, as it was given."""
     input_items: list[dict[str, Any]]
     messages: list[dict[str, Any]]
     """The conversation up to and with this answer, as chat messages, without instructions."""
@@ -33,7 +33,7 @@ class _Entry(Struct, frozen=True, eq=False):
 
 
 class ResponseStore:
-    """Bounded by entries, by bytes and by time; what was not used for longest goes first."""
+    """The store is bounded by entries, by bytes and by time; what was not used for longest goes first."""
 
     def __init__(
         self, max_entries: int, max_bytes: int, ttl_s: float = TTL_S, clock: Callable[[], float] = time.monotonic
@@ -49,7 +49,7 @@ class ResponseStore:
         return len(self._entries)
 
     def put(self, owner: str, response_id: str, kept: StoredResponse) -> None:
-        """Keep it, unless it is larger than all the room there is."""
+        """Keep it, unless it is larger than the whole store."""
         size = len(kept.answer) + len(msgspec.json.encode([kept.input_items, kept.messages]))
         now = self._clock()
         for key in [key for key, entry in self._entries.items() if entry.expires <= now]:
@@ -69,7 +69,7 @@ class ResponseStore:
         return entry.kept
 
     def delete(self, owner: str, response_id: str) -> bool:
-        """Whether it was there."""
+        """Delete it, and return whether it was there."""
         if self.get(owner, response_id) is None:
             return False
         self._drop((owner, response_id))
@@ -100,7 +100,7 @@ class TenantStore:
         self._store.put(self._owner, response_id, kept)
 
     def messages_of(self, response_id: str) -> ChatMessages:
-        """The conversation that a request goes on from."""
+        """Return the conversation that a request goes on from."""
         kept = self._store.get(self._owner, response_id)
         if kept is None:
             raise PreviousNotFound(

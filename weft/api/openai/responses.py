@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from weft.api.body import parse
 from weft.api.error_responses import error_body
-from weft.api.handler import Order
-from weft.api.openai.openai_answers import CollectedOutput
+from weft.api.handler import Writer, named_event
 from weft.api.openai.openai_schema import Fields
 from weft.api.openai.response_store import StoredResponse, TenantStore
 from weft.api.openai.responses_schema import (
@@ -29,46 +28,53 @@ from weft.api.openai.responses_schema import (
 )
 from weft.api.openai.responses_translate import (
     OWN_NAMES,
-    ChatMessages,
     answer_message,
     chat_messages,
     chat_request,
     listed_items,
 )
-from weft.api.sse import named_event
-from weft.api.translate import ChatJob, chat_job
+from weft.api.translate import ParsedRequest, parse_chat
 from weft.backends.contract import Engine
 from weft.errors import InvalidRequest, Overloaded, WeftError
 from weft.serving.admission import RequestContext
-from weft.serving.output_reader import BlockKind, Change, Closed, Grown, Opened, OutputBlock, OutputBlocks
-from weft.serving.served_model import ServedModel
-from weft.types import FinishReason, Output, Usage
+from weft.serving.output_reader import (
+    BlockKind,
+    Change,
+    Closed,
+    CollectedOutput,
+    Grown,
+    Opened,
+    OutputBlock,
+    OutputBlocks,
+)
+from weft.serving.request import unique_id
+from weft.types import FinishReason, GenerationRequest, Output, Usage
 
 Keep = Callable[[bytes, Sequence[OutputBlock]], None]
-"""Is given the finished answer, in JSON and as its blocks."""
+"""Takes the finished answer, in JSON and as its blocks."""
 
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.THINKING: "rs", BlockKind.CALL: "fc"}
 
 
-class ResponsesWriter:
-    def __init__(self, begun: ResponseAnswer, chat: ChatJob, engine: Engine, keep: Keep) -> None:
-        self.answer_id = begun.id
+class ResponsesWriter(Writer):
+    def __init__(self, begun: ResponseAnswer, chat: ParsedRequest, engine: Engine, keep: Keep, *, stream: bool) -> None:
+        super().__init__(begun.id, begun.model, stream=stream)
         self._begun = begun
         self._engine = engine
         self._keep = keep
-        self._blocks = OutputBlocks(chat.reading.reader())
+        self._blocks = OutputBlocks(chat.reader_options.reader())
         self._finish: FinishReason | None = None
         self._num_events = 0
-        # Numbered before all others, although the first delta is written before the opening is asked for.
+        # Numbered before all others, although the first output is written before the opening is asked for.
         self._opening = self._event("response.created", response=begun)
         self._opening += self._event("response.in_progress", response=begun)
 
     def opening(self) -> bytes:
         return self._opening
 
-    def chunks(self, index: int, delta: Output) -> bytes:
-        self._finish = delta.finish
-        changes = self._blocks.push(delta)
+    def chunks(self, index: int, output: Output) -> bytes:
+        self._finish = output.finish
+        changes = self._blocks.push(output)
         return b"".join(self._event_of(change) for change in changes)
 
     def closing(self, usages: Sequence[Usage]) -> bytes:
@@ -83,7 +89,7 @@ class ResponsesWriter:
             "response.failed", response=failed
         )
 
-    def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
+    async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         [output] = outputs
         self._finish = output.finish
         self._blocks.push(output.whole)
@@ -128,7 +134,7 @@ class ResponsesWriter:
         return self._event(name, output_index=block.index, item=output_item(block, self._item_id(block), status))
 
     def _part_event(self, name: str, block: OutputBlock, text: str) -> bytes:
-        """A call has no parts."""
+        """Return the event of a block's part; a call has no parts."""
         if block.kind is BlockKind.CALL:
             return b""
         return self._block_event(name, block, part=part_of(block, text), content_index=0)
@@ -144,7 +150,7 @@ class ResponsesWriter:
         return f"{_PREFIXES[block.kind]}_{self.answer_id.removeprefix('resp_')}{block.index:04x}"
 
     def _status(self, block: OutputBlock) -> str:
-        """Of a block that is closed: only the last one can have been cut off."""
+        """Return the status of a block that is closed: only the last one can have been cut off."""
         is_cut = self._finish is FinishReason.LENGTH and block is self._blocks.all[-1]
         return "incomplete" if is_cut else "completed"
 
@@ -160,10 +166,10 @@ class ResponsesWriter:
         )
 
     def _count(self, text: str) -> int:
-        """0 where tokens are not known."""
+        """Count the tokens of a text; 0 where tokens are not known."""
         if not self._engine.abilities.tokens:
             return 0
-        return len(self._engine.tokenizer.encode(text, add_special_tokens=False))
+        return len(self._engine.text.tokenizer.encode(text, add_special_tokens=False))
 
     def _usage(self, usage: Usage) -> ResponseUsage:
         thoughts = "".join(block.text for block in self._blocks.all if block.kind is BlockKind.THINKING)
@@ -177,35 +183,35 @@ class ResponsesWriter:
 
 
 def _failure_code(error: WeftError) -> str:
-    """The nearest of the codes that there are."""
+    """Return the nearest of the codes that there are."""
     if isinstance(error, Overloaded):
         return "rate_limit_exceeded"
     return "invalid_prompt" if isinstance(error, InvalidRequest) else "server_error"
 
 
-async def responses_endpoint(body: bytes, seat: RequestContext, shelf: TenantStore) -> Order:
-    request = await parse(ResponsesRequest, body, seat.config.limits)
-    service = await seat.choose(request.model)
-    service.check_model(request.model)
-    before = shelf.messages_of(request.previous_response_id) if request.previous_response_id else []
+async def responses_endpoint(
+    body: bytes, context: RequestContext, store: TenantStore
+) -> tuple[list[GenerationRequest], ResponsesWriter]:
+    request = await parse(ResponsesRequest, body, context.config.limits)
+    served = await context.choose(request.model)
+    served.check_model(request.model)
+    before = store.messages_of(request.previous_response_id) if request.previous_response_id else []
     conversation = [*before, *chat_messages(request.input)]
-    chat = await _chat_job(request, conversation, service)
     begun = _begun(request)
+    try:
+        chat = await parse_chat(
+            chat_request(request, conversation), served, request_id=unique_id(begun.id), tenant=context.tenant
+        )
+    except InvalidRequest as error:
+        error.param = OWN_NAMES.get(error.param or "", error.param)
+        raise
 
     def keep(answer: bytes, blocks: Sequence[OutputBlock]) -> None:
         if request.store:
             items = listed_items(request.input, begun.id.removeprefix("resp_") + "1")
-            shelf.put(begun.id, StoredResponse(answer, items, [*conversation, answer_message(blocks)]))
+            store.put(begun.id, StoredResponse(answer, items, [*conversation, answer_message(blocks)]))
 
-    return Order(chat.job, ResponsesWriter(begun, chat, service.engine, keep))
-
-
-async def _chat_job(request: ResponsesRequest, conversation: ChatMessages, service: ServedModel) -> ChatJob:
-    try:
-        return await chat_job(chat_request(request, conversation), service)
-    except InvalidRequest as error:
-        error.param = OWN_NAMES.get(error.param or "", error.param)
-        raise
+    return chat.requests, ResponsesWriter(begun, chat, served.engine, keep, stream=request.stream)
 
 
 def _begun(request: ResponsesRequest) -> ResponseAnswer:
@@ -219,7 +225,7 @@ def _begun(request: ResponsesRequest) -> ResponseAnswer:
         max_output_tokens=request.max_output_tokens,
         temperature=request.temperature,
         top_p=request.top_p,
-        # Clients expect `strict` even when nobody said anything about it.
+        # Clients expect `strict` even when the request did not give it.
         tools=[{"strict": None, **_dumped(tool)} for tool in request.tools],
         tool_choice=choice if isinstance(choice, str) else _dumped(choice),
         parallel_tool_calls=request.parallel_tool_calls,

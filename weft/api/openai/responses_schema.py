@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from weft.api.openai.openai_schema import TOOL_NAME, Fields, NotYet
 from weft.serving.output_reader import BlockKind, OutputBlock
 
-Status = Literal["in_progress", "completed", "incomplete"]
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(Fields):
@@ -42,7 +42,7 @@ AnyPart = Annotated[
 
 
 def _as_parts(value: object) -> object:
-    """A string is short for one part of text."""
+    """Return the parts of a content; a string is short for one part of text."""
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
@@ -56,7 +56,7 @@ class InputMessage(Fields):
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
     id: str | None = None
-    status: Status | None = None
+    status: ItemStatus | None = None
 
 
 class FunctionCall(Fields):
@@ -69,7 +69,7 @@ class FunctionCall(Fields):
     name: str
     arguments: str = Field(description="JSON, as a string.")
     id: str | None = None
-    status: Status | None = None
+    status: ItemStatus | None = None
 
 
 class FunctionCallOutput(Fields):
@@ -79,7 +79,7 @@ class FunctionCallOutput(Fields):
     call_id: str
     output: Parts
     id: str | None = None
-    status: Status | None = None
+    status: ItemStatus | None = None
 
 
 class PastThought(Fields):
@@ -101,11 +101,11 @@ class PastReasoning(Fields):
     id: str | None = None
     summary: list[PastSummary] = Field([])
     content: list[PastThought] = Field([])
-    status: Status | None = None
+    status: ItemStatus | None = None
 
 
 def _item_type(value: Any) -> str:
-    """A message need not say what it is."""
+    """Return an item's type; a message need not say what it is."""
     return str(value.get("type", "message")) if isinstance(value, dict) else ""
 
 
@@ -124,7 +124,7 @@ AnyItem = Annotated[
 
 
 def _as_items(value: object) -> object:
-    """A string is short for one message of the user."""
+    """Return the items of an input; a string is short for one message of the user."""
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
@@ -353,12 +353,12 @@ class InputItemList(Struct, frozen=True, kw_only=True):
 
 
 def part_of(block: OutputBlock, text: str) -> OutputTextPart | ReasoningPart:
-    """The one part that a block of text or of reasoning has."""
+    """Return the one part that a block of text or of reasoning has."""
     return OutputTextPart(text) if block.kind is BlockKind.TEXT else ReasoningPart(text)
 
 
 def output_item(block: OutputBlock, item_id: str, status: str) -> OutputItem:
-    """As far as the block has come; what is in progress has nothing yet."""
+    """Return a block as an item, as far as it has come; what is in progress has nothing yet."""
     begun = status == "in_progress"
     match block.kind:
         case BlockKind.TEXT:

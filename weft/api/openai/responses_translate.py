@@ -34,7 +34,7 @@ OWN_NAMES = {
 
 
 def chat_request(request: ResponsesRequest, conversation: ChatMessages) -> ChatRequest:
-    """`conversation`: all of it but this request's instructions."""
+    """Return the chat request that asks for the same. `conversation`: all of it but this request's instructions."""
     system = [{"role": "system", "content": request.instructions}] if request.instructions is not None else []
     effort = request.reasoning.effort if request.reasoning else None
     return ChatRequest.model_validate(
@@ -60,7 +60,7 @@ def chat_request(request: ResponsesRequest, conversation: ChatMessages) -> ChatR
 
 
 def chat_messages(items: Sequence[AnyItem]) -> ChatMessages:
-    """Reasoning, text and calls of an assistant that follow one another are one message, as they were one answer."""
+    """Return items as messages: reasoning, text and calls of an assistant in a row are one, as they were one answer."""
     messages: ChatMessages = []
     turn: dict[str, Any] | None = None
     """The assistant's message while it may still grow: the last of them."""
@@ -90,7 +90,7 @@ def chat_messages(items: Sequence[AnyItem]) -> ChatMessages:
 
 
 def answer_message(blocks: Sequence[OutputBlock]) -> dict[str, Any]:
-    """An answer as the message that it is for the next request."""
+    """Return an answer as the message that it is for the next request."""
 
     def text_of(kind: BlockKind) -> str:
         return "".join(block.text for block in blocks if block.kind is kind)
@@ -106,7 +106,7 @@ def answer_message(blocks: Sequence[OutputBlock]) -> dict[str, Any]:
 
 
 def listed_items(items: Sequence[AnyItem], id_suffix: str) -> list[dict[str, Any]]:
-    """The input as GET /v1/responses/{id}/input_items shows it: every item has an id."""
+    """Return the input as GET /v1/responses/{id}/input_items shows it: every item has an id."""
     return [
         {"id": f"{_PREFIXES[item.type]}_{id_suffix}{number:04x}", "status": "completed"}
         | item.model_dump(exclude_none=True, exclude={"content", "output"})

@@ -4,55 +4,84 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
 
 from fastapi import Response
 from msgspec import Struct
+from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
 from weft.api.body import parse, read_body
 from weft.api.error_responses import JsonResponse
-from weft.api.openai.openai_answers import Detokenized, Tokenized
-from weft.api.openai.openai_schema import DetokenizeRequest, TokenizeRequest
+from weft.api.openai.openai_schema import Fields, Message, Tool
 from weft.api.translate import template_message, template_tools
 from weft.errors import InvalidRequest
-from weft.serving.admission import Admission, RequestContext
-from weft.serving.guard import ClientGone
+from weft.serving.admission import Admission, ClientGone, RequestContext
 from weft.types import check_token_ids
 
-Asked = Callable[[bytes, RequestContext], Awaitable[Struct]]
+
+class TokenizeRequest(Fields):
+    """POST /tokenize: a prompt, or the messages of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = Field(True, description="Of a prompt; a chat template brings its own.")
+    tools: list[Tool] = Field([])
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the model's chat template.")
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Fields):
+    """POST /detokenize"""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class Tokenized(Struct, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct, frozen=True):
+    prompt: str
 
 
 class TokenizeHandler(Response):
-    """A response that reads its own body, and is answered in one piece without the engine."""
+    """A response that reads its own body and is answered in one piece, by the text side of the model alone."""
 
-    def __init__(self, gate: Admission, asked: Asked) -> None:
+    def __init__(self, admission: Admission, answer: Callable[[bytes, RequestContext], Awaitable[Struct]]) -> None:
         super().__init__()
-        self._gate = gate
-        self._asked = asked
+        self._admission = admission
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._gate.admit(receive) as seat:
+        with self._admission.admit(receive) as context:
             try:
-                body = await read_body(scope, receive, self._gate.config.server.max_body_mb << 20)
-                answer = await self._asked(body, seat)
+                body = await read_body(scope, receive, self._admission.config.server.max_body_mb << 20)
+                answer = await self._answer(body, context)
             except ClientGone:
                 return
         response = JsonResponse(answer)
         await response(scope, receive, send)
 
 
-async def tokenize(body: bytes, seat: RequestContext) -> Tokenized:
-    request = await parse(TokenizeRequest, body, seat.config.limits)
-    service = await seat.choose(request.model)
-    service.check_model(request.model or service.model_name)
-    engine = service.engine
+async def tokenize(body: bytes, context: RequestContext) -> Tokenized:
+    request = await parse(TokenizeRequest, body, context.config.limits)
+    served = await context.choose(request.model)
+    served.check_model(request.model or served.model_name)
+    engine = served.engine
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("Give either a prompt or messages.", param="prompt")
 
     def encoded() -> list[int]:
         if request.prompt is not None:
-            return engine.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-        return engine.encode_chat(
+            return engine.text.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
+        return engine.text.encode_chat(
             [template_message(message) for message in request.messages or ()],
             tools=template_tools(request.tools) or None,
             add_generation_prompt=request.add_generation_prompt,
@@ -64,15 +93,15 @@ async def tokenize(body: bytes, seat: RequestContext) -> Tokenized:
         count=len(tokens),
         max_model_len=engine.model.max_model_len,
         tokens=tokens,
-        token_strs=[engine.tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None,
+        token_strs=[engine.text.tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None,
     )
 
 
-async def detokenize(body: bytes, seat: RequestContext) -> Detokenized:
-    request = await parse(DetokenizeRequest, body, seat.config.limits)
-    service = await seat.choose(request.model)
-    service.check_model(request.model or service.model_name)
-    tokenizer = service.engine.tokenizer
-    check_token_ids(request.tokens, service.engine.model.logits_width, "tokens")
+async def detokenize(body: bytes, context: RequestContext) -> Detokenized:
+    request = await parse(DetokenizeRequest, body, context.config.limits)
+    served = await context.choose(request.model)
+    served.check_model(request.model or served.model_name)
+    tokenizer = served.engine.text.tokenizer
+    check_token_ids(request.tokens, served.engine.model.logits_width, "tokens")
     text = await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False)
     return Detokenized(prompt=text)
