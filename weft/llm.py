@@ -59,7 +59,8 @@ class LLM:
     """A model that is loaded and ready. Any setting of `weft serve` is accepted by its name."""
 
     def __init__(self, model: str = "smollm2", *, adapters: Mapping[str, str] | None = None, **settings: Any) -> None:
-        """`adapters`: LoRA directories by the names that requests give, besides those of the setting `adapter`."""
+        """Load a model. `adapters` are LoRA directories by the names that requests give, besides the setting
+        `adapter`."""
         if adapters:
             settings["adapter"] = [*settings.get("adapter", ()), *adapter_settings(adapters)]
         config = configuration.load({"model": model, **settings})

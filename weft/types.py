@@ -1,4 +1,4 @@
-"""What passes between rooms: requests, sampling parameters, deltas, and how a request ends."""
+"""The structs that pass between packages: requests, parameters, outputs, and how a request ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAX_GRAMMAR_CHARS = 1 << 20
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
-    """How the next token is chosen, and when to stop choosing. The same object serves every door."""
+    """The parameters that choose the next token, and the conditions that end an output."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -59,7 +59,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, but the first: nothing stands before it."""
     grammar: str = ""
-    """What the output must be, as `weft.text.grammars` writes it; empty: anything."""
+    """The grammar of the output, as `weft.text.grammars` writes it; empty: none."""
 
     def check(self) -> None:
         """Raise InvalidRequest for a value that no model could honour."""
@@ -120,7 +120,7 @@ def check_token_ids(ids: Collection[int], logits_width: int, param: str) -> None
 
 
 def check_priority(priority: int) -> None:
-    """Raise InvalidRequest for a priority that gRPC, or the way to the engine, has no room for."""
+    """Raise InvalidRequest for a priority that does not fit into 32 bits."""
     _in_range("priority", priority, -(2**31), 2**31 - 1)
 
 
@@ -132,7 +132,7 @@ def _in_range(name: str, value: float, low: float, high: float, *, open_low: boo
 
 
 class Pooling(enum.StrEnum):
-    """How the hidden states of a prompt become one vector."""
+    """The way in which the hidden states of a prompt become one vector."""
 
     MEAN = "mean"
     LAST = "last"
@@ -147,7 +147,7 @@ VELOCITIES: dict[FlowSampler, int] = {"euler": 1, "heun": 2}
 
 
 class ImageParams(Struct, frozen=True, kw_only=True):
-    """One image: its size and the way to it. Every default is resolved by the door, from the model's."""
+    """The parameters of one image. Every default is resolved by the endpoint, from the model's."""
 
     width: int
     height: int
@@ -160,9 +160,9 @@ class ImageParams(Struct, frozen=True, kw_only=True):
     """Empty: away from no prompt at all."""
     prompt_text: str = ""
     negative_text: str = ""
-    """Both prompts, for a model that reads text by itself: then there are no tokens of either."""
+    """The negative prompt as text. A model that reads text is sent both prompts so, and no tokens."""
     preview_every: int = 0
-    """After every so many steps, the image as it is; 0: none."""
+    """The number of steps between two previews; 0: none."""
 
     def check(self) -> None:
         _in_range("num_inference_steps", self.steps, 1, MAX_DENOISE_STEPS)
@@ -193,7 +193,7 @@ class ImageParams(Struct, frozen=True, kw_only=True):
 
     @property
     def passes(self) -> int:
-        """Of the model, for one velocity."""
+        """Passes of the model for one velocity."""
         return 1 if self.guidance_scale == 1 else 2
 
     @property
@@ -206,7 +206,7 @@ class Adapter(Struct, frozen=True, kw_only=True):
 
     name: str
     number: int
-    """What the engine knows it by: counted, and the same in every engine that is started again."""
+    """The number that the engine knows it by: counted, and the same in every engine that is started again."""
     path: str
 
 
@@ -224,28 +224,28 @@ class Request(Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """Requests share cached prompt blocks only with requests of the same salt."""
     priority: int = 0
-    """Of waiting requests those of the lowest number go first."""
+    """Waiting requests of the lowest number go first."""
     tenant: str = ""
-    """Whose request it is: tenants of equal priority get equal shares of the engine."""
+    """The tenant whose request it is: tenants of equal priority get equal shares of the engine."""
     sibling_of: str = ""
     """The id of a request with the same prompt, whose blocks this one shares as soon as they are computed."""
     pooling: Pooling | None = None
     """Set: the answer is a vector made of the prompt's hidden states, and no token is sampled."""
     image: ImageParams | None = None
-    """Set: the answer is an image, drawn from the prompt's hidden states."""
+    """Set: the answer is an image, generated from the prompt's hidden states."""
     given: GivenTexts = GivenTexts()
-    """Of an image: hidden states that its client sent instead of prompts."""
+    """Hidden states that the client of an image sent instead of prompts."""
     adapter: Adapter | None = None
     """None: the model as it is."""
 
     @property
     def num_prompt_tokens(self) -> int:
-        """All that are computed before there is an answer."""
+        """The tokens that are computed before there is an answer."""
         return len(self.prompt_token_ids) + (len(self.image.negative_token_ids) if self.image is not None else 0)
 
     def check_given(self, *, max_rows: int, width: int) -> None:
-        """Raise InvalidRequest for texts that a model of this context and this width cannot draw from, and for those
-        that are given twice."""
+        """Raise InvalidRequest for prompt embeds that do not fit a model of this context and width, and for those that
+        are given twice."""
         if self.given.prompt is not None and self.prompt_token_ids:
             raise InvalidRequest("prompt_embeds: there is a prompt already.", param="prompt_embeds")
         negative = self.image.negative_token_ids if self.image is not None else []
@@ -353,25 +353,25 @@ class TokenLogprob(Struct, frozen=True, array_like=True):
 
 
 class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step brought one request. The last event of a request, and no other, has `finish`."""
+    """The event that one step brought one request. The last event of a request, and no other, has `finish`."""
 
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
     cached_tokens: int | None = None
-    """On a request's first event: how many prompt tokens the prefix cache held."""
+    """Prompt tokens that the prefix cache held, on a request's first event."""
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     """The token that ended the output, when one did; it is the last of `token_ids`."""
     error: str = ""
     prompt_logprobs: list[TokenLogprob] | None = None
-    """On a request's first event, when asked for: of every prompt token but the first."""
+    """Log probabilities of every prompt token but the first, on the first event, when asked for."""
     queue_seconds: float | None = None
-    """On a request's first event: how long it waited in this engine before it was admitted."""
+    """Seconds that it waited in this engine before it was admitted, on a request's first event."""
     embedding: bytes | None = None
     """The last event of a request with `pooling`: a vector of float32."""
     denoise_step: int | None = None
-    """Of a request for an image: how many of its steps are done."""
+    """Steps of an image that are done."""
     image: bytes | None = None
     """The image after that step, a preview or the last: rows of RGB bytes."""
 
@@ -382,7 +382,7 @@ class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StepEvents(Struct):
-    """What a step brought to the requests in it."""
+    """The tokens and events that a step brought to the requests in it."""
 
     tokens: dict[str, int] = {}
     """The token of every request to which the step brought one token and nothing else, by request id."""
@@ -393,7 +393,7 @@ class StepEvents(Struct):
 
 
 Arrival = Event | int
-"""What a step brought one request: an event, or a token id alone for the plain event that tells of it."""
+"""The item that a step brought one request: an event, or a token id alone for one that would tell of nothing else."""
 
 
 class Usage(Struct, frozen=True, kw_only=True):
@@ -403,17 +403,17 @@ class Usage(Struct, frozen=True, kw_only=True):
 
 
 class Timings(Struct, frozen=True, kw_only=True):
-    """How long one answer took, from its request's arrival."""
+    """The times of one answer, from its request's arrival."""
 
     queue_seconds: float | None
-    """None: nobody knows."""
+    """None: unknown."""
     first_token_seconds: float
     total_seconds: float
     tokens: int
 
     @property
     def inter_token_seconds(self) -> float:
-        """On average; 0 with fewer than two tokens."""
+        """Seconds between two tokens on average; 0 with fewer than two."""
         return (self.total_seconds - self.first_token_seconds) / (self.tokens - 1) if self.tokens > 1 else 0.0
 
 
@@ -429,9 +429,9 @@ class Output(Struct, frozen=True, kw_only=True):
     error: str = ""
     usage: Usage = Usage()
     prompt_logprobs: list[TokenLogprob] | None = None
-    """With the first delta, when asked for: of every prompt token but the first."""
+    """Log probabilities of every prompt token but the first, with the first output, when asked for."""
     queue_seconds: float | None = None
-    """Once in an answer, with the first delta or the last; never, where its engine does not tell."""
+    """Seconds in the engine's queue: told once, with the first output or the last, or never."""
     embedding: bytes | None = None
     """The vector of an Embed task, float32, with its last output."""
     denoise_step: int | None = None
@@ -439,7 +439,7 @@ class Output(Struct, frozen=True, kw_only=True):
     image: bytes | None = None
     """The image after that step, a preview or the last: rows of RGB bytes."""
     timings: Timings | None = None
-    """With the last delta, from a door that took them."""
+    """The times of the answer, with the last output of an endpoint that took them."""
 
 
 class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
@@ -457,20 +457,20 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     preemptions: int = 0
     steps: int = 0
     prepared: bool = True
-    """Nothing is left to compile or capture: steps are as fast as they will be."""
+    """True when nothing is left to compile or capture: steps are as fast as they will be."""
     images_running: int = 0
     images_waiting: int = 0
     embedding_bytes: int = 0
-    """Held by images: their latents, the hidden states of their prompts, and tensors of clients."""
+    """Bytes that images hold: their latents, the hidden states of their prompts, and tensors of clients."""
     images: int = 0
-    """That were finished."""
+    """Images that were finished."""
     denoise_steps: int = 0
     encode_seconds: float = 0.0
-    """From an image's admission until its prompts were encoded, of all images together."""
+    """Seconds from admission until the prompts were encoded, of all images together."""
     denoise_seconds: float = 0.0
-    """From there to its last step."""
+    """Seconds from there to the last step, of all images together."""
     restarts: int = 0
-    """How often the engine process was replaced."""
+    """Times that the engine process was replaced."""
     open_requests: int = 0
     """Requests that were submitted and have not ended."""
 
@@ -500,15 +500,16 @@ class MemoryLedger(Struct, frozen=True, kw_only=True):
     """Where a device's memory goes, in bytes."""
 
     total: int = 0
-    """On CPU: what was free before the model was loaded."""
+    """Bytes of the device; on CPU those that were free before the model was loaded."""
     weights: int = 0
     activations: int = 0
-    """What the largest step holds besides weights and cache, as measured; the tables of rows and positions too."""
+    """Bytes that the largest step holds besides weights and cache, as measured, with the tables of rows and
+    positions."""
     graphs: int = 0
-    """Kept free for graphs that are captured later: an estimate."""
+    """Bytes kept free for graphs that are captured later: an estimate."""
     kv: int = 0
     others: int = 0
-    """Other processes, the driver's context and libraries."""
+    """Bytes of other processes, the driver's context and libraries."""
 
     @property
     def spare(self) -> int:
@@ -516,18 +517,18 @@ class MemoryLedger(Struct, frozen=True, kw_only=True):
 
 
 class ImageModelInfo(Struct, frozen=True, kw_only=True):
-    """What the doors must know of the model that draws."""
+    """The facts about the image model that endpoints need."""
 
     name: str
     width: int
     height: int
     num_tokens: int
-    """What an image counts as in one pass of the model."""
+    """Tokens that an image counts as in one pass of the model."""
     max_prompt_tokens: int
     reads_text: bool = False
-    """It encodes prompts by itself, and is sent their text."""
+    """True when it encodes prompts by itself, and is sent their text."""
     text_width: int = 0
-    """Of the hidden states that it draws from; 0: from none."""
+    """Width of the hidden states that it is conditioned on; 0: none."""
     information: list[str] = []
     """The entries of additional information that it knows."""
     steps: int
@@ -536,7 +537,7 @@ class ImageModelInfo(Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(Struct, frozen=True, kw_only=True):
-    """What the api process must know of the model that the engine loaded."""
+    """The facts about the loaded model that the api process needs."""
 
     name: str
     max_model_len: int
@@ -552,7 +553,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
 
 
 class TextAssets(Struct, frozen=True, kw_only=True):
-    """Everything the text room needs of a model, free of files and formats."""
+    """The text side of a model's files, free of formats: vocabulary and chat template."""
 
     kind: str
     """json: `tokenizer_json` is a tokenizers file. gpt2, llama: the vocabulary fields are set, as in a GGUF file."""

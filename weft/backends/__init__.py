@@ -35,7 +35,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Public names are imported when they are asked for."""
+    """Import a public name when it is asked for."""
     if name in _HOMES:
         return getattr(importlib.import_module(f"weft.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'weft.backends' has no attribute {name!r}")

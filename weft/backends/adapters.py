@@ -24,10 +24,10 @@ _READS_HIDDEN_STATES = re.compile(r"\.(?:[qkv]|gate|up)_proj\.lora_A\.weight$")
 
 
 class Adapters:
-    """Numbers are counted, never made of names: no two adapters can meet in one, and none is used twice."""
+    """The adapters of an engine, by name. Their numbers are counted: none is used twice, even for the same name."""
 
     def __init__(self, model_name: str, files: ModelFiles) -> None:
-        """Of a model that is served by this name."""
+        """Take adapters of a model that is served by this name."""
         self._model_name = model_name
         self._files = files
         self._numbers = itertools.count(1)
@@ -37,14 +37,15 @@ class Adapters:
         return iter(self._by_name.values())
 
     def checked(self, path: str) -> Path:
-        """The directory of an adapter of this model. Reads its files; raises ModelError for what is none."""
+        """Return the directory of an adapter of this model, whose files are read. Raises ModelError for what is
+        none."""
         folder = Path(path).expanduser().absolute()
         _check_config(folder)
         _check_weights(folder / WEIGHTS_FILE, self._geometry)
         return folder
 
     def add(self, name: str, folder: Path) -> Adapter:
-        """Raises ModelError for a name that it cannot have."""
+        """Add an adapter. Raises ModelError for a name that it cannot have."""
         if not _NAME.fullmatch(name):
             raise ModelError(f"{name!r:.200} cannot be an adapter's name: letters, digits and . / : - _ alone.")
         if name in self._by_name or name == self._model_name:
@@ -53,16 +54,16 @@ class Adapters:
         return adapter
 
     def remove(self, name: str) -> None:
-        """Requests that have begun with it go on."""
+        """Remove an adapter. Requests that have begun with it go on."""
         del self._by_name[self._named(name).name]
 
     def discard(self, adapter: Adapter) -> None:
-        """Remove it, unless it was already, and perhaps another has its name."""
+        """Remove an adapter, unless it was removed already and another may have its name."""
         if self._by_name.get(adapter.name) is adapter:
             del self._by_name[adapter.name]
 
     def chosen(self, name: str | None) -> Adapter | None:
-        """By the name in a request's terms. Raises InvalidRequest."""
+        """Return the adapter that a request names; None: the model as it is. Raises InvalidRequest."""
         if name is None:
             return self._by_name.get(DEFAULT_ADAPTER)
         return self._named(name) if name else None
@@ -89,7 +90,7 @@ def _check_config(folder: Path) -> None:
 
 
 def _check_weights(file: Path, geometry: Geometry | None) -> None:
-    """By the names and the shapes of its tensors: that they are there, and go with the model, as far as is known."""
+    """Raise ModelError where the names and shapes of the tensors do not go with the model, as far as is known."""
     try:
         with safe_open(file, framework="numpy") as tensors:
             shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118 - no mapping

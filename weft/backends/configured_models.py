@@ -25,7 +25,7 @@ from weft.options import Config, ModelEntry, ModelOptions
 
 
 class Checked(Struct, frozen=True):
-    """What `--check-models` says of one model."""
+    """The result of `--check-models` for one model."""
 
     name: str
     place: str
@@ -136,7 +136,8 @@ def _heard(report: StageReport) -> Callable[[LoadStage], None]:
 
 
 def _limit_bytes(asked: str) -> int:
-    """Of a number of GiB, or of a share of the memory that models are held in: the GPUs', or the machine's own."""
+    """Return the bytes of a number of GiB, or of a share of the memory that models are in: the GPUs', or the
+    machine's."""
     if not asked.endswith("%"):
         return int(float(asked or 0) * GIB)
     machine = inspect_machine()

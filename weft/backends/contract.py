@@ -1,4 +1,4 @@
-"""The engine contract: all that a door (HTTP, gRPC, the Python API) knows of whatever generates behind it."""
+"""The engine contract: all that an endpoint (HTTP, gRPC, the Python API) knows of the engine behind it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from weft.types import (
 
 
 class Health(Struct, frozen=True):
-    """`ready` is true only while the engine's loop beats and takes requests."""
+    """The health of an engine. `ready` is true only while heartbeats come and requests are taken."""
 
     ready: bool
     reason: str = ""
-    """Why not, when not: starting, restarting, draining, failed."""
+    """The reason when it is not ready: starting, restarting, draining, failed."""
     gone: bool = False
-    """A request found nobody there: whoever has another engine need not wait for this one."""
+    """True when a request found no server: a caller that has another engine need not wait for this one."""
 
 
 def tokens_of(prompt: Prompt) -> list[int]:
-    """Of a prompt for an engine that computes with tokens. It is text only where another engine was in use when the
-    prompt was made."""
+    """Return the token ids of a prompt. It is text only where another engine was in use when the prompt was made, which
+    raises Unavailable."""
     if isinstance(prompt, list):
         return prompt
     raise Unavailable("The engine has changed while this request was on its way.", hint="Send it again.")
@@ -59,7 +59,7 @@ class Able(Protocol):
 
 
 def tokens_unknown(engine: Able, what: str, param: str | None = None) -> InvalidRequest:
-    """What an engine that is given text and not tokens says to `what` needs them."""
+    """Return the error of an engine that is given text and not tokens, for `what` needs the tokens."""
     helps = "tokens" in engine.abilities.with_tokenizer
     return InvalidRequest(
         f"{what} needs the model's tokens, and the engine {engine.name} does not know them.",
@@ -69,7 +69,7 @@ def tokens_unknown(engine: Able, what: str, param: str | None = None) -> Invalid
 
 
 def not_taken(engine_name: str, field: str) -> InvalidRequest:
-    """What an engine says to a request's field that it has no use for."""
+    """Return the error for a request's field that an engine does not support."""
     return InvalidRequest(
         f"{field} is not supported by the engine {engine_name}.",
         hint="Leave it out, or serve the model with an engine that takes it (`weft engines` lists them).",
@@ -83,7 +83,7 @@ def unknown_adapter(name: str, adapters: Iterable[Adapter]) -> InvalidRequest:
 
 
 def num_tokens(prompt: Prompt) -> int:
-    """As far as is known on this side: 0 for text."""
+    """Return how many tokens a prompt has, as far as is known on this side: 0 for text."""
     return len(prompt) if isinstance(prompt, list) else 0
 
 
@@ -92,8 +92,8 @@ Take = Callable[[Output], Awaitable[None] | None]
 
 
 class ParsedOutput(Output, frozen=True, kw_only=True):
-    """Of an answer that was read where it was made: thoughts and calls are told apart already. `text` is the content
-    among the pieces."""
+    """An output whose reasoning and tool calls the engine has parsed already. `text` is the content among the
+    pieces."""
 
     pieces: Sequence[Piece] = ()
 
@@ -143,14 +143,14 @@ class ChatPrompt(Struct, frozen=True):
 
 
 class ChatStyles(Struct, frozen=True):
-    """How this model writes what is not plain text; None: not at all, as far as is known."""
+    """The styles in which a model writes tool calls and reasoning; None: not at all, as far as is known."""
 
     tools: ToolStyle | None = None
     reasoning: ReasoningStyle | None = None
 
 
 class Abilities(Struct, frozen=True, kw_only=True):
-    """What an engine can be asked for besides plain sampling. What it cannot is refused, never dropped."""
+    """The abilities of an engine besides plain sampling. What it is not able to do is refused, never dropped."""
 
     tokens: bool = True
     """Prompts are token ids, encoded on this side; else text and messages are passed on, and nothing that needs to
@@ -158,10 +158,10 @@ class Abilities(Struct, frozen=True, kw_only=True):
     answer_tokens: bool = True
     """The ids of the tokens that it generates are told, and not only their text."""
     with_tokenizer: frozenset[str] = frozenset()
-    """What --tokenizer would add to these, of an engine that is not told it: `tokens`, and what comes with them."""
+    """The abilities that --tokenizer would add: `tokens`, and what comes with them."""
     seed: bool = True
     penalties: bool = True
-    """Presence and frequency."""
+    """Presence and frequency penalties."""
     repetition_penalty: bool = True
     top_k: bool = True
     min_p: bool = True
@@ -174,7 +174,7 @@ class Abilities(Struct, frozen=True, kw_only=True):
     stop_in_output: bool = True
     """The text of a stop string may be a part of the answer."""
     special_tokens: bool = True
-    """Their text may be a part of the answer."""
+    """The text of special tokens may be a part of the answer."""
     grammar: bool = True
     """Structured output, and calls of tools that must come."""
     priority: bool = True
@@ -276,18 +276,18 @@ class Engine(Protocol):
 
 
 class Need(Struct, frozen=True, kw_only=True):
-    """What a model will take of its device, by the plan."""
+    """The memory that a model will take of its device, by the plan."""
 
     num_bytes: int = 0
-    """In all; 0: nothing here, or nobody knows."""
+    """Bytes in all; 0: none on this machine, or unknown."""
     libraries: int = 0
-    """Of them: what is not the model's own."""
+    """Bytes among them that libraries take."""
     problem: str = ""
-    """Why it does not fit in what is free now."""
+    """The reason why it does not fit in what is free now; empty: it fits."""
 
 
 StageReport = Callable[[str], None]
-"""Hears how far a load is."""
+"""Called with every stage of a load."""
 FreeMemory = Callable[[str], Awaitable[bool]]
 """Gives up something that holds memory, for the reason it is told; false: there is nothing."""
 
@@ -313,23 +313,23 @@ class ConfiguredModels(Protocol):
         """Read the entries again. Raises ConfigError, and nothing has changed then."""
 
     def fault(self, entry: ModelEntry) -> str:
-        """What is wrong with files that are here; empty: nothing, or they are not here. Fetches nothing."""
+        """Return what is wrong with files on this machine; empty: nothing, or they are not here. It fetches nothing."""
 
     async def need(self, entry: ModelEntry, report: StageReport) -> Need:
         """Find, fetch and check the model, and plan its load. Raises what is wrong with it."""
 
     async def start(self, entry: ModelEntry, report: StageReport, make_room: FreeMemory) -> Engine:
-        """Load it: while the memory is short and room can be made, again, and only then with the next engine of a
+        """Load it: while the memory is short and some can be freed, again, and only then with the next engine of a
         list. Raises what keeps it from being loaded."""
 
 
 def text_prompt(engine: Engine, text: str) -> Prompt:
-    """A text as this engine takes it."""
+    """Return a text as this engine takes it."""
     return engine.text.tokenizer.encode(text) if engine.abilities.tokens else text
 
 
 def chat_prompt(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> Prompt:
-    """A conversation as this engine takes it."""
+    """Return a conversation as this engine takes it."""
     return engine.text.encode_chat(messages).token_ids if engine.abilities.tokens else Conversation(messages=messages)
 
 
@@ -347,7 +347,7 @@ async def final_output(stream: Stream) -> Output:
 
 
 def failure_of(last: Output) -> WeftError | None:
-    """The error that a request's last word stands for; None for an answer that ended as it should."""
+    """Return the error that a stream's last output stands for; None when it ended as it should."""
     match last.finish:
         case None | FinishReason.STOP | FinishReason.LENGTH:
             return None
@@ -362,7 +362,7 @@ def failure_of(last: Output) -> WeftError | None:
 
 
 class NotSupported(WeftError):
-    """This kind of engine cannot do it at all, however it is asked."""
+    """The error of a kind of engine that cannot do something at all."""
 
     status = 501
     grpc_code = "UNIMPLEMENTED"
@@ -416,5 +416,5 @@ def check_abilities(engine: Able, request: GenerationRequest) -> None:
 
 
 def cannot(engine_name: str, what: str) -> NotSupported:
-    """For a method of the contract that this kind of engine has no answer to."""
+    """Return the error for a part of the contract that this kind of engine does not have."""
     return NotSupported(f"The engine {engine_name} cannot {what}.", hint="`weft engines` lists those that there are.")

@@ -1,4 +1,4 @@
-"""Several engines in order, as one: when the one in use is lost for good, the next is started and takes over.
+"""The failover of engines: when the one in use is lost for good, the next in order is started and takes over.
 
 New requests go to it, and streams that are under way go on there.
 """

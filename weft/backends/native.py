@@ -108,7 +108,7 @@ class ImageOutputs:
     """The outputs of a request for an image: one for every event, so that no preview is lost."""
 
     def __init__(self, request: Request, step_tokens: int) -> None:
-        """`step_tokens`: how many tokens a denoise step counts as."""
+        """Follow a request whose denoise steps count as `step_tokens` tokens each."""
         self._num_prompt_tokens = request.num_prompt_tokens
         self._step_tokens = step_tokens
         self._step = 0

@@ -1,4 +1,4 @@
-"""All that can be known of a load without making it."""
+"""The checks of a load that can be made without loading."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft.machine.planner import MEMORY_PROFILES, Plan, plan_load
 from weft.options import Config
 
 PEER_PATIENCE_S = 10.0
-"""For a server that says that it is starting."""
+"""How long a server is waited for that says that it is starting."""
 
 
 async def check_engine(config: Config) -> None:
@@ -50,7 +50,7 @@ async def _check(start: Start, config: Config) -> None:
 
 
 async def _check_peer(start: Start, config: Config) -> None:
-    """Such an engine loads nothing when it starts: it finds out who answers."""
+    """Start an engine that loads nothing, which finds out whether its server answers, and close it."""
     patience_s = min(PEER_PATIENCE_S, config.engine.start_timeout_s)
     engine = await start(replace(config, engine=replace(config.engine, start_timeout_s=patience_s)))
     await engine.close()

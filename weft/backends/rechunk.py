@@ -1,4 +1,4 @@
-"""Large pieces of an answer, cut into small ones: for engines that give text in one piece.
+"""The cutting of large pieces of an answer into small ones, for engines that give text in one piece.
 
 Joined, the pieces are the text, always.
 """
@@ -21,15 +21,15 @@ _WORD = re.compile(rf"\s*(?:[{_UNSPACED}]|[^\s{_UNSPACED}]+)|\s+")
 
 
 def split_words(text: str) -> list[str]:
-    """Each with the spaces before it; joined they are the text."""
+    """Return the words of a text, each with the spaces before it; joined they are the text."""
     return _WORD.findall(text)
 
 
 def cut_text(text: str, num_tokens: int, size: Callable[[], int]) -> Iterator[str]:
     """A text of so many tokens, cut after every `size()` of them, which is asked before every cut; below 1 it is 1.
 
-    Where the cuts come is a guess. If there are as many words as tokens, or nobody has counted (0), a word is a token;
-    else tokens are taken to be of equal length."""
+    Where the cuts come is a guess. If there are as many words as tokens, or their number is unknown (0), a word is
+    a token; else tokens are taken to be of equal length."""
     words = split_words(text)
     units = words if num_tokens in (0, len(words)) else _equal_parts(text, num_tokens)
     start = 0
@@ -45,7 +45,7 @@ def _equal_parts(text: str, num: int) -> list[str]:
 
 
 class RechunkedStream(Stream):
-    """An answer of text, in pieces of so many tokens at most. What else a delta tells comes with its last piece."""
+    """A stream of text in pieces of so many tokens at most. What else an output has comes with its last piece."""
 
     def __init__(self, answer: Stream, size: int) -> None:
         self._answer = answer
@@ -65,17 +65,17 @@ class RechunkedStream(Stream):
         self._waiting.clear()
         await self._answer.aclose()
 
-    def _cut(self, delta: Output) -> list[Output]:
-        before, self._num_tokens = self._num_tokens, max(self._num_tokens, delta.usage.completion_tokens)
-        whole = delta.pieces if isinstance(delta, ParsedOutput) else [Content(delta.text)]
-        # Of several pieces, nobody knows how many tokens each is.
+    def _cut(self, output: Output) -> list[Output]:
+        before, self._num_tokens = self._num_tokens, max(self._num_tokens, output.usage.completion_tokens)
+        whole = output.pieces if isinstance(output, ParsedOutput) else [Content(output.text)]
+        # How many tokens each of several pieces has is unknown.
         num_tokens = self._num_tokens - before if len(whole) == 1 else 0
         parts = [part for piece in whole for part in self._parts(piece, num_tokens)]
         if len(parts) <= len(whole):
-            return [delta]
-        usage = replace(delta.usage, completion_tokens=before)
-        early = replace(delta, finish=None, stop_reason=None, error="", queue_seconds=None, usage=usage)
-        return [*(_with(early, part) for part in parts[:-1]), _with(delta, parts[-1])]
+            return [output]
+        usage = replace(output.usage, completion_tokens=before)
+        early = replace(output, finish=None, stop_reason=None, error="", queue_seconds=None, usage=usage)
+        return [*(_with(early, part) for part in parts[:-1]), _with(output, parts[-1])]
 
     def _parts(self, piece: Piece, num_tokens: int) -> list[Piece]:
         if not isinstance(piece, (Content, Reasoning)):
@@ -83,6 +83,8 @@ class RechunkedStream(Stream):
         return [type(piece)(text) for text in cut_text(piece.text, num_tokens, lambda: self._size)]
 
 
-def _with(delta: Output, piece: Piece) -> Output:
+def _with(output: Output, piece: Piece) -> Output:
     text = piece.text if isinstance(piece, Content) else ""
-    return replace(delta, text=text, pieces=[piece]) if isinstance(delta, ParsedOutput) else replace(delta, text=text)
+    if isinstance(output, ParsedOutput):
+        return replace(output, text=text, pieces=[piece])
+    return replace(output, text=text)

@@ -50,13 +50,13 @@ class EngineSpec(Struct, frozen=True, kw_only=True):
     requires: tuple[str, ...] = ()
     """Packages that must be importable."""
     install: str = ""
-    """What brings them."""
+    """The command that installs them."""
     needs_url: bool = False
     """The engine is a server of its own, which --engine-url names: the hardware is there and not here."""
     takes_adapters: bool = False
-    """It honours --adapter."""
+    """True when it honours --adapter."""
     runs_model_code: bool = False
-    """It honours --trust-remote-code."""
+    """True when it honours --trust-remote-code."""
     refuse: str | Refuse = refuse_nothing
     """Raises for settings and files that an engine which holds a model on this machine cannot honour; named as `start`
     is. Loads nothing."""
@@ -71,7 +71,7 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     available: bool
     why_not: str = ""
     needs_url: bool = False
-    """It is used through a server of its own, which --engine-url names."""
+    """True when it is used through a server of its own, which --engine-url names."""
 
 
 BUILT_IN: dict[str, EngineSpec] = {
@@ -196,7 +196,7 @@ def register(spec: EngineSpec, *, overwrite: bool = False) -> None:
 
 
 def engines() -> dict[str, EngineSpec]:
-    """Every engine by its name: Weft's own, those of installed packages, those that were registered."""
+    """Return every engine by its name: Weft's own, those of installed packages, those that were registered."""
     return BUILT_IN | _installed() | _registered
 
 
@@ -213,7 +213,7 @@ def engine_named(name: str) -> EngineSpec:
 
 
 def engines_in_order(names: str, device: str = "auto") -> tuple[EngineSpec, ...]:
-    """What `--engine` says: a name, several with commas between, or auto; `device` as `--device` says."""
+    """Return the engines of `--engine`: a name, several with commas between, or auto; `device` as in `--device`."""
     preferred = PREFERENCE["cpu" if device == "cpu" else accelerator()]
     chosen: list[EngineSpec] = []
     for name in map(str.strip, names.split(",")):
@@ -222,7 +222,7 @@ def engines_in_order(names: str, device: str = "auto") -> tuple[EngineSpec, ...]
 
 
 def obstacle(spec: EngineSpec, config: Config | None = None) -> str:
-    """Why this engine need not even be tried here; empty: it may well start. Takes no time."""
+    """Return why this engine need not even be tried here; empty: it may well start. It takes no time."""
     if config is not None and spec.needs_url and not config.backend.engine_url:
         return "it needs --engine-url"
     if config is not None and config.model.wants_adapters and not spec.takes_adapters:
@@ -238,7 +238,7 @@ def obstacle(spec: EngineSpec, config: Config | None = None) -> str:
 
 
 def why_unavailable(name: str, config: Config | None = None) -> str:
-    """Why an engine cannot be used on this machine, or not with this configuration; empty: it can. Imports what it
+    """Return why an engine cannot be used on this machine with this configuration; empty: it can. Imports what it
     stands on, in another process."""
     try:
         spec = engine_named(name)
@@ -248,12 +248,12 @@ def why_unavailable(name: str, config: Config | None = None) -> str:
 
 
 def check_engine_available(name: str) -> bool:
-    """Whether an engine is installed, can be imported and finds its hardware. Loads no model."""
+    """Return whether an engine is installed, can be imported and finds its hardware. It loads no model."""
     return not why_unavailable(name)
 
 
 def list_engines() -> list[EngineInfo]:
-    """All of them, and which can be used here."""
+    """Return all engines, and which can be used here."""
     lines = []
     for spec in engines().values():
         why_not = why_unavailable(spec.name)
@@ -272,7 +272,7 @@ def list_engines() -> list[EngineInfo]:
 
 @cache
 def _installed() -> dict[str, EngineSpec]:
-    """What other packages bring: entry points of the group weft.engines. A broken one is left out, with a warning."""
+    """Return the engines of other packages: entry points of weft.engines. A broken one is left out, with a warning."""
     found: dict[str, EngineSpec] = {}
     for point in entry_points(group=ENTRY_POINTS):
         if fault := _fault_of(point, found):
@@ -298,13 +298,13 @@ def _package_of(point: EntryPoint) -> str:
 
 
 def _modules(spec: EngineSpec) -> tuple[str, ...]:
-    """What must be importable for it."""
+    """Return the modules that must be importable for it."""
     return (*spec.requires, spec.start.partition(":")[0]) if isinstance(spec.start, str) else spec.requires
 
 
 @cache
 def _import_failure(*modules: str) -> str:
-    """Why they cannot be imported; empty: they can. In a process of its own: the import may load gigabytes of
+    """Return why they cannot be imported; empty: they can. A process of its own tries: it may load gigabytes of
     libraries, and a broken one may end the process."""
     own = [module for module in modules if not module.startswith("weft.")]
     if not own:

@@ -27,11 +27,11 @@ from weft.machine.planner import CPU_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NU
 from weft.options import CacheOptions, Config, settings
 
 SHARE_STEP = 0.10
-"""Of a GPU: what an engine that ran out of memory is given less."""
+"""The share of a GPU by which an engine that ran out of memory is given less."""
 LEAST_CONTEXT = 2048
 """No shorter context is tried, unless the plan says that no longer one fits."""
 HALVINGS = 3
-"""Of the context, and of the batch."""
+"""How often the context, and the batch, is halved."""
 UNKNOWN_CONTEXT = 16384
 """Where to begin with a model whose own context is not known."""
 
@@ -39,8 +39,8 @@ PlanOf = Callable[[Config], Plan | None]
 
 
 def fallback_configs(config: Config, plan_of: PlanOf) -> Iterator[Config]:
-    """What is tried after this, one after the other. Each keeps what those before it changed, and is made when it is
-    asked for: by what is free then."""
+    """Return the configurations to try after this, in order. Each keeps what those before it changed, and is made when
+    it is asked for: by what is free then."""
     for lower in (_own_cache, _free_share, _smaller_share, _contexts, _batches):
         for config in lower(config, plan_of(config)):  # noqa: B020 - the next step goes on from the last
             config = _within_free(config, plan_of(config))
@@ -94,7 +94,7 @@ def _has_sized_cache(config: Config) -> bool:
 
 
 def _within_free(config: Config, plan: Plan | None) -> Config:
-    """What was free a try ago may be taken by now."""
+    """Return the configuration within what is free now: what was free a try ago may be taken."""
     if plan is None or plan.place == "cpu" or not 0 < plan.free_share < config.cache.gpu_memory_utilization:
         return config
     return replace(config, cache=replace(config.cache, gpu_memory_utilization=plan.free_share))
@@ -112,7 +112,8 @@ def _contexts(config: Config, plan: Plan | None) -> Iterator[Config]:
 
 
 def _cache_for(context: int, config: Config, plan: Plan) -> CacheOptions:
-    """On a CPU the cache has a size of its own: one that holds this context, where it was larger."""
+    """Return the cache settings for a context: on a CPU the cache has a size of its own, lowered to hold this
+    context."""
     if plan.place != "cpu" or not plan.kv_per_token:
         return config.cache
     blocks = -(-context // config.cache.block_size) + 1
@@ -122,7 +123,7 @@ def _cache_for(context: int, config: Config, plan: Plan) -> CacheOptions:
 
 
 def _batches(config: Config, plan: Plan | None) -> Iterator[Config]:
-    """Fewer requests at a time, and fewer tokens in a step."""
+    """Return configurations of fewer requests at a time, and fewer tokens in a step."""
     seqs = plan.max_num_seqs if plan is not None else config.scheduler.max_num_seqs or MAX_NUM_SEQS["cuda"]
     tokens = (
         plan.max_num_batched_tokens
@@ -141,7 +142,7 @@ T = TypeVar("T")
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:
-    """Like asyncio.to_thread, for work that may take minutes: when the program ends, it does not wait for it."""
+    """Do work in a thread as asyncio.to_thread does, but one that the program does not wait for when it ends."""
     future: Future[T] = Future()
     # Whoever gives up waiting does not end the thread, which will have an outcome to set.
     future.set_running_or_notify_cancel()
@@ -159,7 +160,7 @@ async def in_daemon_thread(work: Callable[[], T]) -> T:
 log = logging.getLogger(__name__)
 
 Start = Callable[[Config], Awaitable[Engine]]
-"""Of one kind of engine."""
+"""Starts one kind of engine."""
 Stage = Literal["resolve", "download", "verify", "plan", "load", "warm up", "ready"]
 HUB_STAGES = ("resolve", "download", "verify")
 """The hub itself sees to it that these move."""
@@ -173,7 +174,7 @@ TICK_SECONDS = 1.0
 
 
 class LoadStage(Struct, frozen=True):
-    """How far a load is."""
+    """The stage that a load has reached."""
 
     stage: Stage
     done: int = 0
@@ -232,7 +233,7 @@ class Loading:
     """A load that goes on by itself."""
 
     def __init__(self, start: Start, config: Config, **options: Any) -> None:
-        """As `load_safely`, but for `report`."""
+        """Take what `load_safely` takes, but for `report`."""
         self.stage = LoadStage("resolve")
         self._task = asyncio.create_task(load_safely(start, config, report=self._note, **options))
 
@@ -370,7 +371,7 @@ class _Load:
 
 
 class _Watch:
-    """Hears of every stage, and knows when something last moved."""
+    """The watch is told of every stage, and knows when something last moved."""
 
     def __init__(self, report: Report, config: Config, stall_s: float) -> None:
         self.stage = LoadStage("resolve")
@@ -399,7 +400,7 @@ class _Watch:
 async def _unless_stalled(
     work: Coroutine[Any, Any, T], watch: _Watch, discard: Callable[[T], Awaitable[None]] | None = None
 ) -> T:
-    """`discard` gets what came of the work when nobody waits for it any more."""
+    """Wait for the work. `discard` gets its result when it comes after the wait was given up."""
     task = asyncio.create_task(work)
     try:
         while not task.done():

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Load = Callable[[Start, Config], Awaitable[T]]
-"""What is done with an engine's start, once it is known which."""
+"""Loads an engine by its start, once it is known which."""
 
 
 _STARTS_OF_CLASSES: list[tuple[type, Callable[[Any, Config], Awaitable[Engine]]]] = []
@@ -40,12 +40,12 @@ def class_named(spec: EngineSpec) -> type | None:
 
 
 def refusal_of(spec: EngineSpec) -> Refuse:
-    """What raises for settings and files that an engine cannot honour."""
+    """Return the function that raises for settings and files that an engine cannot honour."""
     return cast(Refuse, _imported(spec, spec.refuse))
 
 
 def _imported(spec: EngineSpec, target: object) -> object:
-    """What a line of the table names."""
+    """Return the object that an entry of the table names."""
     if isinstance(target, str):
         module, _, name = target.partition(":")
         try:
@@ -122,7 +122,7 @@ HELD_HERE = {
 
 
 def chosen_engines(config: Config) -> tuple[EngineSpec, ...]:
-    """Those that a configuration names, in order. Raises ConfigError for a setting that none of them can honour: where
+    """Return the engines of a configuration, in order. Raises ConfigError for a setting that none can honour: where
     one of several holds the model here, it is for that one."""
     specs = engines_in_order(config.backend.engine, config.model.device)
     if are_elsewhere(specs):
@@ -141,7 +141,8 @@ def are_elsewhere(specs: Sequence[EngineSpec]) -> bool:
 
 
 def without_servers_own(config: Config, server: Config) -> Config:
-    """What a server sets for models on its machine does not concern one that is elsewhere: only its own settings do."""
+    """Return the configuration without the server's settings for models on its machine: they do not concern a remote
+    one."""
     for setting, value in _held_here(config):
         section = getattr(config, setting.section)
         if value == getattr(getattr(server, setting.section), setting.name):
@@ -150,7 +151,7 @@ def without_servers_own(config: Config, server: Config) -> Config:
 
 
 def _held_here(config: Config) -> Iterator[tuple[Setting, object]]:
-    """Of these settings, those that say something."""
+    """Return those of these settings that are set."""
     for setting in settings("model", "backend", "cache", "scheduler"):
         value = getattr(getattr(config, setting.section), setting.name)
         if setting.name in HELD_HERE and value != setting.default:

@@ -1,7 +1,7 @@
 """The engine interface of the CY-LLM Engine: BaseEngine, its factory and its keyword names.
 
-Classes of BaseEngine stand in the engine table beside Weft's own engines, once this package is imported: whoever writes
-such a class has imported it.
+Classes of BaseEngine stand in the engine table beside Weft's own engines, once this package is imported, which
+a module with such a class does.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ class InferMetrics(Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     queue_seconds: float | None = None
-    """Before the engine began with it; None: nobody knows."""
+    """Seconds before the engine began with it; None: unknown."""
     ttft_seconds: float = 0.0
-    """Until its first text came; 0: none did."""
+    """Seconds until its first text came; 0: none did."""
     generation_seconds: float = 0.0
-    """Until its last."""
+    """Seconds until its last text came."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -39,8 +39,8 @@ class InferMetrics(Struct, frozen=True, kw_only=True):
 class BaseEngine(ABC):
     _chunk_size = 4
     last_metrics: InferMetrics | None = None
-    """Of the request that ended last, with the `request_id` that `infer` was given: what is left here the doors tell.
-    `HostedEngine.infer(..., on_metrics=f)` calls f with those of that request."""
+    """The metrics of the request that ended last, with the `request_id` of `infer`: the endpoints show what is left
+    here. `HostedEngine.infer(..., on_metrics=f)` calls f with those of that request."""
 
     @property
     def stream_chunk_size(self) -> int:
@@ -54,7 +54,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def load_model(self, model_path: str, adapter_path: str | None = None, **kwargs: Any) -> None:
-        """Be ready to answer. A model that was loaded before is unloaded first."""
+        """Load a model, to be ready to answer. A model that was loaded before is unloaded first."""
 
     @abstractmethod
     def infer(self, prompt: str, **kwargs: Any) -> Generator[str, None, None]:
@@ -66,23 +66,23 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_memory_usage(self) -> dict[str, float]:
-        """allocated_gb, reserved_gb, total_gb (GiB), and utilization: the share of the total that is allocated."""
+        """Return allocated_gb, reserved_gb, total_gb (GiB), and utilization: the allocated share of the total."""
 
     def get_model_info(self) -> dict[str, Any]:
-        """`is_loaded`, `engine`, and what is known of the model."""
+        """Return `is_loaded`, `engine`, and what is known of the model."""
         return {"is_loaded": False, "engine": type(self).__name__}
 
     def health_check(self) -> bool:
-        """Whether a request would be answered now."""
+        """Return whether a request would be answered now."""
         return bool(self.get_model_info()["is_loaded"])
 
     @property
     def is_async(self) -> bool:
-        """Whether requests from many threads or tasks are computed together."""
+        """True when requests from many threads or tasks are computed together."""
         return False
 
     async def async_infer(self, prompt: str, **kwargs: Any) -> AsyncGenerator[str, None]:
-        """`infer` for a caller on an event loop, which goes on meanwhile."""
+        """Do what `infer` does for a caller on an event loop, which goes on meanwhile."""
         chunks, in_use = self.infer(prompt, **kwargs), threading.Lock()
 
         def step() -> str | None:
@@ -101,7 +101,7 @@ class BaseEngine(ABC):
             await asyncio.shield(asyncio.to_thread(end))
 
     def infer_batch(self, prompts: Sequence[str], **kwargs: Any) -> list[str]:
-        """Whole answers, in the order of the prompts."""
+        """Return whole answers, in the order of the prompts."""
         return ["".join(self.infer(prompt, **kwargs)) for prompt in prompts]
 
     def abort(self, request_id: str) -> bool:

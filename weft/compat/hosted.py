@@ -1,4 +1,4 @@
-"""Any engine of the registry as a BaseEngine, for callers that block."""
+"""The engines of the registry as BaseEngines, for callers that block."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class HostedEngine(BaseEngine):
     """An engine of the registry, with the methods of BaseEngine."""
 
     def __init__(self, engine: str = "auto", **settings: Any) -> None:
-        """`settings` are for every model that is loaded; `engine` as in `--engine`, where auto leaves the choice to the
-        environment."""
+        """Keep `settings` for every model that is loaded; `engine` is as in `--engine`, where auto leaves the choice to
+        the environment."""
         self._settings = settings if engine == "auto" else {**settings, "engine": engine}
         self._blocking: BlockingEngine | None = None
         self._stage = LoadStage("resolve")
@@ -51,8 +51,8 @@ class HostedEngine(BaseEngine):
     # The model.
 
     def load_model(self, model_path: str, adapter_path: str | None = None, **kwargs: Any) -> None:
-        """`kwargs` are settings of Weft, and `LoadKeywords`. With load_mode async_load it returns at once:
-        `get_model_info` tells the stage, `health_check` when it is done. With check_only what is loaded stays."""
+        """Load a model. `kwargs` are settings of Weft, and `LoadKeywords`. With load_mode async_load it returns at
+        once: `get_model_info` tells the stage, `health_check` when it is done. With check_only what is loaded stays."""
         keywords, config = self._configure({**kwargs, "model": model_path}, adapter_path)
         with self._loading:
             if keywords.load_mode == "check_only":

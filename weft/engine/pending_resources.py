@@ -1,5 +1,5 @@
-"""Requests that wait for something of their own before they are scheduled: a grammar that is being built, an adapter
-that is being read. Others go on meanwhile."""
+"""The resources that requests wait for before they are scheduled: a grammar that is being built, an adapter that is
+being read. Other requests go on meanwhile."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class PendingResources:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._waiting: dict[str, PendingRequest] = {}
-        """By id, in the order of arrival."""
+        """The waiting requests by id, in the order of arrival."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, request: Request) -> bool:
-        """Begin what a request needs; False: nothing. Raises InvalidRequest where it cannot be had."""
+        """Begin to make what a request needs; False: it needs nothing. Raises InvalidRequest where it cannot be had."""
         grammar = self._runner.constraints.build(request.params.grammar) if request.params.grammar else None
         adapter = self._runner.adapters.read(request.adapter) if request.adapter is not None else None
         waiting = PendingRequest(request, grammar, adapter)
@@ -47,7 +47,7 @@ class PendingResources:
         return self._waiting.pop(request_id, None) is not None
 
     def wait(self, seconds: float) -> None:
-        """Until something is ready, but not for longer."""
+        """Wait until something is ready, but not for longer than this."""
         wait([need for waiting in self._waiting.values() for need in waiting.needs], seconds, FIRST_COMPLETED)
 
     def take(self, adapters_in_use: Callable[[], set[int]]) -> Iterator[tuple[Request, str]]:
@@ -71,7 +71,7 @@ class PendingResources:
 
 
 def _failure(needs: Sequence[Future[Any]]) -> str:
-    """Why one of these cannot be had; empty: all can. Threads made them, so the engine is well whatever happened."""
+    """Return why one of these cannot be had; empty: all can. Threads made them, so no error harms the engine."""
     for need in needs:
         error = need.exception()
         if isinstance(error, InvalidRequest | ModelError):

@@ -28,32 +28,32 @@ PR_SET_PDEATHSIG = 1
 
 
 def run_engine(sock: socket.socket, *, owns_process: bool = False) -> int:
-    """Serve one api process; the exit code says whether that went well. An engine that owns its process ends it at
+    """Serve one api process, and return the exit code. An engine that owns its process ends it at
     once when the api process is gone, even in the middle of a step."""
-    line = Channel(sock)
+    channel = Channel(sock)
     if owns_process:
-        threading.Thread(target=_leave_when, args=(line.closed,), name="weft-engine-watch", daemon=True).start()
+        threading.Thread(target=_leave_when, args=(channel.closed,), name="weft-engine-watch", daemon=True).start()
     try:
-        start = line.inbox.get()
+        start = channel.inbox.get()
         if isinstance(start, Start):
             if owns_process:
                 logs.set_up(start.config.server.log_level, form=start.config.server.log_format)
             # Only now, and only here, is torch imported: the api process knows this module and stays light.
             from weft.engine.loop import serve
 
-            serve(start, line)
+            serve(start, channel)
         return 0
-    except Exception as error:  # noqa: BLE001 - whatever it is, the api process must hear of it
+    except Exception as error:  # noqa: BLE001 - the api process is told of every error
         told = error if isinstance(error, WeftError) else as_out_of_memory(error)
         if told is not None:
-            line.send(Failed(type(told).__name__, told.message, told.hint))
+            channel.send(Failed(type(told).__name__, told.message, told.hint))
             return 1
         log.error("The engine failed:\n%s", traceback.format_exc())
         # The rest of a CUDA error is advice for those who wrote the kernel; the log has it.
-        line.send(Failed(type(error).__name__, next(iter(str(error).splitlines()), "no message")))
+        channel.send(Failed(type(error).__name__, next(iter(str(error).splitlines()), "no message")))
         return 1
     finally:
-        line.close()
+        channel.close()
 
 
 def _leave_when(closed: threading.Event) -> None:
@@ -78,7 +78,7 @@ if __name__ == "__main__":
 
 
 ENGINE_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
-"""What the engine process needs before torch is imported: torch's threads sleep between its operators instead of
+"""The environment that must be set before torch is imported: torch's threads sleep between operators instead of
 spinning, and leave the cores to the native step; weights lie in large pages. What the operator has set is kept."""
 
 
@@ -87,10 +87,10 @@ class LaunchedEngine(Protocol):
     pid: int | None
 
     def kill(self) -> None:
-        """End it at once."""
+        """End the process at once."""
 
     def wait(self, timeout_s: float) -> str | None:
-        """Wait for its end and say how it ended; None if it has not ended by then."""
+        """Wait for its end, and return how it ended; None if it has not ended by then."""
 
 
 class EngineProcess:

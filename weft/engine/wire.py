@@ -36,10 +36,10 @@ class Start(Struct, frozen=True, tag=True):
 
 
 class Vocabulary(Struct, frozen=True, tag=True):
-    """Comes before the first request that has a grammar."""
+    """The vocabulary of the tokenizer, which is sent before the first request that has a grammar."""
 
     tokens: list[bytes]
-    """By id; empty for an id without a token."""
+    """The bytes of every token by its id; empty for an id without a token."""
     special_ids: list[int]
     """Tokens that no text is made of."""
     eos_token_ids: list[int]
@@ -65,7 +65,7 @@ class ControlCall(Struct, frozen=True, tag=True):
     """A control message on its way to the engine process, which answers it with one `Done`."""
 
     number: int
-    """Names the call in its answer."""
+    """The number that names the call in its answer."""
     message: ProcessControl
 
 
@@ -85,26 +85,26 @@ class Failed(Struct, frozen=True, tag=True):
 
 
 class Started(Struct, frozen=True, tag=True):
-    """These requests are in the step that begins now: if the engine dies of it, one of them may be why."""
+    """The message that these requests are in the step that begins now: if the engine dies of it, one may be why."""
 
     request_ids: list[str]
 
 
 class StepOutput(Struct, frozen=True, tag=True):
-    """What one step brought."""
+    """The outputs of one step."""
 
     tokens: dict[str, int]
-    """By request id: the token of every request to which the step brought one token and nothing else."""
+    """The token of every request to which the step brought one token and nothing else, by request id."""
     events: list[Event]
-    """All the rest."""
+    """The events of all other requests."""
     stats: EngineStats
 
 
 class Heartbeat(Struct, frozen=True, tag=True):
-    """Sent every second, whatever the engine does."""
+    """The heartbeat, which is sent every second, whatever the engine does."""
 
     step_seconds: float
-    """How long the step under way has taken so far; 0 between steps."""
+    """Seconds that the step under way has taken so far; 0 between steps."""
 
 
 class Done(Struct, frozen=True, tag=True):
@@ -113,7 +113,7 @@ class Done(Struct, frozen=True, tag=True):
     number: int
     result: str = ""
     error: str = ""
-    """Why it could not be done, when it could not."""
+    """The reason why it could not be done; empty: it was."""
 
 
 FromEngine = Ready | Failed | Started | StepOutput | Heartbeat | Done
@@ -146,7 +146,7 @@ def frame(message: ToEngine | FromEngine) -> bytes:
 
 
 def receive(sock: socket.socket) -> ToEngine | None:
-    """The engine's side: wait for the next message; None when the api process is gone."""
+    """Wait for the next message, on the engine's side; None when the api process is gone."""
     head = _receive_exactly(sock, _LENGTH.size)
     if head is None:
         return None
@@ -157,7 +157,7 @@ def receive(sock: socket.socket) -> ToEngine | None:
 
 
 async def receive_from(reader: asyncio.StreamReader) -> ToEngine | None:
-    """The same, for an engine on an event loop."""
+    """Wait for the next message, for an engine on an event loop."""
     try:
         head = await reader.readexactly(_LENGTH.size)
         body = await reader.readexactly(_length(head))
@@ -167,7 +167,7 @@ async def receive_from(reader: asyncio.StreamReader) -> ToEngine | None:
 
 
 class Inbox(asyncio.Protocol):
-    """The api process's side: what the engine sends. It has one reader."""
+    """The api process's side of the socket: the messages of the engine, for one reader."""
 
     def __init__(self) -> None:
         self._received = bytearray()
@@ -196,7 +196,7 @@ class Inbox(asyncio.Protocol):
             self._arrival.set_result(None)
 
     def _next_body(self) -> bytes | None:
-        """The first frame's, once all of it has come."""
+        """Return the body of the first frame, once all of it has come."""
         if len(self._received) < _LENGTH.size:
             return None
         end = _LENGTH.size + _length(self._received[: _LENGTH.size])
@@ -244,12 +244,12 @@ class Channel:
         self._sock = sock
         self._lock = threading.Lock()
         self.inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
-        """What came; None when nothing will come any more."""
+        """The messages that came; None when no more will come."""
         self.closed = threading.Event()
         self.step_began = 0.0
-        """When the step under way began (monotonic); 0 between steps."""
+        """The time when the step under way began (monotonic); 0 between steps."""
         for work in (self._read_forever, self._beat_forever):
-            threading.Thread(target=work, name="weft-engine-line", daemon=True).start()
+            threading.Thread(target=work, name="weft-engine-channel", daemon=True).start()
 
     def send(self, message: FromEngine) -> None:
         try:

@@ -1,1 +1,1 @@
-"""Any server that speaks OpenAI's interface, behind the contract: another machine computes, this side serves."""
+"""Servers that speak OpenAI's interface, behind the engine contract: another machine computes, this side serves."""

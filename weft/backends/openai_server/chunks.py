@@ -1,4 +1,4 @@
-"""What peers send, as far as it is read. More fields do no harm; a field of the wrong type does."""
+"""The messages of peers, as far as they are read. More fields do no harm; a field of the wrong type does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.types import TokenLogprob, Usage
 
 TOKEN_ID = "token_id:"
 LOWEST = -9999.0
-"""What stands for minus infinity, which JSON does not have."""
+"""The number that stands for minus infinity, which JSON does not have."""
 
 
 class CachedTokens(Struct, frozen=True):
@@ -44,7 +44,8 @@ class PeerLogprobs(Struct, frozen=True):
     top_logprobs: list[dict[str, float] | None] | None = None
 
     def logprobs(self, most: int) -> list[TokenLogprob]:
-        """`most`: so many of the likeliest. A peer may add the chosen one to them."""
+        """Return the log probabilities of tokens, with `most` of the likeliest. A peer may add the chosen one to
+        those."""
         tops = self.top_logprobs or [None] * len(self.token_logprobs)
         if len(tops) != len(self.token_logprobs):
             raise PeerLost("it told log probabilities of more tokens than there are, or of fewer")
@@ -69,7 +70,7 @@ class TextChoice(Struct, frozen=True):
 
 
 class TextChunk(Struct, frozen=True):
-    """Of a plain completion."""
+    """A chunk of a plain completion."""
 
     choices: list[TextChoice]
     usage: PeerUsage | None = None
@@ -142,7 +143,7 @@ def read(body: bytes, kind: type[T]) -> T:
 
 
 def prompt_figures(figures: list[dict[str, PromptFigure] | None], prompt: list[int], most: int) -> list[TokenLogprob]:
-    """Of every token of the prompt but the first. Raises Lost where figures are missing."""
+    """Return the log probabilities of every prompt token but the first. Raises PeerLost where some are missing."""
     if len(figures) != len(prompt):
         raise PeerLost(f"it told {len(figures)} log probabilities of a prompt of {len(prompt)} tokens")
     found = []

@@ -17,13 +17,13 @@ from weft.backends.openai_server.servers import Body
 from weft.errors import ConfigError, EngineFault, InvalidRequest, RequestTimeout
 
 MAX_EVENT_BYTES = 8 << 20
-"""Of one event: a peer must not fill this process's memory with a line that never ends."""
+"""The most bytes of one event: a peer must not fill this process's memory with a line that never ends."""
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class EventTooLong(ValueError):
-    """More came without an end than any event has."""
+    """The error for an event that is longer than any may be."""
 
 
 class EventReader:
@@ -35,10 +35,10 @@ class EventReader:
         """The beginning of a line."""
         self._data: list[bytes] = []
         self._size = 0
-        """Of the data so far."""
+        """Bytes of the data so far."""
         self._begun = False
         self._at_return = False
-        """Whether the last byte was a carriage return."""
+        """True when the last byte was a carriage return."""
 
     def push(self, more: bytes) -> list[bytes]:
         """The data of the events that are complete now; raises EventTooLong."""
@@ -80,18 +80,18 @@ CONNECT_S = 10.0
 FIRST_BYTE_S = 600.0
 """A peer may have a queue, and a long prompt to read."""
 BETWEEN_BYTES_S = 120.0
-"""Of a stream that has begun."""
+"""The longest silence of a stream that has begun."""
 END_S = 0.1
-"""Behind the last event, for the end of the answer itself."""
+"""The wait behind the last event, for the end of the answer itself."""
 ASK_S = 10.0
-"""For an answer in one piece that needs no generation."""
+"""The limit for an answer in one piece that needs no generation."""
 MAX_ANSWER_BYTES = 64 << 20
 MAX_REFUSAL_BYTES = 1 << 20
 IDLE_CONNECTIONS = 100
 
 
 class PeerResponse(Struct, frozen=True):
-    """In one piece."""
+    """An answer of the peer in one piece."""
 
     status: int
     body: bytes

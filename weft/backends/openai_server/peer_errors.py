@@ -1,4 +1,4 @@
-"""What a peer's refusals and a broken connection mean to the client of this side."""
+"""The errors that a peer's refusals and broken connections become on this side."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.errors import (
 from weft.types import FinishReason
 
 MAX_SAID = 2000
-"""Characters of a peer's message that are passed on."""
+"""The most characters of a peer's message that are passed on."""
 
 INVALID = frozenset({400, 413, 415, 422, 501})
 KEY_REFUSED = frozenset({401, 403})
@@ -32,21 +32,21 @@ STATUS_BY_WORD = {
     "unavailable": 503,
     "timeout": 504,
 }
-"""Of errors in a stream, which have no status of their own: by their code or their type."""
+"""The status of errors in a stream, which have none of their own, by their code or their type."""
 
 
 TOO_LONG = frozenset({"context_length_exceeded", "exceed_context_size_error"})
-"""The words of OpenAI and of llama.cpp for it."""
+"""The codes of OpenAI and of llama.cpp for it."""
 
 
 class Detail(Struct, frozen=True, kw_only=True):
-    """What an error says of itself."""
+    """The message, the field and the codes of an error."""
 
     said: str
     param: str | None = None
     code: int | None = None
     words: tuple[str, ...] = ()
-    """Its code and its type."""
+    """The error's code and its type."""
 
 
 class PeerLost(Exception):
@@ -54,11 +54,11 @@ class PeerLost(Exception):
 
 
 class PeerRefused(PeerLost):
-    """There was no connection at all: nobody listens at that address."""
+    """The error for a peer that cannot be connected to: no server listens at its address."""
 
 
 def error_of(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> WeftError:
-    """The error that a refusal stands for, in the peer's own words."""
+    """Return the error that a refusal stands for, with the peer's own message."""
     detail = _detail(body)
     return _error(status, detail, detail.said or f"it answered with status {status}", headers or {})
 
@@ -75,7 +75,7 @@ def error_in_stream(body: bytes) -> WeftError | None:
 
 
 def finish_of(error: WeftError) -> FinishReason:
-    """How a request ends that has begun when this goes wrong."""
+    """Return the finish reason of a request that has begun when this error comes."""
     match error:
         case RequestTimeout():
             return FinishReason.TIMEOUT
@@ -120,7 +120,7 @@ def _decoded(body: bytes) -> Any:
 
 
 def _detail(body: bytes) -> Detail:
-    """There are three shapes: an object `error`, a text `error`, and the message in the body itself."""
+    """Read an error body, which has one of three shapes: an object `error`, a text `error`, or the message itself."""
     value = _decoded(body)
     if isinstance(value, dict) and isinstance(value.get("error"), dict):
         value = value["error"]

@@ -1,4 +1,4 @@
-"""From a peer's chunks to deltas."""
+"""The stream of a peer's answer: its chunks become outputs, and an answer that breaks off is asked for again."""
 
 from __future__ import annotations
 
@@ -38,32 +38,32 @@ FINISHES = {
 }
 
 GoOn = Callable[[list[int]], PeerRequest | None]
-"""What to ask to go on behind these tokens; None: that cannot be asked."""
+"""Writes the request that goes on behind these tokens; None: there can be none."""
 
 
 class PeerAnswer(Protocol):
-    """One answer on its way."""
+    """One answer of the peer, as it is read."""
 
     @property
     def begun(self) -> bool:
-        """Whether the client has anything of it."""
+        """True when the client has anything of it."""
 
     @property
     def ended(self) -> bool:
-        """Whether it is over on this side, whatever the peer would still send."""
+        """True when it is over on this side, whatever the peer would still send."""
 
     def take(self, data: bytes) -> Output | None:
-        """What a chunk adds; the last delta is held back. Raises Lost."""
+        """Return what a chunk adds; the last output is held back. Raises PeerLost."""
 
     def last(self) -> Output | None:
-        """With `finish`; None while no chunk has told how it ended."""
+        """Return the output with `finish`; None while no chunk has told how it ended."""
 
     def rest(self) -> PeerRequest | None:
-        """What to ask for the rest of it, after the connection broke; None: it cannot be had."""
+        """Return the request for the rest of it, after the connection broke; None: it cannot be had."""
 
 
 class PeerTokenAnswer:
-    """Of token ids: stop strings, text and usage are made here, as with every engine of tokens."""
+    """An answer of token ids: stop strings, text and usage are made here, as with every engine of tokens."""
 
     def __init__(self, text: OutputText, request: Request, go_on: GoOn) -> None:
         self._text = text
@@ -119,7 +119,7 @@ class PeerTokenAnswer:
         stop_at = next((i for i, token in enumerate(ids) if token in self._stops), None)
         if stop_at is not None:
             ids, finish, error = ids[: stop_at + 1], FinishReason.STOP, ""
-        delta = self._text.push(
+        output = self._text.push(
             [
                 Event(
                     request_id="",
@@ -135,9 +135,9 @@ class PeerTokenAnswer:
         )
         self._delivered += ids
         if self._text.ended:
-            self._last = delta
+            self._last = output
             return None
-        return delta
+        return output
 
     def _logprobs(self, choice: TextChoice, num_tokens: int) -> list[TokenLogprob] | None:
         most = self._request.params.logprobs
@@ -156,7 +156,7 @@ class PeerTokenAnswer:
 
 
 class PeerTextAnswer:
-    """Of text, which the peer has made and ended. How many tokens it is, the peer counts."""
+    """An answer of text, which the peer has made and ended. The peer counts its tokens."""
 
     def __init__(self, num_prompt_tokens: int = 0) -> None:
         self._usage = Usage(prompt_tokens=num_prompt_tokens)
@@ -168,8 +168,8 @@ class PeerTextAnswer:
         chunk = read(data, TextChunk)
         self._count(chunk.usage)
         for choice in chunk.choices:
-            delta = Output(text=choice.text or "")
-            return self._shown(delta, bool(delta.text), choice)
+            output = Output(text=choice.text or "")
+            return self._shown(output, bool(output.text), choice)
         return None
 
     def last(self) -> Output | None:
@@ -183,11 +183,11 @@ class PeerTextAnswer:
             told = usage.usage()
             self._usage = replace(told, prompt_tokens=told.prompt_tokens or self._usage.prompt_tokens)
 
-    def _shown(self, delta: Output, is_something: bool, choice: TextChoice | PeerChatChoice) -> Output | None:
+    def _shown(self, output: Output, is_something: bool, choice: TextChoice | PeerChatChoice) -> Output | None:
         finish, error = finish_named(choice.finish_reason)
         if finish is not None and self._last is None:
             self._last = replace(
-                delta,
+                output,
                 finish=finish,
                 error=error,
                 stop_reason=choice.stop_reason,
@@ -197,11 +197,11 @@ class PeerTextAnswer:
         if not is_something:
             return None
         self.begun = True
-        return replace(delta, usage=self._usage)
+        return replace(output, usage=self._usage)
 
 
 class PeerChatAnswer(PeerTextAnswer):
-    """Of a conversation: the peer tells content, thoughts and calls apart."""
+    """An answer to a conversation: the peer tells content, reasoning and tool calls apart."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,8 +213,8 @@ class PeerChatAnswer(PeerTextAnswer):
         for choice in chunk.choices:
             pieces = self._pieces(choice.delta)
             text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-            delta = ParsedOutput(text=text, pieces=pieces)
-            return self._shown(delta, bool(pieces), choice)
+            output = ParsedOutput(text=text, pieces=pieces)
+            return self._shown(output, bool(pieces), choice)
         return None
 
     def _pieces(self, delta: ChatDelta) -> list[Piece]:
@@ -258,7 +258,7 @@ def _queue_seconds(choice: TextChoice | PeerChatChoice) -> float | None:
 
 
 def finish_named(reason: str | None) -> tuple[FinishReason | None, str]:
-    """How an answer ended, and what is wrong with that."""
+    """Return the finish reason of an answer, and the error of one that the peer does not explain."""
     if reason is None:
         return None, ""
     known = FINISHES.get(reason)
@@ -269,7 +269,7 @@ log = logging.getLogger(__name__)
 
 DONE = b"[DONE]"
 MAX_TRIES = 3
-"""Of one answer that breaks again and again, although a part of it comes every time."""
+"""The most tries of one answer that breaks again and again, although a part of it comes every time."""
 
 Open = Callable[[PeerRequest], Awaitable[EventStream]]
 """Asks; raises a WeftError when the peer cannot be reached or refuses."""
@@ -278,14 +278,15 @@ Open = Callable[[PeerRequest], Awaitable[EventStream]]
 class RemoteStream(Stream):
     def __init__(
         self,
-        question: PeerRequest,
+        request: PeerRequest,
         stream: EventStream,
         answer: PeerAnswer,
         ask: Open,
         ended: Callable[[Output | None], None],
     ) -> None:
-        """`ended` is told the last delta, or nothing when the answer was closed before; once."""
-        self._question = question
+        """Read a stream. `ended` is called once, with the last output, or with None when the stream was closed
+        before."""
+        self._request_sent = request
         self._stream = stream
         self._answer = answer
         self._ask = ask
@@ -298,9 +299,9 @@ class RemoteStream(Stream):
 
     async def __anext__(self) -> Output:
         while not self._ended:
-            delta = await self._next()
-            if delta is not None:
-                return delta
+            output = await self._next()
+            if output is not None:
+                return output
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
@@ -316,13 +317,13 @@ class RemoteStream(Stream):
                 return await self._over("it ended the answer without saying why")
             if (error := error_in_stream(data)) is not None:
                 return await self._failed(error)
-            delta = self._answer.take(data)
+            output = self._answer.take(data)
         except PeerLost as lost:
             return await self._over(str(lost))
-        return await self._over("") if self._answer.ended else delta
+        return await self._over("") if self._answer.ended else output
 
     async def _over(self, why: str) -> Output | None:
-        """No more comes: the last delta, or another try when there is none."""
+        """End the stream with its last output, or try again when there is none."""
         if (last := self._answer.last()) is not None:
             await self._end(last)
             return last
@@ -331,13 +332,13 @@ class RemoteStream(Stream):
     async def _try_again(self, why: str) -> Output | None:
         await self._stream.aclose()
         fault = EngineFault(f"The remote engine was lost in the middle of the answer: {why}.")
-        question = self._answer.rest() if self._answer.begun else self._question
-        if question is None or self._num_tries >= (MAX_TRIES if self._answer.begun else 2):
+        request = self._answer.rest() if self._answer.begun else self._request_sent
+        if request is None or self._num_tries >= (MAX_TRIES if self._answer.begun else 2):
             return await self._failed(fault)
         log.warning("an answer of the remote engine broke off, and is asked for again: %s", why)
         self._num_tries += 1
         try:
-            self._stream = await self._ask(question)
+            self._stream = await self._ask(request)
         except WeftError as error:
             return await self._failed(EngineFault(f"{fault.message} {error}"))
         return None

@@ -77,7 +77,7 @@ class PeerWatch:
     """The watch probes the peer, and knows whether it is ready."""
 
     def __init__(self, client: PeerClient, path: str) -> None:
-        """`path` is what is asked for."""
+        """Probe the peer at `path`."""
         self._client = client
         self._path = path
         self._look = asyncio.Event()
@@ -143,7 +143,7 @@ class Peer(Struct, frozen=True, kw_only=True):
 
     kind: ServerKind
     model: str
-    """Its own name for the model."""
+    """The peer's own name for the model."""
     health_path: str
 
 
@@ -156,7 +156,7 @@ class RemoteEngine:
     def __init__(
         self, name: str, client: PeerClient, peer: Peer, model: ModelInfo, text: ModelText | None, *, chunk_size: int
     ) -> None:
-        """`chunk_size`: tokens in a piece of an answer that comes as text."""
+        """Use the peer. An answer that comes as text is cut into pieces of `chunk_size` tokens."""
         self.name = name
         self.model = model
         self.abilities = abilities_of(peer.kind, tokens=text is not None)

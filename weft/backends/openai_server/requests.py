@@ -1,4 +1,4 @@
-"""What a peer is asked: our parameters under its names."""
+"""The requests to a peer: our parameters under its names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.text.grammars.specs import decode_spec
 from weft.types import Conversation, SamplingParams
 
 NEUTRAL = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-"""Always said, or a peer would take its own defaults, which are others than ours."""
+"""Parameters that are always sent: a peer would take its own defaults, which are others than ours."""
 
 WHEN_ASKED = (
     "stop",
@@ -102,7 +102,8 @@ class PeerRequestWriter:
         return body
 
     def _say(self, body: Body, name: str, value: Any) -> None:
-        """What this kind has no field for was refused before, or asks for nothing."""
+        """Set a field under its name for this kind. A value that it has no field for was refused before, or is a
+        default."""
         if name in self._kind.fields:
             body[self._kind.fields[name]] = value
 
@@ -116,7 +117,7 @@ class PeerRequestWriter:
         return fields
 
     def _template(self, chat: Conversation) -> Body:
-        """What the peer's chat template is told."""
+        """Return the fields for the peer's chat template."""
         asked: Body = {}
         if not chat.add_generation_prompt:
             asked["add_generation_prompt"] = False

@@ -56,7 +56,7 @@ def response_format_or_regex(spec: OutputSpec, in_chat: bool) -> Body | None:
 
 
 def json_schema(spec: OutputSpec, in_chat: bool) -> Body | None:
-    """Only a chat has a response_format."""
+    """Return the response_format of a chat; other requests have none."""
     match spec:
         case _ if in_chat:
             return response_format(spec, in_chat)
@@ -71,27 +71,27 @@ def json_schema(spec: OutputSpec, in_chat: bool) -> Body | None:
 class ServerKind(Struct, frozen=True, kw_only=True):
     name: str
     owner: str = ""
-    """What its models are `owned_by`."""
+    """The `owned_by` of its models."""
     fields: Mapping[str, str]
-    """What requests may have, by our names for it."""
+    """The fields that its requests may have, by our names for them."""
     silent_top_k: bool = False
-    """All tokens are kept when nothing is said of top_k; else 0 says so."""
+    """True when a request without top_k keeps all tokens; else 0 says so."""
     template_fields: frozenset[str] = frozenset()
-    """Of add_generation_prompt and continue_final_message."""
+    """Those of add_generation_prompt and continue_final_message that it knows."""
     template_variables: frozenset[str] | None = frozenset()
-    """Of chat_template_kwargs; None: any."""
+    """The chat_template_kwargs that it knows; None: any."""
     token_answers: Mapping[str, Any] = {}
-    """What makes a completion tell its token ids; empty: nothing does."""
+    """The fields that make a completion tell its token ids; empty: nothing does."""
     logprobs: bool = False
-    """With the ids of the likeliest tokens, when it tells ids at all."""
+    """True when it tells the ids of the likeliest tokens, if it tells ids at all."""
     prompt_logprobs: bool = False
     grammars: bool = False
     """Takes grammars in Lark for an output of tokens."""
     shape: Shape = response_format
     running_usage: bool = False
-    """Tells the usage with every chunk, when it is asked to."""
+    """True when it tells the usage with every chunk, if it is asked to."""
     timings: bool = False
-    """Tells with the end of an answer how long it took, when it is asked to (`return_timings`)."""
+    """True when it tells with the end of an answer how long it took, if it is asked to (`return_timings`)."""
     seeds_by_position: bool = False
     """A seed gives the same tokens whether an answer is generated in one go or continued."""
     embeddings: bool = False
@@ -174,7 +174,7 @@ BY_ENGINE = {"cuda-trt": TENSORRT, "ascend-mindie": MINDIE}
 
 
 def kind_of(owner: str, server: str) -> ServerKind:
-    """By what a model is `owned_by` and what the `Server` header says."""
+    """Return the kind of a server, by the `owned_by` of its model and its `Server` header."""
     for kind in KINDS:
         if owner == kind.owner or (server and server.lower().startswith(kind.name.lower())):
             return kind
@@ -187,7 +187,7 @@ def _with_tokenizer(kind: ServerKind) -> frozenset[str]:
 
 
 def abilities_of(kind: ServerKind, *, tokens: bool) -> Abilities:
-    """`tokens`: whether the model's tokenizer is known on this side."""
+    """Return the abilities with a server of this kind. `tokens`: the model's tokenizer is known on this side."""
     takes = kind.fields.__contains__
     told = tokens and bool(kind.token_answers)
     return Abilities(

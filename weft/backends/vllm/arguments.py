@@ -1,5 +1,5 @@
-"""From Weft's configuration to vLLM's arguments. A default is the same whichever engine computes, and a setting that
-vLLM cannot honour is refused by its name."""
+"""The arguments of vLLM, made of Weft's configuration. A default is the same whichever engine computes, and a setting
+that vLLM cannot honour is refused by its name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class VllmKind(Struct, frozen=True, kw_only=True):
     name: str
     place: Accelerator
     install: str
-    """What brings this vLLM."""
+    """The command that installs this vLLM."""
     synchronous: bool = False
-    """vLLM's LLMEngine, stepped by a thread; else its AsyncLLM."""
+    """True for vLLM's LLMEngine, stepped by a thread; else its AsyncLLM."""
 
     @property
     def device(self) -> str:
-        """As vLLM calls it."""
+        """The name that vLLM has for the device."""
         return "npu" if self.place == "ascend" else self.place
 
 
@@ -38,11 +38,11 @@ KINDS = {kind.name: kind for kind in (CUDA_ASYNC, CUDA_SYNC, CPU, ASCEND)}
 
 
 class DriverOptions(Struct, frozen=True, kw_only=True):
-    """What a process with vLLM in it is told on its command line, as JSON."""
+    """The options of a process with vLLM in it, given on its command line as JSON."""
 
     kind: VllmKind
     folder: str
-    """For files that end with the process."""
+    """The folder for files that end with the process."""
 
 
 NOT_HONOURED = {
@@ -75,7 +75,7 @@ def refuse(config: Config, files: ModelFiles, kind: VllmKind) -> None:
 
 
 def arguments_of(config: Config, files: ModelFiles, kind: VllmKind) -> dict[str, Any]:
-    """What vLLM's EngineArgs are made with."""
+    """Return the arguments of vLLM's EngineArgs."""
     refuse(config, files, kind)
     model, backend, scheduler = config.model, config.backend, config.scheduler
     on_cpu = kind.place == "cpu"
@@ -109,7 +109,8 @@ def arguments_of(config: Config, files: ModelFiles, kind: VllmKind) -> dict[str,
 
 
 def _memory(cache: CacheOptions, on_cpu: bool) -> dict[str, Any]:
-    """On CPU vLLM would take a share of the machine's memory; Weft's engines take what they are given."""
+    """Return the arguments for memory. On CPU vLLM would take a share of the machine's; here it takes what it is
+    given."""
     arguments: dict[str, Any] = {} if on_cpu else {"gpu_memory_utilization": safe_share(cache)}
     cache_bytes = cache.kv_cache_memory_mb * MIB or (CPU_CACHE_BYTES if on_cpu else 0)
     if cache_bytes:

@@ -1,6 +1,6 @@
-"""Why vLLM failed. Its engine computes in other processes, and of their errors only a word reaches the caller; but each
-of them logs the error itself before it ends. So they log through a handler of ours, which notes what the error was by
-its type, where this process can read it.
+"""The causes of vLLM's failures. Its engine computes in other processes, whose errors do not reach the caller; but each
+of them logs its error before it ends. So they log through a handler of ours, which writes the error down by its type,
+where this process can read it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class FailureCause(Struct, frozen=True, kw_only=True):
     message: str
     is_out_of_memory: bool = False
     at: float = 0.0
-    """On the clock that all processes share, time.monotonic's."""
+    """The time on the clock that all processes share, time.monotonic's."""
 
 
 class FailureCauses(logging.Handler):
-    """Notes the errors that are logged in a file, one a line."""
+    """A log handler that writes the logged errors to a file, one a line."""
 
     def __init__(self, path: str) -> None:
         super().__init__(logging.ERROR)
@@ -54,7 +54,7 @@ class FailureCauses(logging.Handler):
 
 
 def logging_config(level: str, form: LogFormat, causes: Path) -> str:
-    """What VLLM_LOGGING_CONFIG_PATH names: vLLM logs as Weft does, and what it says only to those who look into it."""
+    """Return the file that VLLM_LOGGING_CONFIG_PATH names: vLLM logs as Weft does, and below warnings only to debug."""
     formatter = "weft.logs.JsonFormatter" if form == "json" else "weft.logs.LineFormatter"
     shown = {"class": "logging.StreamHandler", "formatter": "weft", "stream": "ext://sys.stderr"}
     return json.dumps(
@@ -75,7 +75,7 @@ def logging_config(level: str, form: LogFormat, causes: Path) -> str:
 
 
 def noted(path: Path, since: float = 0.0) -> list[FailureCause]:
-    """Those of that time, in the order in which they were logged."""
+    """Return the causes since that time, in the order in which they were logged."""
     if not path.exists():
         return []
     causes = [msgspec.json.decode(line, type=FailureCause) for line in path.read_bytes().splitlines()]
@@ -83,7 +83,7 @@ def noted(path: Path, since: float = 0.0) -> list[FailureCause]:
 
 
 def load_failure(error: BaseException, causes: list[FailureCause]) -> WeftError:
-    """What is told of an engine that did not start. The first error is the reason for those after it."""
+    """Return the error for an engine that did not start. The first cause is the reason for those after it."""
     own = cause_of(error)
     short = next((cause for cause in (*causes, own) if cause.is_out_of_memory), None)
     if short is not None:

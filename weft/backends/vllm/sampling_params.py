@@ -1,4 +1,4 @@
-"""Between Weft's requests and vLLM's: parameters one by one on the way in, tokens and their figures on the way out.
+"""The translation between Weft's requests and vLLM's: parameters on the way in, tokens and logprobs on the way out.
 
 vLLM gets token ids and gives token ids. Its own text, stop strings and usage are not asked for: Weft makes them of the
 tokens, as it does for every engine.
@@ -20,13 +20,13 @@ FINISH = {
 
 
 def prompt_of(request: Request) -> list[int]:
-    """A request that another engine began goes on behind what it has delivered."""
+    """Return the prompt: a request that another engine began goes on behind what it has delivered."""
     return request.prompt_token_ids + request.output_token_ids
 
 
 def sampling_of(request: Request) -> dict[str, Any]:
-    """What vLLM's SamplingParams are made with, but for the grammar. Raises EngineFault for a request that cannot go on
-    where another engine left it."""
+    """Return the arguments of vLLM's SamplingParams, but the grammar. Raises EngineFault for a request that cannot go
+    on where another engine left it."""
     params, num_delivered = request.params, len(request.output_token_ids)
     if params.grammar and num_delivered:
         raise EngineFault(
@@ -55,7 +55,7 @@ def sampling_of(request: Request) -> dict[str, Any]:
 
 
 def _seed(request: Request) -> int | None:
-    """vLLM draws from a generator of the request's own, which begins again with a resumed one; -1 means none to it."""
+    """Return the seed for vLLM, whose generator begins again with a resumed request; -1 would mean none to it."""
     seed = request.params.seed
     if seed is None or request.params.temperature == 0:
         return None
@@ -63,14 +63,14 @@ def _seed(request: Request) -> int | None:
 
 
 class VllmAnswer:
-    """What vLLM gives for one request, as events."""
+    """The outputs of vLLM for one request, as events."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._is_first = True
 
     def event(self, output: Any) -> Event:
-        """Of one RequestOutput, whose tokens are those since the last."""
+        """Return the event of one RequestOutput, whose tokens are those since the last."""
         request, (completion,) = self._request, output.outputs
         token_ids = list(completion.token_ids)
         finish = None if completion.finish_reason is None else FINISH[completion.finish_reason]
@@ -94,7 +94,8 @@ class VllmAnswer:
 
 
 def logprobs_of(token_ids: list[int], positions: Any, num_top: int) -> list[TokenLogprob]:
-    """vLLM has, for every position, a table of the likeliest tokens and the chosen one, each with its rank."""
+    """Return log probabilities from vLLM's tables: for every position, the likeliest tokens and the chosen one by
+    rank."""
     return [
         TokenLogprob(
             table[token].logprob,

@@ -1,4 +1,4 @@
-"""vLLM's synchronous engine, LLMEngine, stepped by a thread of its own: requests and aborts reach it between two steps,
+"""The driver of vLLM's synchronous engine, LLMEngine, which a thread steps: requests and aborts reach it between steps,
 and what a step brought goes to the event loop in one piece.
 """
 

@@ -1,4 +1,4 @@
-"""vLLM behind the contract. Beyond the wire there is vLLM instead of Weft's own loop; on this side all is as with the
+"""The engine contract with vLLM behind it. Beyond the wire is vLLM instead of Weft's loop; this side is as with the
 native engine: the client that supervises, the journal that resumes, the text made of tokens.
 """
 
@@ -41,7 +41,7 @@ class VllmEngine(NativeEngine):
         takes_adapters: bool,
         has_grammars: bool,
     ) -> None:
-        """`takes_adapters`: vLLM was started with capacity for them."""
+        """Take a client of a vLLM. `takes_adapters`: it was started with capacity for them."""
         super().__init__(client, text, adapters)
         self.name = kind.name
         self.abilities = replace(ABILITIES, grammar=has_grammars, lora=takes_adapters)

@@ -13,7 +13,7 @@ from weft.backends.vllm.sampling_params import prompt_of, sampling_of
 from weft.types import Adapter, Request
 
 REFUSALS = (ValueError, VLLMValidationError, VLLMNotFoundError)
-"""What vLLM raises for a request that is wrong in itself."""
+"""The errors that vLLM raises for a request that is wrong in itself."""
 
 
 def tokens_prompt(request: Request) -> Any:

@@ -20,7 +20,7 @@ from weft.backends.vllm.arguments import DriverOptions, VllmKind
 
 TRACKER = "multiprocessing.resource_tracker"
 LAST_SECONDS = 10.0
-"""For what was killed to end: the kernel takes its memory back first."""
+"""The wait until killed processes have ended: the kernel takes their memory back first."""
 
 
 def kill_group(group: int, *, spare: int = 0) -> bool:
@@ -46,7 +46,7 @@ def _members(group: int) -> dict[int, bool]:
 
 
 def _is_alive_in(group: int, folder: Path) -> bool:
-    """One that has ended, and is waited for by nobody, is not alive."""
+    """Return whether a process is alive and in the group. A zombie is not alive."""
     try:
         state, _, its_group = (folder / "stat").read_text().rpartition(") ")[2].split()[:3]
     except (FileNotFoundError, ProcessLookupError):
@@ -86,7 +86,7 @@ class VllmProcess:
         self.pid: int | None = self._process.pid
 
     def kill(self) -> None:
-        # As long as the first process is not waited for, its group's number is nobody else's.
+        # As long as the first process is not reaped, no other group has its number.
         if self._process.returncode is None:
             kill_group(self._process.pid)
 
@@ -100,7 +100,7 @@ class VllmProcess:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def _has_ended(self, timeout_s: float) -> bool:
-        """Whether it ends in time. It is not reaped."""
+        """Return whether it ends in time. It is not reaped."""
         number = os.pidfd_open(self._process.pid)
         try:
             ended = select.poll()
