@@ -21,7 +21,9 @@ def trace(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> ChatTra
 
 
 def test_a_chat_walks_through_few_files(trace: ChatTrace) -> None:
-    assert trace.walk[0] == "weft.api.http_protocol"
+    # A heartbeat of the engine may come before the request.
+    first = next(module for module in trace.walk if not module.startswith("weft.engine."))
+    assert first == "weft.api.http_protocol"
     assert {"weft.engine.client", "weft.text.detokenizer"} <= set(trace.walk)
     assert len(trace.walk) <= MAX_WALK_FILES, trace.walk
 
