@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-PATIENCE = 120.0
+PATIENCE = 300.0
 """Seconds after which a test gives up: long, because a busy machine is no failure."""
 _POLL = 0.005
 
