@@ -20,7 +20,7 @@ from msgspec import Struct
 
 import weft
 from tests.e2e.tiny_server import NAME, TinyServer
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 PACKAGE = Path(weft.__file__).parent
 TRACING = Path(__file__).parent / "chat_tracing"
@@ -71,7 +71,7 @@ def _traced(folder: Path) -> Iterator[None]:
 def _stream_chat(url: str) -> str:
     messages = [{"role": "user", "content": "What runs across the warp?"}]
     body = {"model": NAME, "messages": messages, "max_tokens": 8, "temperature": 0, "stream": True}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
     return answer.text
 

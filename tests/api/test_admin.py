@@ -16,7 +16,7 @@ from starlette.routing import Route
 from tests.api.grpc.calls import Client, ask, door, failed
 from tests.api.http import CHAT, HELLO, error_of, request
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, answer, forever
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 from weft.api.app import admission_app, build_app
 from weft.config import load
 from weft.options import Config
@@ -44,7 +44,7 @@ def run(scenario: Scenario, script: Any = ENDLESS, config: Config = CONFIG) -> N
         gate = Admission(config)
         gate.open(engine)
         transport = httpx.ASGITransport(admission_app(gate))
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=20) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=PATIENCE) as client:
             await scenario(client, gate, engine)
 
     asyncio.run(go())

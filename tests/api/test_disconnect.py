@@ -12,7 +12,7 @@ import pytest
 
 from tests.api.http import CHAT, COMPLETIONS, HELLO, real_server
 from tests.api.scripted_engine import ScriptedEngine, Step, answer, forever
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 from weft.api.app import build_app
 from weft.config import load
 from weft.types import Output
@@ -63,7 +63,7 @@ def test_a_hang_up_in_the_middle_of_a_body_leaves_nothing() -> None:
 def test_a_connection_serves_many_requests() -> None:
     """The watch for a hang-up must leave the connection as it was."""
     engine = ScriptedEngine(answer("x"))
-    with real_server(build_app(engine, load(env={}))) as url, httpx.Client(base_url=url) as client:
+    with real_server(build_app(engine, load(env={}))) as url, httpx.Client(base_url=url, timeout=PATIENCE) as client:
         for stream in (False, True, False, True):
             assert client.post(CHAT, json=HELLO | {"stream": stream}).status_code == 200
     assert len(engine.submitted) == 4

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from tests.api.http import COMPLETIONS, PROMPT, real_server
 from tests.api.scripted_engine import ScriptedEngine, Step, answer, next_turn
 from tests.api.test_disconnect import post_raw
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 from weft.api.app import build_app
 from weft.api.http_protocol import DirectWriter, WriteBatch, direct_writer
 from weft.config import load
@@ -50,7 +50,7 @@ def test_pieces_and_the_end_arrive_in_the_order_in_which_they_were_given() -> No
         await end(send, b"end")
 
     with real_server(talking(talk)) as url:  # type: ignore[arg-type]
-        text = httpx.get(url).text
+        text = httpx.get(url, timeout=PATIENCE).text
     assert text.split() == [*map(str, range(100)), "end"]
 
 
@@ -147,7 +147,9 @@ def test_a_reader_who_hangs_up_with_a_reset_leaves_the_others_whole() -> None:
 def test_several_prompts_of_one_stream_are_each_whole() -> None:
     engine = ScriptedEngine(answer(*"the quick brown fox", finish=FinishReason.LENGTH))
     with real_server(build_app(engine, load(env={}))) as url:
-        text = httpx.post(url + COMPLETIONS, json=PROMPT | {"prompt": ["a", "b", "c"], "stream": True}).text
+        text = httpx.post(
+            url + COMPLETIONS, json=PROMPT | {"prompt": ["a", "b", "c"], "stream": True}, timeout=PATIENCE
+        ).text
     *events, done = [line.removeprefix("data: ") for line in text.split("\n") if line]
     assert done == "[DONE]"
     texts: dict[int, str] = {}

@@ -60,7 +60,7 @@ class Ask(threading.Thread):
 
 def is_up(url: str) -> bool:
     with contextlib.suppress(httpx.ConnectError):
-        return httpx.get(f"{url}/health/live").status_code == 200
+        return httpx.get(f"{url}/health/live", timeout=PATIENCE).status_code == 200
     return False
 
 
@@ -69,13 +69,13 @@ def test_it_answers_while_the_engine_starts(tmp_path: Path) -> None:
     with reserved_port() as port, process(start_when=str(go), settings={"port": port}) as child:
         url = f"http://127.0.0.1:{port}"
         wait_until(lambda: is_up(url))
-        health = httpx.get(f"{url}/health")
+        health = httpx.get(f"{url}/health", timeout=PATIENCE)
         assert health.status_code == 503
         assert "starting" in health.text
-        assert httpx.post(url + COMPLETIONS, json=PROMPT).status_code == 503
+        assert httpx.post(url + COMPLETIONS, json=PROMPT, timeout=PATIENCE).status_code == 503
         go.touch()
         assert address_of(child) == url
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
 
 
 def test_a_signal_drains_and_ends_with_0(tmp_path: Path) -> None:
@@ -84,9 +84,9 @@ def test_a_signal_drains_and_ends_with_0(tmp_path: Path) -> None:
         url = address_of(child)
         ask = Ask(url)
         child.send_signal(signal.SIGTERM)
-        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
-        assert "draining" in httpx.get(f"{url}/health").text
-        assert httpx.post(url + COMPLETIONS, json=PROMPT).status_code == 503
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 503)
+        assert "draining" in httpx.get(f"{url}/health", timeout=PATIENCE).text
+        assert httpx.post(url + COMPLETIONS, json=PROMPT, timeout=PATIENCE).status_code == 503
         go.touch()
         ask.join()
         assert "done" in ask.text and ask.text.endswith("data: [DONE]\n\n")
@@ -108,7 +108,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         url = address_of(child)
         ask = Ask(url)
         child.send_signal(signal.SIGINT)
-        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 503)
         child.send_signal(signal.SIGTERM)
         assert child.wait(timeout=PATIENCE) == 0
         ask.join()

@@ -26,6 +26,7 @@ from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 from tests.e2e.tiny_server import NAME, TinyServer
+from tests.waiting import PATIENCE
 
 PROTO = Path(__file__).parents[2] / "weft/api/grpc/ai_service.proto"
 SING = [{"role": "user", "content": "Sing."}]
@@ -108,7 +109,7 @@ class TestOpenAI:
 class TestLangChain:
     @pytest.fixture
     def chat(self, server: TinyServer) -> Iterator[ChatOpenAI]:
-        with httpx.Client() as http:
+        with httpx.Client(timeout=PATIENCE) as http:
             yield ChatOpenAI(
                 base_url=server.url + "/v1",
                 api_key="none",
@@ -224,7 +225,7 @@ class TestGrpc:
 def completion(server: TinyServer, prompt: str, max_tokens: int) -> str:
     """The same answer by the other door."""
     body = {"model": NAME, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-    text: str = httpx.post(server.url + "/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
+    text: str = httpx.post(server.url + "/v1/completions", json=body, timeout=PATIENCE).json()["choices"][0]["text"]
     return text
 
 

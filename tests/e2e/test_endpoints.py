@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 from weft.checkpoint.model_files import ModelFiles
 
@@ -41,15 +41,15 @@ def predict(server: Server, **metadata: str) -> str:
 
 def test_both_doors_give_the_same_answer(locked: Server) -> None:
     body = {"model": "smollm2", "prompt": PROMPT, "temperature": 0, "max_tokens": 12}
-    answer = httpx.post(locked.url + "/v1/completions", json=body, headers=KEY, timeout=60).json()
+    answer = httpx.post(locked.url + "/v1/completions", json=body, headers=KEY, timeout=PATIENCE).json()
     text = answer["choices"][0]["text"]
     assert len(text) > 10
     assert predict(locked, **KEY) == text
 
 
 def test_both_doors_are_closed_without_the_key(locked: Server) -> None:
-    assert httpx.get(locked.url + "/v1/models", timeout=30).status_code == 401
-    assert httpx.get(locked.url + "/health/live", timeout=30).status_code == 200
+    assert httpx.get(locked.url + "/v1/models", timeout=PATIENCE).status_code == 401
+    assert httpx.get(locked.url + "/health/live", timeout=PATIENCE).status_code == 200
     with pytest.raises(grpc.RpcError) as refused:
         predict(locked, authorization="Bearer sesam")
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -57,7 +57,7 @@ def test_both_doors_are_closed_without_the_key(locked: Server) -> None:
 
 def test_tokens_and_text(locked: Server) -> None:
     def ask(path: str, **body: object) -> dict[str, object]:
-        return httpx.post(locked.url + path, json=body, headers=KEY, timeout=60).json()
+        return httpx.post(locked.url + path, json=body, headers=KEY, timeout=PATIENCE).json()
 
     tokens = ask("/tokenize", prompt="Grüße, 世界!")["tokens"]
     assert ask("/detokenize", tokens=tokens) == {"prompt": "Grüße, 世界!"}

@@ -36,10 +36,10 @@ class Fleet(Server):
         return {card["id"]: card["state"] for card in self.get("/v1/models").json()["data"]}
 
     def complete(self, model: str, tokens: int = 4, **fields: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/completions", json=body(model, tokens) | fields, timeout=120)
+        return httpx.post(f"{self.url}/v1/completions", json=body(model, tokens) | fields, timeout=PATIENCE)
 
     def admin(self, what: str, **body: str) -> httpx.Response:
-        return httpx.post(f"{self.url}/admin/models/{what}", json=body, headers=ADMIN, timeout=120)
+        return httpx.post(f"{self.url}/admin/models/{what}", json=body, headers=ADMIN, timeout=PATIENCE)
 
 
 def body(model: str, tokens: int) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_the_death_of_one_engine_is_not_heard_by_the_other_s_streams(fleet: Flee
 
     def stream() -> None:
         asked = body("first", 300) | {"stream": True}
-        with httpx.stream("POST", f"{fleet.url}/v1/completions", json=asked, timeout=120) as answer:
+        with httpx.stream("POST", f"{fleet.url}/v1/completions", json=asked, timeout=PATIENCE) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     begun.set()

@@ -14,7 +14,7 @@ import pytest
 from tests.api.openai.pixels import pixels_of
 from tests.e2e.tiny_server import NAME, TinyServer
 from tests.tiny_pipelines import SIZE, save_pipeline
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 pytest.importorskip("diffusers")
 
@@ -30,7 +30,7 @@ def server(
 
 
 def ask(server: TinyServer, **fields: Any) -> httpx.Response:
-    return httpx.post(server.url + "/v1/images/generations", json={"prompt": "a red cat", **fields}, timeout=120)
+    return httpx.post(server.url + "/v1/images/generations", json={"prompt": "a red cat", **fields}, timeout=PATIENCE)
 
 
 def picture(b64_json: str) -> bytes:
@@ -55,7 +55,7 @@ def test_an_image_comes_back_and_comes_again(server: TinyServer) -> None:
 
 def test_steps_are_counted_and_previews_shown(server: TinyServer) -> None:
     body = {"prompt": "a cat", "stream": True, "num_inference_steps": 6, "partial_images": 1, "seed": 1}
-    with httpx.stream("POST", server.url + "/v1/images/generations", json=body, timeout=120) as answer:
+    with httpx.stream("POST", server.url + "/v1/images/generations", json=body, timeout=PATIENCE) as answer:
         found = list(events(answer.iter_lines()))
     assert [event["step"] for event in found if "step" in event] == [1, 2, 3, 4, 5, 6]
     shown = [picture(event["b64_json"]) for event in found if "b64_json" in event]
@@ -69,10 +69,10 @@ def test_leaving_in_the_middle_frees_the_canvas_beside_a_chat(server: TinyServer
         "stream": True, "seed": 1,
     }  # fmt: skip
     image = {"prompt": "a cat", "stream": True, "num_inference_steps": 1000}
-    with httpx.stream("POST", server.url + "/v1/chat/completions", json=chat, timeout=120) as answer:
+    with httpx.stream("POST", server.url + "/v1/chat/completions", json=chat, timeout=PATIENCE) as answer:
         told = events(line for line in answer.iter_lines() if "[DONE]" not in line)
         assert next(told)["choices"]
-        with httpx.stream("POST", server.url + "/v1/images/generations", json=image, timeout=120) as drawing:
+        with httpx.stream("POST", server.url + "/v1/images/generations", json=image, timeout=PATIENCE) as drawing:
             drawn = events(drawing.iter_lines())
             assert [next(drawn)["step"] for _ in range(3)] == [1, 2, 3]
             wait_until(lambda: server.metric("weft_images_running") == 1)

@@ -26,7 +26,7 @@ from msgspec import Struct
 
 from tests import tiny_models
 from tests.generation import sample
-from tests.waiting import until, wait_until
+from tests.waiting import PATIENCE, until, wait_until
 from weft.backends.contract import Engine, Prompt, chat_prompt, text_prompt
 from weft.backends.native import start_native
 from weft.backends.openai_server.start import start
@@ -179,7 +179,7 @@ class Checks:
         return ""
 
     def _running(self) -> float:
-        metrics = httpx.get(f"{self.url}/metrics").text
+        metrics = httpx.get(f"{self.url}/metrics", timeout=PATIENCE).text
         [found] = re.findall(rf"^{self.peer.running}(?:{{.*}})? (\S+)$", metrics, re.MULTILINE)
         return float(found)
 
@@ -253,7 +253,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200:
                 return
         except httpx.HTTPError:
             pass

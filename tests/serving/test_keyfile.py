@@ -17,7 +17,7 @@ from tests.api.grpc.calls import Client, answer_to, ask, door
 from tests.api.http import CHAT, HELLO, request, request_app
 from tests.api.scripted_engine import ScriptedEngine, answer
 from tests.api.test_server import address_of, process
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 from weft.api.app import build_app
 from weft.api.server import check_reach
 from weft.config import load
@@ -134,7 +134,7 @@ def test_a_hangup_signal_reads_the_keys_again(file: Path) -> None:
         url = address_of(child)
 
         def opens(key: str) -> bool:
-            return httpx.get(url + "/v1/models", headers={"x-api-key": key}).status_code == 200
+            return httpx.get(url + "/v1/models", headers={"x-api-key": key}, timeout=PATIENCE).status_code == 200
 
         assert opens("old-one")
         before = file.stat()

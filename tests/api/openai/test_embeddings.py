@@ -15,7 +15,7 @@ from tests import virtual_time
 from tests.api.http import error_of, post, real_server, request
 from tests.api.scripted_engine import ScriptedEngine, forever
 from tests.api.test_disconnect import post_raw
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 from weft.api.app import build_app
 from weft.config import load
 from weft.errors import ContextTooLong, Overloaded
@@ -138,5 +138,5 @@ def test_a_client_that_hangs_up_ends_its_inputs_and_every_end_is_counted() -> No
         wait_until(lambda: len(engine.open) == 3)
         connection.close()
         wait_until(lambda: not engine.open)
-        metrics = httpx.get(url + "/metrics").text
+        metrics = httpx.get(url + "/metrics", timeout=PATIENCE).text
     assert 'weft_request_success_total{finished_reason="abort",model_name="scripted"} 3.0' in metrics

@@ -21,7 +21,7 @@ from tests.api.http import error_of, post, real_server, request
 from tests.api.openai.pixels import pixels_of
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, forever, picture
 from tests.api.test_disconnect import post_raw
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 from weft import logs
 from weft.api.app import build_app
 from weft.config import load
@@ -195,8 +195,8 @@ def test_an_image_that_ends_badly_has_its_status_and_is_counted_so(finish: Finis
     engine = painter()
     engine.image_script = [Output(denoise_step=1), Output(denoise_step=1, finish=finish, error="So it is.")]
     with real_server(build_app(engine, load(env={}))) as url:
-        response = httpx.post(url + IMAGES, json=BODY)
-        metrics = httpx.get(url + "/metrics").text
+        response = httpx.post(url + IMAGES, json=BODY, timeout=PATIENCE)
+        metrics = httpx.get(url + "/metrics", timeout=PATIENCE).text
     assert response.status_code == status and "So it is." in response.text
     assert f'weft_request_success_total{{finished_reason="{finish}",model_name="scripted"}} 1.0' in metrics
 
@@ -230,7 +230,7 @@ def test_a_client_that_hangs_up_ends_its_images_and_every_end_is_counted(stream:
             assert connection.recv(100)
         connection.close()
         wait_until(lambda: not engine.open)
-        metrics = httpx.get(url + "/metrics").text
+        metrics = httpx.get(url + "/metrics", timeout=PATIENCE).text
     assert 'weft_request_success_total{finished_reason="abort",model_name="scripted"} 3.0' in metrics
 
 
@@ -239,7 +239,7 @@ def test_a_prompt_and_its_images_are_charged_to_the_key() -> None:
     engine = painter()
     app = build_app(engine, load({"max_tokens_per_minute_per_key": 250}, env={}))
     with real_server(app) as url:
-        statuses = [httpx.post(url + IMAGES, json=BODY | {"n": 2}).status_code for _ in range(3)]
+        statuses = [httpx.post(url + IMAGES, json=BODY | {"n": 2}, timeout=PATIENCE).status_code for _ in range(3)]
     assert statuses == [200, 200, 429]
 
 
