@@ -33,7 +33,7 @@ ROOMS = (
     Room("scheduler", ("scheduler",), 95),
     Room("engine", ("engine",), 90),
     Room("text", ("text",), 90),
-    Room("api", ("frontend", "api", "serving"), 90),
+    Room("api", ("api", "serving"), 90),
     Room("whole", (), 85),
 )
 

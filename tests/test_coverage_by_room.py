@@ -34,7 +34,7 @@ def test_a_room_is_the_sum_of_its_files() -> None:
 
 
 def test_rooms_below_their_floor_are_named_and_those_at_it_are_not() -> None:
-    rooms = [Room("scheduler", ("scheduler",), 95), Room("api", ("frontend", "serving"), 90.5), Room("whole", (), 78)]
+    rooms = [Room("scheduler", ("scheduler",), 95), Room("api", ("api", "serving"), 90.5), Room("whole", (), 78)]
     text, below = table(FILES, rooms)
     assert below == ["api"]
     [_, scheduler, *_] = text.splitlines()

@@ -96,9 +96,9 @@ async def _pass(engine: Engine, config: Config, work: RpcWork) -> tuple[RpcFigur
             config.grpc, grpc_port=0, grpc_socket="", grpc_tls_cert="", grpc_tls_key="", grpc_tls_client_ca=""
         ),
     )
-    gate = Admission(config)
-    gate.open(engine)
-    server = await serve_rpc(gate, config)
+    admission = Admission(config)
+    admission.open(engine)
+    server = await serve_rpc(admission, config)
     tokens_before = engine.stats().generation_tokens
     began = time.perf_counter()
     try:
