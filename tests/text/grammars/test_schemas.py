@@ -50,7 +50,7 @@ def outputs(smollm2_assets: TextAssets) -> dict[str, list[str]]:
     active = list(rows)
     for position in range(1, MOST_TOKENS):
         # Ever more inclined to come to an end.
-        logits = torch.randn(width, generator=generator) + closes * position / 4
+        logits = torch.randn(width, generator=generator) + closes * position / 2
         for part in torch.tensor(active).split(32):
             numbers = part.tolist()
             batch = logits.repeat(len(numbers), 1)
