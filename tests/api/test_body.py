@@ -186,13 +186,13 @@ def test_a_head_without_an_end_is_ended() -> None:
 
 def test_a_head_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     given_up = asyncio.Event()
-    give_up = http_protocol.Protocol._give_up_head
+    give_up = http_protocol.HttpProtocol._give_up_head
 
-    def giving_up(connection: http_protocol.Protocol) -> None:
+    def giving_up(connection: http_protocol.HttpProtocol) -> None:
         give_up(connection)
         given_up.set()
 
-    monkeypatch.setattr(http_protocol.Protocol, "_give_up_head", giving_up)
+    monkeypatch.setattr(http_protocol.HttpProtocol, "_give_up_head", giving_up)
     monkeypatch.setattr(http_protocol, "HEAD_S", 0.05)
     engine = ScriptedEngine([Output(text="a", token_ids=[1]), given_up.wait, *answer("b")])
     with real_server(build_app(engine, load(env={}))) as url:

@@ -317,7 +317,7 @@ def test_a_model_without_an_end_is_told_so() -> None:
     tokenizer = Tokenizer.from_assets(TextAssets(kind="json", tokenizer_json=tokenizer_json()))
 
     async def work(compiler: GrammarCompiler) -> None:
-        with pytest.raises(InvalidRequest, match="no token that ends"):
+        with pytest.raises(InvalidRequest, match="no end-of-sequence token"):
             await compiler.compile(JsonObjectSpec())
 
     compiling(tokenizer, work)
