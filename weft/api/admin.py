@@ -58,7 +58,7 @@ class OpenRequest(Struct, frozen=True, kw_only=True):
 class CacheReset(Struct, frozen=True, omit_defaults=True):
     forgotten_blocks: int
     refused: dict[str, str] = {}
-    """Why models did not, by their names."""
+    """The reasons of models that refused, by their names."""
 
 
 def add_admin(app: FastAPI, admission: Admission) -> None:
@@ -199,9 +199,9 @@ class Resident(Struct, frozen=True, kw_only=True):
     name: str
     state: str
     why: str
-    """Why the last load failed."""
+    """The reason why the last load failed."""
     stage: str
-    """How far a load under way is."""
+    """The stage of a load under way."""
     model: str
     engine: str
     """The one in use, or those that would be tried."""

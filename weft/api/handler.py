@@ -71,7 +71,7 @@ def error_event(error: WeftError) -> bytes:
 
 
 class Writer:
-    """How the answers of one endpoint are written: in one piece, or as server-sent events."""
+    """A writer writes the answers of one endpoint: in one piece, or as server-sent events."""
 
     def __init__(self, answer_id: str, model_name: str, *, stream: bool) -> None:
         """`model_name`: as the client called it, for the log and the metrics. `stream`: events are wanted."""
@@ -95,6 +95,9 @@ class Writer:
     def failure(self, error: WeftError) -> bytes:
         """Return what ends a stream that has begun and cannot go on."""
         return error_event(error)
+
+    def check(self, output: Output) -> None:
+        """Raise what is wrong with an answer in one piece as soon as an output shows it, before others are computed."""
 
     async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         """Return the answer in one piece."""
@@ -170,8 +173,13 @@ class Handler(Response):
                         )
             else:
                 outputs = [CollectedOutput() for _ in requests]
+
+                def collect(index: int, output: Output) -> None:
+                    writer.check(output)
+                    outputs[index].add(output)
+
                 with _until_hang_up(), generation.counted():
-                    await context.guard(generation.run(lambda index, output: outputs[index].add(output)))
+                    await context.guard(generation.run(collect))
                     await response.answer(await writer.whole(outputs))
 
 

@@ -158,7 +158,7 @@ def too_large(limits: LimitOptions) -> HeadTooLarge:
 OPEN_PATHS = frozenset({"/health/live"})
 ADMIN_PATH = "/admin"
 VLLM_LOAD_PATH, VLLM_UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-"""What vLLM calls two of the operator's routes."""
+"""The names that vLLM gives to two of the operator's routes."""
 
 
 class ApiKeyAuth:

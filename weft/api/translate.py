@@ -151,7 +151,7 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     """Choices of each prompt, which follow one another."""
     reader_options: ReaderOptions = ReaderOptions()
     truncated_tokens: int = 0
-    """What was cut from the prompts' beginnings, because the request allowed it."""
+    """Tokens that were cut from the prompts' beginnings, because the request allowed it."""
 
     @property
     def prompt(self) -> Prompt:

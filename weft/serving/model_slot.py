@@ -27,7 +27,7 @@ BACKOFF_S, MAX_BACKOFF_S = 5.0, 300.0
 
 
 class Failure(Struct, frozen=True):
-    """How the last load failed."""
+    """A failure is how the last load ended, and when another may be tried."""
 
     error: Exception
     retry_at: float
@@ -59,7 +59,7 @@ class ModelSlot:
         """True from the moment that memory was set aside for it."""
         self.waits_for_memory = False
         self.stage = ""
-        """How far a load is."""
+        """The stage of a load under way."""
         self.failure: Failure | None = None
         self.is_gone = False
         """True when it is no longer in the pool."""

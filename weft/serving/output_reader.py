@@ -160,7 +160,7 @@ class Opened(Struct, frozen=True):
 class Grown(Struct, frozen=True):
     block: OutputBlock
     text: str
-    """What is new."""
+    """The text that is new."""
 
 
 class Closed(Struct, frozen=True):

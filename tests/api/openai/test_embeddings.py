@@ -13,7 +13,7 @@ from openai.types import CreateEmbeddingResponse
 
 from tests import virtual_time
 from tests.api.http import error_of, post, real_server, request
-from tests.api.scripted_engine import ScriptedEngine, forever
+from tests.api.scripted_engine import ScriptedEngine, forever, next_turn
 from tests.api.test_disconnect import post_raw
 from tests.waiting import PATIENCE, wait_until
 from weft.api.app import build_app
@@ -68,6 +68,21 @@ def test_fields_reach_the_engine() -> None:
     assert engine.embedded[-1].pooling is Pooling.MEAN
     ask(engine, input="x" * 5000, truncate_prompt_tokens=-1)
     assert len(engine.embedded[-1].prompt) == engine.model.max_model_len - 1
+
+
+def test_a_wrong_width_is_refused_with_the_first_vector() -> None:
+    """The other inputs would never end: their refusal shows that nobody waited for them."""
+    engine = ScriptedEngine()
+    begun: list[int] = []
+
+    async def first_alone() -> None:
+        begun.append(len(begun))
+        await (next_turn if len(begun) == 1 else forever)()
+
+    engine.embed_when = first_alone
+    response = ask(engine, input=["a", "b", "c"], dimensions=3)
+    assert response.status_code == 400 and error_of(response)["param"] == "dimensions"
+    assert not engine.open
 
 
 def test_inputs_run_together_and_keep_their_order() -> None:

@@ -22,7 +22,7 @@ from weft.errors import EngineFault, InvalidRequest
 from weft.serving.admission import RequestContext
 from weft.serving.output_reader import CollectedOutput
 from weft.serving.request import requests_like
-from weft.types import Embed, GenerationRequest, Pooling, Prompt
+from weft.types import Embed, GenerationRequest, Output, Pooling, Prompt
 
 FLOAT_BYTES = 4
 
@@ -93,6 +93,10 @@ class EmbeddingsWriter(Writer):
     def __init__(self, request: EmbeddingsRequest) -> None:
         super().__init__(f"embd-{uuid.uuid4().hex}", request.model, stream=False)
         self._request = request
+
+    def check(self, output: Output) -> None:
+        if output.finish:
+            self._checked(output.embedding)
 
     async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         vectors = [self._checked(output.embedding) for output in outputs]

@@ -112,7 +112,7 @@ class ImagesUsage(Struct, frozen=True, kw_only=True):
 class DrawnImage(Struct, frozen=True, kw_only=True):
     b64_json: str
     seed: int
-    """Which gives this image again."""
+    """The seed that gives this image again."""
 
 
 class ImagesAnswer(Struct, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ class ImageProgress(Struct, frozen=True, kw_only=True):
 
 
 class ShownImage(Struct, frozen=True, kw_only=True):
-    """What the events that show an image have in common."""
+    """The fields that the events which show an image have in common."""
 
     index: int
     b64_json: str

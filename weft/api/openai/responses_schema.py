@@ -290,7 +290,7 @@ class InputTokensDetails(Struct, frozen=True):
 
 class OutputTokensDetails(Struct, frozen=True):
     reasoning_tokens: int
-    """What the reasoning's text is in tokens, without its marks."""
+    """Tokens of the reasoning's text, without its marks."""
 
 
 class ResponseUsage(Struct, frozen=True, kw_only=True):

@@ -192,7 +192,7 @@ def attention(qkv: Tensor, heads: HeadShape, kv: Tensor, batch: AttentionBatch) 
 
 
 def _prompt_attention(qkv: Tensor, heads: HeadShape) -> Tensor:
-    """Of one prompt over itself: the cache is not read."""
+    """Compute the attention of one prompt over itself: the cache is not read."""
     sizes = [heads.q_size, heads.kv_size // 2, heads.kv_size // 2]
     query, key, value = (
         part.view(1, len(qkv), -1, heads.head_dim).transpose(1, 2) for part in torch.split(qkv, sizes, dim=1)
