@@ -15,6 +15,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --constraint constraints.txt --only-binary :all: --no-build-isolation
 ARGS ?=
+# Every test that starts a process would compile Weft anew where this is set.
+export PYTHONDONTWRITEBYTECODE :=
 VLLM_ENV ?= build/vllm
 LLAMA_SERVER ?=
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.

@@ -8,6 +8,7 @@ module of weft that the api process and the engine process have imported by then
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 from collections import Counter
@@ -58,12 +59,12 @@ def trace_chat(model: Path, folder: Path) -> ChatTrace:
 def _traced(folder: Path) -> Iterator[None]:
     """Processes that are started meanwhile, and theirs, write what they import and call into the folder."""
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(TRACING), before or str(PACKAGE.parent)])
-    os.environ["CHAT_TRACE_FOLDER"] = str(folder)
+    shutil.copy(TRACING / "sitecustomize.py", folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), before or str(PACKAGE.parent)])
     try:
         yield
     finally:
-        del os.environ["CHAT_TRACE_FOLDER"], os.environ["PYTHONPATH"]
+        del os.environ["PYTHONPATH"]
         if before is not None:
             os.environ["PYTHONPATH"] = before
 

@@ -1,4 +1,4 @@
-"""An engine process that may hold so many bytes: `python -m tests.backends.limited_engine BYTES FD`."""
+"""An engine process that may hold so many bytes: `launch_engine("tests.backends.limited_engine", BYTES)`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 
 from weft.engine import process
 
-if __name__ == "__main__":
+
+def main() -> None:
     most = int(sys.argv.pop(1))
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     process.main()

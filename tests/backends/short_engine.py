@@ -1,4 +1,4 @@
-"""An engine process that may hold so many bytes, unawares: `python -m tests.backends.short_engine BYTES FD`."""
+"""An engine process that may hold so many bytes, unawares: `launch_engine("tests.backends.short_engine", BYTES)`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 
 from weft.engine import process
 
-if __name__ == "__main__":
+
+def main() -> None:
     most = int(sys.argv.pop(1))
     from weft.worker import worker
 

@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 import re
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +26,7 @@ from weft.backends.contract import Engine, Health
 from weft.backends.native import start_native
 from weft.backends.safe_loading import Loading, LoadStage, check_load, load_safely
 from weft.checkpoint.model_files import ModelFiles, dummy_files
-from weft.engine.process import EngineProcess
+from weft.engine.process import LaunchedEngine, launch_engine
 from weft.errors import EngineFault, ModelError, OutOfMemory, Unavailable, WeftError
 from weft.hub.progress import Report
 from weft.machine.devices import Device
@@ -416,12 +415,11 @@ def test_a_real_engine_in_too_little_memory_gets_a_smaller_cache(
 ) -> None:
     """This process may take what it likes, the engine's no more than 3 GiB: its own plan refuses the cache of 8 GiB.
     The process of the first try is gone when the second begins."""
-    launched: list[EngineProcess] = []
+    launched: list[LaunchedEngine] = []
 
-    def launch() -> EngineProcess:
+    def launch() -> LaunchedEngine:
         assert all(engine.wait(0) is not None for engine in launched)
-        command = (sys.executable, "-m", "tests.backends.limited_engine", str(3 * GIB))
-        launched.append(EngineProcess(command))
+        launched.append(launch_engine("tests.backends.limited_engine", str(3 * GIB)))
         return launched[-1]
 
     asked = Config(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from weft.backends.native import start_native
 from weft.backends.safe_loading import load_safely
-from weft.engine.process import EngineProcess
+from weft.engine.process import launch_engine
 from weft.errors import OutOfMemory
 from weft.machine.hardware import Cpu, Machine, Memory
 from weft.machine.memory import GIB
@@ -27,8 +26,7 @@ def test_it_arrives_by_its_type_and_is_tried_with_less(tiny_model: Path) -> None
         cache=CacheOptions(kv_cache_memory_mb=8192),
         backend=BackendOptions(engine="native"),
     )
-    command = (sys.executable, "-m", "tests.backends.short_engine", str(3 * GIB))
-    start = partial(start_native, launch=lambda: EngineProcess(command))
+    start = partial(start_native, launch=partial(launch_engine, "tests.backends.short_engine", str(3 * GIB)))
 
     async def try_it() -> None:
         with pytest.raises(OutOfMemory, match="Unable to allocate"):

@@ -63,15 +63,23 @@ class Server:
         return float(found[1])
 
     def children(self) -> list[int]:
-        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        return [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+        """Every process under the server's, the engine under its fork server among them."""
+        found = _children(self.process.pid)
+        for pid in found:
+            found.extend(_children(pid))
+        return found
 
     def engine_pid(self) -> int:
         for pid in self.children():
-            if "weft.engine.process" in Path(f"/proc/{pid}/cmdline").read_text():
+            if Path(f"/proc/{pid}/comm").read_text() == "weft-engine\n":
                 return pid
         raise AssertionError("there is no engine process")
 
     def _read_log(self) -> None:
         assert self.process.stderr is not None
         self.log.extend(self.process.stderr)
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

@@ -1,4 +1,4 @@
-"""An engine process with a fault: `python -m tests.engine.faulty FAULT FD`.
+"""An engine process with a fault: `launch_engine("tests.engine.faulty", FAULT)`.
 
 Whenever a step has a request whose tokens hold POISON, the fault happens. Everything else is the real engine.
 """
@@ -35,7 +35,6 @@ def install(fault: str) -> None:
     Runner.execute, Runner._sampled = faulty_execute, faulty_sampled
 
 
-if __name__ == "__main__":
-    fault = sys.argv.pop(1)
-    install(fault)
+def main() -> None:
+    install(sys.argv.pop(1))
     process.main()

@@ -24,7 +24,7 @@ SILENT = "import signal, socket, sys; socket.socket(fileno=int(sys.argv[1])); si
 
 class SilentEngine(EngineProcess):
     def __init__(self) -> None:
-        super().__init__((sys.executable, "-c", SILENT))
+        super().__init__(sys.executable, "-c", SILENT)
 
     @property
     def has_ended(self) -> bool:

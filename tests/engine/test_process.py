@@ -32,7 +32,7 @@ process.main()
 
 
 def test_a_failed_engine_is_gone_though_its_teardown_would_hang() -> None:
-    engine = EngineProcess((sys.executable, "-c", HANGS_AT_ITS_END))
+    engine = EngineProcess(sys.executable, "-c", HANGS_AT_ITS_END)
     try:
         with engine.socket:
             engine.socket.sendall(frame(NO_MODEL))

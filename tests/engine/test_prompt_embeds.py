@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from weft.backends.contract import final_output
 from weft.backends.native import NativeEngine, start_native
 from weft.config import load
 from weft.engine.client import EngineClient, check_tensor_capacity
-from weft.engine.process import EngineProcess, EngineThread
+from weft.engine.process import EngineThread, LaunchedEngine, launch_engine
 from weft.errors import InvalidRequest, Overloaded
 from weft.hub.resolve import resolve
 from weft.options import SchedulerOptions
@@ -116,7 +117,7 @@ def image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_image_model(tmp_path_factory.mktemp("images") / "tiny-dit", WIDTH)
 
 
-async def started(model: Path, image_model: Path, launch: type = EngineThread) -> NativeEngine:
+async def started(model: Path, image_model: Path, launch: Callable[[], LaunchedEngine] = EngineThread) -> NativeEngine:
     settings = {"image_model": str(image_model), "num_blocks": 64, "max_model_len": 256, "threads": 1}
     return await start_native(load(settings, env={}), resolve(str(model)), launch=launch)
 
@@ -204,7 +205,7 @@ def test_leaving_gives_the_bytes_back(tiny_model: Path, image_model: Path) -> No
 
 def test_killed_in_mid_image_it_is_drawn_again_from_the_same_tensors(tiny_model: Path, image_model: Path) -> None:
     async def scenario() -> None:
-        engine = await started(tiny_model, image_model, EngineProcess)
+        engine = await started(tiny_model, image_model, launch_engine)
         given = {"prompt": tensor(STATES), "negative": tensor(-STATES)}
         expected = await picture(engine, [], steps=80, **given)
         before = engine.stats().denoise_steps

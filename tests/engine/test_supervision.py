@@ -22,7 +22,7 @@ from tests.waiting import until, wait_until
 from weft.backends.native import NativeEngine, start_native
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
-from weft.engine.process import EngineProcess, EngineThread
+from weft.engine.process import EngineProcess, EngineThread, launch_engine
 from weft.errors import EngineFault, ModelError, OutOfMemory, Overloaded
 from weft.types import FinishReason, ImageParams, Output, SamplingParams
 
@@ -38,7 +38,7 @@ PROMPTS = [
 
 
 @asynccontextmanager
-async def serving(files: ModelFiles, launch=EngineProcess, **settings: object) -> AsyncIterator[NativeEngine]:
+async def serving(files: ModelFiles, launch=launch_engine, **settings: object) -> AsyncIterator[NativeEngine]:
     config = load({"kv_cache_memory_mb": 256, "max_model_len": 2048, **settings}, env={})
     engine = await start_native(config, files, launch=launch)
     try:
@@ -53,6 +53,12 @@ async def answer(engine: NativeEngine, prompt: str | list[int], params: Sampling
     async for output in await engine.submit(sample(tokens, params)):
         text += output.text
     return text, output
+
+
+def descendants(pid: int) -> list[int]:
+    """The engine is the fork server's child."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(one for child in children for one in descendants(child))]
 
 
 def alive(pid: int) -> bool:
@@ -135,7 +141,7 @@ def test_a_stopped_engine_is_noticed_and_replaced(smollm2_files: ModelFiles) -> 
 
 @pytest.mark.parametrize("fault", ["exit", "raise"])
 def test_a_request_that_kills_two_engines_ends_alone(smollm2_files: ModelFiles, fault: str) -> None:
-    launch = partial(EngineProcess, (sys.executable, "-m", "tests.engine.faulty", fault))
+    launch = partial(launch_engine, "tests.engine.faulty", fault)
 
     async def scenario() -> None:
         async with serving(smollm2_files, launch) as engine:
@@ -152,7 +158,7 @@ def test_a_request_that_kills_two_engines_ends_alone(smollm2_files: ModelFiles, 
 
 
 def test_logits_that_are_no_numbers_fail_that_request_alone(smollm2_files: ModelFiles) -> None:
-    launch = partial(EngineProcess, (sys.executable, "-m", "tests.engine.faulty", "nan"))
+    launch = partial(launch_engine, "tests.engine.faulty", "nan")
 
     async def scenario() -> None:
         async with serving(smollm2_files, launch) as engine:
@@ -230,11 +236,11 @@ def test_the_engine_dies_with_its_parent(smollm2_files: ModelFiles) -> None:
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         engine_pid = int(parent.stdout.readline())
-        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-        assert str(engine_pid) in children
+        children = descendants(parent.pid)
+        assert engine_pid in children
         parent.kill()
         parent.wait()
-    wait_until(lambda: not any(alive(int(pid)) for pid in children), f"the end of {children}")
+    wait_until(lambda: not any(alive(pid) for pid in children), f"the end of {children}")
 
 
 def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, smollm2_files: ModelFiles) -> None:
@@ -257,10 +263,10 @@ def test_an_engine_that_dies_at_once_is_not_started_for_ever(smollm2_files: Mode
             await start_native(
                 load({}, env={}),
                 smollm2_files,
-                launch=partial(EngineProcess, (sys.executable, "-c", "import os; os._exit(7)")),
+                launch=partial(EngineProcess, sys.executable, "-c", "import os; os._exit(7)"),
             )
         async with serving(smollm2_files, max_restarts=1) as engine:
-            engine.client._launch = partial(EngineProcess, (sys.executable, "-c", "import os; os._exit(7)"))
+            engine.client._launch = partial(EngineProcess, sys.executable, "-c", "import os; os._exit(7)")
             stream = asyncio.create_task(answer(engine, PROMPTS[0], GREEDY))
             await until(lambda: engine.stats().running)
             os.kill(engine.client.engine_pid, signal.SIGKILL)

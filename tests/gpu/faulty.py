@@ -1,4 +1,4 @@
-"""An engine process with a real fault of the GPU: `python -m tests.gpu.faulty FAULT MARKER FD`.
+"""An engine process with a real fault of the GPU: `launch_engine("tests.gpu.faulty", FAULT, MARKER)`.
 
 It happens in a step, once: the process that it befalls leaves a file MARKER for those that come after it.
 """
@@ -57,6 +57,6 @@ def install(fault: str, marker: Path) -> None:
     Runner.execute = faulty
 
 
-if __name__ == "__main__":
+def main() -> None:
     install(sys.argv.pop(1), Path(sys.argv.pop(1)))
     process.main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.journal import Entry
-from weft.engine.process import EngineProcess, LaunchedEngine
+from weft.engine.process import LaunchedEngine, launch_engine
 from weft.hub.resolve import resolve
 from weft.types import Event, FinishReason, Request, SamplingParams
 
@@ -103,14 +102,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
 
 @pytest.fixture(scope="module")
 def undisturbed(files: ModelFiles) -> dict[str, list[int]]:
-    served = serve(files, EngineProcess)
+    served = serve(files, launch_engine)
     assert served.restarts == 0 and served.finishes == {FinishReason.LENGTH}
     assert all(len(tokens) == NUM_TOKENS for tokens in served.answers.values())
     return served.answers
 
 
 def with_fault(fault: str, marker: Path) -> Callable[[], LaunchedEngine]:
-    return partial(EngineProcess, (sys.executable, "-m", "tests.gpu.faulty", fault, str(marker)))
+    return partial(launch_engine, "tests.gpu.faulty", fault, str(marker))
 
 
 @pytest.mark.parametrize(

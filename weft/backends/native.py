@@ -15,7 +15,7 @@ from weft.backends.model_text import ModelText, open_model_text
 from weft.checkpoint.adapter_files import adapter_paths
 from weft.checkpoint.model_files import ModelFiles
 from weft.engine.client import EngineClient
-from weft.engine.process import EngineProcess, LaunchedEngine
+from weft.engine.process import LaunchedEngine, launch_engine
 from weft.engine.wire import Vocabulary
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, WeftError
 from weft.hub.resolve import find_model
@@ -50,7 +50,7 @@ E = TypeVar("E", bound="NativeEngine")
 
 
 async def start_native(
-    config: Config, files: ModelFiles | None = None, *, launch: Callable[[], LaunchedEngine] = EngineProcess
+    config: Config, files: ModelFiles | None = None, *, launch: Callable[[], LaunchedEngine] = launch_engine
 ) -> NativeEngine:
     """Load a model, and return an engine that is ready to generate."""
     refuse(config, files)

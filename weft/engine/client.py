@@ -18,7 +18,7 @@ from msgspec.structs import replace
 import weft.errors
 from weft.checkpoint.model_files import ModelFiles
 from weft.engine.journal import Entry, Journal, Place, Queued, Waiting, queued_tokens
-from weft.engine.process import EngineProcess, LaunchedEngine
+from weft.engine.process import LaunchedEngine, launch_engine
 from weft.engine.wire import (
     Abort,
     BrokenFrame,
@@ -105,7 +105,7 @@ class _Connection(Struct):
 class EngineClient:
     """The client keeps one engine process alive, and hands requests to it and events to their streams."""
 
-    def __init__(self, config: Config, files: ModelFiles, launch: Callable[[], LaunchedEngine] = EngineProcess) -> None:
+    def __init__(self, config: Config, files: ModelFiles, launch: Callable[[], LaunchedEngine] = launch_engine) -> None:
         self.config = config
         self.files = files
         self.restarts = 0

@@ -4,27 +4,23 @@ socket, dies with it, and tells it why when it cannot go on. `run_engine` is the
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from typing import Protocol
 
-from weft import logs
+from weft import logs, switches
+from weft.engine.fork_server import ForkCommand, end_with_parent, exit_text, shared_fork_server
 from weft.engine.wire import Channel, Failed, Start
 from weft.errors import WeftError
 from weft.machine.memory import as_out_of_memory
 
 log = logging.getLogger(__name__)
-
-PR_SET_PDEATHSIG = 1
 
 
 def run_engine(sock: socket.socket, *, owns_process: bool = False) -> int:
@@ -64,8 +60,7 @@ def _leave_when(closed: threading.Event) -> None:
 
 
 def main() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     logs.set_up("info")
     code = run_engine(socket.socket(fileno=int(sys.argv[1])), owns_process=True)
     logging.shutdown()
@@ -73,18 +68,35 @@ def main() -> None:
     os._exit(code)
 
 
-if __name__ == "__main__":
-    main()
-
-
 ENGINE_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}
 """The environment that must be set before torch is imported: torch's threads sleep between operators instead of
 spinning, and leave the cores to the native step; weights lie in large pages. What the operator has set is kept."""
+ENGINE_VARIABLES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "TMPDIR", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *("CC", "CXX", "CPATH", "LIBRARY_PATH", "WEFT_HOME", switches.VARIABLE),
+)
+ENGINE_PREFIXES = (
+    *("LC_", "LD_", "DYLD_", "PYTHON", "XDG_", "COVERAGE_", "MALLOC_", "GLIBC_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMBA_", "TORCH", "PYTORCH_", "ATEN_", "THP_"),
+    *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "TRITON_", "HIP_", "ROCR_", "HSA_"),
+)
+
+
+def engine_environment() -> dict[str, str]:
+    """Return what an engine needs of the environment. The rest may hold keys."""
+    return ENGINE_ENV | {
+        name: value
+        for name, value in os.environ.items()
+        if name in ENGINE_VARIABLES or name.startswith(ENGINE_PREFIXES)
+    }
 
 
 class LaunchedEngine(Protocol):
     socket: socket.socket
-    pid: int | None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id; None if it has none, or none yet."""
 
     def kill(self) -> None:
         """End the process at once."""
@@ -94,14 +106,16 @@ class LaunchedEngine(Protocol):
 
 
 class EngineProcess:
-    def __init__(self, command: Sequence[str] = (sys.executable, "-m", "weft.engine.process")) -> None:
+    """An engine process with a command of its own."""
+
+    def __init__(self, *command: str) -> None:
         self.socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=ENGINE_ENV | os.environ,
+                env=engine_environment(),
                 # What a terminal sends to all (Ctrl-C) is the api process's to hear: this one ends with its socket.
                 start_new_session=True,
             )
@@ -112,10 +126,18 @@ class EngineProcess:
 
     def wait(self, timeout_s: float) -> str | None:
         try:
-            code = self._process.wait(timeout_s)
+            return exit_text(self._process.wait(timeout_s))
         except subprocess.TimeoutExpired:
             return None
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def launch_engine(module: str = __name__, *arguments: str) -> LaunchedEngine:
+    """Launch an engine process that runs `module.main()`: a fork of the fork server's where that can be. Other systems
+    than Linux cannot tell a process to end with its parent, and their libraries do not bear a fork."""
+    server = shared_fork_server(engine_environment()) if sys.platform == "linux" else None
+    if server is not None:
+        return server.fork(ForkCommand(module, arguments))
+    return EngineProcess(sys.executable, "-m", module, *arguments)
 
 
 class EngineThread:
@@ -134,3 +156,7 @@ class EngineThread:
             return None
         self._theirs.close()
         return "the thread ended"
+
+
+if __name__ == "__main__":
+    main()

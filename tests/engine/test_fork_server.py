@@ -1,0 +1,126 @@
+"""The fork server and the engine processes that are forked from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_process import NO_MODEL
+from tests.waiting import PATIENCE, wait_until
+from weft.engine import fork_server, process
+from weft.engine.fork_server import ForkCommand, ForkedEngine, ForkServer
+from weft.engine.process import EngineProcess, engine_environment, launch_engine
+from weft.engine.wire import frame
+
+WAITS = ForkCommand("tests.engine.waiting_engine")
+
+
+@pytest.fixture
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(engine_environment())
+    yield server
+    server.close()
+
+
+def pid_of(engine: ForkedEngine) -> int:
+    wait_until(lambda: engine.pid is not None, "the process id")
+    assert engine.pid is not None
+    return engine.pid
+
+
+def status(pid: int, name: str) -> str:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith(name))
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        return status(pid, "State").startswith("Z")
+    except FileNotFoundError:
+        return True
+
+
+def test_an_engine_is_forked_named_killed_and_reaped(server: ForkServer) -> None:
+    first, second = server.fork(WAITS), server.fork(WAITS)
+    with first.socket, second.socket:
+        pid = pid_of(first)
+        wait_until(lambda: Path(f"/proc/{pid}/comm").read_text() == "weft-engine\n", "its name")
+        assert first.wait(0) is None
+        first.kill()
+        assert first.wait(PATIENCE) == "killed by SIGKILL"
+        assert not Path(f"/proc/{pid}").exists(), "no zombie stays"
+        first.kill()  # of what has ended: nothing
+        assert first.wait(0) == "killed by SIGKILL"
+        assert second.wait(0) is None and not has_ended(pid_of(second)), "the other lives"
+        os.kill(pid_of(second), signal.SIGTERM)
+        assert second.wait(PATIENCE) == "killed by SIGTERM"
+
+
+def test_it_is_killed_though_the_server_has_not_forked_it_yet(server: ForkServer) -> None:
+    engine = server.fork(WAITS)
+    with engine.socket:
+        engine.kill()
+        assert engine.wait(PATIENCE) == "killed by SIGKILL"
+
+
+def test_engines_end_with_their_server_and_the_next_has_a_new_one(server: ForkServer) -> None:
+    engine = server.fork(WAITS)
+    with engine.socket:
+        pid = pid_of(engine)
+        os.kill(int(status(pid, "PPid")), signal.SIGKILL)
+        assert engine.wait(PATIENCE) == "ended with its fork server"
+        wait_until(lambda: has_ended(pid), "the engine's end")
+    wait_until(lambda: not server.is_alive, "the server's end")
+    with pytest.raises(OSError):
+        server.fork(WAITS)
+
+
+def test_the_shared_server_is_started_again_when_it_has_died() -> None:
+    server = fork_server.shared_fork_server(engine_environment())
+    assert server is not None and server is fork_server.shared_fork_server(engine_environment())
+    server.close()
+    again = fork_server.shared_fork_server(engine_environment())
+    assert again is not None and again is not server and again.is_alive
+
+
+def test_an_engine_that_fails_says_how_it_ended(server: ForkServer) -> None:
+    engine = server.fork(ForkCommand(process.__name__))
+    with engine.socket:
+        engine.socket.sendall(frame(NO_MODEL))
+        assert engine.wait(PATIENCE) == "exit code 1"
+    missing = server.fork(ForkCommand("tests.engine.no_such_module"))
+    with missing.socket:
+        assert missing.wait(PATIENCE) == "exit code 1"
+
+
+def test_another_environment_or_folder_has_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def launched() -> type:
+        engine = launch_engine("tests.engine.waiting_engine")
+        with engine.socket:
+            engine.kill()
+            assert engine.wait(PATIENCE) == "killed by SIGKILL"
+        return type(engine)
+
+    assert launched() is ForkedEngine
+    with monkeypatch.context() as changed:
+        changed.setenv("OMP_NUM_THREADS", "3")
+        assert launched() is EngineProcess
+    with monkeypatch.context() as changed:
+        changed.chdir(tmp_path)
+        assert launched() is EngineProcess
+    assert launched() is ForkedEngine
+
+
+def test_an_engine_gets_what_it_needs_of_the_environment_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    for name in ("WEFT_API_KEY", "WEFT_ENGINE_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "a secret")
+    assert "a secret" not in engine_environment().values()
+    assert engine_environment()["CUDA_VISIBLE_DEVICES"] == "3"
+    assert engine_environment()["PATH"] == os.environ["PATH"]

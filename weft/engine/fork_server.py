@@ -1,0 +1,248 @@
+"""The fork server is a process in which torch and the kernels are imported; engine processes are forked from it.
+
+Imports take seconds and a fork milliseconds: the engine that replaces a dead one is back as soon as its weights are
+read. The server computes nothing and touches no GPU, so a fork of it is as good as a new process. It ends with the
+process that started it, and its engines end with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+ENGINE_NAME = b"weft-engine"
+"""The name of a forked engine in `ps -o comm` and `top`: its command line is the server's."""
+MAX_MESSAGE_BYTES = 64 * 1024
+KILL = b"kill"
+
+
+class ForkCommand(Struct, frozen=True):
+    """Asks for a process that runs `module.main()` with `sys.argv` as after `python -m module *arguments FD`. With it
+    come the engine's end of its socket, the server's end of its control socket, stdout and stderr."""
+
+    module: str
+    arguments: tuple[str, ...] = ()
+
+
+class ForkServer:
+    """The fork server as the process that started it sees it."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._reads_at_import = (dict(environment), Path.cwd())
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "weft.engine.fork_server", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                # What a terminal sends to all (Ctrl-C) is the api process's to hear.
+                start_new_session=True,
+            )
+        atexit.register(self.close)
+
+    def serves(self, environment: Mapping[str, str]) -> bool:
+        """Modules read the environment and the working directory while they are imported: a fork has the server's."""
+        return self._reads_at_import == (dict(environment), Path.cwd())
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fork(self, command: ForkCommand) -> ForkedEngine:
+        """Ask for an engine process, and return at once: the server may be importing yet. Raises OSError when it is
+        gone."""
+        engine = ForkedEngine()
+        with engine.theirs, engine.control_theirs:
+            fds = [engine.theirs.fileno(), engine.control_theirs.fileno(), 1, 2]
+            try:
+                socket.send_fds(self._socket, [msgspec.json.encode(command)], fds)
+            except OSError:
+                engine.close()
+                raise
+        return engine
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        self._socket.close()
+        self._process.wait()
+
+
+class ForkedEngine:
+    """An engine process that the server has forked or is about to fork."""
+
+    def __init__(self) -> None:
+        self.socket, self.theirs = socket.socketpair()
+        self._control, self.control_theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid: int | None = None
+        self._end: str | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id; None while the server is importing."""
+        if self._pid is None:
+            self._hear(timeout_s=0)
+        return self._pid
+
+    def kill(self) -> None:
+        # The server knows whether the process id is still this engine's.
+        with contextlib.suppress(OSError):
+            self._control.send(KILL)
+
+    def wait(self, timeout_s: float) -> str | None:
+        while self._end is None and self._hear(timeout_s):
+            pass
+        return self._end
+
+    def close(self) -> None:
+        self.socket.close()
+        self._control.close()
+
+    def _hear(self, timeout_s: float) -> bool:
+        """Take in a message of the server: the process id, then the exit code. False when none came in time."""
+        if self._end is not None or not select.select([self._control], [], [], timeout_s)[0]:
+            return False
+        try:
+            said = self._control.recv(64, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True  # another thread took it
+        if said and self._pid is None:
+            self._pid = int(said)
+        else:
+            self._end = exit_text(int(said)) if said else "ended with its fork server"
+            self._control.close()
+        return True
+
+
+def end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def exit_text(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+_shared: ForkServer | None = None
+_lock = threading.Lock()
+
+
+def shared_fork_server(environment: Mapping[str, str]) -> ForkServer | None:
+    """Return the fork server of this process, started if there is none; None if it has another environment."""
+    global _shared
+    with _lock:
+        if _shared is not None and not _shared.is_alive:
+            _shared.close()
+            _shared = None
+        if _shared is None:
+            _shared = ForkServer(environment)
+        return _shared if _shared.serves(environment) else None
+
+
+# The server's own side.
+
+
+class _Children:
+    """The living engine processes, and the sockets over which each is killed and its end is told."""
+
+    def __init__(self) -> None:
+        self.control: dict[int, socket.socket] = {}
+
+    def add(self, pid: int, control: socket.socket) -> None:
+        self.control[pid] = control
+        _tell(control, pid)
+
+    def obey(self, pid: int) -> None:
+        """Kill an engine whose owner said so, or has closed its end."""
+        self.control[pid].recv(64)
+        os.kill(pid, signal.SIGKILL)
+
+    def fds(self) -> list[int]:
+        return [control.fileno() for control in self.control.values()]
+
+    def reap(self) -> None:
+        while self.control:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            with self.control.pop(pid) as control:
+                _tell(control, os.waitstatus_to_exitcode(status))
+
+
+def _tell(control: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # its owner has gone
+        control.send(str(number).encode())
+
+
+def serve(commands: socket.socket) -> None:
+    with contextlib.suppress(Exception):  # an engine that cannot import it says so to its own api process
+        import_module("weft.engine.loop")
+    gc.collect()
+    gc.freeze()
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    ended, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    children = _Children()
+    while True:
+        controls = {control.fileno(): pid for pid, control in children.control.items()}
+        readable, _, _ = select.select([commands.fileno(), ended, *controls], [], [])
+        if ended in readable:
+            os.read(ended, 4096)
+        for control in controls.keys() & readable:
+            children.obey(controls[control])
+        children.reap()
+        if commands.fileno() in readable:
+            data, fds, _, _ = socket.recv_fds(commands, MAX_MESSAGE_BYTES, 4)
+            if not data:
+                return  # the engines end with their parent
+            engine, control, *streams = fds
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                for fd in (ended, wake, commands.fileno(), control, *children.fds()):
+                    os.close(fd)
+                _run(msgspec.json.decode(data, type=ForkCommand), engine, streams)
+            for fd in (engine, *streams):
+                os.close(fd)
+            children.add(pid, socket.socket(fileno=control))
+
+
+def _run(command: ForkCommand, engine: int, streams: list[int]) -> None:
+    """Be the engine process, to its end."""
+    try:
+        os.setsid()
+        end_with_parent()
+        ctypes.CDLL(None).prctl(PR_SET_NAME, ENGINE_NAME)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, fd in enumerate(streams, start=1):
+            os.dup2(fd, number)
+            os.close(fd)
+        sys.argv = [command.module, *command.arguments, str(engine)]
+        import_module(command.module).main()
+    except BaseException:  # noqa: BLE001 - nothing may return into the server's loop
+        traceback.print_exc()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
