@@ -1,6 +1,7 @@
 # Everything Weft needs is installed into .venv, from the versions in constraints.txt.
 #   make serve   serve the default model at 127.0.0.1:8000
 #   make test    run every test
+#   make test-thorough run every test, and try ten times as much in those that try things at random
 #   make test-busy run every test beside two processes that keep both cores busy
 #   make coverage  run every test and tell, room by room, which lines and branches none of them reaches
 #   make check   lint, format, types and tests: what a change must pass
@@ -22,7 +23,7 @@ LLAMA_SERVER ?=
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-busy coverage check lint bench proto show-vllm-bench show-vllm-engine show-remote-peers clean
+.PHONY: serve test test-thorough test-busy coverage check lint bench proto show-vllm-bench show-vllm-engine show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -31,6 +32,10 @@ serve: .venv/installed
 test: .venv/installed-dev
 	@$(BIN)/weft pull smollm2
 	$(BIN)/python $(PYTEST) $(ARGS)
+
+test-thorough: .venv/installed-dev
+	@$(BIN)/weft pull smollm2
+	TEST_EFFORT=10 $(BIN)/python $(PYTEST) $(ARGS)
 
 test-busy: .venv/installed-dev
 	@$(BIN)/weft pull smollm2

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,23 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Files that start engines come first: they take long, and workers end together when the last files are short."""
     with_engines = {item.path for item in items if {"smollm2_files", "tiny_model"} & {*item.fixturenames}}
     items.sort(key=lambda item: item.path not in with_engines)
+
+
+CLIENTS = ("openai_client", "responses_client", "anthropic_client", "endpoints")
+ONE_SERVER = {f"tests/e2e/test_{name}.py" for name in CLIENTS}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file's tests run in one worker, and so do those of the files that share a server."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "one server" if file in ONE_SERVER else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)

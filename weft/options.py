@@ -7,6 +7,7 @@ three or in none.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from msgspec import Meta, Struct
@@ -361,8 +362,13 @@ class Setting(Struct, frozen=True):
         return "WEFT_" + self.name.upper()
 
 
-def settings(*sections: str) -> Iterator[Setting]:
-    """Yield every setting of the named sections, or of all of them."""
+@cache
+def settings(*sections: str) -> tuple[Setting, ...]:
+    """Return every setting of the named sections, or of all of them."""
+    return tuple(_settings(sections))
+
+
+def _settings(sections: tuple[str, ...]) -> Iterator[Setting]:
     for section, options in get_type_hints(Config).items():
         if sections and section not in sections:
             continue

@@ -8,7 +8,6 @@ import anthropic
 import pytest
 
 from tests.e2e.server import Server
-from weft.checkpoint.model_files import ModelFiles
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 WEATHER = {
@@ -25,14 +24,8 @@ ONE_CALL = {"type": "any", "disable_parallel_tool_use": True}
 
 
 @pytest.fixture(scope="module")
-def server(smollm2_files: ModelFiles) -> Iterator[Server]:
-    with Server("--tool-style", "hermes", "--api-key", "sesame") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="sesame", max_retries=0) as client:
+def client(locked: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=locked.url, api_key="sesame", max_retries=0) as client:
         yield client
 
 
@@ -88,7 +81,7 @@ def test_a_stop_sequence_and_a_begun_answer(client: anthropic.Anthropic) -> None
     assert "five" not in answer.content[0].text
 
 
-def test_errors_are_anthropic_s(client: anthropic.Anthropic, server: Server) -> None:
+def test_errors_are_anthropic_s(client: anthropic.Anthropic, locked: Server) -> None:
     asked = {"messages": QUESTION, "max_tokens": 8}
     with pytest.raises(anthropic.NotFoundError, match="claude"):
         client.messages.create(model="claude", **asked)
@@ -96,7 +89,7 @@ def test_errors_are_anthropic_s(client: anthropic.Anthropic, server: Server) -> 
         client.messages.create(model="smollm2", **asked, extra_body={"top_k": -5})
     assert refused.value.body["error"]["type"] == "invalid_request_error"
     with (
-        anthropic.Anthropic(base_url=server.url, api_key="guess", max_retries=0) as stranger,
+        anthropic.Anthropic(base_url=locked.url, api_key="guess", max_retries=0) as stranger,
         pytest.raises(anthropic.AuthenticationError),
     ):
         stranger.messages.create(model="smollm2", **asked)

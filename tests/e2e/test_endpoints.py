@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import grpc
 import httpx
@@ -12,16 +11,9 @@ import pytest
 from tests.e2e.server import Server
 from tests.waiting import PATIENCE, wait_until
 from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
-from weft.checkpoint.model_files import ModelFiles
 
 KEY = {"authorization": "Bearer sesame"}
 PROMPT = "One, two, three,"
-
-
-@pytest.fixture(scope="module")
-def locked(smollm2_files: ModelFiles) -> Iterator[Server]:
-    with Server("--api-key", "sesame") as server:
-        yield server
 
 
 def predict(server: Server, **metadata: str) -> str:

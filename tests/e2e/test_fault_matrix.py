@@ -122,7 +122,7 @@ def test_the_next_engine_answers_and_one_warning_says_why(
 ) -> None:
     fault = FAULTS[name]
     second, flags = "native", fault.flags
-    if fault.engine == "native":
+    if fault.engine != "remote":
         second, flags = "remote", ("--engine-url", peer.url)
     model = sabotaged(fault, tiny_model, tmp_path)
     done = generate(model, f"{fault.engine},{second}", *flags, path=tmp_path)

@@ -17,8 +17,7 @@ from tests.waiting import PATIENCE, wait_until
 from weft.checkpoint.model_files import ModelFiles
 
 TOPICS = [
-    "the sea", "a red fox", "bread", "the moon", "an old clock", "rivers", "a violin", "winter", "bees", "chess",
-    "the desert", "a lighthouse", "tea", "mountains", "a train", "rain", "paper", "glass", "a garden", "stars",
+    "the sea", "a red fox", "bread", "the moon", "an old clock", "rivers", "a violin", "winter",
 ]  # fmt: skip
 
 
@@ -52,14 +51,14 @@ def connect(server: Server) -> httpx.AsyncClient:
 
 
 def test_streams_survive_the_death_of_the_engine(server: Server) -> None:
-    bodies = [chat("the sea", 40), chat("bread", 40, temperature=0.8, seed=5), chat("owls", 40, temperature=1, seed=6)]
+    bodies = [chat("the sea", 24), chat("bread", 24, temperature=0.8, seed=5), chat("owls", 24, temperature=1, seed=6)]
 
     async def scenario() -> None:
         async with connect(server) as client:
             undisturbed = [await stream(client, body) for body in bodies]
             before = server.metric("weft_generation_tokens_total")
             streams = [asyncio.create_task(stream(client, body)) for body in bodies]
-            await until(lambda: server.metric("weft_generation_tokens_total") > before + 30)
+            await until(lambda: server.metric("weft_generation_tokens_total") > before + 15)
             os.kill(server.engine_pid(), signal.SIGKILL)
             await until(lambda: server.get("/health").status_code == 503)
             assert server.get("/health/live").status_code == 200
@@ -70,8 +69,9 @@ def test_streams_survive_the_death_of_the_engine(server: Server) -> None:
     asyncio.run(scenario())
 
 
-def test_a_hundred_chats_at_once_are_each_their_solo_run(server: Server) -> None:
-    lengths = (2, 5, 8, 12, 16)
+def test_forty_chats_at_once_are_each_their_solo_run(server: Server) -> None:
+    """More than that over a tiny model: test_many_streams."""
+    lengths = (2, 4, 6, 8, 12)
 
     async def scenario() -> None:
         async with connect(server) as client:
@@ -81,7 +81,7 @@ def test_a_hundred_chats_at_once_are_each_their_solo_run(server: Server) -> None
             await until(lambda: chats.done() or server.metric("weft_num_requests_running") > 16, "many at once")
             assert not chats.done(), "no more than 16 ran at the same time"
             texts = await chats
-        assert len(texts) == 100
+        assert len(texts) == 40
         for (topic, length), text in zip(work, texts, strict=True):
             assert text and solo[topic].startswith(text), f"{topic}, {length} tokens"
             if length == max(lengths):
@@ -109,7 +109,7 @@ def test_terminated_it_finishes_what_runs_and_takes_nothing_new(smollm2_files: M
         with Server("--drain-timeout-s", "3600", "--heartbeat-timeout-s", "3600") as server:
             children = server.children()
             async with connect(server) as client:
-                running = asyncio.create_task(stream(client, chat("tea", 60, ignore_eos=True)))
+                running = asyncio.create_task(stream(client, chat("tea", 30, ignore_eos=True)))
                 await until(lambda: server.metric("weft_generation_tokens_total") > 3)
                 engine_pid = server.engine_pid()
                 os.kill(engine_pid, signal.SIGSTOP)
@@ -120,7 +120,7 @@ def test_terminated_it_finishes_what_runs_and_takes_nothing_new(smollm2_files: M
                 assert "shutting down" in refused.json()["error"]["message"]
                 assert not running.done()
                 os.kill(engine_pid, signal.SIGCONT)
-                assert len(await running) > 60
+                assert len(await running) > 30
             assert await asyncio.to_thread(server.process.wait, PATIENCE) == 0
             assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 

@@ -1,4 +1,4 @@
-"""Thousands of bad requests over both doors, with a good one beside them all the time: it never notices."""
+"""Bad requests over both doors, with a good one beside them all the time: it never notices."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tests.api.grpc.calls import CONTROL, STREAM_PREDICT, check_whole
 from tests.e2e import hostile, hostile_rpc
 from tests.e2e.hostile import Asked
 from tests.e2e.tiny_server import NAME, TinyServer
+from tests.effort import EFFORT
 from tests.waiting import PATIENCE
 from weft.api.grpc.ai_service_pb2 import ControlMessage, StreamPredictResponse
 from weft.bench.http import Address, Connection
@@ -142,6 +143,7 @@ def test_no_request_over_http_harms_the_server_or_its_neighbour(server: TinyServ
         *hostile.unreadable(),
     ]
     assert len(requests) > 5000
+    requests = random.Random(4).sample(requests, min(2500 * EFFORT, len(requests)))
     statuses: list[int] = []
 
     async def scenario() -> None:
@@ -159,7 +161,7 @@ def test_no_request_over_http_harms_the_server_or_its_neighbour(server: TinyServ
 
     asyncio.run(scenario())
     assert len(statuses) == len(requests)
-    assert statuses.count(200) > 1000, "too few of them got as far as the engine"
+    assert statuses.count(200) > len(requests) / 12, "too few of them got as far as the engine"
     server.check_unharmed()
 
 

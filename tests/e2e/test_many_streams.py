@@ -16,7 +16,7 @@ from tests.e2e.tiny_server import NAME, TinyServer
 
 NUM_STREAMS = 1000
 NUM_LEAVERS = 200
-MAX_TOKENS = 16
+MAX_TOKENS = 8
 QUESTIONS = [f"What does weaver {i} make of thread {i * i}?" for i in range(50)]
 
 

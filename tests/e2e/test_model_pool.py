@@ -48,7 +48,7 @@ def body(model: str, tokens: int) -> dict[str, Any]:
 
 def _is_engine(pid: int) -> bool:
     try:
-        return "weft.engine.process" in Path(f"/proc/{pid}/cmdline").read_text()
+        return Path(f"/proc/{pid}/comm").read_text() == "weft-engine\n"
     except OSError:
         return False
 

@@ -17,8 +17,8 @@ TWO_PLUS_TWO = "One, two, three, four, five, six,"
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+def client(locked: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=locked.url + "/v1", api_key="sesame", max_retries=0) as client:
         yield client
 
 
@@ -104,10 +104,10 @@ def test_errors_are_openais(client: openai.OpenAI) -> None:
     assert error.value.code == "context_length_exceeded"
 
 
-def test_models(client: openai.OpenAI, server: Server) -> None:
+def test_models(client: openai.OpenAI, locked: Server) -> None:
     assert [model.id for model in client.models.list()] == ["smollm2", "shapes"]
     assert client.models.retrieve("smollm2").id == "smollm2"
-    assert server.get("/health").status_code == 200
+    assert locked.get("/health/live").status_code == 200
 
 
 def test_one_server_writes_and_draws(client: openai.OpenAI) -> None:

@@ -10,7 +10,6 @@ import pytest
 from pydantic import BaseModel
 
 from tests.e2e.server import Server
-from weft.checkpoint.model_files import ModelFiles
 
 QUESTION = "What is the capital of France?"
 WEATHER = {
@@ -33,14 +32,8 @@ class Place(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server(smollm2_files: ModelFiles) -> Iterator[Server]:
-    with Server("--tool-style", "hermes") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+def client(locked: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=locked.url + "/v1", api_key="sesame", max_retries=0) as client:
         yield client
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.effort import EFFORT
 from tests.scheduler.simulation import (
     VOCAB,
     Simulation,
@@ -200,7 +201,7 @@ def workloads(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_every_request_ends_once_with_what_it_asked_for(load: dict) -> None:
     rnd = random.Random(load["seed"])

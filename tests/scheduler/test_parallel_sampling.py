@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.effort import EFFORT
 from tests.scheduler.simulation import VOCAB, Simulation, expected_output, limits, request
 from weft.errors import InvalidRequest
 from weft.plan import Limits
@@ -202,7 +203,7 @@ def families(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=80 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(families())
 def test_families_end_with_their_own_tokens_whoever_is_aborted(load: dict) -> None:
     rnd = random.Random(load["seed"])

@@ -7,6 +7,7 @@ import random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.effort import EFFORT
 from tests.scheduler.simulation import (
     VOCAB,
     Simulation,
@@ -46,7 +47,7 @@ def workloads(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_every_request_ends_once_with_its_own_tokens(load: dict) -> None:
     rnd = random.Random(load["seed"])

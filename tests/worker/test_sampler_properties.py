@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.effort import EFFORT
 from tests.worker.targets import Target, sample, sample_rows, table_of, target
 from weft.kernels import REFERENCE
 from weft.kernels.sampling import gumbel_noise
@@ -124,7 +125,7 @@ def check(token: int, logits: list[float], wanted: Target) -> None:
 
 
 @given(batches)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150 * EFFORT, deadline=None)
 def test_every_row_is_the_oracles(batch: list[tuple[list[float], Target]]) -> None:
     logits = torch.tensor([row for row, _ in batch])
     before = logits.clone()
@@ -146,7 +147,7 @@ def test_every_row_is_the_oracles(batch: list[tuple[list[float], Target]]) -> No
 
 
 @given(batches, st.randoms(use_true_random=False), tokens)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100 * EFFORT, deadline=None)
 def test_company_order_and_old_tokens_change_nothing(
     batch: list[tuple[list[float], Target]], order: Any, stale: int
 ) -> None:
