@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from weft import logs
 from weft.checkpoint.model_files import ModelFiles
 from weft.checkpoint.tokenizer_assets import text_assets
+from weft.engine.fork_server import shared_fork_server
+from weft.engine.process import engine_environment
 from weft.errors import ModelError
 from weft.hub.resolve import resolve
 from weft.types import TextAssets
@@ -22,6 +25,12 @@ _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else o
 os.environ.setdefault(
     "OMP_NUM_THREADS", str(max(1, min(4, _CORES // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))))
 )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A worker's fork server imports torch beside the collection, with the environment of no test."""
+    if sys.platform == "linux" and hasattr(config, "workerinput"):
+        shared_fork_server(engine_environment())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:

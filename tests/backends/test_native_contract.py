@@ -4,6 +4,7 @@ requirements."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -20,6 +21,7 @@ import grpc.aio
 import pytest
 
 from tests.backends.one_piece import behind, give_in_one_piece
+from tests.processes import descendants
 from tests.waiting import PATIENCE, wait_until
 from weft.backends import BaseEngine, InferMetrics, create_engine
 from weft.checkpoint.model_files import ModelFiles
@@ -51,13 +53,9 @@ def text(engine: BaseEngine) -> str:
 def children() -> dict[int, int]:
     """The processes that this one has started, and what they hold, in bytes."""
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid():
-                found[int(folder.name)] = int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found[pid] = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return found
 
 

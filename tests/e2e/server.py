@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import httpx
 
+from tests.processes import descendants, is_engine
 from tests.waiting import PATIENCE
 
 
@@ -63,23 +63,11 @@ class Server:
         return float(found[1])
 
     def children(self) -> list[int]:
-        """Every process under the server's, the engine under its fork server among them."""
-        found = _children(self.process.pid)
-        for pid in found:
-            found.extend(_children(pid))
-        return found
+        return descendants(self.process.pid)
 
     def engine_pid(self) -> int:
-        for pid in self.children():
-            if Path(f"/proc/{pid}/comm").read_text() == "weft-engine\n":
-                return pid
-        raise AssertionError("there is no engine process")
+        return next(pid for pid in self.children() if is_engine(pid))
 
     def _read_log(self) -> None:
         assert self.process.stderr is not None
         self.log.extend(self.process.stderr)
-
-
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

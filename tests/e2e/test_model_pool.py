@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from tests.e2e.server import Server
+from tests.processes import is_engine
 from tests.waiting import PATIENCE, wait_until
 
 ADMIN = {"x-api-key": "root"}
@@ -30,7 +31,7 @@ class Fleet(Server):
         super().__init__("--models-file", str(file), *FLAGS, *flags)
 
     def engine_pids(self) -> list[int]:
-        return [pid for pid in self.children() if _is_engine(pid)]
+        return [pid for pid in self.children() if is_engine(pid)]
 
     def states(self) -> dict[str, str]:
         return {card["id"]: card["state"] for card in self.get("/v1/models").json()["data"]}
@@ -44,13 +45,6 @@ class Fleet(Server):
 
 def body(model: str, tokens: int) -> dict[str, Any]:
     return {"model": model, "prompt": "The sea", "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-
-
-def _is_engine(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text() == "weft-engine\n"
-    except OSError:
-        return False
 
 
 def write(file: Path, models: dict[str, dict[str, Any]]) -> Path:

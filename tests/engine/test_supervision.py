@@ -17,6 +17,7 @@ import pytest
 
 from tests.engine.faulty import POISON
 from tests.generation import generate_image, sample
+from tests.processes import descendants
 from tests.tiny_images import SIZE, save_image_model
 from tests.waiting import until, wait_until
 from weft.backends.native import NativeEngine, start_native
@@ -53,12 +54,6 @@ async def answer(engine: NativeEngine, prompt: str | list[int], params: Sampling
     async for output in await engine.submit(sample(tokens, params)):
         text += output.text
     return text, output
-
-
-def descendants(pid: int) -> list[int]:
-    """The engine is the fork server's child."""
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [*children, *(one for child in children for one in descendants(child))]
 
 
 def alive(pid: int) -> bool:

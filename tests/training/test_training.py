@@ -64,7 +64,7 @@ def test_a_few_steps_reduce_the_loss(trained: tuple[Dit, list[dict[str, str]]]) 
 
 def test_training_is_the_same_for_a_seed(tmp_path: Path) -> None:
     def weights(seed: int) -> torch.Tensor:
-        options = TrainOptions(steps=3, batch_size=2, seed=seed)
+        options = TrainOptions(steps=10, batch_size=2, seed=seed)
         return train(CONFIG, options, examples([0, 1]), examples([0]), tmp_path / "curves.csv").patches_out.weight
 
     first = weights(1)

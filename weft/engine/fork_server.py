@@ -35,8 +35,8 @@ KILL = b"kill"
 
 
 class ForkCommand(Struct, frozen=True):
-    """Asks for a process that runs `module.main()` with `sys.argv` as after `python -m module *arguments FD`. With it
-    come the engine's end of its socket, the server's end of its control socket, stdout and stderr."""
+    """Asks for a process that runs `module.main()` with `sys.argv[1:]` of the arguments and the number of the engine's
+    socket. With it come that socket, the server's end of the control socket, stdout and stderr."""
 
     module: str
     arguments: tuple[str, ...] = ()

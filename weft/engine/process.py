@@ -137,7 +137,7 @@ def launch_engine(module: str = __name__, *arguments: str) -> LaunchedEngine:
     server = shared_fork_server(engine_environment()) if sys.platform == "linux" else None
     if server is not None:
         return server.fork(ForkCommand(module, arguments))
-    return EngineProcess(sys.executable, "-m", module, *arguments)
+    return EngineProcess(sys.executable, "-c", f"from {module} import main; main()", *arguments)
 
 
 class EngineThread:
