@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.engine.faulty import POISON
 from tests.generation import generate_image, sample
@@ -25,11 +26,14 @@ from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.engine.process import EngineProcess, EngineThread, launch_engine
 from weft.errors import EngineFault, ModelError, OutOfMemory, Overloaded
+from weft.hub.resolve import resolve
 from weft.types import FinishReason, ImageParams, Output, SamplingParams
 
 MAX_TOKENS = 30
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=MAX_TOKENS, ignore_eos=True)
+LONG, LONG_SEEDED = (replace(params, max_tokens=200) for params in (GREEDY, SEEDED))
+"""For the tiny model, which is quick."""
 PROMPTS = [
     "The sea was calm that morning, and",
     "def quicksort(items):",
@@ -38,9 +42,14 @@ PROMPTS = [
 ]
 
 
+@pytest.fixture
+def tiny_files(tiny_model: Path) -> ModelFiles:
+    return resolve(str(tiny_model))
+
+
 @asynccontextmanager
 async def serving(files: ModelFiles, launch=launch_engine, **settings: object) -> AsyncIterator[NativeEngine]:
-    config = load({"kv_cache_memory_mb": 256, "max_model_len": 2048, **settings}, env={})
+    config = load({"kv_cache_memory_mb": 256, "max_model_len": 512, **settings}, env={})
     engine = await start_native(config, files, launch=launch)
     try:
         yield engine
@@ -64,10 +73,10 @@ def alive(pid: int) -> bool:
     return b"\nState:\tZ" not in Path(f"/proc/{pid}/status").read_bytes()
 
 
-def test_killed_in_mid_stream_every_stream_goes_on(smollm2_files: ModelFiles) -> None:
+def test_killed_in_mid_stream_every_stream_goes_on(tiny_files: ModelFiles) -> None:
     async def scenario() -> None:
-        async with serving(smollm2_files) as engine:
-            work = [(prompt, params) for prompt in PROMPTS for params in (GREEDY, SEEDED)]
+        async with serving(tiny_files) as engine:
+            work = [(prompt, params) for prompt in PROMPTS for params in (LONG, LONG_SEEDED)]
             undisturbed = [text for text, _ in await asyncio.gather(*(answer(engine, *one) for one in work))]
             first_pid = engine.client.engine_pid
             streams = [asyncio.create_task(answer(engine, *one)) for one in work]
@@ -79,7 +88,7 @@ def test_killed_in_mid_stream_every_stream_goes_on(smollm2_files: ModelFiles) ->
             disturbed = await asyncio.gather(*streams)
             assert [text for text, _ in disturbed] == undisturbed
             assert all(last.finish is FinishReason.LENGTH for _, last in disturbed)
-            assert all(last.usage.completion_tokens == MAX_TOKENS for _, last in disturbed)
+            assert all(last.usage.completion_tokens == LONG.max_tokens for _, last in disturbed)
             assert engine.stats().restarts == 1
             assert engine.health().ready
             assert not alive(first_pid)
@@ -87,14 +96,14 @@ def test_killed_in_mid_stream_every_stream_goes_on(smollm2_files: ModelFiles) ->
     asyncio.run(scenario())
 
 
-def test_killed_in_mid_image_it_is_drawn_again_and_is_the_same(smollm2_files: ModelFiles, tmp_path: Path) -> None:
+def test_killed_in_mid_image_it_is_drawn_again_and_is_the_same(tiny_files: ModelFiles, tmp_path: Path) -> None:
     """Beside a chat. No step is told twice, and none is left out."""
     image = ImageParams(
         width=SIZE, height=SIZE, steps=100, guidance_scale=2.0, seed=5, preview_every=40, negative_token_ids=[9, 8]
     )
 
     async def scenario() -> None:
-        async with serving(smollm2_files, image_model=str(save_image_model(tmp_path / "dit", 576))) as engine:
+        async with serving(tiny_files, image_model=str(save_image_model(tmp_path / "dit", 96))) as engine:
             prompt = engine.text.tokenizer.encode("a red circle")
 
             async def drawn() -> tuple[list[int], dict[int, bytes]]:
@@ -105,9 +114,9 @@ def test_killed_in_mid_image_it_is_drawn_again_and_is_the_same(smollm2_files: Mo
 
             steps, shown = await drawn()
             assert steps == list(range(1, 101)) and list(shown) == [40, 80, 100]
-            text, _ = await answer(engine, PROMPTS[0], GREEDY)
+            text, _ = await answer(engine, PROMPTS[0], LONG)
             streams = [asyncio.create_task(drawn()) for _ in range(2)]
-            chat = asyncio.create_task(answer(engine, PROMPTS[0], GREEDY))
+            chat = asyncio.create_task(answer(engine, PROMPTS[0], LONG))
             made = engine.stats().denoise_steps
             await until(lambda: engine.stats().denoise_steps > made + 60)
             os.kill(engine.client.engine_pid, signal.SIGKILL)
@@ -118,12 +127,12 @@ def test_killed_in_mid_image_it_is_drawn_again_and_is_the_same(smollm2_files: Mo
     asyncio.run(scenario())
 
 
-def test_a_stopped_engine_is_noticed_and_replaced(smollm2_files: ModelFiles) -> None:
+def test_a_stopped_engine_is_noticed_and_replaced(tiny_files: ModelFiles) -> None:
     async def scenario() -> None:
-        async with serving(smollm2_files, heartbeat_timeout_s=5) as engine:
-            expected, _ = await answer(engine, PROMPTS[0], GREEDY)
+        async with serving(tiny_files, heartbeat_timeout_s=5) as engine:
+            expected, _ = await answer(engine, PROMPTS[0], LONG)
             pid = engine.client.engine_pid
-            stream = asyncio.create_task(answer(engine, PROMPTS[0], GREEDY))
+            stream = asyncio.create_task(answer(engine, PROMPTS[0], LONG))
             await until(lambda: engine.stats().running)
             os.kill(pid, signal.SIGSTOP)
             await until(lambda: not engine.health().ready)
