@@ -9,6 +9,7 @@ import httpx
 
 from tests.backends.vllm.real import eager, needs_vllm
 from tests.e2e.server import Server
+from tests.processes import is_engine
 
 pytestmark = needs_vllm
 
@@ -29,14 +30,16 @@ def test_each_model_has_its_own_engine_and_gives_its_memory_back(vllm_model: Pat
                 assert response.status_code == 200, response.text
                 return str(response.json()["choices"][0]["text"])
 
-            def processes(module: str) -> int:
-                return sum(module in Path(f"/proc/{pid}/cmdline").read_text() for pid in server.children())
+            def engines() -> tuple[int, int]:
+                """Weft's own, and vLLM's."""
+                commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in server.children()]
+                return sum(map(is_engine, server.children())), sum("weft.backends.vllm.host" in one for one in commands)
 
             first = answer("own")
-            assert processes("weft.engine.process") == 1
+            assert engines() == (1, 0)
             assert answer("vllm") == first, "the same weights, and the same greedy choice"
-            assert (processes("weft.engine.process"), processes("weft.backends.vllm.host")) == (0, 1)
+            assert engines() == (0, 1)
             assert answer("own") == first
-            assert (processes("weft.engine.process"), processes("weft.backends.vllm.host")) == (1, 0)
+            assert engines() == (1, 0)
     finally:
         restore()
