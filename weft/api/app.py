@@ -257,7 +257,7 @@ def _add_health(app: FastAPI, admission: Admission) -> None:
     async def metrics() -> Response:
         """Prometheus's text format; empty until a model is loaded."""
         residences = [_residence(slot) for slot in admission.pool.slots] if admission.pool.has_many else []
-        return Response(exposition(admission.metrics(), residences), media_type=CONTENT_TYPE)
+        return Response(exposition(admission.metrics(), residences, admission.watchdog.stalls), media_type=CONTENT_TYPE)
 
 
 def _all_cards(admission: Admission) -> list[ModelCard]:

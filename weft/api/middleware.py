@@ -20,6 +20,7 @@ from weft.api.error_responses import ErrorBody, HeadTooLarge, NoKey, Unexpected,
 from weft.api.openai.openai_schema import SANE_ID
 from weft.errors import InvalidRequest
 from weft.observe import traces
+from weft.observe.watchdog import name_task
 from weft.options import LimitOptions, ServerOptions
 from weft.serving.admission import Admission
 from weft.serving.auth import HOW, presented
@@ -57,6 +58,7 @@ class RequestIdMiddleware:
             ("traceparent", value.decode("latin-1")) for name, value in scope["headers"] if name == b"traceparent"
         )
         token = logs.request_id.set(request_id)
+        name_task(f"{scope['method']} {scope['path']}")
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:

@@ -153,8 +153,9 @@ class _Life:
                 self._announce(time.monotonic() - began)
                 if rpc is not None:
                     log.info("gRPC answers on port %d", rpc.port)
-                await self._stop.wait()
-                await self._drain()
+                with self._admission.watchdog:
+                    await self._stop.wait()
+                    await self._drain()
         finally:
             await self._admission.close()
             self._server.should_exit = True

@@ -209,12 +209,14 @@ class Residence(Struct, frozen=True, kw_only=True):
 class _House(Collector):
     """The collector of all models: a family is exported once, with the samples of all of them.
 
-    The CPU time of the process that answers stands beside them, under the name that Prometheus' clients give it.
+    What is the api process's own stands beside them: its CPU time, under the name that Prometheus' clients give it, and
+    how long its event loop stood still.
     """
 
-    def __init__(self, models: Sequence[Metrics], residences: Sequence[Residence]) -> None:
+    def __init__(self, models: Sequence[Metrics], residences: Sequence[Residence], stalls: Histogram | None) -> None:
         self._models = models
         self._residences = residences
+        self._stalls = stalls
 
     def collect(self) -> Iterator[Metric]:
         for family, *others in zip(*(model.collect() for model in self._models), strict=True):
@@ -224,6 +226,10 @@ class _House(Collector):
         if self._residences:
             yield from self._comings_and_goings()
         yield CounterMetricFamily("process_cpu_seconds", "CPU time of the api process.", value=process_time())
+        if self._stalls is not None:
+            family = HistogramMetricFamily("weft_event_loop_stall_seconds", "Times the event loop stood still.")
+            family.add_metric([], self._stalls.buckets(), self._stalls.total)
+            yield family
 
     def _comings_and_goings(self) -> Iterator[Metric]:
         loaded = GaugeMetricFamily("weft_model_loaded", "1 while the model is loaded.", labels=["model_name"])
@@ -239,10 +245,12 @@ class _House(Collector):
         yield from (loaded, loads, failures, unloads)
 
 
-def exposition(models: Sequence[Metrics], residences: Sequence[Residence] = ()) -> bytes:
+def exposition(
+    models: Sequence[Metrics], residences: Sequence[Residence] = (), stalls: Histogram | None = None
+) -> bytes:
     """Return the body of an answer to a scrape."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_House(models, residences))
+    registry.register(_House(models, residences, stalls))
     return generate_latest(registry)
 
 

@@ -18,6 +18,7 @@ from weft.backends.contract import ConfiguredModels, Engine, Health
 from weft.errors import Overloaded, RequestTimeout, Unavailable
 from weft.observe.metrics import Metrics
 from weft.observe.traces import open_traces
+from weft.observe.watchdog import LoopWatchdog
 from weft.options import Config
 from weft.serving.auth import Keys
 from weft.serving.model_pool import ModelPool
@@ -82,7 +83,8 @@ class RequestContext(Struct, eq=False, kw_only=True):
 
     async def _guard(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
         """0: no limit."""
-        task = asyncio.create_task(work)
+        own = asyncio.current_task()
+        task = asyncio.create_task(work, name=None if own is None else own.get_name())
         gone = asyncio.create_task(_hung_up(self.receive))
         ends: set[asyncio.Future[Any]] = {task, gone, self.aborted}
         try:
@@ -147,6 +149,8 @@ class Admission:
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
         self.pool = ModelPool(config, lambda own, engine: open_served_model(own, engine, self.traces), models)
         self._accounts = Accounts(config.limits)
+        self.watchdog = LoopWatchdog()
+        """It watches while a server runs."""
         self._closed_because = ""
         """Empty: open."""
         self._contexts: set[RequestContext] = set()

@@ -26,6 +26,7 @@ from weft.api.grpc.inference import SERVICE_NAME, Inference
 from weft.api.grpc.status import RpcStatus, refuse
 from weft.errors import ConfigError
 from weft.observe import traces
+from weft.observe.watchdog import name_task
 from weft.options import Config, GrpcOptions
 from weft.serving.admission import Admission
 from weft.serving.auth import HOW, presented
@@ -139,6 +140,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         metadata = handler_call_details.invocation_metadata
         traces.take_in(metadata)
+        name_task(handler_call_details.method)
         if handler_call_details.method in OPEN_METHODS or not self._admission.keys.required:
             return await continuation(handler_call_details)
         shown = [*presented(metadata)]

@@ -81,7 +81,7 @@ class PredictionStream:
                 self._capacity.release()
                 continue
             self._num_begun += 1
-            group.create_task(self._predict(message, arrived))
+            group.create_task(self._predict(message, arrived), name="StreamPredict")
 
     async def _predict(self, message: bytes, arrived: float) -> None:
         trace_id = ""
