@@ -1,7 +1,7 @@
 """The watchdog of the event loop measures how long the loop stood still, and finds out what held it.
 
 The loop sets a deadline for itself ten times a second. A thread looks whether it was missed, and if so notes the task
-that runs and the line where it is: when the loop runs again it is too late to see. Tasks bear the names of the endpoints
+that runs and the line where it is: when the loop runs again it is too late to see. Tasks are named after the endpoints
 that they serve (`name_task`).
 """
 

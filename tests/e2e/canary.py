@@ -1,0 +1,101 @@
+"""A client that must notice nothing: `python -m tests.e2e.canary URL KEY` streams the same chat again and again, in a
+process of its own. To every line that it is sent it answers with the longest time between two pieces since the last one,
+in milliseconds, and how many answers were whole and the same as the first."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import threading
+import time
+from urllib.parse import urlsplit
+
+from tests.e2e.tiny_server import NAME
+
+BODY = {
+    "model": NAME, "messages": [{"role": "user", "content": "Sing."}], "seed": 7, "max_tokens": 300, "ignore_eos": True,
+    "stream": True,
+}  # fmt: skip
+
+
+class Singer:
+    def __init__(self, url: str, key: str) -> None:
+        self._address = urlsplit(url).netloc
+        self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        self._heard = time.monotonic()
+        self._longest = 0.0
+        self._song = ""
+        self.songs = 0
+        self.trouble = ""
+
+    def sing_on(self) -> None:
+        try:
+            connection = http.client.HTTPConnection(self._address, timeout=300)
+            while True:
+                self._sing(connection)
+        except Exception as error:
+            self.trouble = repr(error)
+
+    def longest_ms(self) -> float:
+        longest = max(self._longest, time.monotonic() - self._heard)
+        self._longest = 0.0
+        return 1000 * longest
+
+    def _sing(self, connection: http.client.HTTPConnection) -> None:
+        connection.request("POST", "/v1/chat/completions", json.dumps(BODY), self._headers)
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        text = ""
+        while line := response.readline():
+            now = time.monotonic()
+            self._longest, self._heard = max(self._longest, now - self._heard), now
+            if line.startswith(b"data: {"):
+                [choice] = json.loads(line[6:])["choices"]
+                text += choice["delta"].get("content") or ""
+        self._song = self._song or text
+        assert text == self._song, "the song has changed"
+        self.songs += 1
+
+
+class Canary:
+    """The canary's process, as the test sees it."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.e2e.canary", url, key],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self) -> Canary:
+        while not self.listen()[1]:
+            pass
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def listen(self) -> tuple[float, int]:
+        """The longest gap since the last call, in ms, and the number of songs so far. Raises what went wrong."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        longest, songs, trouble = json.loads(self._process.stdout.readline())
+        assert not trouble, trouble
+        return longest, songs
+
+
+def main() -> None:
+    singer = Singer(*sys.argv[1:])
+    threading.Thread(target=singer.sing_on, daemon=True).start()
+    for _ in sys.stdin:
+        sys.stdout.write(json.dumps([singer.longest_ms(), singer.songs, singer.trouble]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
