@@ -1,5 +1,5 @@
 """A client that must notice nothing: `python -m tests.e2e.canary URL KEY` streams the same chat again and again, in a
-process of its own. To every line that it is sent it answers with the longest time between two pieces since the last one,
+process of its own. To every line that it is sent it answers with the longest time between two pieces since the last,
 in milliseconds, and how many answers were whole and the same as the first."""
 
 from __future__ import annotations
