@@ -6,6 +6,7 @@
 #   make coverage  run every test and tell, room by room, which lines and branches none of them reaches
 #   make check   lint, format, types and tests: what a change must pass
 #   make bench   measure this machine
+#   make lock    write requirements/ anew: the versions that are installed, with the hashes of their wheels
 #   make proto   write the Python of the gRPC door's messages from its .proto file
 #   make show-vllm-bench   let vLLM's own benchmark drive the server (vLLM goes into build/vllm: 2 GB)
 #   make show-vllm-engine  the tests of vLLM as an engine, on this machine's CPU (in build/vllm)
@@ -14,7 +15,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --constraint constraints.txt --only-binary :all: --no-build-isolation
+# Wheels alone, and each by its hash, but torch: which of its builds is right is the machine's to say.
+HASHED := $(PIP) install --require-hashes --no-deps --only-binary :all: --requirement
+TORCH := $(PIP) install --constraint constraints.txt --only-binary :all: torch
+WEFT := $(PIP) install --no-deps --no-build-isolation --editable .
 ARGS ?=
 # Every test that starts a process would compile Weft anew where this is set.
 export PYTHONDONTWRITEBYTECODE :=
@@ -23,7 +27,7 @@ LLAMA_SERVER ?=
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy coverage check lint bench proto show-vllm-bench show-vllm-engine show-remote-peers clean
+.PHONY: serve test test-thorough test-busy coverage check lint bench lock proto show-vllm-bench show-vllm-engine show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -55,6 +59,9 @@ check: lint test
 bench: .venv/installed
 	@$(BIN)/weft bench offline $(ARGS)
 
+lock: .venv/installed-dev
+	$(BIN)/python tools/lock.py
+
 proto: .venv/installed-dev
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. weft/api/grpc/ai_service.proto
 
@@ -71,15 +78,17 @@ show-remote-peers: .venv/installed-dev $(VLLM_ENV)/installed
 .venv/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Weft needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(PIP) install --constraint constraints.txt --only-binary :all: setuptools wheel
+	$(HASHED) requirements/build.txt
 	@touch $@
 
-.venv/installed: .venv/created constraints.txt pyproject.toml
-	$(INSTALL) --editable '.[cpu]'
+.venv/installed: .venv/created requirements/serve.txt constraints.txt pyproject.toml
+	$(HASHED) requirements/serve.txt
+	$(TORCH)
+	$(WEFT)
 	@touch $@
 
-.venv/installed-dev: .venv/installed
-	$(INSTALL) --editable '.[cpu,diffusers,dev]'
+.venv/installed-dev: .venv/installed requirements/dev.txt
+	$(HASHED) requirements/dev.txt
 	@touch $@
 
 # Its builds for CPU bring packages for images and sound that do not go with this torch, and are not needed.
