@@ -250,6 +250,10 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
     max_json_depth: Annotated[
         int, _doc("How deep a body's JSON may be nested; deeper is answered 400.", ge=4, le=512)
     ] = 64
+    max_json_values: Annotated[
+        int,
+        _doc("Values in a body's JSON; a list, an object or a name in one counts as five. More are 400.", ge=1000),
+    ] = 500_000
     max_messages: Annotated[int, _doc("Messages of one chat; more are answered 400.", ge=1)] = 2048
     max_tools: Annotated[int, _doc("Tools of one chat; more are answered 400.", ge=1)] = 128
     max_prompts: Annotated[int, _doc("Prompts of one request; more are answered 400.", ge=1)] = 128

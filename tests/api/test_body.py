@@ -18,7 +18,7 @@ from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, real_serv
 from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.api import http_protocol
 from weft.api.app import build_app
-from weft.api.body import CAPS, check_caps, check_depth, parse
+from weft.api.body import CAPS, check_caps, check_structure, parse
 from weft.api.openai.openai_schema import ChatRequest
 from weft.config import load
 from weft.errors import InvalidRequest
@@ -47,11 +47,11 @@ JSON = st.recursive(
 def test_the_depth_is_that_of_the_value_whatever_its_strings_hold(value: Any, ascii_only: bool) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
     depth = depth_of(value)
-    check_depth(body, LimitOptions(max_json_depth=max(depth, 4)))
+    check_structure(body, LimitOptions(max_json_depth=max(depth, 4)))
     nested = b"[" * 10 + body + b"]" * 10
-    check_depth(nested, LimitOptions(max_json_depth=depth + 10))
+    check_structure(nested, LimitOptions(max_json_depth=depth + 10))
     with pytest.raises(InvalidRequest, match="--max-json-depth"):
-        check_depth(nested, LimitOptions(max_json_depth=depth + 9))
+        check_structure(nested, LimitOptions(max_json_depth=depth + 9))
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,45 @@ def test_the_depth_is_that_of_the_value_whatever_its_strings_hold(value: Any, as
     ],
     ids=["lists", "objects", "an endless escape", "strings", "escaped quotes", "side by side"],
 )
-def test_the_depth_takes_linear_time(body: bytes) -> None:
+def test_the_structure_is_checked_in_linear_time(body: bytes) -> None:
     began = time.process_time()
     try:
-        check_depth(body, LimitOptions())
+        check_structure(body, LimitOptions())
     except InvalidRequest as error:
-        assert "64" in str(error)
+        assert "at most" in str(error) or "64 deep" in str(error)
     assert time.process_time() - began < 5
+
+
+FEW = LimitOptions(max_json_values=1000)
+
+
+@pytest.mark.parametrize(
+    ("fits", "too_many"),
+    [
+        (json.dumps([1] * 999), json.dumps([1] * 1001)),
+        (json.dumps(["a, b"] * 999), json.dumps(["a, b"] * 1001)),
+        (json.dumps([[]] * 199), json.dumps([[]] * 200)),
+        (json.dumps({str(n): n for n in range(199)}), json.dumps({str(n): n for n in range(201)})),
+        (json.dumps([{"a": n} for n in range(99)]), json.dumps([{"a": n} for n in range(100)])),
+    ],
+    ids=["numbers", "strings", "lists", "names", "objects"],
+)
+def test_values_are_counted_before_they_are_parsed(fits: str, too_many: str) -> None:
+    check_structure(fits.encode(), FEW)
+    with pytest.raises(InvalidRequest, match="--max-json-values"):
+        check_structure(too_many.encode(), FEW)
+
+
+def test_what_stands_in_strings_is_not_counted_but_as_escapes() -> None:
+    prose = 'Rows, columns: {a}, [b], "c"\n' * 10_000
+    check_structure(json.dumps({"prompt": prose, "lists": [[]] * 100}).encode(), FEW)
+    check_structure(json.dumps("\n" * 4_000_000).encode(), FEW)
+    with pytest.raises(InvalidRequest, match="4000001 escapes"):
+        check_structure(json.dumps("\n" * 4_000_001).encode(), FEW)
+
+
+def test_a_client_s_largest_lists_of_token_ids_are_taken() -> None:
+    check_structure(json.dumps({"input": [[12345] * 300] * 1000}).encode(), LimitOptions())
 
 
 @pytest.mark.parametrize("nested", [b"[" * 100_000, b'{"messages":' * 1000, b"[" * 100_000 + b"]" * 100_000])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,9 +16,6 @@ from weft.api.error_responses import BodyTooLarge, BodyTooSlow
 from weft.errors import InvalidRequest
 from weft.options import LimitOptions
 from weft.serving.admission import ClientGone
-
-_STRINGS_AND_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
-"""Possessive: a string that never ends is looked at once."""
 
 
 class TooDeep(InvalidRequest):
@@ -79,22 +75,64 @@ def check_caps(body: dict[str, Any], limits: LimitOptions) -> None:
             )
 
 
-def check_depth(body: bytes, limits: LimitOptions) -> None:
-    """Raise TooDeep for JSON that is nested too deeply, before it is parsed: in linear time, and without recursion."""
-    if body.count(b"[") + body.count(b"{") <= limits.max_json_depth:
+MAX_JSON_ESCAPES = 4_000_000
+VALUES_PER_NAME = 5
+"""An object, a list or a name in an object takes as long to parse as so many numbers."""
+FLAG = "The operator's setting is --max-json-values."
+_NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def check_structure(body: bytes, limits: LimitOptions) -> None:
+    """Raise TooMany or TooDeep for JSON that would take long to parse, because parsing holds the interpreter: it is
+    counted before, in linear time and with pauses in which other threads run."""
+    _check_count("escapes", body.count(b"\\"), MAX_JSON_ESCAPES)
+    max_names = limits.max_json_values // VALUES_PER_NAME
+    if body.count(b"[") + body.count(b"{") <= limits.max_json_depth and body.count(b",") < max_names:
         return
+    _check_count("strings", (body.count(b'"') - body.count(b'\\"')) // 2, 2 * limits.max_json_values, FLAG)
+    outside = _outside_strings(body)
+    num_nested = outside.count(b"[") + outside.count(b"{")
+    _check_count("values", outside.count(b",") + num_nested, limits.max_json_values, FLAG)
+    _check_count("names, lists and objects", num_nested + outside.count(b":"), max_names, FLAG)
+    _check_depth(outside.translate(None, _NO_BRACKET), limits.max_json_depth)
+
+
+def _check_count(what: str, count: int, limit: int, hint: str = "") -> None:
+    if count > limit:
+        raise TooMany(f"The body's JSON has {count} {what}; at most {limit}.", hint=hint)
+
+
+def _outside_strings(body: bytes) -> bytes:
+    pieces: list[bytes] = []
+    at = 0
+    while (begin := body.find(b'"', at)) >= 0:
+        pieces.append(body[at:begin])
+        at = _string_end(body, begin + 1)
+    pieces.append(body[at:])
+    return b"".join(pieces)
+
+
+def _string_end(body: bytes, begin: int) -> int:
+    """Return where the string ends that begins here: behind a quote before which the backslashes are even in number."""
+    at = begin
+    while (quote := body.find(b'"', at)) >= 0:
+        before = quote
+        while before > begin and body[before - 1] == 0x5C:
+            before -= 1
+        if (quote - before) % 2 == 0:
+            return quote + 1
+        at = quote + 1
+    return len(body)
+
+
+def _check_depth(brackets: bytes, limit: int) -> None:
     depth = 0
-    for match in _STRINGS_AND_BRACKETS.finditer(body):
-        first = body[match.start()]
-        if first in b"[{":
-            depth += 1
-            if depth > limits.max_json_depth:
-                raise TooDeep(
-                    f"The body's JSON is nested more than {limits.max_json_depth} deep.",
-                    hint="The operator's setting is --max-json-depth.",
-                )
-        elif first in b"]}":
-            depth -= 1
+    for bracket in brackets:
+        depth += 1 if bracket in b"[{" else -1
+        if depth > limit:
+            raise TooDeep(
+                f"The body's JSON is nested more than {limit} deep.", hint="The operator's setting is --max-json-depth."
+            )
 
 
 LONG_BODY_BYTES = 64 * 1024
@@ -144,7 +182,7 @@ async def parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Sche
 
 
 def _parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
-    check_depth(body, limits)
+    check_structure(body, limits)
     try:
         # msgspec refuses what JSON does not have (NaN, Infinity) and strings that are not text.
         value = msgspec.json.decode(body)
