@@ -128,6 +128,32 @@ def test_a_close_waits_for_no_engine_that_is_still_starting() -> None:
     asyncio.run(scenario())
 
 
+def test_a_close_leaves_no_engine_that_was_launched_and_not_yet_connected() -> None:
+    launched: list[StandIn | SilentEngine] = []
+
+    def launch() -> StandIn | SilentEngine:
+        launched.append(SilentEngine() if launched else StandIn())
+        return launched[-1]
+
+    async def scenario() -> None:
+        client = EngineClient(load(env={}), FILES, launch)
+        await client.start()
+        connecting = asyncio.Event()
+
+        async def never(*arguments: object, **more: object) -> None:
+            connecting.set()
+            await asyncio.Event().wait()
+
+        asyncio.get_running_loop().create_unix_connection = never  # type: ignore[method-assign, assignment]
+        launched[0].kill()
+        await connecting.wait()
+        await asyncio.wait_for(client.close(), PATIENCE)
+        [_, second] = launched
+        assert isinstance(second, SilentEngine) and second.has_ended
+
+    asyncio.run(scenario())
+
+
 def test_an_engine_that_speaks_another_language_is_refused() -> None:
     class Babbler(StandIn):
         def _read_forever(self) -> None:

@@ -240,7 +240,13 @@ class EngineClient:
             engine = self._launch()
         except OSError as error:
             raise EngineFault(f"No process could be started for the engine: {error}.") from error
-        transport, inbox = await asyncio.get_running_loop().create_unix_connection(Inbox, sock=engine.socket)
+        try:
+            transport, inbox = await asyncio.get_running_loop().create_unix_connection(Inbox, sock=engine.socket)
+        except BaseException:
+            engine.socket.close()
+            engine.kill()
+            await asyncio.to_thread(engine.wait, SHUTDOWN_SECONDS)
+            raise
         connection = _Connection(engine, transport, inbox)
         connection.send(Start(self.config, self.files))
         try:

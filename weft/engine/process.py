@@ -77,7 +77,7 @@ ENGINE_VARIABLES = (
 )
 ENGINE_PREFIXES = (
     *("LC_", "LD_", "DYLD_", "PYTHON", "XDG_", "COVERAGE_", "MALLOC_", "GLIBC_"),
-    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMBA_", "TORCH", "PYTORCH_", "ATEN_", "THP_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "NUMBA_", "TORCH_", "PYTORCH_", "ATEN_", "THP_"),
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "TRITON_", "HIP_", "ROCR_", "HSA_"),
 )
 
