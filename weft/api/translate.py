@@ -32,6 +32,7 @@ from weft.text.grammars.specs import (
     RegexSpec,
     ToolCallsSpec,
     ToolSpec,
+    too_large,
 )
 from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
 from weft.text.parsers.styles import ToolStyle
@@ -75,12 +76,13 @@ def toolbox(request: ChatRequest, styles: ChatStyles, *, is_read: bool = False) 
     return Toolbox(request.tools, styles.tools, None, choice == "required")
 
 
-def structured_shape(request: SamplingFields) -> GrammarSpec | None:
+def structured_shape(request: SamplingFields, max_schema_kb: int) -> GrammarSpec | None:
     asked, field = request.structured_outputs, "structured_outputs"
     if asked is None:
         return None
     if asked.json_ is not None:
-        return JsonSchemaSpec(schema=_schema(asked.json_, f"{field}.json"), param=f"{field}.json")
+        schema = _schema(asked.json_, max_schema_kb, f"{field}.json")
+        return JsonSchemaSpec(schema=schema, param=f"{field}.json")
     if asked.regex is not None:
         return RegexSpec(pattern=asked.regex, param=f"{field}.regex")
     if asked.choice is not None:
@@ -90,8 +92,9 @@ def structured_shape(request: SamplingFields) -> GrammarSpec | None:
     return JsonObjectSpec(param=field)
 
 
-def chat_shape(request: ChatRequest, tools: Toolbox) -> GrammarSpec | None:
-    asked = [shape for shape in (_response_format(request), structured_shape(request)) if shape is not None]
+def chat_shape(request: ChatRequest, tools: Toolbox, max_schema_kb: int) -> GrammarSpec | None:
+    either = (_response_format(request), structured_shape(request, max_schema_kb))
+    asked = [shape for shape in either if shape is not None]
     if len(asked) > 1:
         raise InvalidRequest("response_format and structured_outputs both say what to write.", param="response_format")
     if asked and tools.must_call:
@@ -128,8 +131,10 @@ def _calls(request: ChatRequest, tools: Toolbox, *, at_least_one: bool) -> ToolC
     )
 
 
-def _schema(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
+def _schema(given: dict[str, Any] | str, max_kb: int, param: str) -> dict[str, Any]:
     """Return the schema, which some clients send as JSON text."""
+    if isinstance(given, str) and len(given) > max_kb * 1024:
+        raise too_large(param, max_kb)
     try:
         schema = msgspec.json.decode(given) if isinstance(given, str) else given
     except ValueError as error:
@@ -178,12 +183,13 @@ async def parse_chat(
         )
     else:
         prompt, reader_options = _conversation(request, tools), _reader_options(request, tools)
+    shape = chat_shape(request, tools, served.options.max_schema_kb)
     params = _params(
         request,
         max_tokens=_chat_max_tokens(request),
         logprobs=request.top_logprobs or 0 if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
-        grammar=await served.grammar_of(chat_shape(request, tools), reader_options.thinking),
+        grammar=await served.grammar_of(shape, reader_options.thinking),
         engine=engine,
     )
     prompts, truncated = _truncated([prompt], request, params, engine)
@@ -200,7 +206,7 @@ async def parse_completion(
     if request.best_of is not None and request.best_of != request.n:
         raise InvalidRequest("best_of other than n is not supported.", param="best_of")
     _check_tokens(request, engine)
-    grammar = await served.grammar_of(structured_shape(request))
+    grammar = await served.grammar_of(structured_shape(request, served.options.max_schema_kb))
     params = _params(
         request,
         # Nothing behind the prompt is wanted: the one token that the engine must make is not shown.

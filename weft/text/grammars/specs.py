@@ -78,18 +78,42 @@ OutputSpec = JsonObjectSpec | JsonSchemaSpec | RegexSpec | ChoiceSpec | LarkSpec
 GrammarSpec = OutputSpec | ToolCallsSpec
 
 
+def check_size(spec: GrammarSpec, max_kb: int) -> None:
+    """Raise InvalidRequest for a spec of more than `max_kb` KiB of characters, having looked at no more than those."""
+    left = max_kb * 1024
+    waiting: list[object] = [getattr(spec, name) for name in spec.__struct_fields__ if name != "param"]
+    while waiting:
+        part = waiting.pop()
+        left -= len(part) if isinstance(part, str) else 1
+        if isinstance(part, Mapping):
+            left -= len(part)
+            waiting += () if left < 0 else (*part.keys(), *part.values())
+        elif isinstance(part, Sequence) and not isinstance(part, str):
+            left -= len(part)
+            waiting += () if left < 0 else part
+        elif isinstance(part, ToolSpec):
+            waiting += (part.name, part.parameters)
+        if left < 0:
+            raise too_large(spec.param, max_kb)
+
+
+def too_large(param: str, max_kb: int, verb: str = "has") -> InvalidRequest:
+    return InvalidRequest(
+        f"{param} {verb} more than {max_kb} KiB of characters.",
+        hint="The server's limit is --max-schema-kb.",
+        param=param,
+    )
+
+
 def encode_spec(spec: OutputSpec, max_kb: int) -> str:
     """Encode a spec for `SamplingParams.grammar`. Raises InvalidRequest above `max_kb` KiB of characters."""
+    check_size(spec, max_kb)
     try:
         text = msgspec.json.encode(spec).decode()
     except RecursionError:
         raise InvalidRequest("The schema is nested too deep.", param=spec.param) from None
     if len(text) > max_kb * 1024:
-        raise InvalidRequest(
-            f"{spec.param} has {len(text)} characters; at most {max_kb} KiB of them are taken.",
-            hint="The server's limit is --max-schema-kb.",
-            param=spec.param,
-        )
+        raise too_large(spec.param, max_kb)
     return text
 
 
