@@ -11,15 +11,17 @@ from msgspec import Struct
 
 from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, Message, NamedTool, SamplingFields, Tool
 from weft.backends.contract import (
+    ENCODED_CONTEXTS,
     ChatPrompt,
     ChatStyles,
     Engine,
+    max_encoded_tokens,
     not_taken,
     text_prompt,
     tokens_of,
     tokens_unknown,
 )
-from weft.errors import InvalidRequest
+from weft.errors import ContextTooLong, InvalidRequest
 from weft.serving.output_reader import ReaderOptions
 from weft.serving.request import requests_like
 from weft.serving.served_model import ServedModel
@@ -310,6 +312,7 @@ def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> ChatPr
         add_generation_prompt=_begins_answer(request),
         continue_final_message=request.continue_final_message,
         template_variables=request.chat_template_kwargs,
+        max_tokens=max_encoded_tokens(engine),
     )
 
 
@@ -353,6 +356,12 @@ def given_tokens(token_ids: list[int], engine: Engine, param: str) -> list[int]:
     """Return token ids of a client, where the engine can take them."""
     if not engine.abilities.tokens:
         raise tokens_unknown(engine, "Token ids instead of text", param)
+    if len(token_ids) > (most := max_encoded_tokens(engine)):
+        raise ContextTooLong(
+            f"{param} has {len(token_ids)} token ids; at most {most} are taken, {ENCODED_CONTEXTS} times the context.",
+            hint="Shorten it, or serve with a larger --max-model-len.",
+            param=param,
+        )
     check_token_ids(token_ids, engine.model.logits_width, param)
     return token_ids
 

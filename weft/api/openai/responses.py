@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -77,8 +78,8 @@ class ResponsesWriter(Writer):
         changes = self._blocks.push(output)
         return b"".join(self._event_of(change) for change in changes)
 
-    def closing(self, usages: Sequence[Usage]) -> bytes:
-        answer = self._finished(usages[0])
+    async def closing(self, usages: Sequence[Usage]) -> bytes:
+        answer = await self._finished(usages[0])
         self._keep(msgspec.json.encode(answer), self._blocks.all)
         return self._event(f"response.{answer.status}", response=answer)
 
@@ -93,7 +94,7 @@ class ResponsesWriter(Writer):
         [output] = outputs
         self._finish = output.finish
         self._blocks.push(output.whole)
-        body = msgspec.json.encode(self._finished(output.usage))
+        body = msgspec.json.encode(await self._finished(output.usage))
         self._keep(body, self._blocks.all)
         return body
 
@@ -154,7 +155,7 @@ class ResponsesWriter(Writer):
         is_cut = self._finish is FinishReason.LENGTH and block is self._blocks.all[-1]
         return "incomplete" if is_cut else "completed"
 
-    def _finished(self, usage: Usage) -> ResponseAnswer:
+    async def _finished(self, usage: Usage) -> ResponseAnswer:
         is_cut = self._finish is FinishReason.LENGTH
         return replace(
             self._begun,
@@ -162,22 +163,22 @@ class ResponsesWriter(Writer):
             incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
             completed_at=None if is_cut else int(time.time()),
             output=[output_item(block, self._item_id(block), self._status(block)) for block in self._blocks.all],
-            usage=self._usage(usage),
+            usage=await self._usage(usage),
         )
 
-    def _count(self, text: str) -> int:
-        """Count the tokens of a text; 0 where tokens are not known."""
-        if not self._engine.abilities.tokens:
+    async def _count(self, text: str) -> int:
+        """Count the tokens of a text of the model's; 0 where tokens are not known."""
+        if not text or not self._engine.abilities.tokens:
             return 0
-        return len(self._engine.text.tokenizer.encode(text, add_special_tokens=False))
+        return len(await asyncio.to_thread(self._engine.text.tokenizer.encode, text, add_special_tokens=False))
 
-    def _usage(self, usage: Usage) -> ResponseUsage:
+    async def _usage(self, usage: Usage) -> ResponseUsage:
         thoughts = "".join(block.text for block in self._blocks.all if block.kind is BlockKind.THINKING)
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(usage.cached_tokens),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(self._count(thoughts) if thoughts else 0),
+            output_tokens_details=OutputTokensDetails(await self._count(thoughts)),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
         )
 

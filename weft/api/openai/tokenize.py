@@ -15,6 +15,7 @@ from weft.api.body import parse, read_body
 from weft.api.error_responses import JsonResponse
 from weft.api.openai.openai_schema import Fields, Message, Tool
 from weft.api.translate import template_message, template_tools
+from weft.backends.contract import max_encoded_tokens
 from weft.errors import InvalidRequest
 from weft.serving.admission import Admission, ClientGone, RequestContext
 from weft.types import check_token_ids
@@ -78,30 +79,38 @@ async def tokenize(body: bytes, context: RequestContext) -> Tokenized:
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("Give either a prompt or messages.", param="prompt")
 
-    def encoded() -> list[int]:
-        if request.prompt is not None:
-            return engine.text.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-        return engine.text.encode_chat(
-            [template_message(message) for message in request.messages or ()],
-            tools=template_tools(request.tools) or None,
-            add_generation_prompt=request.add_generation_prompt,
-            template_variables=request.chat_template_kwargs,
-        ).token_ids
+    most = max_encoded_tokens(engine)
 
-    tokens = await asyncio.to_thread(encoded)
-    return Tokenized(
-        count=len(tokens),
-        max_model_len=engine.model.max_model_len,
-        tokens=tokens,
-        token_strs=[engine.text.tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None,
-    )
+    def tokenized() -> Tokenized:
+        tokenizer = engine.text.tokenizer
+        if request.prompt is not None:
+            tokens = tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens, max_tokens=most)
+        else:
+            tokens = engine.text.encode_chat(
+                [template_message(message) for message in request.messages or ()],
+                tools=template_tools(request.tools) or None,
+                add_generation_prompt=request.add_generation_prompt,
+                template_variables=request.chat_template_kwargs,
+                max_tokens=most,
+            ).token_ids
+        return Tokenized(
+            count=len(tokens),
+            max_model_len=engine.model.max_model_len,
+            tokens=tokens,
+            token_strs=[*map(tokenizer.token_text, tokens)] if request.return_token_strs else None,
+        )
+
+    return await asyncio.to_thread(tokenized)
 
 
 async def detokenize(body: bytes, context: RequestContext) -> Detokenized:
     request = await parse(DetokenizeRequest, body, context.config.limits)
     served = await context.choose(request.model)
     served.check_model(request.model or served.model_name)
-    tokenizer = served.engine.text.tokenizer
-    check_token_ids(request.tokens, served.engine.model.logits_width, "tokens")
-    text = await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False)
-    return Detokenized(prompt=text)
+    engine = served.engine
+
+    def detokenized() -> str:
+        check_token_ids(request.tokens, engine.model.logits_width, "tokens")
+        return engine.text.tokenizer.decode(request.tokens, skip_special_tokens=False)
+
+    return Detokenized(prompt=await asyncio.to_thread(detokenized))

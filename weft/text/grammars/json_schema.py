@@ -75,7 +75,8 @@ def _check_keywords(part: Mapping[str, Any], place: Place, param: str) -> None:
     if isinstance(least, int) and least > num_required + 1:
         # Names that the schema does not list may be written twice: only one of them is sure to count.
         raise InvalidRequest(
-            f"minProperties {least} at {_shown(place)} is above the {num_required} required properties by more than one.",
+            f"minProperties {least} at {_shown(place)} is above the {num_required} required properties by more than "
+            "one.",
             hint="Name the properties that are required.",
             param=param,
         )

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from weft.errors import InvalidRequest
 from weft.text.parsers.pieces import CallShape
-from weft.text.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer, num_chars
 
 
 class JsonObjectSpec(Struct, frozen=True, kw_only=True, tag=True):
@@ -80,21 +80,15 @@ GrammarSpec = OutputSpec | ToolCallsSpec
 
 def check_size(spec: GrammarSpec, max_kb: int) -> None:
     """Raise InvalidRequest for a spec of more than `max_kb` KiB of characters, having looked at no more than those."""
-    left = max_kb * 1024
-    waiting: list[object] = [getattr(spec, name) for name in spec.__struct_fields__ if name != "param"]
-    while waiting:
-        part = waiting.pop()
-        left -= len(part) if isinstance(part, str) else 1
-        if isinstance(part, Mapping):
-            left -= len(part)
-            waiting += () if left < 0 else (*part.keys(), *part.values())
-        elif isinstance(part, Sequence) and not isinstance(part, str):
-            left -= len(part)
-            waiting += () if left < 0 else part
-        elif isinstance(part, ToolSpec):
-            waiting += (part.name, part.parameters)
-        if left < 0:
-            raise too_large(spec.param, max_kb)
+    match spec:
+        case ToolCallsSpec(tools=tools):
+            asked: object = [(tool.name, tool.parameters) for tool in tools]
+        case JsonSchemaSpec(schema=asked) | RegexSpec(pattern=asked) | ChoiceSpec(options=asked) | LarkSpec(text=asked):
+            pass
+        case JsonObjectSpec():
+            asked = ""
+    if num_chars(asked, max_kb * 1024) > max_kb * 1024:
+        raise too_large(spec.param, max_kb)
 
 
 def too_large(param: str, max_kb: int, verb: str = "has") -> InvalidRequest:
