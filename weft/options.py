@@ -250,11 +250,18 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
     max_json_depth: Annotated[
         int, _doc("How deep a body's JSON may be nested; deeper is answered 400.", ge=4, le=512)
     ] = 64
+    max_json_values: Annotated[
+        int,
+        _doc("Values in a body's JSON, where an object or an array counts as 4; more are answered 400.", ge=1000),
+    ] = 1_000_000
     max_messages: Annotated[int, _doc("Messages of one chat; more are answered 400.", ge=1)] = 2048
     max_tools: Annotated[int, _doc("Tools of one chat; more are answered 400.", ge=1)] = 128
     max_prompts: Annotated[int, _doc("Prompts of one request; more are answered 400.", ge=1)] = 128
     max_n: Annotated[int, _doc("Choices of one prompt (n); more are answered 400.", ge=1)] = 128
     max_stop: Annotated[int, _doc("Stop strings of one request; more are answered 400.", ge=1, le=16)] = 16
+    max_stop_token_ids: Annotated[int, _doc("Stop token ids of one request; more are answered 400.", ge=0, le=1024)] = (
+        1024
+    )
     max_logprobs: Annotated[
         int, _doc("Likeliest tokens that are reported for each one; more are answered 400.", ge=0, le=20)
     ] = 20

@@ -14,12 +14,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope
 
 from weft.api.error_responses import BodyTooLarge, BodyTooSlow
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, shortened
 from weft.options import LimitOptions
 from weft.serving.admission import ClientGone
-
-_STRINGS_AND_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
-"""Possessive: a string that never ends is looked at once."""
 
 
 class TooDeep(InvalidRequest):
@@ -61,6 +58,7 @@ CAPS = (
     Cap("best_of", _number, lambda limits: limits.max_n, "--max-n"),
     Cap("stop", _length, lambda limits: limits.max_stop, "--max-stop"),
     Cap("stop_sequences", _length, lambda limits: limits.max_stop, "--max-stop"),
+    Cap("stop_token_ids", _length, lambda limits: limits.max_stop_token_ids, "--max-stop-token-ids"),
     Cap("logprobs", _number, lambda limits: limits.max_logprobs, "--max-logprobs"),
     Cap("top_logprobs", _number, lambda limits: limits.max_logprobs, "--max-logprobs"),
     Cap("prompt_logprobs", _number, lambda limits: limits.max_logprobs, "--max-logprobs"),
@@ -79,22 +77,70 @@ def check_caps(body: dict[str, Any], limits: LimitOptions) -> None:
             )
 
 
-def check_depth(body: bytes, limits: LimitOptions) -> None:
-    """Raise TooDeep for JSON that is nested too deeply, before it is parsed: in linear time, and without recursion."""
-    if body.count(b"[") + body.count(b"{") <= limits.max_json_depth:
-        return
-    depth = 0
-    for match in _STRINGS_AND_BRACKETS.finditer(body):
-        first = body[match.start()]
-        if first in b"[{":
-            depth += 1
-            if depth > limits.max_json_depth:
-                raise TooDeep(
-                    f"The body's JSON is nested more than {limits.max_json_depth} deep.",
-                    hint="The operator's setting is --max-json-depth.",
-                )
-        elif first in b"]}":
-            depth -= 1
+MAX_KEY_CHARS = 1024
+CONTAINER_VALUES = 4
+"""An object or an array takes as much memory as so many numbers."""
+
+_VALUE_MARKS = {b",": 1, b"[": CONTAINER_VALUES, b"{": CONTAINER_VALUES}
+_OUTSIDE_STRINGS = re.compile(rb'[,\[{"]')
+_INSIDE_STRING = re.compile(rb'(?:[^"\\]{1,1024}+|\\.){0,256}+', re.DOTALL)
+_STRIDE = 1 << 18
+"""The bytes that one search looks at, or one match inside a string: other threads run in between."""
+
+
+def check_values(body: bytes, limits: LimitOptions) -> None:
+    """Raise TooMany for JSON with too many values, before it is parsed: they take far more memory than their text."""
+    most = limits.max_json_values
+    # Those in strings count too at first. Few bodies have so many that it matters where they are.
+    marks = sum(weight * body.count(mark) for mark, weight in _VALUE_MARKS.items())
+    if marks > most and _num_values(body, most) > most:
+        raise TooMany(
+            f"The body's JSON has more than {most} values; an object or an array counts as {CONTAINER_VALUES}.",
+            hint="The operator's setting is --max-json-values.",
+        )
+
+
+def _num_values(body: bytes, enough: int) -> int:
+    """Count the values, up to `enough`, in linear time."""
+    count = at = 0
+    while at < len(body) and count <= enough:
+        found = _OUTSIDE_STRINGS.search(body, at, at + _STRIDE)
+        if found is None:
+            at += _STRIDE
+            continue
+        at = found.end()
+        if found[0] != b'"':
+            count += _VALUE_MARKS[found[0]]
+            continue
+        while at < len(body) and body[at] != ord('"'):
+            inside = _INSIDE_STRING.match(body, at)
+            at = max(at + 1, inside.end() if inside else 0)
+        at += 1
+    return count
+
+
+def check_nesting(value: Any, limits: LimitOptions) -> None:
+    """Raise TooDeep for a value that is nested too deeply, and TooMany for a key that is too long."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        if depth > limits.max_json_depth:
+            raise _too_deep(limits)
+        below: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                if (longest := max(map(len, part), default=0)) > MAX_KEY_CHARS:
+                    raise TooMany(f"A key of the body's JSON has {longest} characters; at most {MAX_KEY_CHARS}.")
+                part = part.values()
+            below += [item for item in part if isinstance(item, dict | list)]
+        level = below
+
+
+def _too_deep(limits: LimitOptions) -> TooDeep:
+    return TooDeep(
+        f"The body's JSON is nested more than {limits.max_json_depth} deep.",
+        hint="The operator's setting is --max-json-depth.",
+    )
 
 
 LONG_BODY_BYTES = 64 * 1024
@@ -104,6 +150,7 @@ BODY_SECONDS = 120.0
 """A client must have sent all of a body by then."""
 
 Schema = TypeVar("Schema", bound=BaseModel)
+T = TypeVar("T")
 
 
 async def answer_gone_client(request: Request, error: Exception) -> Response:
@@ -138,20 +185,26 @@ async def _received(receive: Receive, limit_bytes: int) -> bytes:
 
 
 async def parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
-    if len(body) > LONG_BODY_BYTES:
-        return await asyncio.to_thread(_parse, schema, body, limits)
-    return _parse(schema, body, limits)
+    return await off_loop(body, _parse, schema, body, limits)
+
+
+async def off_loop(body: bytes, work: Callable[..., T], *arguments: Any) -> T:
+    """Do work that grows with a body's length, in a thread where it is long."""
+    return await asyncio.to_thread(work, *arguments) if len(body) > LONG_BODY_BYTES else work(*arguments)
 
 
 def _parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
-    check_depth(body, limits)
+    check_values(body, limits)
     try:
         # msgspec refuses what JSON does not have (NaN, Infinity) and strings that are not text.
         value = msgspec.json.decode(body)
+    except RecursionError:
+        raise _too_deep(limits) from None
     except ValueError as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.")
+    check_nesting(value, limits)
     check_caps(value, limits)
     try:
         return schema.model_validate(value)
@@ -159,13 +212,17 @@ def _parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
         raise _refusal(error) from error
 
 
+MAX_REASON_CHARS = 500
+
+
 def _refusal(error: ValidationError) -> InvalidRequest:
     """Return the first of the mistakes, with its place."""
     first: Any = error.errors(include_url=False, include_input=False)[0]
     context = first.get("ctx", {})
     location = [*first["loc"], *([context["field"]] if "field" in context else [])]
-    place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location).lstrip(".")
-    reason = first["msg"].removeprefix("Value error, ")
+    steps = (f"[{step}]" if isinstance(step, int) else f".{shortened(step)}" for step in location)
+    place = "".join(steps).lstrip(".")
+    reason = shortened(first["msg"].removeprefix("Value error, "), MAX_REASON_CHARS)
     return InvalidRequest(f"{place}: {reason}" if place else reason, param=place or None)
 
 

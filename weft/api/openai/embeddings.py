@@ -15,7 +15,7 @@ from pydantic import Field, PlainValidator
 
 from weft.api.body import parse
 from weft.api.handler import Writer
-from weft.api.openai.openai_schema import Fields, prompts
+from weft.api.openai.openai_schema import Fields, Name, prompts
 from weft.api.translate import LONG_PROMPT, given_tokens
 from weft.backends.contract import Engine, max_encoded_tokens, tokens_unknown
 from weft.errors import EngineFault, InvalidRequest
@@ -30,7 +30,7 @@ FLOAT_BYTES = 4
 class EmbeddingsRequest(Fields):
     """POST /v1/embeddings"""
 
-    model: str
+    model: Name
     input: Annotated[
         list[str | list[int]],
         PlainValidator(prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from weft.api.body import parse
+from weft.api.body import off_loop, parse
 from weft.api.error_responses import error_body
 from weft.api.handler import Writer, named_event
-from weft.api.openai.openai_schema import Fields
+from weft.api.openai.openai_schema import ChatRequest, Fields
 from weft.api.openai.response_store import StoredResponse, TenantStore
 from weft.api.openai.responses_schema import (
     IncompleteDetails,
@@ -29,6 +29,7 @@ from weft.api.openai.responses_schema import (
 )
 from weft.api.openai.responses_translate import (
     OWN_NAMES,
+    ChatMessages,
     answer_message,
     chat_messages,
     chat_request,
@@ -197,19 +198,22 @@ async def responses_endpoint(
     served = await context.choose(request.model)
     served.check_model(request.model)
     before = store.messages_of(request.previous_response_id) if request.previous_response_id else []
-    conversation = [*before, *chat_messages(request.input)]
     begun = _begun(request)
+
+    def read() -> tuple[ChatMessages, ChatRequest, list[dict[str, Any]]]:
+        conversation = [*before, *chat_messages(request.input)]
+        items = listed_items(request.input, begun.id.removeprefix("resp_") + "1") if request.store else []
+        return conversation, chat_request(request, conversation), items
+
+    conversation, asked, items = await off_loop(body, read)
     try:
-        chat = await parse_chat(
-            chat_request(request, conversation), served, request_id=unique_id(begun.id), tenant=context.tenant
-        )
+        chat = await parse_chat(asked, served, request_id=unique_id(begun.id), tenant=context.tenant)
     except InvalidRequest as error:
         error.param = OWN_NAMES.get(error.param or "", error.param)
         raise
 
     def keep(answer: bytes, blocks: Sequence[OutputBlock]) -> None:
         if request.store:
-            items = listed_items(request.input, begun.id.removeprefix("resp_") + "1")
             store.put(begun.id, StoredResponse(answer, items, [*conversation, answer_message(blocks)]))
 
     return chat.requests, ResponsesWriter(begun, chat, served.engine, keep, stream=request.stream)

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft.api.body import parse, read_body
 from weft.api.error_responses import JsonResponse
-from weft.api.openai.openai_schema import Fields, Message, Tool
+from weft.api.openai.openai_schema import Fields, Items, Message, Name, Tool
 from weft.api.translate import template_message, template_tools
 from weft.backends.contract import max_encoded_tokens
 from weft.errors import InvalidRequest
@@ -24,11 +24,11 @@ from weft.types import check_token_ids
 class TokenizeRequest(Fields):
     """POST /tokenize: a prompt, or the messages of a chat."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = Field(True, description="Of a prompt; a chat template brings its own.")
-    tools: list[Tool] = Field([])
+    tools: Items[Tool] = Field([])
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the model's chat template.")
     return_token_strs: bool = False
@@ -37,8 +37,8 @@ class TokenizeRequest(Fields):
 class DetokenizeRequest(Fields):
     """POST /detokenize"""
 
-    model: str | None = None
-    tokens: list[int]
+    model: Name | None = None
+    tokens: Items[int]
 
 
 class Tokenized(Struct, frozen=True, kw_only=True):
@@ -108,9 +108,10 @@ async def detokenize(body: bytes, context: RequestContext) -> Detokenized:
     served = await context.choose(request.model)
     served.check_model(request.model or served.model_name)
     engine = served.engine
+    tokenizer = engine.text.tokenizer
 
     def detokenized() -> str:
         check_token_ids(request.tokens, engine.model.logits_width, "tokens")
-        return engine.text.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        return tokenizer.decode(request.tokens, skip_special_tokens=False)
 
     return Detokenized(prompt=await asyncio.to_thread(detokenized))
