@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 
 
 class WeftError(Exception):
@@ -99,8 +100,25 @@ class OutOfMemory(WeftError):
     kind = "out_of_memory"
 
 
-_PRIVATE = re.compile(r"\n|Traceback|0x[0-9a-fA-F]{4,}|(?:/[\w.-]+){2,}|\w:\\|\d+\.\d+\.\d+\.\d+")
-"""Matches tracebacks, addresses and paths."""
+_PRIVATE = re.compile(r"\n|Traceback|0x[0-9a-fA-F]{4}|/[\w.-]++/[\w.-]|\w:\\|(?<!\d)\d++\.\d++\.\d++\.\d")
+"""Matches tracebacks, addresses and paths, in linear time."""
+
+ECHO_CHARS = 100
+
+
+def shortened(text: str, length: int = ECHO_CHARS) -> str:
+    """Return the beginning of a client's text, for an error to repeat."""
+    return text if len(text) <= length else text[:length] + "…"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = ECHO_CHARS
+_SHORT.maxlevel = 2
+
+
+def shown(value: object) -> str:
+    """Return the beginning of a client's value as Python writes it, whatever its size."""
+    return _SHORT.repr(value)
 
 
 def is_private(text: str) -> bool:

@@ -259,6 +259,9 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
     max_prompts: Annotated[int, _doc("Prompts of one request; more are answered 400.", ge=1)] = 128
     max_n: Annotated[int, _doc("Choices of one prompt (n); more are answered 400.", ge=1)] = 128
     max_stop: Annotated[int, _doc("Stop strings of one request; more are answered 400.", ge=1, le=16)] = 16
+    max_stop_token_ids: Annotated[int, _doc("Stop token ids of one request; more are answered 400.", ge=0, le=1024)] = (
+        1024
+    )
     max_logprobs: Annotated[
         int, _doc("Likeliest tokens that are reported for each one; more are answered 400.", ge=0, le=20)
     ] = 20

@@ -27,6 +27,7 @@ class FinishReason(enum.StrEnum):
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
+MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 1 << 20
 
@@ -89,6 +90,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
             raise InvalidRequest(f"{len(self.stop)} stop strings; at most {MAX_STOP_STRINGS}.", param="stop")
         if any(not s or len(s) > MAX_STOP_LENGTH for s in self.stop):
             raise InvalidRequest(f"A stop string must have 1 to {MAX_STOP_LENGTH} characters.", param="stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequest(
+                f"{len(self.stop_token_ids)} stop_token_ids; at most {MAX_STOP_TOKEN_IDS}.", param="stop_token_ids"
+            )
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(
                 f"{len(self.logit_bias)} logit_bias entries; at most {MAX_LOGIT_BIAS}.", param="logit_bias"

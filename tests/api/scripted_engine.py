@@ -19,7 +19,7 @@ from weft.backends.contract import (
     tokens_of,
     unknown_adapter,
 )
-from weft.errors import InvalidRequest, ModelError, WeftError
+from weft.errors import ContextTooLong, InvalidRequest, ModelError, WeftError
 from weft.payloads import GivenTexts
 from weft.types import (
     Adapter,
@@ -77,7 +77,15 @@ PAINTER = ImageModelInfo(
 class ScriptedTokenizer:
     """A token is a byte."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def __init__(self, *, is_bounded: bool = False) -> None:
+        """`is_bounded`: refuse texts that are too long, as a real one does."""
+        self._is_bounded = is_bounded
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        if self._is_bounded:
+            assert max_tokens is not None, "a client's text is encoded whatever its length"
+            if len(text) > max_tokens:
+                raise ContextTooLong(f"A text of {len(text)} characters has more than {max_tokens} tokens.")
         return list(text.encode())
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -160,7 +168,12 @@ class ScriptedEngine:
     abilities = Abilities()
 
     def __init__(
-        self, script: Sequence[Step] = (), *, refuse: WeftError | None = None, images: ImageModelInfo | None = None
+        self,
+        script: Sequence[Step] = (),
+        *,
+        refuse: WeftError | None = None,
+        images: ImageModelInfo | None = None,
+        tokenizer: ScriptedTokenizer | None = None,
     ) -> None:
         self.model = ModelInfo(
             name="scripted",
@@ -172,7 +185,7 @@ class ScriptedEngine:
             dtype="float32",
             images=images,
         )
-        self.tokenizer: Any = ScriptedTokenizer()
+        self.tokenizer: Any = tokenizer or ScriptedTokenizer()
         self.script = list(script or answer("Hello", ", ", "world"))
         self.refuse = refuse
         self.refuse_from = 0
@@ -205,6 +218,7 @@ class ScriptedEngine:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> ChatPrompt:
         self.messages = list(messages)
         self.tools = tools
@@ -212,7 +226,7 @@ class ScriptedEngine:
         self.continue_final_message = continue_final_message
         self.template_variables = template_variables
         text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
-        return ChatPrompt(text, self.tokenizer.encode(text))
+        return ChatPrompt(text, self.tokenizer.encode(text, max_tokens=max_tokens))
 
     @property
     def text(self) -> ScriptedEngine:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from tests.api import raw
 from tests.api.grpc.calls import ask, door, failed
 from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, real_server, request
 from tests.api.scripted_engine import ScriptedEngine, answer
+from weft.api import body as body_module
 from weft.api import http_protocol
-from weft.api.app import build_app
-from weft.api.body import CAPS, check_caps, check_structure, parse
+from weft.api.app import REQUESTS, build_app
+from weft.api.body import CAPS, check_caps, check_keys, check_structure, parse
 from weft.api.openai.openai_schema import ChatRequest
 from weft.config import load
 from weft.errors import InvalidRequest
@@ -45,8 +48,8 @@ JSON = st.recursive(
 
 @given(JSON, st.booleans())
 def test_the_depth_is_that_of_the_value_whatever_its_strings_hold(value: Any, ascii_only: bool) -> None:
-    body = json.dumps(value, ensure_ascii=ascii_only).encode()
     depth = depth_of(value)
+    body = json.dumps(value, ensure_ascii=ascii_only).encode()
     check_structure(body, LimitOptions(max_json_depth=max(depth, 4)))
     nested = b"[" * 10 + body + b"]" * 10
     check_structure(nested, LimitOptions(max_json_depth=depth + 10))
@@ -63,8 +66,9 @@ def test_the_depth_is_that_of_the_value_whatever_its_strings_hold(value: Any, as
         b'"[' * 2_000_000,
         b'["' + b'\\"[' * 2_000_000,
         b"[]" * 2_000_000,
+        b" " * 10_000_000,
     ],
-    ids=["lists", "objects", "an endless escape", "strings", "escaped quotes", "side by side"],
+    ids=["lists", "objects", "an endless escape", "strings", "escaped quotes", "side by side", "spaces"],
 )
 def test_the_structure_is_checked_in_linear_time(body: bytes) -> None:
     began = time.process_time()
@@ -107,6 +111,13 @@ def test_a_client_s_largest_lists_of_token_ids_are_taken() -> None:
     check_structure(json.dumps({"input": [[12345] * 300] * 1000}).encode(), LimitOptions())
 
 
+def test_a_long_key_is_refused_wherever_it_stands() -> None:
+    for body in ({"k" * 1025: 1}, {"a": [{"b": {"k" * 1025: 1}}]}):
+        with pytest.raises(InvalidRequest, match="1025 characters; at most 1024"):
+            check_keys(body)
+    check_keys({"k" * 1024: 1})
+
+
 @pytest.mark.parametrize("nested", [b"[" * 100_000, b'{"messages":' * 1000, b"[" * 100_000 + b"]" * 100_000])
 def test_deep_json_is_400_at_the_door(nested: bytes) -> None:
     response = request(ScriptedEngine(), "POST", CHAT, content=nested)
@@ -130,6 +141,7 @@ def test_deep_json_is_400_at_the_door(nested: bytes) -> None:
         ("best_of", 3, 4, "--max-n"),
         ("stop", ["a"] * 3, ["a"] * 4, "--max-stop"),
         ("stop_sequences", ["a"] * 3, ["a"] * 4, "--max-stop"),
+        ("stop_token_ids", [1] * 3, [1] * 4, "--max-stop-token-ids"),
         ("logprobs", 3, 4, "--max-logprobs"),
         ("top_logprobs", 3, 4, "--max-logprobs"),
         ("prompt_logprobs", 3, 4, "--max-logprobs"),
@@ -137,9 +149,8 @@ def test_deep_json_is_400_at_the_door(nested: bytes) -> None:
     ],
 )
 def test_every_cap_holds_at_its_limit_and_not_above(field: str, most: Any, too_many: Any, flag: str) -> None:
-    limits = LimitOptions(
-        max_messages=3, max_tools=3, max_prompts=3, max_n=3, max_stop=3, max_logprobs=3, max_logit_bias=3
-    )
+    names = ("messages", "tools", "prompts", "n", "stop", "stop_token_ids", "logprobs", "logit_bias")
+    limits = LimitOptions(**{f"max_{name}": 3 for name in names})
     check_caps({field: most}, limits)
     with pytest.raises(InvalidRequest) as refused:
         check_caps({field: too_many}, limits)
@@ -167,6 +178,8 @@ def test_the_operator_s_limits_are_the_ones_that_count() -> None:
         (CHAT, HELLO | {"tools": [{}] * 129}, "--max-tools"),
         (COMPLETIONS, PROMPT | {"prompt": ["a"] * 129}, "--max-prompts"),
         (COMPLETIONS, PROMPT | {"n": 10**9}, "--max-n"),
+        (COMPLETIONS, PROMPT | {"stop_token_ids": [5] * 1025, "n": 32}, "--max-stop-token-ids"),
+        (CHAT, HELLO | {"metadata": {"a": [0] * 1_000_000}}, "--max-json-values"),
     ],
 )
 def test_the_doors_have_the_caps(path: str, body: dict[str, Any], flag: str) -> None:
@@ -175,6 +188,96 @@ def test_the_doors_have_the_caps(path: str, body: dict[str, Any], flag: str) -> 
     assert response.status_code == 400
     assert flag in error_of(response)["message"]
     assert not engine.submitted
+
+
+# What is told of a wrong body.
+
+
+def lists_of(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every list in what pydantic validates by."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            yield schema
+        for name, part in schema.items():
+            if name not in ("metadata", "json_schema_input_schema", "serialization"):
+                yield from lists_of(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            yield from lists_of(part)
+
+
+@pytest.mark.parametrize("schema", REQUESTS, ids=lambda schema: schema.__name__)
+def test_a_list_is_refused_for_its_first_wrong_item(schema: type[BaseModel]) -> None:
+    """With a list of all of them, two million wrong items took gigabytes."""
+    found = [*lists_of(schema.__pydantic_core_schema__)]
+    assert all(one.get("fail_fast") for one in found if one["items_schema"]["type"] != "any")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"stop_token_ids": [""] * 1000}),
+        (COMPLETIONS, {"prompt": [[""]] * 100}),
+        (CHAT, {"messages": [{"role": "user"}] * 2000}),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [1] * 100_000}]}),
+        (CHAT, {"structured_outputs": {"choice": [1] * 100_000}}),
+        (CHAT, {"metadata": {str(i): 1 for i in range(50_000)}}),
+        (CHAT, {"logit_bias": {str(i): "a" for i in range(1000)}}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text"}] * 20_000}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "text"}] * 20_000}], "max_tokens": 1}),
+        ("/detokenize", {"tokens": ["a"] * 100_000}),
+    ],
+)
+def test_few_mistakes_are_noted_of_a_body_that_is_full_of_them(
+    path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[int] = []
+    refusal = body_module._refusal
+    monkeypatch.setattr(body_module, "_refusal", lambda error: (noted.append(error.error_count()), refusal(error))[1])
+    needed = {CHAT: HELLO, COMPLETIONS: PROMPT}.get(path, {"model": "scripted"})
+    response = request(ScriptedEngine(), "POST", path, json=needed | fields)
+    assert response.status_code == 400
+    assert len(response.content) < 500
+    assert noted and noted[0] <= 1024
+
+
+LONG = "n" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {LONG: 1}),
+        (CHAT, {"n" * 1000: 1}),
+        (CHAT, {"model": LONG}),
+        (CHAT, {"adapter": LONG}),
+        (CHAT, {"service_tier": LONG}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "", "k" * 1000: 1}]}]}),
+        (CHAT, {"messages": [{"role": LONG, "content": "a"}]}),
+        (CHAT, {"metadata": {"k" * 1000: 1}}),
+        (CHAT, {"chat_template_kwargs": {LONG: 1}}),
+        (CHAT, {"tool_choice": {"type": "function", "function": {"name": LONG}}}),
+        ("/v1/responses", {"input": "a", "tools": [{"type": LONG}]}),
+        ("/v1/responses", {"input": [{"type": LONG}]}),
+        ("/v1/responses", {"input": "a", "previous_response_id": LONG}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": LONG}]}]}),
+        (
+            "/v1/messages",
+            {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}], "tools": [{"type": [LONG]}]},
+        ),
+    ],
+)
+def test_a_refusal_repeats_little_of_what_the_client_sent(path: str, fields: dict[str, Any]) -> None:
+    needed = HELLO if path == CHAT else {"model": "scripted"}
+    response = request(ScriptedEngine(), "POST", path, json=needed | fields)
+    assert response.status_code in (400, 404)
+    assert len(response.content) < 1000
+
+
+def test_a_field_s_name_that_is_nearly_right_is_told() -> None:
+    response = request(ScriptedEngine(), "POST", CHAT, json=HELLO | {"temprature": 1})
+    assert "Did you mean 'temperature'?" in error_of(response)["message"]
 
 
 # A request's head.

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from weft.errors import InvalidRequest, ModelError
+from weft.errors import ContextTooLong, InvalidRequest, ModelError
+from weft.text import tokenizer as tokenizer_module
 from weft.text.gguf_vocab import PRE_SPLITS
-from weft.text.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer, num_chars
 from weft.types import TextAssets
 
 TEXTS = [
@@ -220,3 +221,58 @@ def test_a_decoder_that_needs_neighbouring_tokens_is_refused(trained_bpe: tokeni
     source["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     with pytest.raises(ModelError, match="WordPiece"):
         Tokenizer.from_assets(TextAssets(kind="json", tokenizer_json=json.dumps(source)))
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every text that is given to the library."""
+    texts: list[str] = []
+    ids = Tokenizer._ids
+
+    def counting(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+        texts.append(text)
+        return ids(tokenizer, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "_ids", counting)
+    return texts
+
+
+def test_a_text_is_refused_by_its_length_before_any_of_it_is_encoded(byte_level: Tokenizer, encoded: list[str]) -> None:
+    most = 100 * byte_level.longest_token
+    byte_level.encode(" " * most, max_tokens=100_000)
+    encoded.clear()
+    with pytest.raises(ContextTooLong, match=f"{most + 1} characters has more than 100 tokens") as refused:
+        byte_level.encode("x" * (most + 1), max_tokens=100)
+    assert "--max-model-len" in refused.value.hint
+    assert not encoded
+
+
+def test_a_text_with_more_tokens_is_refused_when_so_many_are_counted(
+    byte_level: Tokenizer, encoded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", 64)
+    with pytest.raises(ContextTooLong, match="more than 500 tokens"):
+        byte_level.encode("龍" * 500, max_tokens=500)
+    assert sum(map(len, encoded)) < 500, "the rest was never looked at"
+
+
+def test_a_text_within_the_bound_is_encoded_as_ever(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", 64)
+    text = "The fox's 2nd jump over 你好 <|start|>the dog<|end|> " * 50
+    whole = byte_level.encode(text)
+    assert byte_level.encode(text, max_tokens=2 * len(whole)) == whole
+
+
+def test_the_longest_token_is_counted_in_bytes(byte_level: Tokenizer, sentencepiece: Tokenizer) -> None:
+    for tokenizer in (byte_level, sentencepiece):
+        every = [len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size)]
+        assert tokenizer.longest_token == max(every)
+
+
+@pytest.mark.parametrize(
+    ("value", "chars"),
+    [("abc", 3), (["ab", 1, None], 2 + 2 + 1 + 3), ({"ab": ["c"]}, 1 + 1 + 2 + 1 + 1 + 1), ((), 1), ({}, 1)],
+)
+def test_the_characters_of_a_nested_value(value: object, chars: int) -> None:
+    assert num_chars(value, 1000) == chars
+    assert num_chars([value] * 10**6, 1000) > 1000

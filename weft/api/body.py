@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope
 
 from weft.api.error_responses import BodyTooLarge, BodyTooSlow
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, shortened
 from weft.options import LimitOptions
 from weft.serving.admission import ClientGone
 
@@ -57,6 +57,7 @@ CAPS = (
     Cap("best_of", _number, lambda limits: limits.max_n, "--max-n"),
     Cap("stop", _length, lambda limits: limits.max_stop, "--max-stop"),
     Cap("stop_sequences", _length, lambda limits: limits.max_stop, "--max-stop"),
+    Cap("stop_token_ids", _length, lambda limits: limits.max_stop_token_ids, "--max-stop-token-ids"),
     Cap("logprobs", _number, lambda limits: limits.max_logprobs, "--max-logprobs"),
     Cap("top_logprobs", _number, lambda limits: limits.max_logprobs, "--max-logprobs"),
     Cap("prompt_logprobs", _number, lambda limits: limits.max_logprobs, "--max-logprobs"),
@@ -135,6 +136,21 @@ def _check_depth(brackets: bytes, limit: int) -> None:
             )
 
 
+MAX_KEY_CHARS = 1024
+
+
+def check_keys(value: Any) -> None:
+    """Raise TooMany for a key that is too long, wherever it stands."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            if (longest := max(map(len, part), default=0)) > MAX_KEY_CHARS:
+                raise TooMany(f"A key of the body's JSON has {longest} characters; at most {MAX_KEY_CHARS}.")
+            part = part.values()
+        waiting += [item for item in part if isinstance(item, dict | list)]
+
+
 LONG_BODY_BYTES = 64 * 1024
 """Above this a body is parsed in a thread, so that the streams of others go on meanwhile."""
 
@@ -142,6 +158,7 @@ BODY_SECONDS = 120.0
 """A client must have sent all of a body by then."""
 
 Schema = TypeVar("Schema", bound=BaseModel)
+T = TypeVar("T")
 
 
 async def answer_gone_client(request: Request, error: Exception) -> Response:
@@ -176,9 +193,12 @@ async def _received(receive: Receive, limit_bytes: int) -> bytes:
 
 
 async def parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
-    if len(body) > LONG_BODY_BYTES:
-        return await asyncio.to_thread(_parse, schema, body, limits)
-    return _parse(schema, body, limits)
+    return await off_loop(body, _parse, schema, body, limits)
+
+
+async def off_loop(body: bytes, work: Callable[..., T], *arguments: Any) -> T:
+    """Do work that grows with a body's length, in a thread where it is long."""
+    return await asyncio.to_thread(work, *arguments) if len(body) > LONG_BODY_BYTES else work(*arguments)
 
 
 def _parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
@@ -190,6 +210,7 @@ def _parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
         raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.")
+    check_keys(value)
     check_caps(value, limits)
     try:
         return schema.model_validate(value)
@@ -197,13 +218,17 @@ def _parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
         raise _refusal(error) from error
 
 
+MAX_REASON_CHARS = 500
+
+
 def _refusal(error: ValidationError) -> InvalidRequest:
     """Return the first of the mistakes, with its place."""
     first: Any = error.errors(include_url=False, include_input=False)[0]
     context = first.get("ctx", {})
     location = [*first["loc"], *([context["field"]] if "field" in context else [])]
-    place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in location).lstrip(".")
-    reason = first["msg"].removeprefix("Value error, ")
+    steps = (f"[{step}]" if isinstance(step, int) else f".{shortened(step)}" for step in location)
+    place = "".join(steps).lstrip(".")
+    reason = shortened(first["msg"].removeprefix("Value error, "), MAX_REASON_CHARS)
     return InvalidRequest(f"{place}: {reason}" if place else reason, param=place or None)
 
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from starlette.exceptions import HTTPException
 
 from weft import logs
-from weft.errors import InvalidRequest, Overloaded, Unavailable, WeftError, is_private
+from weft.errors import InvalidRequest, Overloaded, Unavailable, WeftError, is_private, shortened
 
 
 class JsonResponse(Response):
@@ -131,6 +131,9 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     )
 
 
+MAX_MESSAGE_CHARS = 2000
+
+
 def _type(status: int) -> str:
     if status == NoKey.status:
         return "authentication_error"
@@ -143,7 +146,7 @@ def _type(status: int) -> str:
 
 def _public_message(error: WeftError) -> str:
     """Tell a client's own mistakes in full; of the server's, only what holds nothing private."""
-    text = str(error)
+    text = shortened(str(error), MAX_MESSAGE_CHARS)
     if error.status < 500:
         return text
     if is_private(text) or isinstance(error, Unexpected):

@@ -88,7 +88,7 @@ class Writer:
         awaited where they take a thread to write."""
         raise NotImplementedError(f"{type(self).__name__} does not stream")
 
-    def closing(self, usages: Sequence[Usage]) -> bytes:
+    def closing(self, usages: Sequence[Usage]) -> bytes | Awaitable[bytes]:
         """Return what follows the last output's chunks; the usage is that of each request."""
         return b""
 
@@ -245,7 +245,8 @@ async def _send_chunks(
         await generation.run(take)
     finally:
         await keep_alive.end()
-    await response.end(writer.closing(usages))
+    closing = writer.closing(usages)
+    await response.end(closing if isinstance(closing, bytes) else await closing)
 
 
 class KeepAlive:

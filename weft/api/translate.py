@@ -11,15 +11,17 @@ from msgspec import Struct
 
 from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, Message, NamedTool, SamplingFields, Tool
 from weft.backends.contract import (
+    ENCODED_CONTEXTS,
     ChatPrompt,
     ChatStyles,
     Engine,
+    max_encoded_tokens,
     not_taken,
     text_prompt,
     tokens_of,
     tokens_unknown,
 )
-from weft.errors import InvalidRequest
+from weft.errors import ContextTooLong, InvalidRequest
 from weft.serving.output_reader import ReaderOptions
 from weft.serving.request import requests_like
 from weft.serving.served_model import ServedModel
@@ -32,6 +34,7 @@ from weft.text.grammars.specs import (
     RegexSpec,
     ToolCallsSpec,
     ToolSpec,
+    too_large,
 )
 from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
 from weft.text.parsers.styles import ToolStyle
@@ -75,12 +78,13 @@ def toolbox(request: ChatRequest, styles: ChatStyles, *, is_read: bool = False) 
     return Toolbox(request.tools, styles.tools, None, choice == "required")
 
 
-def structured_shape(request: SamplingFields) -> GrammarSpec | None:
+def structured_shape(request: SamplingFields, max_schema_kb: int) -> GrammarSpec | None:
     asked, field = request.structured_outputs, "structured_outputs"
     if asked is None:
         return None
     if asked.json_ is not None:
-        return JsonSchemaSpec(schema=_schema(asked.json_, f"{field}.json"), param=f"{field}.json")
+        schema = _schema(asked.json_, max_schema_kb, f"{field}.json")
+        return JsonSchemaSpec(schema=schema, param=f"{field}.json")
     if asked.regex is not None:
         return RegexSpec(pattern=asked.regex, param=f"{field}.regex")
     if asked.choice is not None:
@@ -90,8 +94,9 @@ def structured_shape(request: SamplingFields) -> GrammarSpec | None:
     return JsonObjectSpec(param=field)
 
 
-def chat_shape(request: ChatRequest, tools: Toolbox) -> GrammarSpec | None:
-    asked = [shape for shape in (_response_format(request), structured_shape(request)) if shape is not None]
+def chat_shape(request: ChatRequest, tools: Toolbox, max_schema_kb: int) -> GrammarSpec | None:
+    either = (_response_format(request), structured_shape(request, max_schema_kb))
+    asked = [shape for shape in either if shape is not None]
     if len(asked) > 1:
         raise InvalidRequest("response_format and structured_outputs both say what to write.", param="response_format")
     if asked and tools.must_call:
@@ -128,8 +133,10 @@ def _calls(request: ChatRequest, tools: Toolbox, *, at_least_one: bool) -> ToolC
     )
 
 
-def _schema(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
+def _schema(given: dict[str, Any] | str, max_kb: int, param: str) -> dict[str, Any]:
     """Return the schema, which some clients send as JSON text."""
+    if isinstance(given, str) and len(given) > max_kb * 1024:
+        raise too_large(param, max_kb)
     try:
         schema = msgspec.json.decode(given) if isinstance(given, str) else given
     except ValueError as error:
@@ -178,12 +185,13 @@ async def parse_chat(
         )
     else:
         prompt, reader_options = _conversation(request, tools), _reader_options(request, tools)
+    shape = chat_shape(request, tools, served.options.max_schema_kb)
     params = _params(
         request,
         max_tokens=_chat_max_tokens(request),
         logprobs=request.top_logprobs or 0 if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
-        grammar=await served.grammar_of(chat_shape(request, tools), reader_options.thinking),
+        grammar=await served.grammar_of(shape, reader_options.thinking),
         engine=engine,
     )
     prompts, truncated = _truncated([prompt], request, params, engine)
@@ -200,7 +208,7 @@ async def parse_completion(
     if request.best_of is not None and request.best_of != request.n:
         raise InvalidRequest("best_of other than n is not supported.", param="best_of")
     _check_tokens(request, engine)
-    grammar = await served.grammar_of(structured_shape(request))
+    grammar = await served.grammar_of(structured_shape(request, served.options.max_schema_kb))
     params = _params(
         request,
         # Nothing behind the prompt is wanted: the one token that the engine must make is not shown.
@@ -304,6 +312,7 @@ def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> ChatPr
         add_generation_prompt=_begins_answer(request),
         continue_final_message=request.continue_final_message,
         template_variables=request.chat_template_kwargs,
+        max_tokens=max_encoded_tokens(engine),
     )
 
 
@@ -347,6 +356,12 @@ def given_tokens(token_ids: list[int], engine: Engine, param: str) -> list[int]:
     """Return token ids of a client, where the engine can take them."""
     if not engine.abilities.tokens:
         raise tokens_unknown(engine, "Token ids instead of text", param)
+    if len(token_ids) > (most := max_encoded_tokens(engine)):
+        raise ContextTooLong(
+            f"{param} has {len(token_ids)} token ids; at most {most} are taken, {ENCODED_CONTEXTS} times the context.",
+            hint="Shorten it, or serve with a larger --max-model-len.",
+            param=param,
+        )
     check_token_ids(token_ids, engine.model.logits_width, param)
     return token_ids
 

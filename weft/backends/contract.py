@@ -202,10 +202,12 @@ class EngineText(Protocol):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> ChatPrompt:
         """Write the messages as the model's own chat template does. Raises InvalidRequest.
 
         `continue_final_message`: the text ends with the last message's own, for the model to go on with.
+        `max_tokens`: a conversation that surely has more is refused before it is written or encoded.
         """
 
 
@@ -229,6 +231,7 @@ class UnknownText:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> ChatPrompt:
         raise tokens_unknown(self._engine, "This")
 
@@ -323,14 +326,27 @@ class ConfiguredModels(Protocol):
         list. Raises what keeps it from being loaded."""
 
 
+ENCODED_CONTEXTS = 4
+"""A text is encoded as long as it may have so many contexts of tokens. One that is too long for the context is then
+told its length, or loses its beginning where the request allows that; one that has more is refused before."""
+
+
+def max_encoded_tokens(engine: Engine) -> int:
+    return ENCODED_CONTEXTS * engine.model.max_model_len
+
+
 def text_prompt(engine: Engine, text: str) -> Prompt:
     """Return a text as this engine takes it."""
-    return engine.text.tokenizer.encode(text) if engine.abilities.tokens else text
+    if not engine.abilities.tokens:
+        return text
+    return engine.text.tokenizer.encode(text, max_tokens=max_encoded_tokens(engine))
 
 
 def chat_prompt(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> Prompt:
     """Return a conversation as this engine takes it."""
-    return engine.text.encode_chat(messages).token_ids if engine.abilities.tokens else Conversation(messages=messages)
+    if not engine.abilities.tokens:
+        return Conversation(messages=messages)
+    return engine.text.encode_chat(messages, max_tokens=max_encoded_tokens(engine)).token_ids
 
 
 async def final_output(stream: Stream) -> Output:

@@ -17,7 +17,7 @@ from weft.errors import ContextTooLong, InvalidRequest
 from weft.options import ModelOptions
 from weft.text.chat_template import ChatTemplate, without_tools
 from weft.text.parsers.styles import reasoning_style, tool_style
-from weft.text.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer, num_chars
 from weft.types import (
     Adapter,
     GenerationRequest,
@@ -52,12 +52,16 @@ class ModelText:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_variables: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> ChatPrompt:
         if self._template is None:
             raise InvalidRequest(
                 "This model has no chat template, so it does not know what a conversation looks like.",
                 hint="Send a plain prompt to /v1/completions instead.",
             )
+        if max_tokens is not None:
+            enough = max_tokens * self.tokenizer.longest_token
+            self.tokenizer.check_chars(num_chars([messages, tools, template_variables], enough), max_tokens)
         if not self._template.knows_tools and self.styles.tools is not None:
             messages, tools = without_tools(messages, tools, self.styles.tools.shape), None
         text = self._template.render(
@@ -67,7 +71,7 @@ class ModelText:
             continue_final_message=continue_final_message,
             extra=template_variables or {},
         )
-        return ChatPrompt(text, self.tokenizer.encode(text, add_special_tokens=False))
+        return ChatPrompt(text, self.tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens))
 
     def engine_request(
         self, model: ModelInfo, request: GenerationRequest, params: SamplingParams, adapter: Adapter | None = None
@@ -106,7 +110,6 @@ def open_model_text(files: ModelFiles, options: ModelOptions) -> ModelText:
 
 def check_prompt(model: ModelInfo, prompt_token_ids: list[int], params: SamplingParams) -> None:
     """Raise InvalidRequest for a prompt that this model cannot answer with these parameters."""
-    check_token_ids(prompt_token_ids, model.logits_width, "prompt")
     length = len(prompt_token_ids)
     if length == 0:
         raise InvalidRequest("The prompt is empty.", param="prompt")
@@ -124,6 +127,7 @@ def check_prompt(model: ModelInfo, prompt_token_ids: list[int], params: Sampling
             hint=f"Ask for {model.max_model_len - length} tokens or fewer.",
             param="max_tokens",
         )
+    check_token_ids(prompt_token_ids, model.logits_width, "prompt")
     if params.min_tokens > model.max_model_len - length:
         raise InvalidRequest(
             f"min_tokens is {params.min_tokens}; the context has room for {model.max_model_len - length} more.",

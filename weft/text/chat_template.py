@@ -125,10 +125,12 @@ class ChatTemplate:
 
 def _up_to_the_end_of(content: str, text: str) -> str:
     """Return the rendered text without what the template writes behind the last message."""
+    # Both are read backwards, because `rfind` takes quadratic time and `find` does not.
+    backwards = text[::-1]
     # Templates may strip a message's white space.
     for ending in (content, content.strip()):
-        if ending and (at := text.rfind(ending)) >= 0:
-            return text[: at + len(ending)]
+        if ending and (at := backwards.find(ending[::-1])) >= 0:
+            return text[: len(text) - at]
     raise InvalidRequest(
         "The final message cannot be continued: the model's chat template does not write it as it is.",
         param="continue_final_message",

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from msgspec import Struct
 
-from weft.errors import InvalidRequest, ModelError
+from weft.errors import ContextTooLong, InvalidRequest, ModelError
 from weft.text.gguf_vocab import BUILDERS
 from weft.types import TextAssets
 
@@ -99,6 +99,27 @@ def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield decoder
 
 
+PIECE_CHARS = 1 << 16
+_SHORTEN = "Shorten it, or serve with a larger --max-model-len."
+
+
+def num_chars(value: object, enough: int) -> int:
+    """Return how many characters the strings of a nested value have, and 1 for each of its other parts. It looks no
+    further than `enough` of them."""
+    count = 0
+    waiting = [value]
+    while waiting and count <= enough:
+        part = waiting.pop()
+        count += len(part) if isinstance(part, str) else 1
+        if isinstance(part, Mapping):
+            count += len(part)
+            waiting += () if count > enough else (*part.keys(), *part.values())
+        elif isinstance(part, Sequence) and not isinstance(part, str):
+            count += len(part)
+            waiting += () if count > enough else part
+    return count
+
+
 class Tokenizer:
     """A tokenizer is immutable once built, and safe to share between threads."""
 
@@ -109,7 +130,10 @@ class Tokenizer:
         self._spelling = spelling_of(inner)
         self._bytes: dict[int, bytes] = {}
         self.strips_leading_space = self._spelling.strips_leading_space
-        self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = inner.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        self.longest_token: int = max((len(self._spelling.bytes_of(token)) for token in vocabulary), default=1)
+        """Bytes of the longest token."""
         self.special_ids: frozenset[int] = frozenset(
             token_id for token_id, token in inner.get_added_tokens_decoder().items() if token.special
         )
@@ -133,20 +157,40 @@ class Tokenizer:
             raise ModelError(f"The model's tokenizer is of kind {assets.kind!r}; Weft has: {known}.")
         return cls(build(assets), assets)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Encode a text, in which special tokens become their ids; `add_special_tokens` frames it with bos and eos."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Encode a text, in which special tokens become their ids; `add_special_tokens` frames it with bos and eos.
+
+        Raises ContextTooLong for a text that surely has more than `max_tokens`, without encoding all of it. Other
+        threads run meanwhile.
+        """
+        if max_tokens is not None:
+            self.check_chars(len(text), max_tokens)
         try:
-            text.encode()
+            num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
             raise InvalidRequest(
                 f"The text has half a character at position {error.start}: {text[error.start]!r} is a lone surrogate.",
                 hint="Send surrogates in pairs, or the character itself.",
             ) from error
-        ids: list[int] = self._inner.encode(text, add_special_tokens=add_special_tokens).ids
+        # No token is shorter than a byte.
+        if max_tokens is not None and num_bytes > max_tokens:
+            self._check_pieces(text, max_tokens)
+        ids = self._ids(text, add_special_tokens)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
+    def check_chars(self, num_chars: int, max_tokens: int) -> None:
+        """Raise ContextTooLong for a text of so many characters if `max_tokens` of the longest token are fewer."""
+        if num_chars > max_tokens * self.longest_token:
+            raise ContextTooLong(
+                f"A text of {num_chars} characters has more than {max_tokens} tokens: the longest token has "
+                f"{self.longest_token} bytes.",
+                hint=_SHORTEN,
+                param="prompt",
+            )
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self._inner.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        # A batch, of one: only then do other threads run meanwhile.
+        text: str = self._inner.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         return text
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -160,6 +204,24 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the token as a reader sees it, with U+FFFD for the parts that are not whole characters."""
         return self.token_bytes(token_id).decode(errors="replace")
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        # A batch, of one: only then do other threads run meanwhile. Fast: without offsets, which nothing here needs.
+        ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
+
+    def _check_pieces(self, text: str, max_tokens: int) -> None:
+        """Raise ContextTooLong if the text, piece by piece, has more tokens. Where it is cut there may be a few more
+        than in one piece, which do not matter: callers allow for several times the tokens that they can use."""
+        count = 0
+        for start in range(0, len(text), PIECE_CHARS):
+            count += len(self._ids(text[start : start + PIECE_CHARS], add_special_tokens=False))
+            if count > max_tokens:
+                raise ContextTooLong(
+                    f"A text of {len(text)} characters has more than {max_tokens} tokens.",
+                    hint=_SHORTEN,
+                    param="prompt",
+                )
 
     def _named_token(self, name: str, token_id: int | None) -> str | None:
         if token_id is None:

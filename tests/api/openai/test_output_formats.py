@@ -28,7 +28,7 @@ STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}
 
 def shape_of(**fields: Any) -> GrammarSpec | None:
     request = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields})
-    return chat_shape(request, toolbox(request, ChatStyles(HERMES)))
+    return chat_shape(request, toolbox(request, ChatStyles(HERMES)), 64)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def shape_of(**fields: Any) -> GrammarSpec | None:
 )
 def test_structured_outputs_of_both_doors(asked: dict[str, Any], expected: GrammarSpec) -> None:
     request = CompletionRequest.model_validate({"model": "m", "prompt": "x", "structured_outputs": asked})
-    assert structured_shape(request) == shape_of(structured_outputs=asked) == expected
+    assert structured_shape(request, 64) == shape_of(structured_outputs=asked) == expected
 
 
 @pytest.mark.parametrize("text", ["{", "[1]"])

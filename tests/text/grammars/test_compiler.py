@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+import tracemalloc
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -18,6 +20,8 @@ from weft.errors import InvalidRequest, Overloaded
 from weft.options import ServerOptions
 from weft.text.grammars import compiler as compiler_module
 from weft.text.grammars.compiler import GrammarCompiler
+from weft.text.grammars.json_schema import check_schema
+from weft.text.grammars.lark import GrammarWriter
 from weft.text.grammars.specs import (
     ChoiceSpec,
     GrammarSpec,
@@ -411,6 +415,84 @@ def test_a_grammar_that_takes_too_long_is_given_up_and_the_server_goes_on(plain:
 
 
 @pytest.mark.usefixtures("patient")
+def test_a_grammar_that_took_too_long_is_not_tried_again_for_a_while(
+    plain: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(compiler: GrammarCompiler) -> None:
+        with pytest.raises(InvalidRequest, match=r"more than 0\.2 s"):
+            await compiler.compile(ENDLESS)
+
+    async def work(compiler: GrammarCompiler) -> None:
+        await compiler.compile(JsonObjectSpec())
+        for _ in range(3):
+            await refuse(compiler)
+        await asked(compiler, 2)
+
+    async def work_later(compiler: GrammarCompiler) -> None:
+        await compiler.compile(JsonObjectSpec())
+        for _ in range(2):
+            await refuse(compiler)
+        await asked(compiler, 3)
+
+    compiling(plain, work, ServerOptions(grammar_timeout_s=0.2))
+    monkeypatch.setattr(compiler_module, "LATE_SECONDS", 0)
+    compiling(plain, work_later, ServerOptions(grammar_timeout_s=0.2))
+
+
+OVERSIZED: dict[str, GrammarSpec] = {
+    "grammar": LarkSpec(text="\n" * 70_000),
+    "regex": RegexSpec(pattern="a" * 70_000),
+    "choice": ChoiceSpec(options=["ab"] * 40_000),
+    "schema": JsonSchemaSpec(schema={"enum": list(range(70_000))}),
+    "names": JsonSchemaSpec(schema={"properties": {"x" * 70_000: {}}}),
+    "tools": ToolCallsSpec(
+        shape=TOOL_STYLES[0].shape,
+        tools=[ToolSpec(name="f", parameters={"description": "x" * 7_000}) for _ in range(10)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVERSIZED)
+def test_a_spec_is_refused_by_its_size_before_it_is_looked_at(
+    plain: Tokenizer, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(GrammarWriter, "write", lambda *_: pytest.fail("a grammar was written"))
+    spec = OVERSIZED[name]
+
+    async def work(compiler: GrammarCompiler) -> None:
+        with pytest.raises(InvalidRequest, match="more than 64 KiB") as refusal:
+            await compiler.compile(spec)
+        assert "--max-schema-kb" in refusal.value.hint and refusal.value.param == spec.param
+
+    compiling(plain, work)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\n" * 60_000, "\na[" * 20_000, " " * 60_000, "a" * 60_000, "\n?!" * 20_000, "a[" + "stop " * 12_000],
+    ids=["newlines", "options without an end", "spaces", "a name", "marks", "stops"],
+)
+def test_the_options_of_rules_are_found_in_linear_time(text: str) -> None:
+    writer = GrammarWriter({}, max_schema_depth=32)
+    began = time.process_time()
+    writer.write(LarkSpec(text=text))
+    assert time.process_time() - began < 2
+
+
+def test_where_a_schema_is_wrong_is_told_in_short() -> None:
+    """A long name is written out once, not for every schema below it."""
+    schema = {"properties": {"x" * 30_000: {"properties": {str(i): {} for i in range(2000)} | {"last": {"not": {}}}}}}
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match=r"Unsupported keywords in the schema at /properties/xxx.*: not") as at:
+            check_schema(schema, max_depth=32, param="response_format")
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert len(at.value.message) < 300
+
+
+@pytest.mark.usefixtures("patient")
 def test_nobody_waits_for_ever_for_a_turn(plain: Tokenizer) -> None:
     async def work(compiler: GrammarCompiler) -> None:
         async with compiler._turn:
@@ -453,7 +535,7 @@ def test_known_grammars_are_not_tried_again_and_not_kept_for_ever(
         for pattern in ("a", "b", "a", "c", "a", "d", "e", "a", "b"):
             await compiler.compile(RegexSpec(pattern=pattern))
         assert [grammar[len("start: /")] for grammar in tried] == ["a", "b", "c", "d", "e", "b"]
-        assert len(compiler._problems) == 3
+        assert len(compiler._trials) == 3
         for _ in range(2):
             with pytest.raises(InvalidRequest, match="unclosed group"):
                 await compiler.compile(RegexSpec(pattern="(a"))

@@ -9,7 +9,8 @@ import pydantic_core
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BeforeValidator, Field, model_validator
 
-from weft.api.openai.openai_schema import TOOL_NAME, Fields, NotYet
+from weft.api.openai.openai_schema import TOOL_NAME, Fields, Items, Name, NotYet
+from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
 from weft.types import Usage
 
@@ -23,7 +24,7 @@ def _blocks_of(*types: str) -> Callable[[object], object]:
         for index, block in enumerate(value if isinstance(value, list) else ()):
             if isinstance(block, dict) and block.get("type") not in types:
                 raise ValueError(
-                    f"block {index} is of type {block.get('type')!r:.40}; supported here: {', '.join(types)}."
+                    f"block {index} is of type {shown(block.get('type'))}; supported here: {', '.join(types)}."
                 )
         return value
 
@@ -45,7 +46,7 @@ class TextBlock(Fields):
     cache_control: CacheControl | None = None
 
 
-Texts = Annotated[list[TextBlock], BeforeValidator(_blocks_of("text"), json_schema_input_type=str | list[TextBlock])]
+Texts = Annotated[Items[TextBlock], BeforeValidator(_blocks_of("text"), json_schema_input_type=str | list[TextBlock])]
 
 
 class ToolUseBlock(Fields):
@@ -98,7 +99,7 @@ _BLOCKS_OF_ROLE: dict[str, tuple[type[Fields], ...]] = {
 class Turn(Fields):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
-        list[AnyBlock],
+        Items[AnyBlock],
         BeforeValidator(
             _blocks_of("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
             json_schema_input_type=str | list[AnyBlock],
@@ -134,13 +135,13 @@ class ClientTool(Fields):
     @classmethod
     def _is_no_server_tool(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("type") not in (None, "custom"):
-            raise ValueError(f"a tool of type {value['type']!r:.60} would be run by the server, which runs none.")
+            raise ValueError(f"a tool of type {shown(value['type'])} would be run by the server, which runs none.")
         return value
 
 
 class ToolChoice(Fields):
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: Name | None = None
     disable_parallel_tool_use: bool = Field(False, description="At most one call an answer.")
 
     @model_validator(mode="after")
@@ -194,10 +195,10 @@ class CountTokensRequest(Fields):
         "workspace_id": [],
     }
 
-    model: str
-    messages: Annotated[list[Turn], Field(min_length=1)]
+    model: Name
+    messages: Annotated[Items[Turn], Field(min_length=1)]
     system: Texts = Field([])
-    tools: list[ClientTool] = Field([])
+    tools: Items[ClientTool] = Field([])
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -208,7 +209,7 @@ class MessagesRequest(CountTokensRequest):
     """POST /v1/messages"""
 
     max_tokens: int
-    stop_sequences: list[str] = Field([])
+    stop_sequences: Items[str] = Field([])
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = Field(0, description="Keep the k likeliest tokens; 0 or -1: all.")

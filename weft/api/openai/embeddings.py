@@ -15,9 +15,9 @@ from pydantic import Field, PlainValidator
 
 from weft.api.body import parse
 from weft.api.handler import Writer
-from weft.api.openai.openai_schema import Fields, prompts
+from weft.api.openai.openai_schema import Fields, Name, prompts
 from weft.api.translate import LONG_PROMPT, given_tokens
-from weft.backends.contract import Engine, tokens_unknown
+from weft.backends.contract import Engine, max_encoded_tokens, tokens_unknown
 from weft.errors import EngineFault, InvalidRequest
 from weft.serving.admission import RequestContext
 from weft.serving.output_reader import CollectedOutput
@@ -30,7 +30,7 @@ FLOAT_BYTES = 4
 class EmbeddingsRequest(Fields):
     """POST /v1/embeddings"""
 
-    model: str
+    model: Name
     input: Annotated[
         list[str | list[int]],
         PlainValidator(prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
@@ -133,7 +133,9 @@ def _encoded(request: EmbeddingsRequest, engine: Engine) -> list[Prompt]:
     inputs: list[Prompt] = []
     for given in request.input:
         if isinstance(given, str):
-            token_ids = engine.text.tokenizer.encode(given, add_special_tokens=request.add_special_tokens)
+            token_ids = engine.text.tokenizer.encode(
+                given, add_special_tokens=request.add_special_tokens, max_tokens=max_encoded_tokens(engine)
+            )
         else:
             token_ids = given_tokens(given, engine, "input")
         inputs.append(token_ids if longest is None else token_ids[-longest:])

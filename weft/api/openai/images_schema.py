@@ -11,7 +11,7 @@ from msgspec import Struct
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from weft.api.openai.openai_schema import Fields, NotYet
+from weft.api.openai.openai_schema import Fields, Items, Name, NotYet, Pairs
 from weft.errors import InvalidRequest
 from weft.options import LimitOptions
 from weft.payloads import AdditionalInformation, InfoEntry, PromptEmbeds, Tensor, entry_field
@@ -31,7 +31,7 @@ class TensorField(Fields):
     """A tensor from the client."""
 
     data: Base64
-    shape: list[int]
+    shape: Items[int]
     dtype: Literal["float32", "float16", "bfloat16"]
     sha256: str = Field("", description="Of the bytes, in hexadecimal; checked when it is given.")
 
@@ -40,11 +40,11 @@ class InfoEntryField(Fields):
     """Exactly one of the two."""
 
     tensor: TensorField | None = None
-    values: list[bool | int | float | str] | None = None
+    values: Items[bool | int | float | str] | None = None
 
 
 class AdditionalInformationField(Fields):
-    entries: dict[str, InfoEntryField]
+    entries: Pairs[InfoEntryField]
 
 
 class ImagesRequest(Fields):
@@ -63,7 +63,7 @@ class ImagesRequest(Fields):
     }
 
     prompt: str | None = Field(None, min_length=1, max_length=MAX_PROMPT_CHARS)
-    model: str | None = Field(None, description="The model that draws; it may be left out.")
+    model: Name | None = Field(None, description="The model that draws; it may be left out.")
     n: int = Field(1, ge=1, le=MAX_IMAGES, description="Images of the prompt, each with a seed of its own.")
     size: str = Field(AUTO, description="As the model draws: GET /v1/models tells.")
     response_format: Literal["b64_json"] = "b64_json"

@@ -4,14 +4,45 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, JsonValue, PlainValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    JsonValue,
+    PlainValidator,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 from typing_extensions import TypedDict
 
+from weft.errors import shown
 from weft.types import MAX_LOGPROBS
+
+MAX_NAME_CHARS = 64
+"""Of a field: none has a longer name."""
+MAX_PAIRS = 128
+
+T = TypeVar("T")
+
+
+def _few_pairs(value: object) -> object:
+    """Refuse an object that has too many pairs before each of them is looked at."""
+    if isinstance(value, dict) and len(value) > MAX_PAIRS:
+        raise ValueError(f"it has {len(value)} entries; at most {MAX_PAIRS}.")
+    return value
+
+
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list that is refused for the first of its items that is wrong: to tell of all would take longer than to read it."""
+Pairs = Annotated[dict[str, T], BeforeValidator(_few_pairs)]
+Name = Annotated[str, Field(max_length=1024)]
+"""A name that errors repeat, or the answer."""
+Metadata = Pairs[Annotated[str, Field(max_length=4096)]]
 
 NotYet = Mapping[str, Sequence[object]]
 """Fields by name, each with the values that ask for nothing and are let through."""
@@ -89,23 +120,24 @@ def _part_text(part: object, index: int) -> str:
     if not isinstance(part, dict):
         raise ValueError(f"part {index} must be an object with a type.")
     if part.get("type") != "text":
-        raise ValueError(f"part {index} is of type {part.get('type')!r}; only 'text' is supported yet.")
+        raise ValueError(f"part {index} is of type {shown(part.get('type'))}; only 'text' is supported yet.")
     if not isinstance(part.get("text"), str):
         raise ValueError(f"part {index} has no text.")
     if other := sorted(part.keys() - {"type", "text"}):
-        raise ValueError(f"part {index} has a field that there is not: {other[0]!r}.")
+        raise ValueError(f"part {index} has a field that there is not: {shown(other[0])}.")
     text: str = part["text"]
     return text
 
 
 def _nearest(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    # The matcher takes quadratic time.
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5) if len(name) <= MAX_NAME_CHARS else ()
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _said(value: object) -> str:
     """Return the value when it is short enough to name."""
-    return repr(value) if isinstance(value, str | int | float) and len(repr(value)) < 40 else "it"
+    return said if isinstance(value, str | int | float) and len(said := shown(value)) < 40 else "it"
 
 
 SANE_ID = r"^[A-Za-z0-9._-]{1,128}$"
@@ -164,7 +196,7 @@ class Message(Fields):
         Field(None, description="Several parts are joined by line ends. Only an assistant's call needs none.")
     )
     name: str | None = None
-    tool_calls: list[PastCall] = []
+    tool_calls: Items[PastCall] = []
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="What an assistant thought; templates may use it.")
     reasoning: str | None = Field(None, description="The other name of reasoning_content.")
@@ -194,7 +226,7 @@ class Tool(Fields):
 
 
 class NamedFunction(Fields):
-    name: str
+    name: Name
 
 
 class NamedTool(Fields):
@@ -227,7 +259,7 @@ class StructuredOutputs(Fields):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = Field(None, description="In Lark's notation.")
     json_object: bool = False
 
@@ -260,7 +292,7 @@ _POSITIVE = _within(1, 2**31 - 1)
 class SamplingFields(Fields):
     """What chat and plain completions have in common."""
 
-    model: str
+    model: Name
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float = Field(1.0, json_schema_extra=_within(0, 100))
@@ -282,7 +314,7 @@ class SamplingFields(Fields):
         json_schema_extra=_within(0, 1),
     )
     repetition_penalty: float = Field(1.0, json_schema_extra=_within(0, 100, open_low=True))
-    stop_token_ids: list[int] = []
+    stop_token_ids: Items[int] = []
     min_tokens: int = Field(0, json_schema_extra=_within(0, 2**31 - 1))
     ignore_eos: bool = Field(False, description="Go on behind the model's end of sequence.")
     include_stop_str_in_output: bool = False
@@ -303,7 +335,7 @@ class SamplingFields(Fields):
         0, description="Waiting requests of a lower number go first.", json_schema_extra=_within(-(2**31), 2**31 - 1)
     )
     cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
-    adapter: str | None = Field(
+    adapter: Name | None = Field(
         None, description="The name of a LoRA adapter, where it is not the model's; empty: the model as it is."
     )
     request_id: str | None = Field(None, pattern=SANE_ID, description="Becomes part of the answer's id.")
@@ -327,7 +359,7 @@ class ChatRequest(SamplingFields):
         "web_search_options": [],
     }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_tokens: int | None = Field(
         None, description="Without it: up to the end of the context.", json_schema_extra=_POSITIVE
     )
@@ -336,9 +368,9 @@ class ChatRequest(SamplingFields):
     )
     logprobs: bool = False
     top_logprobs: int | None = Field(None, json_schema_extra=_LOGPROBS)
-    metadata: dict[str, str] = Field({}, description="Accepted, and without meaning here.")
+    metadata: Metadata = Field({}, description="Accepted, and without meaning here.")
     response_format: ResponseFormat | None = None
-    tools: list[Tool] = []
+    tools: Items[Tool] = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = Field(True, description="False: at most one call an answer.")
     include_reasoning: bool = Field(True, description="False: what the model thinks is left out.")

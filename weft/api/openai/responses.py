@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -10,10 +11,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from weft.api.body import parse
+from weft.api.body import off_loop, parse
 from weft.api.error_responses import error_body
 from weft.api.handler import Writer, named_event
-from weft.api.openai.openai_schema import Fields
+from weft.api.openai.openai_schema import ChatRequest, Fields
 from weft.api.openai.response_store import StoredResponse, TenantStore
 from weft.api.openai.responses_schema import (
     IncompleteDetails,
@@ -28,6 +29,7 @@ from weft.api.openai.responses_schema import (
 )
 from weft.api.openai.responses_translate import (
     OWN_NAMES,
+    ChatMessages,
     answer_message,
     chat_messages,
     chat_request,
@@ -77,8 +79,8 @@ class ResponsesWriter(Writer):
         changes = self._blocks.push(output)
         return b"".join(self._event_of(change) for change in changes)
 
-    def closing(self, usages: Sequence[Usage]) -> bytes:
-        answer = self._finished(usages[0])
+    async def closing(self, usages: Sequence[Usage]) -> bytes:
+        answer = await self._finished(usages[0])
         self._keep(msgspec.json.encode(answer), self._blocks.all)
         return self._event(f"response.{answer.status}", response=answer)
 
@@ -93,7 +95,7 @@ class ResponsesWriter(Writer):
         [output] = outputs
         self._finish = output.finish
         self._blocks.push(output.whole)
-        body = msgspec.json.encode(self._finished(output.usage))
+        body = msgspec.json.encode(await self._finished(output.usage))
         self._keep(body, self._blocks.all)
         return body
 
@@ -154,7 +156,7 @@ class ResponsesWriter(Writer):
         is_cut = self._finish is FinishReason.LENGTH and block is self._blocks.all[-1]
         return "incomplete" if is_cut else "completed"
 
-    def _finished(self, usage: Usage) -> ResponseAnswer:
+    async def _finished(self, usage: Usage) -> ResponseAnswer:
         is_cut = self._finish is FinishReason.LENGTH
         return replace(
             self._begun,
@@ -162,22 +164,22 @@ class ResponsesWriter(Writer):
             incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
             completed_at=None if is_cut else int(time.time()),
             output=[output_item(block, self._item_id(block), self._status(block)) for block in self._blocks.all],
-            usage=self._usage(usage),
+            usage=await self._usage(usage),
         )
 
-    def _count(self, text: str) -> int:
-        """Count the tokens of a text; 0 where tokens are not known."""
-        if not self._engine.abilities.tokens:
+    async def _count(self, text: str) -> int:
+        """Count the tokens of a text of the model's; 0 where tokens are not known."""
+        if not text or not self._engine.abilities.tokens:
             return 0
-        return len(self._engine.text.tokenizer.encode(text, add_special_tokens=False))
+        return len(await asyncio.to_thread(self._engine.text.tokenizer.encode, text, add_special_tokens=False))
 
-    def _usage(self, usage: Usage) -> ResponseUsage:
+    async def _usage(self, usage: Usage) -> ResponseUsage:
         thoughts = "".join(block.text for block in self._blocks.all if block.kind is BlockKind.THINKING)
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(usage.cached_tokens),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=OutputTokensDetails(self._count(thoughts) if thoughts else 0),
+            output_tokens_details=OutputTokensDetails(await self._count(thoughts)),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
         )
 
@@ -196,19 +198,22 @@ async def responses_endpoint(
     served = await context.choose(request.model)
     served.check_model(request.model)
     before = store.messages_of(request.previous_response_id) if request.previous_response_id else []
-    conversation = [*before, *chat_messages(request.input)]
     begun = _begun(request)
+
+    def read() -> tuple[ChatMessages, ChatRequest, list[dict[str, Any]]]:
+        conversation = [*before, *chat_messages(request.input)]
+        items = listed_items(request.input, begun.id.removeprefix("resp_") + "1") if request.store else []
+        return conversation, chat_request(request, conversation), items
+
+    conversation, asked, items = await off_loop(body, read)
     try:
-        chat = await parse_chat(
-            chat_request(request, conversation), served, request_id=unique_id(begun.id), tenant=context.tenant
-        )
+        chat = await parse_chat(asked, served, request_id=unique_id(begun.id), tenant=context.tenant)
     except InvalidRequest as error:
         error.param = OWN_NAMES.get(error.param or "", error.param)
         raise
 
     def keep(answer: bytes, blocks: Sequence[OutputBlock]) -> None:
         if request.store:
-            items = listed_items(request.input, begun.id.removeprefix("resp_") + "1")
             store.put(begun.id, StoredResponse(answer, items, [*conversation, answer_message(blocks)]))
 
     return chat.requests, ResponsesWriter(begun, chat, served.engine, keep, stream=request.stream)

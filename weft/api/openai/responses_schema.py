@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from msgspec import Struct
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from weft.api.openai.openai_schema import TOOL_NAME, Fields, NotYet
+from weft.api.openai.openai_schema import TOOL_NAME, Fields, Items, Metadata, Name, NotYet
+from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -46,7 +47,7 @@ def _as_parts(value: object) -> object:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
-Parts = Annotated[list[AnyPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[AnyPart])]
+Parts = Annotated[Items[AnyPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[AnyPart])]
 
 
 class InputMessage(Fields):
@@ -99,8 +100,8 @@ class PastReasoning(Fields):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[PastSummary] = Field([])
-    content: list[PastThought] = Field([])
+    summary: Items[PastSummary] = Field([])
+    content: Items[PastThought] = Field([])
     status: ItemStatus | None = None
 
 
@@ -146,13 +147,13 @@ class FunctionTool(Fields):
     @classmethod
     def _is_a_function(cls, value: Any) -> Any:
         if isinstance(value, dict) and value.get("type") != "function":
-            raise ValueError(f"a tool of type {value.get('type')!r:.60} is not supported; only functions are.")
+            raise ValueError(f"a tool of type {shown(value.get('type'))} is not supported; only functions are.")
         return value
 
 
 class ChosenFunction(Fields):
     type: Literal["function"]
-    name: str
+    name: Name
 
 
 class TextFormat(Fields):
@@ -210,9 +211,9 @@ class ResponsesRequest(Fields):
         "top_logprobs": [0],
     }
 
-    model: str
+    model: Name
     input: Annotated[
-        list[AnyItem],
+        Items[AnyItem],
         Field(min_length=1),
         BeforeValidator(_as_items, json_schema_input_type=str | list[AnyItem]),
     ]
@@ -224,21 +225,21 @@ class ResponsesRequest(Fields):
     top_p: float = 1.0
     stream: bool = False
     stream_options: ResponsesStreamOptions | None = None
-    tools: list[FunctionTool] = Field([])
+    tools: Items[FunctionTool] = Field([])
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction = "auto"
     parallel_tool_calls: bool = Field(True, description="False: at most one call an answer.")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    previous_response_id: str | None = Field(None, description="The conversation goes on from there.")
+    previous_response_id: Name | None = Field(None, description="The conversation goes on from there.")
     store: bool = Field(True, description="Keep the answer for previous_response_id, a while and as there is room.")
-    include: list[Literal["reasoning.encrypted_content"]] = Field(
+    include: Items[Literal["reasoning.encrypted_content"]] = Field(
         [], description="Reasoning is given in plain text, and can be sent back so."
     )
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto: a prompt that is too long loses its beginning."
     )
-    metadata: dict[str, str] = Field({}, description="Given back with the answer.")
-    user: str | None = Field(None, description="Accepted, and without meaning here.")
+    metadata: Metadata = Field({}, description="Given back with the answer.")
+    user: Name | None = Field(None, description="Accepted, and without meaning here.")
     prompt_cache_key: str | None = Field(None, description="Accepted, and without meaning here.")
     safety_identifier: str | None = Field(None, description="Accepted, and without meaning here.")
 

@@ -13,8 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from weft.api.body import parse, read_body
 from weft.api.error_responses import JsonResponse
-from weft.api.openai.openai_schema import Fields, Message, Tool
+from weft.api.openai.openai_schema import Fields, Items, Message, Name, Tool
 from weft.api.translate import template_message, template_tools
+from weft.backends.contract import max_encoded_tokens
 from weft.errors import InvalidRequest
 from weft.serving.admission import Admission, ClientGone, RequestContext
 from weft.types import check_token_ids
@@ -23,11 +24,11 @@ from weft.types import check_token_ids
 class TokenizeRequest(Fields):
     """POST /tokenize: a prompt, or the messages of a chat."""
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = Field(True, description="Of a prompt; a chat template brings its own.")
-    tools: list[Tool] = Field([])
+    tools: Items[Tool] = Field([])
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = Field({}, description="Variables for the model's chat template.")
     return_token_strs: bool = False
@@ -36,8 +37,8 @@ class TokenizeRequest(Fields):
 class DetokenizeRequest(Fields):
     """POST /detokenize"""
 
-    model: str | None = None
-    tokens: list[int]
+    model: Name | None = None
+    tokens: Items[int]
 
 
 class Tokenized(Struct, frozen=True, kw_only=True):
@@ -78,30 +79,39 @@ async def tokenize(body: bytes, context: RequestContext) -> Tokenized:
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequest("Give either a prompt or messages.", param="prompt")
 
-    def encoded() -> list[int]:
-        if request.prompt is not None:
-            return engine.text.tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens)
-        return engine.text.encode_chat(
-            [template_message(message) for message in request.messages or ()],
-            tools=template_tools(request.tools) or None,
-            add_generation_prompt=request.add_generation_prompt,
-            template_variables=request.chat_template_kwargs,
-        ).token_ids
+    most = max_encoded_tokens(engine)
 
-    tokens = await asyncio.to_thread(encoded)
-    return Tokenized(
-        count=len(tokens),
-        max_model_len=engine.model.max_model_len,
-        tokens=tokens,
-        token_strs=[engine.text.tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None,
-    )
+    def tokenized() -> Tokenized:
+        tokenizer = engine.text.tokenizer
+        if request.prompt is not None:
+            tokens = tokenizer.encode(request.prompt, add_special_tokens=request.add_special_tokens, max_tokens=most)
+        else:
+            tokens = engine.text.encode_chat(
+                [template_message(message) for message in request.messages or ()],
+                tools=template_tools(request.tools) or None,
+                add_generation_prompt=request.add_generation_prompt,
+                template_variables=request.chat_template_kwargs,
+                max_tokens=most,
+            ).token_ids
+        return Tokenized(
+            count=len(tokens),
+            max_model_len=engine.model.max_model_len,
+            tokens=tokens,
+            token_strs=[*map(tokenizer.token_text, tokens)] if request.return_token_strs else None,
+        )
+
+    return await asyncio.to_thread(tokenized)
 
 
 async def detokenize(body: bytes, context: RequestContext) -> Detokenized:
     request = await parse(DetokenizeRequest, body, context.config.limits)
     served = await context.choose(request.model)
     served.check_model(request.model or served.model_name)
-    tokenizer = served.engine.text.tokenizer
-    check_token_ids(request.tokens, served.engine.model.logits_width, "tokens")
-    text = await asyncio.to_thread(tokenizer.decode, request.tokens, skip_special_tokens=False)
-    return Detokenized(prompt=text)
+    engine = served.engine
+    tokenizer = engine.text.tokenizer
+
+    def detokenized() -> str:
+        check_token_ids(request.tokens, engine.model.logits_width, "tokens")
+        return tokenizer.decode(request.tokens, skip_special_tokens=False)
+
+    return Detokenized(prompt=await asyncio.to_thread(detokenized))

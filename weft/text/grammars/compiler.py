@@ -7,15 +7,24 @@ import contextlib
 import math
 import struct
 import sys
+import time
 from collections import OrderedDict
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 
 from weft.errors import EngineFault, InvalidRequest, Overloaded
 from weft.options import ServerOptions
 from weft.text.grammars.lark import GrammarWriter
-from weft.text.grammars.specs import GrammarSpec, GrammarVocabulary, ThinkingSpec, vocabulary_of
+from weft.text.grammars.specs import (
+    GrammarSpec,
+    GrammarVocabulary,
+    ThinkingSpec,
+    check_size,
+    too_large,
+    vocabulary_of,
+)
 from weft.text.tokenizer import Tokenizer
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -83,6 +92,18 @@ class GrammarProcess:
 
 
 CACHED_GRAMMARS = 256
+LATE_SECONDS = 300.0
+"""How long a grammar that was not compiled in time is refused without another try: a busy machine may be to blame."""
+
+
+class Trial(Struct, frozen=True):
+    """How a grammar was tried."""
+
+    problem: str = ""
+    """Why it is refused, as the end of a sentence; empty: it is not."""
+    hint: str = ""
+    until: float = math.inf
+    """When it is tried again."""
 
 
 class GrammarCompiler:
@@ -94,70 +115,78 @@ class GrammarCompiler:
         self._writer: GrammarWriter | None = None
         self._process: GrammarProcess | None = None
         self._turn = asyncio.Lock()
-        self._problems: OrderedDict[str, str] = OrderedDict()
-        """Why each of the last grammars cannot be built, by grammar; empty when it can."""
+        self._trials: OrderedDict[str, Trial] = OrderedDict()
+        """How each of the last grammars was tried."""
 
     async def compile(self, spec: GrammarSpec, thinking: ThinkingSpec | None = None) -> str:
         """Return the grammar of what a request asks for, and of the reasoning before it. Raises InvalidRequest that
         names the request's field and what is wrong with it."""
         if not self._tokenizer.eos_token_ids:
             raise InvalidRequest("This model has no end-of-sequence token: no grammar can end.", param=spec.param)
-        if self._writer is None:
-            specials = {self._tokenizer.token_text(i): i for i in sorted(self._tokenizer.special_ids)}
-            self._writer = GrammarWriter(specials, max_schema_depth=self._options.max_schema_depth)
         # In a thread: a schema may be as large as a request's body.
-        grammar = await asyncio.to_thread(self._writer.write, spec, thinking)
-        self._check_size(grammar, spec.param)
-        if grammar not in self._problems:
-            problem = await self._try(grammar, spec.param)
-            self._problems[grammar] = problem
-            if len(self._problems) > CACHED_GRAMMARS:
-                self._problems.popitem(last=False)
-        self._problems.move_to_end(grammar)
-        if problem := self._problems[grammar]:
-            raise InvalidRequest(f"{spec.param} cannot be enforced: {_in_short(problem)}.", param=spec.param)
+        grammar = await asyncio.to_thread(self._written, spec, thinking)
+        trial = self._tried(grammar) or await self._try(grammar)
+        if trial.problem:
+            raise InvalidRequest(f"{spec.param} {trial.problem}", hint=trial.hint, param=spec.param)
         return grammar
 
     async def close(self) -> None:
         if self._process is not None:
             await self._process.close()
 
-    async def _try(self, grammar: str, param: str) -> str:
-        limit = self._options.grammar_timeout_s
+    def _written(self, spec: GrammarSpec, thinking: ThinkingSpec | None) -> str:
+        limit = self._options.max_schema_kb
+        check_size(spec, limit)
+        if self._writer is None:
+            specials = {self._tokenizer.token_text(i): i for i in sorted(self._tokenizer.special_ids)}
+            self._writer = GrammarWriter(specials, max_schema_depth=self._options.max_schema_depth)
+        grammar = self._writer.write(spec, thinking)
+        if len(grammar) > limit * 1024:
+            raise too_large(spec.param, limit, "makes a grammar of")
+        return grammar
+
+    def _tried(self, grammar: str) -> Trial | None:
+        trial = self._trials.get(grammar)
+        if trial is None or trial.until <= time.monotonic():
+            return None
+        self._trials.move_to_end(grammar)
+        return trial
+
+    async def _try(self, grammar: str) -> Trial:
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(self._options.grammar_timeout_s):
                 await self._turn.acquire()
         except TimeoutError:
             raise Overloaded("The grammars of other requests are still being compiled.", hint="Try again.") from None
         try:
-            if self._process is None:
-                self._process = GrammarProcess(await asyncio.to_thread(vocabulary_of, self._tokenizer), limit)
-            return await self._process.ask(grammar)
-        except TimeoutError:
-            raise InvalidRequest(
-                f"{param} takes more than {limit:g} s to compile.",
-                hint="Make it simpler, or raise --grammar-timeout-s.",
-                param=param,
-            ) from None
-        except EOFError:
-            raise InvalidRequest(
-                f"{param} takes too much memory to compile.", hint="Make it simpler.", param=param
-            ) from None
+            # Another request may have had the same one tried meanwhile.
+            trial = self._tried(grammar) or await self._ask(grammar)
         finally:
             self._turn.release()
+        self._trials[grammar] = trial
+        if len(self._trials) > CACHED_GRAMMARS:
+            self._trials.popitem(last=False)
+        return trial
 
-    def _check_size(self, grammar: str, param: str) -> None:
-        limit = self._options.max_schema_kb
-        if len(grammar) > limit * 1024:
-            raise InvalidRequest(
-                f"{param} makes a grammar of {len(grammar)} characters; at most {limit} KiB of them are taken.",
-                hint="The server's limit is --max-schema-kb.",
-                param=param,
+    async def _ask(self, grammar: str) -> Trial:
+        limit = self._options.grammar_timeout_s
+        if self._process is None:
+            self._process = GrammarProcess(await asyncio.to_thread(vocabulary_of, self._tokenizer), limit)
+        try:
+            problem = await self._process.ask(grammar)
+        except TimeoutError:
+            return Trial(
+                f"takes more than {limit:g} s to compile.",
+                "Make it simpler, or raise --grammar-timeout-s.",
+                time.monotonic() + LATE_SECONDS,
             )
+        except EOFError:
+            return Trial("takes too much memory to compile.", "Make it simpler.", time.monotonic() + LATE_SECONDS)
+        return Trial(f"cannot be enforced: {_in_short(problem)}.") if problem else Trial()
 
 
 def _in_short(problem: str) -> str:
     """Shorten a parser's message: without the grammar's own lines and the parser's state."""
     lines = problem.split("\n")
     found = next((line for line in lines if line.startswith("error: ")), lines[0])
-    return found.removeprefix("error: ").split("failed to compile JSON schema: ")[-1].rstrip(".")
+    return found.removeprefix("error: ").split("failed to compile JSON schema: ")[-1].rstrip(".")[:300]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, shortened
 
 _OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 """Keywords whose values are objects of schemas."""
@@ -34,27 +34,39 @@ _NOTES = frozenset(
 _KNOWN = _OF_NAMES | _OF_MANY | _OF_ONE | _CONSTRAINTS | _NOTES
 
 
+Place = tuple["Place", str] | None
+"""Where a schema stands: in which other one, and at which of its keywords; written out only for an error."""
+
+
 def check_schema(schema: Mapping[str, Any], *, max_depth: int, param: str) -> None:
     """Raise InvalidRequest for a schema that is too deep, or asks what the grammar would not enforce."""
-    waiting: list[tuple[str, Any, int]] = [("", schema, 1)]
+    waiting: list[tuple[Place, Any, int]] = [(None, schema, 1)]
     while waiting:
         place, part, depth = waiting.pop()
         if depth > max_depth:
             raise InvalidRequest(
-                f"The schema is nested more than {max_depth} levels deep, at {place}.",
+                f"The schema is nested more than {max_depth} levels deep, at {_shown(place)}.",
                 hint="The server's limit is --max-schema-depth.",
                 param=param,
             )
         if isinstance(part, Mapping):
-            _check_keywords(part, place or "the top", param)
-            waiting += [(place + path, inner, depth + 1) for path, inner in _inner(part)]
+            _check_keywords(part, place, param)
+            waiting += [((place, path), inner, depth + 1) for path, inner in _inner(part)]
 
 
-def _check_keywords(part: Mapping[str, Any], place: str, param: str) -> None:
+def _shown(place: Place) -> str:
+    steps: list[str] = []
+    while place is not None:
+        place, path = place
+        steps.append(path)
+    return shortened("".join(reversed(steps))) or "the top"
+
+
+def _check_keywords(part: Mapping[str, Any], place: Place, param: str) -> None:
     unknown = sorted(name for name in part if name not in _KNOWN and not _is_extension(name))
     if unknown:
         raise InvalidRequest(
-            f"Unsupported keywords in the schema at {place}: {', '.join(unknown)}.",
+            f"Unsupported keywords in the schema at {_shown(place)}: {shortened(', '.join(unknown))}.",
             hint=f"Supported are: {', '.join(sorted(_KNOWN - _NOTES))}.",
             param=param,
         )
@@ -63,13 +75,14 @@ def _check_keywords(part: Mapping[str, Any], place: str, param: str) -> None:
     if isinstance(least, int) and least > num_required + 1:
         # Names that the schema does not list may be written twice: only one of them is sure to count.
         raise InvalidRequest(
-            f"minProperties {least} at {place} is above the {num_required} required properties by more than one.",
+            f"minProperties {least} at {_shown(place)} is above the {num_required} required properties by more than "
+            "one.",
             hint="Name the properties that are required.",
             param=param,
         )
     if "additionalItems" in part and "prefixItems" in part:
         raise InvalidRequest(
-            f"prefixItems and additionalItems stand together at {place}; they belong to different drafts.",
+            f"prefixItems and additionalItems stand together at {_shown(place)}; they belong to different drafts.",
             hint="Use items for what follows prefixItems.",
             param=param,
         )

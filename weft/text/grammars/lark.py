@@ -27,7 +27,8 @@ _JSON_STYLE = {"whitespace_pattern": r"\x20|\n[\x20\t]{0,64}"}
 """White space in JSON is a space, or a line's end and indentation: with more, a model may never end."""
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
-_RULE_OPTION = re.compile(r"^\s*[?!]*[\w-]+\s*\[[^\]]*\b(stop|temperature)\s*=", re.MULTILINE)
+_RULE_OPTION = re.compile(r"\s*+[?!]*+[\w-]++\s*+\[[^\]]*\b(stop|temperature)\s*+=")
+"""Matched against one line at a time: the name of a rule and its options stand on one."""
 
 
 class GrammarWriter:
@@ -149,6 +150,5 @@ def _check_lark(text: str, param: str) -> None:
             hint="Send rules such as: start: greeting NAME. EBNF and lists of grammars are not taken.",
             param=param,
         )
-    option = _RULE_OPTION.search(text)
-    if option:
+    for option in filter(None, map(_RULE_OPTION.match, text.split("\n"))):
         raise InvalidRequest(f"The grammar's option {option.group(1)} is not supported.", hint="Try lazy.", param=param)

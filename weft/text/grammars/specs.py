@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from weft.errors import InvalidRequest
 from weft.text.parsers.pieces import CallShape
-from weft.text.tokenizer import Tokenizer
+from weft.text.tokenizer import Tokenizer, num_chars
 
 
 class JsonObjectSpec(Struct, frozen=True, kw_only=True, tag=True):
@@ -78,18 +78,36 @@ OutputSpec = JsonObjectSpec | JsonSchemaSpec | RegexSpec | ChoiceSpec | LarkSpec
 GrammarSpec = OutputSpec | ToolCallsSpec
 
 
+def check_size(spec: GrammarSpec, max_kb: int) -> None:
+    """Raise InvalidRequest for a spec of more than `max_kb` KiB of characters, having looked at no more than those."""
+    match spec:
+        case ToolCallsSpec(tools=tools):
+            asked: object = [(tool.name, tool.parameters) for tool in tools]
+        case JsonSchemaSpec(schema=asked) | RegexSpec(pattern=asked) | ChoiceSpec(options=asked) | LarkSpec(text=asked):
+            pass
+        case JsonObjectSpec():
+            asked = ""
+    if num_chars(asked, max_kb * 1024) > max_kb * 1024:
+        raise too_large(spec.param, max_kb)
+
+
+def too_large(param: str, max_kb: int, verb: str = "has") -> InvalidRequest:
+    return InvalidRequest(
+        f"{param} {verb} more than {max_kb} KiB of characters.",
+        hint="The server's limit is --max-schema-kb.",
+        param=param,
+    )
+
+
 def encode_spec(spec: OutputSpec, max_kb: int) -> str:
     """Encode a spec for `SamplingParams.grammar`. Raises InvalidRequest above `max_kb` KiB of characters."""
+    check_size(spec, max_kb)
     try:
         text = msgspec.json.encode(spec).decode()
     except RecursionError:
         raise InvalidRequest("The schema is nested too deep.", param=spec.param) from None
     if len(text) > max_kb * 1024:
-        raise InvalidRequest(
-            f"{spec.param} has {len(text)} characters; at most {max_kb} KiB of them are taken.",
-            hint="The server's limit is --max-schema-kb.",
-            param=spec.param,
-        )
+        raise too_large(spec.param, max_kb)
     return text
 
 
