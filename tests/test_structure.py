@@ -15,7 +15,7 @@ import pytest
 import weft
 
 PACKAGE = Path(weft.__file__).parent
-GROUND = {"types", "plan", "errors", "config", "options", "switches", "logs", "payloads", "__init__"}
+GROUND = {"types", "plan", "errors", "config", "options", "switches", "logs", "payloads", "compile_cache", "__init__"}
 MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": set(),
     "kernels": set(),

@@ -22,8 +22,8 @@ ENV_ALIASES = {
 }
 """Variables of the CY-LLM Engine that are honoured; Weft's own (WEFT_ENGINE) wins."""
 
-RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_WITHOUT"})
-"""Variables that are no settings: the folder of pulled models, and weft/switches.py's."""
+RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_COMPILE_CACHE", "WEFT_WITHOUT"})
+"""Variables that are no settings: the folders of pulled models and of compiled kernels, and weft/switches.py's."""
 
 
 def load(

@@ -195,6 +195,13 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[str, _doc("Address to listen on; one that other machines can reach needs --api-key.")] = "127.0.0.1"
     insecure: Annotated[bool, _doc("Let other machines reach --host without a key.")] = False
     port: Annotated[int, _doc("Port to listen on; 0: any free one.", ge=0, le=65535)] = 8000
+    keep_serving_without_engine: Annotated[
+        bool,
+        _doc(
+            "When the engines have died too often (--max-restarts), go on and try again, ever less often; else the "
+            "server exits with 1."
+        ),
+    ] = False
     drain_timeout_s: Annotated[float, _doc("How long running requests may go on after SIGTERM.", ge=0)] = 30.0
     request_timeout_s: Annotated[float, _doc("A request is ended after so long; 0: never.", ge=0)] = 0.0
     max_body_mb: Annotated[int, _doc("Largest request body, in MiB; a larger one is answered 413.", ge=1)] = 32

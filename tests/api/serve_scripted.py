@@ -1,6 +1,7 @@
 """A server process over a scripted engine: python -m tests.api.serve_scripted OPTIONS, as JSON.
 
-It starts, and answers, when there is the file that the option `start_when`, or `answer_when`, names.
+It starts, and answers, when there is the file that the option `start_when`, or `answer_when`, names. Its engine has
+died for good as long as there is the file of `failed_while`: what is under way ends with an error.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ from pathlib import Path
 from tests.api.scripted_engine import ScriptedEngine, answer
 from tests.waiting import until
 from weft.api.server import serve
+from weft.backends.contract import Health
 from weft.config import load
-from weft.errors import ModelError, WeftError
+from weft.errors import EngineFault, ModelError, WeftError
 from weft.types import Output
 
 
 class Announcing(ScriptedEngine):
+    failed_while: Path | None = None
+
+    def health(self) -> Health:
+        is_failed = self.failed_while is not None and self.failed_while.exists()
+        return Health(False, "failed") if is_failed else super().health()
+
     async def close(self) -> None:
         sys.stdout.write("engine closed\n")
         sys.stdout.flush()
@@ -36,7 +44,12 @@ def main() -> None:
             raise ModelError(options["start_error"], hint="Try another.")
         middle = [Output(text=f"[{number}]" + "x" * 8000, token_ids=[1]) for number in range(options.get("chunks", 0))]
         begun = Output(text="begun", token_ids=[1])
-        return Announcing([begun, lambda: wait_for("answer_when"), *middle, *answer("done")])
+        last = answer("done")
+        if "failed_while" in options:
+            last = [lambda: wait_for("failed_while"), EngineFault("There is no engine any more: it died.")]
+        engine = Announcing([begun, lambda: wait_for("answer_when"), *middle, *last])
+        engine.failed_while = Path(options["failed_while"]) if "failed_while" in options else None
+        return engine
 
     try:
         serve(start, load({"port": 0, "grpc_port": 0, **options.get("settings", {})}, env={}))

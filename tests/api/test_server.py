@@ -103,6 +103,32 @@ def test_what_outlasts_the_drain_is_ended(tmp_path: Path) -> None:
         assert child.wait(timeout=PATIENCE) == 0
 
 
+def test_without_an_engine_the_server_tells_its_clients_and_ends_with_1(tmp_path: Path) -> None:
+    died = tmp_path / "died"
+    with process(failed_while=str(died)) as child:
+        ask = Ask(address_of(child))
+        died.touch()
+        ask.join()
+        assert "There is no engine any more" in ask.text and ask.text.endswith("data: [DONE]\n\n")
+        output, errors = child.communicate(timeout=PATIENCE)
+        assert (child.returncode, output) == (1, "engine closed\n")
+        assert "--keep-serving-without-engine" in errors
+
+
+def test_a_server_that_is_to_go_on_without_an_engine_starts_another(tmp_path: Path) -> None:
+    died = tmp_path / "died"
+    with process(failed_while=str(died), settings={"keep_serving_without_engine": True}) as child:
+        url = address_of(child)
+        died.touch()
+        assert child.stdout is not None and child.stdout.readline() == "engine closed\n"
+        health = httpx.get(f"{url}/health", timeout=PATIENCE)
+        assert health.status_code == 503 and "given up" in health.text
+        refused = httpx.post(url + COMPLETIONS, json=PROMPT, timeout=PATIENCE)
+        assert refused.status_code == 503 and 1 <= int(refused.headers["retry-after"]) <= 5
+        died.unlink()
+        wait_until(lambda: httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200, "another engine")
+
+
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     with process(answer_when=str(tmp_path / "never")) as child:
         url = address_of(child)

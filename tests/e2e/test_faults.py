@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server
+from tests.e2e.tiny_server import TinyServer
 from tests.waiting import PATIENCE, wait_until
 from weft.checkpoint.model_files import ModelFiles
 
@@ -147,3 +148,12 @@ def test_a_server_that_cannot_start_says_why_and_exits(smollm2_files: ModelFiles
     flags = ("--max-model-len", "8192", "--kv-cache-memory-mb", "8", "--no-allow-auto-tuning")
     with pytest.raises(AssertionError, match="--max-model-len"), Server(*flags):
         pass
+
+
+def test_given_up_it_ends_with_1_and_leaves_nothing_running(tiny_model: Path) -> None:
+    with TinyServer(tiny_model, "--max-restarts", "0") as server:
+        children = server.children()
+        os.kill(server.first_engine, signal.SIGKILL)
+        assert server.process.wait(PATIENCE) == 1
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), "the end of all")
+    assert "--keep-serving-without-engine" in "".join(server.log)

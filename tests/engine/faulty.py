@@ -1,6 +1,7 @@
 """An engine process with a fault: `launch_engine("tests.engine.faulty", FAULT)`.
 
-Whenever a step has a request whose tokens hold POISON, the fault happens. Everything else is the real engine.
+Whenever a step has a request whose tokens hold POISON, the fault happens: with "queue" when such a request is queued,
+and with "adapter" when the adapter of any request is read. Everything else is the real engine.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ POISON = 4242
 
 
 def install(fault: str) -> None:
+    from weft.scheduler.scheduler import Scheduler
+    from weft.worker.lora_rows import LoraRows
     from weft.worker.runner import Runner
 
+    add, read = Scheduler.add, LoraRows.read
     execute, sampled = Runner.execute, Runner._sampled
 
     def faulty_execute(runner, plan):
@@ -32,6 +36,17 @@ def install(fault: str) -> None:
                 outcome.peaks[i] = outcome.logits[i, 0] = float("nan")
         return sampled(runner, rows, outcome)
 
+    def faulty_add(scheduler, request):
+        if fault == "queue" and POISON in request.prompt_token_ids:
+            os._exit(3)
+        return add(scheduler, request)
+
+    def faulty_read(adapters, adapter):
+        if fault == "adapter":
+            adapters._reader.submit(os._exit, 3)
+        return read(adapters, adapter)
+
+    Scheduler.add, LoraRows.read = faulty_add, faulty_read
     Runner.execute, Runner._sampled = faulty_execute, faulty_sampled
 
 

@@ -81,3 +81,20 @@ def test_after_a_death_suspects_are_sent_one_at_a_time_and_before_the_others() -
     assert journal.send() == [b]
     journal.started(["b"])
     assert journal.engine_died() == [b], "the second engine has died with it"
+
+
+def test_a_request_that_was_in_no_step_is_a_suspect_like_any_other() -> None:
+    journal = Journal()
+    a, b = (journal.open(request(name)) for name in "ab")
+    journal.send()
+    journal.record_tokens({"a": 7})
+    c = journal.open(request("c"))
+    assert journal.engine_died() == []
+    assert journal.send() == [a]
+    journal.record_tokens({"a": 7})
+    assert journal.send() == [b]
+    assert journal.engine_died() == [b], "the second engine has died with it, and it was in no step"
+    journal.close("b")
+    journal.send()
+    journal.record_tokens({"a": 7})
+    assert journal.send() == [c] and not c.deaths, "it was with no engine"

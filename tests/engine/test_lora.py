@@ -7,16 +7,18 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from tests.tiny_adapters import save_adapter
+from tests.tiny_adapters import adapter_config, lora_tensors, save_adapter, write_adapter
 from tests.waiting import PATIENCE, until
 from tests.worker.driving import request
 from weft.config import load
 from weft.engine.client import EngineClient
+from weft.engine.process import launch_engine
 from weft.hub.resolve import resolve
 from weft.types import Adapter, Event, FinishReason, Request
 
@@ -25,9 +27,9 @@ MAX_TOKENS = 100
 
 
 @asynccontextmanager
-async def serving(model: Path) -> AsyncIterator[EngineClient]:
+async def serving(model: Path, launch=launch_engine) -> AsyncIterator[EngineClient]:
     settings = {"max_model_len": 512, "num_blocks": 256, "threads": 1, "image_model": "none", "device": "cpu"}
-    client = EngineClient(load(settings, env={}), resolve(str(model)))
+    client = EngineClient(load(settings, env={}), resolve(str(model)), launch)
     await client.start()
     try:
         yield client
@@ -94,5 +96,38 @@ def test_adapters_are_switched_and_mixed_and_survive_their_engine(
             assert client.restarts == 1
             assert nothing == [] and refused.finish is FinishReason.REJECTED
             assert str(tmp_path / "adapter_config.json") in refused.error
+
+    asyncio.run(scenario())
+
+
+def test_an_adapter_whose_pattern_takes_for_ever_as_a_regular_expression_is_refused(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    config = adapter_config(target_modules="([a-z0-9_.]+)+!")
+    hostile = Adapter(name="hostile", number=1, path=str(write_adapter(tmp_path, config, lora_tensors("smollm2", 1))))
+
+    async def scenario() -> None:
+        async with serving(tiny_model) as client:
+            _, refused = await answer(client, replace(request("bad", PROMPT, 5), adapter=hostile))
+            assert refused.finish is FinishReason.REJECTED and "a group is repeated" in refused.error
+            assert client.restarts == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_request_whose_adapter_kills_two_engines_ends_alone(tiny_model: Path, adapters: list[Adapter | None]) -> None:
+    """It was in no step: the engines died while they read its adapter."""
+
+    async def scenario() -> None:
+        async with serving(tiny_model, partial(launch_engine, "tests.engine.faulty", "adapter")) as client:
+            plain = request("alone", PROMPT, MAX_TOKENS)
+            expected, _ = await answer(client, plain)
+            innocent = asyncio.create_task(answer(client, replace(plain, request_id="innocent")))
+            await until(lambda: client.stats().running, "a step with it")
+            bad = replace(request("bad", PROMPT, 5), adapter=adapters[1])
+            _, ended = await answer(client, bad)
+            assert ended.finish is FinishReason.ERROR and "twice" in ended.error
+            assert (await innocent)[0] == expected
+            assert client.restarts == 2
 
     asyncio.run(scenario())

@@ -18,12 +18,12 @@ from tests.engine.test_client import request as sent
 from tests.scheduler.simulation import SimulatedWorker, events_of, expected_output, limits, request
 from tests.waiting import PATIENCE, until
 from weft.engine.core import EngineCore
-from weft.engine.wire import Submit, Vocabulary
+from weft.engine.wire import StepOutput, Submit, Vocabulary
 from weft.errors import InvalidRequest
 from weft.plan import StepPlan, StepResult
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
-from weft.types import FinishReason, Request
+from weft.types import EngineStats, FinishReason, Request
 from weft.worker.runner import Deferred
 
 Call = tuple[str, int]
@@ -213,6 +213,8 @@ def test_every_engine_learns_the_vocabulary_once_and_before_the_first_grammar() 
             assert messages[1] == vocabulary
             launch.launched[0].kill()
             await until(lambda: len(launch.launched) == 2, "the next engine")
+            assert [type(message) for message in await heard(1, 1)] == [Submit], "under suspicion, alone"
+            launch.launched[1].send(StepOutput({"free": 7}, [], EngineStats()))
             assert [type(message) for message in await heard(1, 2)] == [Vocabulary, Submit]
 
     asyncio.run(scenario())

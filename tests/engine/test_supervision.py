@@ -143,7 +143,7 @@ def test_a_stopped_engine_is_noticed_and_replaced(tiny_files: ModelFiles) -> Non
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("fault", ["exit", "raise"])
+@pytest.mark.parametrize("fault", ["exit", "raise", "queue"])
 def test_a_request_that_kills_two_engines_ends_alone(smollm2_files: ModelFiles, fault: str) -> None:
     launch = partial(launch_engine, "tests.engine.faulty", fault)
 

@@ -136,8 +136,11 @@ def test_the_type_is_the_models(geometry: DenseConfig, tmp_path: Path) -> None:
         ({"lora_alpha": -1}, "lora_alpha is -1"),
         ({"rank_pattern": {"q_proj": 0}}, "q_proj is 0"),
         ({"target_modules": None}, "$.target_modules"),
-        ({"target_modules": "(q_proj"}, "'(q_proj' is no regular expression"),
-        ({"alpha_pattern": {"*": 3}}, "'*' is no regular expression"),
+        ({"target_modules": "(q_proj"}, "the pattern '(q_proj' cannot be used: a ( without its )"),
+        ({"target_modules": "([a-z0-9_.]+)+!"}, "a group is repeated"),
+        ({"exclude_modules": "(?=.*).*"}, "'?=' is not supported"),
+        ({"alpha_pattern": {"*": 3}}, "the pattern '*' cannot be used"),
+        ({"rank_pattern": {".*" * 3000: 3}}, "patterns of 6000 characters; at most 4000"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_its_key(

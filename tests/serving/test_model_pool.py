@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from tests import virtual_time
 from tests.api.http import error_of
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, answer, forever
-from tests.serving.model_pools import ScriptedRoster, entry, house, run
+from tests.serving.model_pools import House, ScriptedRoster, entry, house, run
 from tests.waiting import until
 from weft.backends.contract import Health, Need
 from weft.errors import ModelError, OutOfMemory
@@ -380,5 +380,62 @@ def test_the_list_and_the_metrics_tell_of_all() -> None:
                 'weft_model_unloads_total{model_name="b"} 1.0',
             ):
                 assert line in lines
+
+    run(scenario)
+
+
+def give_up(opened: House, *names: str) -> None:
+    for name in names:
+        opened.roster.engines[name].state = Health(False, "failed")
+
+
+def test_a_model_whose_engine_has_given_up_is_loaded_again_and_ends_no_other() -> None:
+    async def scenario() -> None:
+        async with house("a", "b") as opened:
+            for name in "ab":
+                assert await opened.said(name) == f"I am {name}"
+            give_up(opened, "b")
+            await until(lambda: opened.states() == {"a": "loaded", "b": "failed"}, "the end of b")
+            failed = await opened.ask("b")
+            assert failed.status_code == 503 and "was given up" in error_of(failed)["message"]
+            assert await opened.said("a") == "I am a" and not opened.gate.pool.lost.is_set()
+            await virtual_time.sleep(slots.BACKOFF_S)
+            assert await opened.said("b") == "I am b"
+            give_up(opened, "b")
+            await until(lambda: opened.states()["b"] == "failed", "the end of b")
+            await virtual_time.sleep(slots.BACKOFF_S)
+            assert (await opened.ask("b")).status_code == 503, "it waits for longer than before"
+            await virtual_time.sleep(slots.BACKOFF_S)
+            assert await opened.said("b") == "I am b"
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_server_ends_when_no_model_is_left_unless_it_is_to_go_on(keep: bool) -> None:
+    async def scenario() -> None:
+        async with house("a", "b", keep_serving_without_engine=keep) as opened:
+            assert await opened.said("a") == "I am a"
+            opened.roster.faults["b"] = ModelError("It is damaged.")
+            assert (await opened.ask("b")).status_code == 503
+            assert not opened.gate.pool.lost.is_set()
+            give_up(opened, "a")
+            await opened.looks_twice()
+            await opened.looks_twice()
+            assert opened.gate.pool.lost.is_set() != keep
+
+    run(scenario)
+
+
+def test_an_engine_that_is_unwell_for_a_moment_ends_nothing() -> None:
+    async def scenario() -> None:
+        async with house("a") as opened:
+            assert await opened.said("a") == "I am a"
+            before = opened.roster.num_looks
+            give_up(opened, "a")
+            await until(lambda: opened.roster.num_looks > before, "a look")
+            opened.roster.engines["a"].state = Health(True)
+            await opened.looks_twice()
+            assert opened.states() == {"a": "loaded"} and not opened.gate.pool.lost.is_set()
 
     run(scenario)

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -21,38 +21,42 @@ from weft import logs
 from weft.api.app import admission_app
 from weft.api.http_protocol import protocol_factory
 from weft.api.middleware import is_loopback
-from weft.backends.contract import ConfiguredModels, Engine
+from weft.backends.contract import ConfiguredModels
 from weft.errors import ConfigError, EngineFault, WeftError
 from weft.options import Config, ServerOptions
 from weft.serving.admission import Admission
+from weft.serving.model_pool import StartEngine
 
 if TYPE_CHECKING:
     from weft.api.grpc.grpc_server import RpcServer
 
 log = logging.getLogger(__name__)
 
-EngineFactory = Callable[[], Awaitable[Engine]]
 StartAdmission = Callable[[Admission], Coroutine[Any, Any, None]]
 
 SHUTDOWN_TIMEOUT_S = 2
 """How long aborted requests have to tell their clients so, and connections to close."""
 
+NO_ENGINE = "The engine died too often and was given up; the server ends."
+NO_ENGINE_HINT = "The log says of what. --keep-serving-without-engine makes the server go on and try again."
+
 MAX_FILES = 65536
 """Open at the same time, where the operating system lets the process have so many."""
 
 
-def serve(engine_factory: EngineFactory, config: Config) -> None:
-    """Serve one model until a signal says stop. Raises ConfigError when the address cannot be had, and what kept the
-    engine from starting."""
+def serve(engine_factory: StartEngine, config: Config) -> None:
+    """Serve one model until a signal says stop. Raises ConfigError when the address cannot be had, what kept the
+    engine from starting, and EngineFault when it has died for good."""
 
     async def start(admission: Admission) -> None:
-        admission.open(await engine_factory())
+        admission.open(await engine_factory(), engine_factory)
 
     _serve(start, config)
 
 
 def serve_models(models: ConfiguredModels, config: Config) -> None:
-    """Serve several models until a signal says stop. What keeps one of them from starting is no error here."""
+    """Serve several models until a signal says stop. What keeps one of them from starting is no error here. Raises
+    EngineFault when none can be served any more because their engines have died for good."""
 
     async def start(admission: Admission) -> None:
         await admission.pool.start()
@@ -154,8 +158,10 @@ class _Life:
                 if rpc is not None:
                     log.info("gRPC answers on port %d", rpc.port)
                 with self._admission.watchdog:
-                    await self._stop.wait()
-                    await self._drain()
+                    is_lost = await self._until_end()
+                    await self._drain(SHUTDOWN_TIMEOUT_S if is_lost else self._config.server.drain_timeout_s)
+                if is_lost:
+                    raise EngineFault(NO_ENGINE, hint=NO_ENGINE_HINT)
         finally:
             await self._admission.close()
             self._server.should_exit = True
@@ -219,15 +225,22 @@ class _Life:
         gc.collect()
         gc.freeze()
 
-    async def _drain(self) -> None:
+    async def _until_end(self) -> bool:
+        """Wait for a signal to stop, or until no model can be served any more: then return True."""
+        stop = asyncio.create_task(self._stop.wait())
+        lost = asyncio.create_task(self._admission.pool.lost.wait())
+        await asyncio.wait({stop, lost}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        lost.cancel()
+        return not self._stop.is_set()
+
+    async def _drain(self, seconds: float) -> None:
         """Let the requests inside finish, for a while; then end them."""
         self._admission.drain()
-        log.info("draining: running requests have %g s", self._config.server.drain_timeout_s)
+        log.info("draining: running requests have %g s", seconds)
         done = asyncio.create_task(self._admission.empty())
         now = asyncio.create_task(self._stop_now.wait())
-        await asyncio.wait(
-            {done, now}, timeout=self._config.server.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        await asyncio.wait({done, now}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         now.cancel()
         self._admission.abort()
         await asyncio.wait({done}, timeout=SHUTDOWN_TIMEOUT_S)

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from weft.backends.contract import unknown_adapter
-from weft.checkpoint.adapter_files import CONFIG_FILE, DEFAULT_ADAPTER, MAX_RANK, WEIGHTS_FILE
+from weft.checkpoint.adapter_files import CONFIG_FILE, DEFAULT_ADAPTER, MAX_CONFIG_BYTES, MAX_RANK, WEIGHTS_FILE
 from weft.checkpoint.json_file import read_object
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ModelError
@@ -19,7 +19,7 @@ from weft.machine.model_size import Geometry, size_of
 from weft.types import Adapter
 
 _NAME = re.compile(r"[\w./:-]{1,128}")
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_LAYER = re.compile(r"\.layers\.([0-9]{1,9})\.")
 _READS_HIDDEN_STATES = re.compile(r"\.(?:[qkv]|gate|up)_proj\.lora_A\.weight$")
 
 
@@ -81,7 +81,7 @@ class Adapters:
 def _check_config(folder: Path) -> None:
     if not (folder / CONFIG_FILE).is_file():
         raise ModelError(f"{folder}: there is no {CONFIG_FILE}.", hint="Give the directory that PEFT wrote.")
-    facts = read_object(folder / CONFIG_FILE)
+    facts = read_object(folder / CONFIG_FILE, MAX_CONFIG_BYTES)
     rank, kind = facts.get("r"), facts.get("peft_type", "LORA")
     if kind != "LORA":
         raise ModelError(f"{folder / CONFIG_FILE}: peft_type is {kind!r:.40}, and only LORA is known.")

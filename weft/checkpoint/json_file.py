@@ -12,11 +12,11 @@ from weft.errors import ModelError
 MAX_TEXT_BYTES = 128 << 20
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     try:
         size = path.stat().st_size
-        if size > MAX_TEXT_BYTES:
-            raise ModelError(f"{path}: {size} bytes are too many; at most {MAX_TEXT_BYTES} are read.")
+        if size > max_bytes:
+            raise ModelError(f"{path}: {size} bytes are too many; at most {max_bytes} are read.")
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}.") from error
@@ -24,8 +24,8 @@ def read_text(path: Path) -> str:
         raise ModelError(f"{path}: not UTF-8 text.") from error
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    return parse_object(read_text(path), path)
+def read_object(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> dict[str, Any]:
+    return parse_object(read_text(path, max_bytes), path)
 
 
 def read_object_if_there(path: Path) -> dict[str, Any]:

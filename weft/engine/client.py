@@ -2,8 +2,8 @@
 
 The engine process is disposable. When it dies, hangs or gives up, another is started and every open request is
 submitted again as its prompt and the tokens already delivered, so its stream goes on as if nothing had happened.
-Requests that were in the dead engine's steps come back one at a time, each alone under suspicion until it gives a
-token: one that takes a second engine down ends with an error, alone.
+Requests that the dead engine had, queued, waiting for an adapter or in its steps, come back one at a time, each alone
+under suspicion until it gives a token: one that takes a second engine down ends with an error, alone.
 """
 
 from __future__ import annotations
@@ -369,7 +369,7 @@ class EngineClient:
                 Event(
                     request_id=entry.id,
                     finish=FinishReason.ERROR,
-                    error="The engine failed twice while it worked on this request.",
+                    error="The engine failed twice while it had this request.",
                 )
             )
 

@@ -67,7 +67,7 @@ class Entry:
         """Denoise steps that the user has been told of."""
         self.place = Place.HELD
         self.deaths = 0
-        """Engines that died while this request was in their steps."""
+        """Engines that died while they had this request: queued, waiting for its resources, or in their steps."""
         self.listener: Callable[[], None] | None = None
         """Called whenever something has arrived."""
         self.is_open = True
@@ -194,13 +194,13 @@ class Journal:
                 entry.put_token(token_id)
 
     def engine_died(self) -> list[Entry]:
-        """Take back everything that was with the engine, to be sent again; what was in its steps is under suspicion.
-        Return the requests that were on trial in its steps: two engines have died with them."""
-        guilty = [entry for entry in self._entries.values() if entry.deaths and entry.place is Place.STARTED]
+        """Take back everything that was with the engine, to be sent again under suspicion: a request can end an engine
+        before it is in a step, as it is taken in or while its adapter is read. Return the request that was on trial,
+        if there was one: two engines have died with it."""
+        guilty = [entry for entry in self._entries.values() if entry.is_on_trial]
         for entry in self._entries.values():
             self._discount(entry)
-            if entry.place in (Place.STARTED, Place.PROVEN):
-                entry.deaths += 1
+            entry.deaths += entry.place is not Place.HELD
             entry.place = Place.HELD
         # Counted anew, one after the other: those that had not been sent are behind older ones again.
         for entry in self._entries.values():

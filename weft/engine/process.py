@@ -15,6 +15,7 @@ import traceback
 from typing import Protocol
 
 from weft import logs, switches
+from weft.compile_cache import compile_cache_environment
 from weft.engine.fork_server import ForkCommand, end_with_parent, exit_text, shared_fork_server
 from weft.engine.wire import Channel, Failed, Start
 from weft.errors import WeftError
@@ -81,14 +82,22 @@ ENGINE_PREFIXES = (
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "TRITON_", "HIP_", "ROCR_", "HSA_"),
 )
 
+SECRETS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
+"""Words in the names of variables that hold secrets, as in NVIDIA_API_KEY."""
+
 
 def engine_environment() -> dict[str, str]:
     """Return what an engine needs of the environment. The rest may hold keys."""
-    return ENGINE_ENV | {
+    needed = {
         name: value
         for name, value in os.environ.items()
-        if name in ENGINE_VARIABLES or name.startswith(ENGINE_PREFIXES)
+        if name in ENGINE_VARIABLES or (name.startswith(ENGINE_PREFIXES) and not _names_a_secret(name))
     }
+    return ENGINE_ENV | compile_cache_environment() | needed
+
+
+def _names_a_secret(variable: str) -> bool:
+    return any(word in variable for word in SECRETS)
 
 
 class LaunchedEngine(Protocol):

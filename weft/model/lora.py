@@ -7,7 +7,6 @@ Adapters are in Hugging Face's layout whatever file the model itself came from.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +17,14 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weft.checkpoint.adapter_files import CONFIG_FILE, WEIGHTS_FILE
+from weft.checkpoint.adapter_files import (
+    CONFIG_FILE,
+    MAX_CONFIG_BYTES,
+    MAX_PATTERN_CHARACTERS,
+    WEIGHTS_FILE,
+    is_name,
+    module_pattern,
+)
 from weft.checkpoint.json_file import read_object
 from weft.errors import ModelError
 from weft.kernels.weights import AdaptedLayer, AdapterWeights, LowRank
@@ -71,7 +77,7 @@ class LoraConfig(Struct, frozen=True, kw_only=True):
 
 def read_config(folder: Path) -> LoraConfig:
     path = folder / CONFIG_FILE
-    facts = read_object(path)
+    facts = read_object(path, MAX_CONFIG_BYTES)
     try:
         config = msgspec.convert(facts, LoraConfig)
     except msgspec.ValidationError as error:
@@ -87,6 +93,7 @@ def read_config(folder: Path) -> LoraConfig:
     if start not in PLAIN_STARTS:
         raise ModelError(f"{path}: init_lora_weights is {start!r:.200}: it changes the model's own weights.")
     _check_numbers(config, path)
+    _check_patterns(config, path)
     return config
 
 
@@ -96,25 +103,35 @@ def _check_numbers(config: LoraConfig, path: Path) -> None:
     for key, value in (*ranks.items(), *alphas.items()):
         if not 0 < value < math.inf:
             raise ModelError(f"{path}: {key} is {value}; it must be above 0.")
-    patterns = [*(config.rank_pattern or {}), *(config.alpha_pattern or {})]
-    patterns += [key for key in (config.target_modules, config.exclude_modules) if isinstance(key, str)]
+
+
+def _check_patterns(config: LoraConfig, path: Path) -> None:
+    patterns = {key for key in (*(config.rank_pattern or {}), *(config.alpha_pattern or {})) if not is_name(key)}
+    patterns |= {key for key in (config.target_modules, config.exclude_modules) if isinstance(key, str)}
+    if (size := sum(map(len, patterns))) > MAX_PATTERN_CHARACTERS:
+        raise ModelError(f"{path}: patterns of {size} characters; at most {MAX_PATTERN_CHARACTERS} are read.")
     for pattern in patterns:
         try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ModelError(f"{path}: {pattern!r} is no regular expression: {error}.") from error
+            module_pattern(pattern)
+        except ModelError as error:
+            raise ModelError(f"{path}: {error.message}", hint=error.hint) from error
 
 
 def _for_module(patterns: Mapping[str, V], module: str, default: V) -> V:
     """Return the value of the first pattern that ends a module's name."""
-    found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
-    return next(found, default)
+    return next((value for pattern, value in patterns.items() if _ends(pattern, module)), default)
+
+
+def _ends(pattern: str, module: str) -> bool:
+    if is_name(pattern):
+        return module == pattern or module.endswith(f".{pattern}")
+    return module_pattern(pattern).ends(module)
 
 
 def _names(modules: list[str] | str, module: str) -> bool:
-    """Return whether `modules`, a regular expression or a list of name endings, names a module."""
+    """Return whether `modules`, a pattern or a list of name endings, names a module."""
     if isinstance(modules, str):
-        return re.fullmatch(modules, module) is not None
+        return module_pattern(modules).matches(module)
     return any(module == end or module.endswith(f".{end}") for end in modules)
 
 

@@ -21,7 +21,7 @@ from weft.observe.traces import open_traces
 from weft.observe.watchdog import LoopWatchdog
 from weft.options import Config
 from weft.serving.auth import Keys
-from weft.serving.model_pool import ModelPool
+from weft.serving.model_pool import ModelPool, StartEngine
 from weft.serving.model_slot import ModelSlot
 from weft.serving.rate_limits import Account, Accounts
 from weft.serving.served_model import ServedModel, open_served_model
@@ -157,9 +157,9 @@ class Admission:
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def open(self, engine: Engine) -> ServedModel:
-        """Let requests in, now that the engine is there."""
-        return self.pool.adopt(engine)
+    def open(self, engine: Engine, restart: StartEngine | None = None) -> ServedModel:
+        """Let requests in, now that the engine is there. `restart` starts another where it is lost."""
+        return self.pool.adopt(engine, restart)
 
     async def close(self) -> None:
         """End all engines."""

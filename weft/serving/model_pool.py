@@ -1,6 +1,6 @@
 """The models of a server by their names: which is meant, which are loaded, and what changes when their file does.
 
-A server of one model has a pool of one, whose model was loaded before it came in and never goes.
+A server of one model has a pool of one, whose model was loaded before it came in and goes only with its engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from weft.backends.contract import ConfiguredModels, Engine, Health, Need
-from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, OutOfMemory, Unavailable
+from weft.errors import ConfigError, EngineFault, InvalidRequest, ModelError, ModelNotFound, OutOfMemory, Unavailable
 from weft.options import Config, ModelEntry
 from weft.serving.model_slot import ModelSlot
 from weft.serving.served_model import ServedModel
@@ -94,6 +94,7 @@ WATCH_S = 1.0
 ONE_MODEL = "This server has the model that it was started with, and cannot load, unload or replace it while it runs."
 
 OpenServedModel = Callable[[Config, Engine], ServedModel]
+StartEngine = Callable[[], Awaitable[Engine]]
 
 
 class ModelPool:
@@ -108,6 +109,10 @@ class ModelPool:
         """Slots that were taken away, but are not yet unloaded."""
         self._memory = PoolMemory(config.fleet.max_loaded_models, models.memory_limit if models else 0, self._all_slots)
         self._has_started = False
+        self._failed: set[ModelSlot] = set()
+        """Slots whose engines had died for good when that was looked for last."""
+        self.lost = asyncio.Event()
+        """Set when no model can be served any more, unless the server is to go on without."""
         self._tasks: set[asyncio.Task[None]] = set()
         self.created = int(time.time())
         if models is not None:
@@ -170,8 +175,8 @@ class ModelPool:
         if not self._slots or (self.has_many and not self._has_started):
             return Health(False, "starting")
         if not self.has_many:
-            [served] = self.served_models()
-            return served.engine.health()
+            [slot] = self.slots
+            return slot.served.engine.health() if slot.served is not None else Health(False, slot.trouble or slot.state)
         troubles = self.troubles()
         if len(troubles) < len(self._slots):
             return Health(True)
@@ -183,12 +188,21 @@ class ModelPool:
 
     # Its life.
 
-    def adopt(self, engine: Engine) -> ServedModel:
-        """Take in the one model of a pool of one, which is loaded."""
+    def adopt(self, engine: Engine, restart: StartEngine | None = None) -> ServedModel:
+        """Take in the one model of a pool of one, which is loaded. With `restart` it is watched over, and loaded anew
+        where the server is to go on without an engine."""
         served = self._open_served(self._config, engine)
-        slot = self._slot(ModelEntry(name=served.model_name, config=self._config))
+        entry = ModelEntry(name=served.model_name, config=self._config, preload=True)
+
+        async def load_again(slot: ModelSlot) -> ServedModel:
+            assert restart is not None
+            return self._open_served(self._config, await restart())
+
+        slot = ModelSlot(entry, self._options, load_again, self._memory.changed)
         slot.adopt(served, slot.entry)
         self._slots = {slot.name: slot}
+        if restart is not None:
+            self._background(self._keep_watch())
         return served
 
     async def start(self) -> None:
@@ -234,16 +248,33 @@ class ModelPool:
         self._take_in(self._models.entries)
 
     async def _keep_watch(self) -> None:
-        assert self._models is not None
         while True:
             await asyncio.sleep(WATCH_S)
-            if self._models.refresh():
+            if self._models is not None and self._models.refresh():
                 self._take_in(self._models.entries)
+            self._look_for_lost_engines()
             for slot in self.slots:
                 if slot.failure is not None and slot.entry.preload:
                     slot.begin()
                 if slot.is_outdated and slot.is_idle:
                     self._background(self._renew(slot))
+
+    def _look_for_lost_engines(self) -> None:
+        """Unload the models whose engines have died for good, to be loaded anew later. Where that leaves none that
+        could be served, the server is to end."""
+        failed = {slot for slot in self.slots if slot.has_given_up}
+        # Twice in a row: what another kind of engine says may be of the moment.
+        lost, self._failed = failed & self._failed, failed
+        for slot in lost:
+            log.error("the model %s has no engine any more", slot.name)
+            slot.fail(EngineFault("Its engine died too often and was given up."))
+        if not lost:
+            return
+        if self._config.server.keep_serving_without_engine or any(slot.failure is None for slot in self.slots):
+            for slot in lost:
+                self._background(slot.unload())
+        else:
+            self.lost.set()
 
     def _take_in(self, entries: Mapping[str, ModelEntry]) -> None:
         """Take in the entries: those that are gone drain, new ones appear, what has changed is loaded anew."""

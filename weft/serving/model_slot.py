@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 State = Literal["unloaded", "loading", "loaded", "unloading", "failed"]
 
 BACKOFF_S, MAX_BACKOFF_S = 5.0, 300.0
-"""A load that failed is not tried again before so long; twice as long after every other failure."""
+"""A load that failed is not tried again before so long, nor is a model loaded again whose engine has died for good;
+twice as long after every other failure, until none has come for a while."""
 
 
 class Failure(Struct, frozen=True):
@@ -61,6 +62,8 @@ class ModelSlot:
         self.stage = ""
         """The stage of a load under way."""
         self.failure: Failure | None = None
+        self._last_failure: Failure | None = None
+        """The same, but kept after a load that went well: an engine may fail again soon."""
         self.is_gone = False
         """True when it is no longer in the pool."""
         self.last_used = 0.0
@@ -116,6 +119,11 @@ class ModelSlot:
             and before is not None
             and replace(before, place="", preload=False) != replace(self.entry, place="", preload=False)
         )
+
+    @property
+    def has_given_up(self) -> bool:
+        """True when it is loaded and its engine has died for good."""
+        return self.served is not None and self.is_open and self.served.engine.health().reason == "failed"
 
     @property
     def trouble(self) -> str:
@@ -198,11 +206,13 @@ class ModelSlot:
 
     def forgive(self) -> None:
         """Forget that a load failed."""
-        self.failure = None
+        self.failure = self._last_failure = None
 
     def fail(self, error: Exception) -> None:
-        backoff_s = BACKOFF_S if self.failure is None else min(2 * self.failure.backoff_s, MAX_BACKOFF_S)
-        self.failure = Failure(error, self._clock() + backoff_s, backoff_s)
+        now, last = self._clock(), self._last_failure
+        is_again = last is not None and now < last.retry_at + MAX_BACKOFF_S
+        backoff_s = min(2 * last.backoff_s, MAX_BACKOFF_S) if last is not None and is_again else BACKOFF_S
+        self.failure = self._last_failure = Failure(error, now + backoff_s, backoff_s)
         self.num_failures += 1
 
     async def unload(self) -> None:

@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from weft.compile_cache import NUMBA, compile_cache
+
 # numba's types know nothing of its configuration, and llvmlite has none.
 numba: Any = import_module("numba")
 types: Any = import_module("numba.types")
@@ -30,20 +32,26 @@ def cache_directory() -> Path:
     numba finds its cached code by the place of the outermost function's file, and looks only at that file to see
     whether it is still true, not at the files of what it calls.
     """
-    home = os.environ.get("WEFT_HOME")
-    root = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
     digest = hashlib.sha256(__file__.encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    return root / "kernels" / digest.hexdigest()[:16]
+    return compile_cache() / NUMBA / digest.hexdigest()[:16]
 
 
 def entry(signature: str | Any) -> Callable[[Function], Function]:
     """A function that Python calls: compiled now or taken from the cache, and run without the GIL."""
     numba.config.CACHE_DIR = str(_CACHE)
-    wrap: Callable[[Function], Function] = numba.njit(
-        signature, cache=True, nogil=True, error_model="numpy", fastmath=set(REORDER)
-    )
+
+    def wrap(function: Function) -> Function:
+        before = os.umask(0o077)
+        try:
+            compiled: Function = numba.njit(
+                signature, cache=True, nogil=True, error_model="numpy", fastmath=set(REORDER)
+            )(function)
+        finally:
+            os.umask(before)
+        return compiled
+
     return wrap
 
 
