@@ -213,6 +213,13 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     api_key_file: Annotated[
         str, _doc("More keys, one a line, with or without a name before it; read again whenever it changes.")
     ] = ""
+    share_prefix_cache: Annotated[
+        bool,
+        _doc(
+            "Let tenants (names of keys) share cached prompts: a system prompt of all is computed once, and how much "
+            "of a prompt was cached tells each what others asked."
+        ),
+    ] = False
     admin_key: Annotated[list[str], _doc("Keys for /admin, and for nothing else; none: there is no /admin.")] = []
     admin_key_file: Annotated[str, _doc("More admin keys, in a file like --api-key-file.")] = ""
     allowed_host: Annotated[

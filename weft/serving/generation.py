@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from contextlib import contextmanager
 from typing import Any
 
+from msgspec.structs import replace
+
 from weft import logs
 from weft.backends.contract import Stream, failure_of
 from weft.errors import EngineFault, Overloaded, RequestTimeout, Unavailable
@@ -43,6 +45,8 @@ class Generation:
         self, requests: Sequence[GenerationRequest], context: RequestContext, arrived: float, model_name: str
     ) -> None:
         """`model_name`: as the client called it, which is one of the operator's names."""
+        if context.config.server.share_prefix_cache:
+            requests = [replace(request, shares_cache=True) for request in requests]
         self._requests = requests
         self._context = context
         self._served = context.served
