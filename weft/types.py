@@ -233,9 +233,9 @@ class Request(Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """Requests share cached prompt blocks only with requests of the same salt."""
     priority: int = 0
-    """Waiting requests of the lowest number go first."""
+    """Of a tenant's waiting requests those of the lowest number go first."""
     tenant: str = ""
-    """The tenant whose request it is: tenants of equal priority get equal shares of the engine."""
+    """The tenant whose request it is: tenants get equal shares of the engine."""
     sibling_of: str = ""
     """The id of a request with the same prompt, whose blocks this one shares as soon as they are computed."""
     pooling: Pooling | None = None
@@ -316,7 +316,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """The client's own: its requests share cached prompt blocks only with those of the same salt."""
     priority: int = 0
-    """Waiting requests of the lowest number go first."""
+    """Of a tenant's waiting requests those of the lowest number go first."""
     tenant: str = ""
     shares_cache: bool = False
     """True: cached prompt blocks are shared with other tenants."""

@@ -12,8 +12,9 @@ import grpc
 import httpx
 import pytest
 
-from tests.api.grpc.calls import answer_to, ask, door, failed
+from tests.api.grpc.calls import Client, answer_to, ask, door, failed
 from tests.api.grpc.test_images import call as image_call
+from tests.api.http import COMPLETIONS, PROMPT, error_of, request
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, answer
 from tests.backends.openai_server.peer import DONE, Asked, Reply, ScriptedPeer, connected, text_chunk, usage_chunk
 from weft.api.app import build_app
@@ -106,6 +107,28 @@ def test_a_peer_is_told_of_the_tenant_by_the_salt(owner: str, is_salted: bool) -
                         assert response.status_code == 200, response.text
             salts = [asked.body.get("cache_salt") for asked in peer.generations()]
             assert len({*salts, None}) == (3 if is_salted else 1)
+
+    asyncio.run(go())
+
+
+def test_a_priority_outside_of_the_keys_range_is_refused(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("batch: a priority=1..9\nfree: b\n")
+    engine = ScriptedEngine(answer("x"))
+    config = load({"api_key_file": str(keys)}, env={})
+
+    def asked(key: str, **fields: Any) -> httpx.Response:
+        return request(engine, "POST", COMPLETIONS, config, json=PROMPT | fields, headers={"x-api-key": key})
+
+    refused = asked("a", priority=-1)
+    assert refused.status_code == 400 and "1..9" in error_of(refused)["message"]
+    assert asked("a").status_code == asked("a", priority=5).status_code == asked("b", priority=-7).status_code == 200
+    assert [one.priority for one in engine.submitted] == [1, 5, -7]
+
+    async def go() -> None:
+        async with door(engine, api_key_file=str(keys)) as opened:
+            _, code, details = await failed(Client(opened.channel, "a").predict([ask(priority=-1)]))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT and "1..9" in details
 
     asyncio.run(go())
 

@@ -45,6 +45,7 @@ class RequestContext(Struct, eq=False, kw_only=True):
 
     config: Config
     pool: ModelPool
+    keys: Keys
     account: Account
     aborted: asyncio.Future[str]
     """Done, with the reason, when the server will not wait for the request any longer."""
@@ -214,6 +215,7 @@ class Admission:
         context = RequestContext(
             config=self.config,
             pool=self.pool,
+            keys=self.keys,
             account=account,
             aborted=asyncio.get_running_loop().create_future(),
             receive=receive,

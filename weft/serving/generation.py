@@ -44,16 +44,22 @@ class Generation:
     def __init__(
         self, requests: Sequence[GenerationRequest], context: RequestContext, arrived: float, model_name: str
     ) -> None:
-        """`model_name`: as the client called it, which is one of the operator's names."""
-        if context.config.server.share_prefix_cache:
-            requests = [replace(request, shares_cache=True) for request in requests]
-        self._requests = requests
+        """`model_name`: as the client called it, which is one of the operator's names. Raises InvalidRequest for a
+        priority that the client's key may not have."""
         self._context = context
         self._served = context.served
+        self._requests = [self._of_tenant(request) for request in requests]
         self._arrived = arrived
         self._model_name = model_name
         self._timers: dict[int, RequestTimer] = {}
         context.timers = self._timers
+
+    def _of_tenant(self, request: GenerationRequest) -> GenerationRequest:
+        """Return the request with what its tenant may have. Raises InvalidRequest."""
+        context, able, priority = self._context, self._served.engine.abilities, request.priority
+        if able.priority:
+            priority = context.keys.priority_of(context.tenant, priority, has_shares=able.fair_shares)
+        return replace(request, priority=priority, shares_cache=context.config.server.share_prefix_cache)
 
     async def run(self, take: TakeOf) -> None:
         """Submit the requests and give every output to `take`. Raises what the engine refuses, and the first error that
