@@ -247,7 +247,12 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
         int, _doc("More are answered 429; without keys it holds for all clients together; 0: no limit.", ge=0)
     ] = 0
     max_tokens_per_minute_per_key: Annotated[
-        int, _doc("The same for tokens, of prompts and answers together; 0: no limit.", ge=0)
+        int,
+        _doc(
+            "The same for tokens, of prompts and answers together, reserved when a request begins (prompt and "
+            "max_tokens) and settled when it ends; 0: no limit.",
+            ge=0,
+        ),
     ] = 0
     max_concurrent_per_key: Annotated[int, _doc("The same for requests at the same time; 0: no limit.", ge=0)] = 0
     max_header_kb: Annotated[

@@ -10,6 +10,7 @@ from weft.errors import Overloaded
 from weft.options import LimitOptions
 
 MINUTE_S = 60.0
+TOKENS_FLAG = "--max-tokens-per-minute-per-key"
 ROUNDING = 1e-6
 """A bucket that lacks no more than this is full enough: a client that waits as long as it was told comes in."""
 
@@ -24,20 +25,43 @@ class Bucket:
     """The bucket holds what may be spent: a minute's worth at most, filled evenly. An advance is a debt."""
 
     def __init__(self, per_minute: int, now: float) -> None:
+        self.size = per_minute
+        self.level = float(per_minute)
+        """As of the last time that `seconds_until` was asked."""
         self._per_second = per_minute / MINUTE_S
-        self._size = float(per_minute)
-        self._level = self._size
         self._filled_at = now
 
     def seconds_until(self, amount: float, now: float) -> float:
         """Return how long it takes until the bucket holds so much; 0 when it does."""
-        self._level = min(self._size, self._level + (now - self._filled_at) * self._per_second)
+        self.level = min(self.size, self.level + (now - self._filled_at) * self._per_second)
         self._filled_at = now
-        missing = amount - self._level
+        missing = amount - self.level
         return missing / self._per_second if missing > ROUNDING else 0.0
 
     def spend(self, amount: float) -> None:
-        self._level -= amount
+        self.level -= amount
+
+
+class Reservation:
+    """The tokens that a call took from its key's bucket before they are computed. What it uses beyond them is taken as
+    it is used; what it did not use is given back when it is settled."""
+
+    def __init__(self, bucket: Bucket, amount: int) -> None:
+        bucket.spend(amount)
+        self._bucket = bucket
+        self._taken = amount
+        self._used = 0
+
+    def use(self, count: int) -> None:
+        """Count tokens as used; a negative number corrects an estimate."""
+        self._used += count
+        if self._used > self._taken:
+            self.settle()
+
+    def settle(self) -> None:
+        """Take no more and no less than was used."""
+        self._bucket.spend(self._used - self._taken)
+        self._taken = self._used
 
 
 class Account:
@@ -58,7 +82,7 @@ class Account:
         if most and self._num_open >= most:
             raise _refusal(f"This key has {self._num_open} requests open already", 1, "--max-concurrent-per-key")
         if self._tokens is not None and (wait := self._tokens.seconds_until(1, now)):
-            raise _refusal("This key has used its tokens for now", wait, "--max-tokens-per-minute-per-key")
+            raise _refusal("This key has used or reserved its tokens for now", wait, TOKENS_FLAG)
         if self._requests is not None:
             if wait := self._requests.seconds_until(1, now):
                 raise _refusal("This key has sent its requests for now", wait, "--max-requests-per-minute-per-key")
@@ -68,9 +92,24 @@ class Account:
     def leave(self) -> None:
         self._num_open -= 1
 
-    def spend_tokens(self, count: int) -> None:
-        if self._tokens is not None:
-            self._tokens.spend(count)
+    @property
+    def limits_tokens(self) -> bool:
+        return self._tokens is not None
+
+    def reserve(self, count: int) -> Reservation:
+        """Take tokens that a call will use at most, or raise RateLimited. One that would use more than a minute's worth
+        takes a full bucket, or it could never begin."""
+        assert self._tokens is not None, "tokens are limited"
+        amount = min(count, self._tokens.size)
+        if wait := self._tokens.seconds_until(amount, self._clock()):
+            left = max(0, math.floor(self._tokens.level))
+            raise _refusal(
+                f"This request may take {count} tokens, its prompt and max_tokens of every choice, and this key has "
+                f"{left} left for now",
+                wait,
+                TOKENS_FLAG,
+            )
+        return Reservation(self._tokens, amount)
 
 
 class Accounts:
