@@ -254,7 +254,14 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 0
-    max_concurrent_per_key: Annotated[int, _doc("The same for requests at the same time; 0: no limit.", ge=0)] = 0
+    max_concurrent_per_key: Annotated[int, _doc("The same for requests at the same time; 0: no limit.", ge=0)] = 2048
+    max_inflight_body_mb_per_key: Annotated[
+        int,
+        _doc("The same for MiB of bodies that are being read or parsed; at least --max-body-mb; 0: no limit.", ge=0),
+    ] = 256
+    max_inflight_body_mb: Annotated[
+        int, _doc("The same of all clients together; more are answered 503; 0: no limit.", ge=0)
+    ] = 1024
     max_header_kb: Annotated[
         int, _doc("A request's head (its first line and its headers), in KiB; more is answered 431.", ge=1, le=1024)
     ] = 32

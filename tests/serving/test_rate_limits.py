@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 from msgspec.structs import replace
 
+from tests.api import raw
 from tests.api.clock import Clock
 from tests.api.grpc.calls import Client, answer_to, ask, door, failed
 from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, real_server, request_app
@@ -24,7 +25,7 @@ from weft.config import load
 from weft.errors import Overloaded
 from weft.options import LimitOptions
 from weft.serving.admission import Admission
-from weft.serving.rate_limits import Account, Accounts, Bucket, RateLimited
+from weft.serving.rate_limits import Account, Accounts, BodiesOfAll, BodiesOfKey, Bucket, RateLimited
 from weft.serving.timing import DEFAULT_ANSWER_TOKENS
 from weft.types import Output
 
@@ -303,3 +304,79 @@ def test_the_doors_share_the_accounts() -> None:
                 assert (await client.post(CHAT, json=HELLO)).status_code == 200
 
     asyncio.run(scenario())
+
+
+def announced(path: str, num_bytes: int, key: str) -> bytes:
+    """The head of a request whose body has so many bytes, and the beginning of that."""
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nX-Api-Key: {key}\r\n"
+    return f'{head}Content-Length: {num_bytes}\r\n\r\n{{"model": "'.encode()
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "other_status", "said"),
+    [
+        ({"max_inflight_body_mb_per_key": 4}, 200, "--max-inflight-body-mb-per-key"),
+        ({"max_inflight_body_mb": 4}, 503, "--max-inflight-body-mb"),
+    ],
+)
+def test_unfinished_bodies_have_a_budget(flags: dict[str, int], other_status: int, said: str) -> None:
+    """Three bodies of 2 MiB that never end: the third is refused when the budget of 4 MiB is used up. Another key is
+    refused only where the budget is that of all, and comes in again when the bodies are gone."""
+    config = load({**KEYS, "max_body_mb": 3, **flags}, env={})
+    gate = Admission(config)
+    engine = ScriptedEngine(answer("x"))
+    gate.open(engine)
+    held = gate._accounts._all_bodies
+    with real_server(admission_app(gate), config) as url:
+
+        def others() -> int:
+            return httpx.post(url + COMPLETIONS, json=PROMPT, headers={"x-api-key": "b"}, timeout=PATIENCE).status_code
+
+        with contextlib.ExitStack() as stack:
+            for number in range(1, 3):
+                connection = stack.enter_context(raw.connect(url))
+                connection.sendall(announced(COMPLETIONS, 2 * MIB + 100, "a") + b"x" * (2 * MIB - 21))
+                wait_until(lambda number=number: held.num_bytes > number * (2 * MIB - 11), "the body's bytes")
+            refused = raw.exchange(url, announced(COMPLETIONS, 2 * MIB, "a") + b"x" * (1 << 16))
+            assert raw.status_of(refused) == (429 if other_status == 200 else 503)
+            head = refused.lower()
+            assert b"retry-after: 1\r\n" in head and b"connection: close\r\n" in head and said.encode() in refused
+            assert others() == other_status
+            assert held.num_bytes <= 4 * MIB
+        wait_until(lambda: held.num_bytes == 0, "the bodies' end")
+        assert others() == 200 and held.num_bytes == 0
+    assert len(engine.submitted) == (2 if other_status == 200 else 1)
+
+
+def test_a_body_counts_until_it_was_parsed_and_not_while_it_is_answered() -> None:
+    gate = Admission(load(env={}))
+    engine = ScriptedEngine([forever])
+    gate.open(engine)
+    with real_server(admission_app(gate)) as url, post_raw(url, COMPLETIONS, PROMPT | {"prompt": "x" * 900}):
+        wait_until(lambda: bool(engine.open))
+        assert gate._accounts._all_bodies.num_bytes == 0
+
+
+def test_the_largest_body_comes_in_alone_whatever_the_budget() -> None:
+    accounts = Accounts(LimitOptions(max_inflight_body_mb=1, max_inflight_body_mb_per_key=2), max_body_mb=3)
+    accounts.of("a").hold_body(3 * MIB)
+    for tenant in ("a", "b"):
+        with pytest.raises((BodiesOfKey, BodiesOfAll)):
+            accounts.of(tenant).hold_body(1)
+    accounts.of("a").release_body(3 * MIB)
+    accounts.of("b").hold_body(3 * MIB)
+    free = Accounts(LimitOptions(max_inflight_body_mb=0, max_inflight_body_mb_per_key=0))
+    free.of("a").hold_body(1 << 40)
+
+
+def test_a_key_has_many_requests_at_the_same_time_and_not_any_number() -> None:
+    one = account(Clock())
+    for _ in range(LimitOptions().max_concurrent_per_key):
+        one.enter()
+    assert "--max-concurrent-per-key" in str(refusal(one))
+    free = account(Clock(), max_concurrent_per_key=0)
+    for _ in range(3000):
+        free.enter()

@@ -110,31 +110,35 @@ async def answer_gone_client(request: Request, error: Exception) -> Response:
     return Response()
 
 
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """Read a body. Refuses it by the announced length, by what really comes, and by the time it takes."""
+async def read_body(
+    scope: Scope, receive: Receive, limit_bytes: int, hold: Callable[[int], None] = lambda _: None
+) -> bytes:
+    """Read a body. Refuses it by the announced length, by what really comes, and by the time it takes. `hold` counts
+    what has come, and may refuse more."""
     for name, value in scope["headers"]:
         if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
             raise _too_large(limit_bytes)
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            return await _received(receive, limit_bytes)
+            return await _received(receive, limit_bytes, hold)
     except TimeoutError:
         raise BodyTooSlow(f"The body was not complete after {BODY_SECONDS:g} s.") from None
 
 
-async def _received(receive: Receive, limit_bytes: int) -> bytes:
-    pieces: list[bytes] = []
-    size = 0
+async def _received(receive: Receive, limit_bytes: int, hold: Callable[[int], None]) -> bytes:
+    # One growing piece of memory, which goes back to the system; many small ones would stay with the process.
+    body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > limit_bytes:
+        piece = message.get("body", b"")
+        if len(body) + len(piece) > limit_bytes:
             raise _too_large(limit_bytes)
+        hold(len(piece))
+        body += piece
         if not message.get("more_body", False):
-            return b"".join(pieces)
+            return bytes(body)
 
 
 async def parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:

@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from weft import logs
 from weft.errors import InvalidRequest, Overloaded, Unavailable, WeftError, is_private
+from weft.serving.rate_limits import BodiesOfAll, BodiesOfKey
 
 
 class JsonResponse(Response):
@@ -64,6 +65,10 @@ class WrongHost(InvalidRequest):
     kind = "misdirected_request"
 
 
+BODY_UNREAD = (BodyTooLarge, BodyTooSlow, BodiesOfKey, BodiesOfAll, NoKey, WrongKey, HeadTooLarge, WrongHost)
+"""The errors that are answered before the whole body was read."""
+
+
 class Conflict(InvalidRequest):
     status = 409
     kind = "conflict"
@@ -106,7 +111,7 @@ def error_response(error: WeftError) -> Response:
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, NoKey):
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, BodyTooLarge | BodyTooSlow | NoKey | WrongKey | HeadTooLarge | WrongHost):
+    if isinstance(error, BODY_UNREAD):
         # The rest of the body is not read, so the connection cannot carry another request.
         headers["Connection"] = "close"
     return JsonResponse(error_body(error), error.status, headers=headers)

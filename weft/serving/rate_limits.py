@@ -6,7 +6,9 @@ import math
 import time
 from collections.abc import Callable
 
-from weft.errors import Overloaded
+from msgspec import Struct
+
+from weft.errors import Overloaded, Unavailable
 from weft.options import LimitOptions
 
 MINUTE_S = 60.0
@@ -19,6 +21,14 @@ class RateLimited(Overloaded):
     """This client has had its share; others are still served."""
 
     kind = "rate_limit_exceeded"
+
+
+class BodiesOfKey(RateLimited):
+    """The bodies of this key's requests take all the memory that they may."""
+
+
+class BodiesOfAll(Unavailable):
+    """The bodies of all requests take all the memory that they may."""
 
 
 class Bucket:
@@ -64,11 +74,21 @@ class Reservation:
         self._taken = self._used
 
 
-class Account:
-    """One tenant's open requests, and its requests and tokens of this minute."""
+class Bodies(Struct):
+    """The bytes of bodies that were received and are not parsed yet."""
 
-    def __init__(self, options: LimitOptions, clock: Callable[[], float]) -> None:
+    limit: int
+    """0: none."""
+    num_bytes: int = 0
+
+
+class Account:
+    """One tenant's open requests and their bodies, and its requests and tokens of this minute."""
+
+    def __init__(self, options: LimitOptions, clock: Callable[[], float], bodies: Bodies, all_bodies: Bodies) -> None:
         self._options = options
+        self._bodies = bodies
+        self._all_bodies = all_bodies
         self._clock = clock
         now = clock()
         self._requests = _bucket(options.max_requests_per_minute_per_key, now)
@@ -91,6 +111,24 @@ class Account:
 
     def leave(self) -> None:
         self._num_open -= 1
+
+    def hold_body(self, num_bytes: int) -> None:
+        """Count bytes of a body that was received, or raise BodiesOfKey or BodiesOfAll."""
+        for bodies, refusal, whose, flag in (
+            (self._bodies, BodiesOfKey, "this key's requests", "--max-inflight-body-mb-per-key"),
+            (self._all_bodies, BodiesOfAll, "all requests", "--max-inflight-body-mb"),
+        ):
+            if bodies.limit and bodies.num_bytes + num_bytes > bodies.limit:
+                raise refusal(
+                    f"The bodies of {whose} that are being read have more than {bodies.limit >> 20} MiB ({flag}).",
+                    hint="Try again in 1 s.",
+                )
+        self._bodies.num_bytes += num_bytes
+        self._all_bodies.num_bytes += num_bytes
+
+    def release_body(self, num_bytes: int) -> None:
+        self._bodies.num_bytes -= num_bytes
+        self._all_bodies.num_bytes -= num_bytes
 
     @property
     def limits_tokens(self) -> bool:
@@ -115,16 +153,25 @@ class Account:
 class Accounts:
     """The accounts of all tenants. The operator names these, so there are never more than keys."""
 
-    def __init__(self, options: LimitOptions, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, options: LimitOptions, clock: Callable[[], float] = time.monotonic, *, max_body_mb: int = 0
+    ) -> None:
+        """`max_body_mb`: a body of this size is taken while there is no other, whatever the limits are."""
         self._options = options
         self._clock = clock
+        self._max_body_mb = max_body_mb
+        self._all_bodies = self._bodies(options.max_inflight_body_mb)
         self._by_tenant: dict[str, Account] = {}
 
     def of(self, tenant: str) -> Account:
         account = self._by_tenant.get(tenant)
         if account is None:
-            account = self._by_tenant[tenant] = Account(self._options, self._clock)
+            bodies = self._bodies(self._options.max_inflight_body_mb_per_key)
+            account = self._by_tenant[tenant] = Account(self._options, self._clock, bodies, self._all_bodies)
         return account
+
+    def _bodies(self, limit_mb: int) -> Bodies:
+        return Bodies(max(limit_mb, self._max_body_mb) << 20 if limit_mb else 0)
 
 
 def _bucket(per_minute: int, now: float) -> Bucket | None:
