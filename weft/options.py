@@ -225,6 +225,13 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     allowed_host: Annotated[
         list[str], _doc("Host names other than localhost that clients may use for a server without keys.")
     ] = []
+    allowed_origin: Annotated[
+        list[str],
+        _doc(
+            "Pages of this origin, as in https://chat.example.org, may use the server from a browser (CORS); may be "
+            "repeated; *: those of any. Without keys, pages of other origins are refused."
+        ),
+    ] = []
     keep_alive_s: Annotated[
         float, _doc("A stream that waits for its first token says so every so often; 0: never.", ge=0)
     ] = 10.0

@@ -65,7 +65,20 @@ class WrongHost(InvalidRequest):
     kind = "misdirected_request"
 
 
-BODY_UNREAD = (BodyTooLarge, BodyTooSlow, BodiesOfKey, BodiesOfAll, NoKey, WrongKey, HeadTooLarge, WrongHost)
+class ForeignOrigin(InvalidRequest):
+    status = 403
+    kind = "foreign_origin"
+
+
+class WrongContentType(InvalidRequest):
+    status = 415
+    kind = "unsupported_media_type"
+
+
+BODY_UNREAD = (
+    BodyTooLarge, BodyTooSlow, BodiesOfKey, BodiesOfAll, NoKey, WrongKey, HeadTooLarge, WrongHost, ForeignOrigin,
+    WrongContentType,
+)  # fmt: skip
 """The errors that are answered before the whole body was read."""
 
 
