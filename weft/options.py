@@ -220,10 +220,24 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     api_key_file: Annotated[
         str, _doc("More keys, one a line, with or without a name before it; read again whenever it changes.")
     ] = ""
+    share_prefix_cache: Annotated[
+        bool,
+        _doc(
+            "Let tenants (names of keys) share cached prompts: a system prompt of all is computed once, and how much "
+            "of a prompt was cached tells each what others asked."
+        ),
+    ] = False
     admin_key: Annotated[list[str], _doc("Keys for /admin, and for nothing else; none: there is no /admin.")] = []
     admin_key_file: Annotated[str, _doc("More admin keys, in a file like --api-key-file.")] = ""
     allowed_host: Annotated[
         list[str], _doc("Host names other than localhost that clients may use for a server without keys.")
+    ] = []
+    allowed_origin: Annotated[
+        list[str],
+        _doc(
+            "Pages of this origin, as in https://chat.example.org, may use the server from a browser (CORS); may be "
+            "repeated; *: those of any. Without keys, pages of other origins are refused."
+        ),
     ] = []
     keep_alive_s: Annotated[
         float, _doc("A stream that waits for its first token says so every so often; 0: never.", ge=0)
@@ -247,9 +261,21 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
         int, _doc("More are answered 429; without keys it holds for all clients together; 0: no limit.", ge=0)
     ] = 0
     max_tokens_per_minute_per_key: Annotated[
-        int, _doc("The same for tokens, of prompts and answers together; 0: no limit.", ge=0)
+        int,
+        _doc(
+            "The same for tokens, of prompts and answers together, reserved when a request begins (prompt and "
+            "max_tokens) and settled when it ends; 0: no limit.",
+            ge=0,
+        ),
     ] = 0
-    max_concurrent_per_key: Annotated[int, _doc("The same for requests at the same time; 0: no limit.", ge=0)] = 0
+    max_concurrent_per_key: Annotated[int, _doc("The same for requests at the same time; 0: no limit.", ge=0)] = 2048
+    max_inflight_body_mb_per_key: Annotated[
+        int,
+        _doc("The same for MiB of bodies that are being read or parsed; at least --max-body-mb; 0: no limit.", ge=0),
+    ] = 256
+    max_inflight_body_mb: Annotated[
+        int, _doc("The same of all clients together; more are answered 503; 0: no limit.", ge=0)
+    ] = 1024
     max_header_kb: Annotated[
         int, _doc("A request's head (its first line and its headers), in KiB; more is answered 431.", ge=1, le=1024)
     ] = 32

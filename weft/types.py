@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 1 << 20
+MAX_CACHE_SALT = 256
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True):
@@ -127,6 +129,13 @@ def check_token_ids(ids: Collection[int], logits_width: int, param: str) -> None
 def check_priority(priority: int) -> None:
     """Raise InvalidRequest for a priority that does not fit into 32 bits."""
     _in_range("priority", priority, -(2**31), 2**31 - 1)
+
+
+def check_cache_salt(cache_salt: str) -> None:
+    if len(cache_salt) > MAX_CACHE_SALT:
+        raise InvalidRequest(
+            f"cache_salt has {len(cache_salt)} characters; at most {MAX_CACHE_SALT}.", param="cache_salt"
+        )
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
@@ -229,9 +238,9 @@ class Request(Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """Requests share cached prompt blocks only with requests of the same salt."""
     priority: int = 0
-    """Waiting requests of the lowest number go first."""
+    """Of a tenant's waiting requests those of the lowest number go first."""
     tenant: str = ""
-    """The tenant whose request it is: tenants of equal priority get equal shares of the engine."""
+    """The tenant whose request it is: tenants get equal shares of the engine."""
     sibling_of: str = ""
     """The id of a request with the same prompt, whose blocks this one shares as soon as they are computed."""
     pooling: Pooling | None = None
@@ -310,14 +319,24 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     request_id: str = ""
     """Unique among the open requests; empty: the engine makes one up."""
     cache_salt: str = ""
-    """Requests share cached prompt blocks only with requests of the same salt."""
+    """The client's own: its requests share cached prompt blocks only with those of the same salt."""
     priority: int = 0
-    """Waiting requests of the lowest number go first."""
+    """Of a tenant's waiting requests those of the lowest number go first."""
     tenant: str = ""
+    shares_cache: bool = False
+    """True: cached prompt blocks are shared with other tenants."""
     adapter: str | None = None
     """The name of a LoRA adapter; None: the one called `default`, if there is one; empty: the model as it is."""
     sibling_of: str = ""
     """The id of a request with the same prompt that was submitted before: the two share its blocks."""
+
+    @property
+    def tenant_salt(self) -> str:
+        """The salt that the engine gets. The tenant is a part of it, so that how much of a prompt was cached tells no
+        tenant what others asked."""
+        if not self.tenant or self.shares_cache:
+            return self.cache_salt
+        return hashlib.blake2b(repr((self.tenant, self.cache_salt)).encode(), digest_size=16).hexdigest()
 
 
 class LoadLora(Struct, frozen=True, tag=True):

@@ -9,6 +9,8 @@ from urllib.parse import urlsplit
 
 from tests.waiting import PATIENCE
 
+JSON = "Content-Type: application/json\r\n"
+
 SILENCE_S = 0.5
 """How long a server is listened to after its answers, for one that it should not give."""
 
@@ -25,7 +27,7 @@ def connect(url: str, receive_buffer: int = 0) -> socket.socket:
 
 def post_bytes(path: str, body: dict[str, Any], headers: str = "") -> bytes:
     payload = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Length: {len(payload)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{JSON}{headers}Content-Length: {len(payload)}\r\n\r\n"
     return head.encode() + payload
 
 

@@ -16,11 +16,11 @@ from weft.backends import BaseEngine, registry
 from weft.config import load
 
 PAGE = (Path(__file__).parents[2] / "docs" / "API.md").read_text()
-EXAMPLES = re.findall(r"^curl http://localhost:8000(\S+) (?:-H '[^']*' )?-d '([^']*)'", PAGE, re.MULTILINE)
+EXAMPLES = re.findall(r"^curl http://localhost:8000(\S+) (?:-H '[^']*' )?--json '([^']*)'", PAGE, re.MULTILINE)
 
 
 def test_examples_are_found() -> None:
-    assert len(EXAMPLES) == PAGE.count(" -d '") >= 8
+    assert len(EXAMPLES) == PAGE.count(" --json '") >= 8
 
 
 @pytest.mark.parametrize(("path", "body"), EXAMPLES, ids=[path for path, _ in EXAMPLES])

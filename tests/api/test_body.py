@@ -120,7 +120,7 @@ def test_a_long_key_is_refused_wherever_it_stands() -> None:
 
 @pytest.mark.parametrize("nested", [b"[" * 100_000, b'{"messages":' * 1000, b"[" * 100_000 + b"]" * 100_000])
 def test_deep_json_is_400_at_the_door(nested: bytes) -> None:
-    response = request(ScriptedEngine(), "POST", CHAT, content=nested)
+    response = request(ScriptedEngine(), "POST", CHAT, content=nested, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert "--max-json-depth" in error_of(response)["message"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,6 +10,7 @@ import httpx
 import pytest
 
 from tests.api.http import CHAT, COMPLETIONS, HELLO, real_server
+from tests.api.raw import JSON, post_bytes
 from tests.api.scripted_engine import ScriptedEngine, Step, answer, forever
 from tests.waiting import PATIENCE, wait_until
 from weft.api.app import build_app
@@ -24,10 +24,7 @@ def post_raw(url: str, path: str, body: dict[str, Any]) -> socket.socket:
     address = urlsplit(url)
     assert address.hostname is not None
     connection = socket.create_connection((address.hostname, address.port or 80))
-    payload = json.dumps(body).encode()
-    connection.sendall(
-        b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (path.encode(), len(payload), payload)
-    )
+    connection.sendall(post_bytes(path, body))
     return connection
 
 
@@ -55,7 +52,9 @@ def test_a_hang_up_in_the_middle_of_a_body_leaves_nothing() -> None:
     with real_server(build_app(engine, load(env={}))) as url:
         address = urlsplit(url)
         connection = socket.create_connection((address.hostname or "", address.port or 80))
-        connection.sendall(b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{" % CHAT.encode())
+        connection.sendall(
+            b"POST %b HTTP/1.1\r\nHost: localhost\r\n%bContent-Length: 100\r\n\r\n{" % (CHAT.encode(), JSON.encode())
+        )
         connection.close()
     assert not engine.submitted
 

@@ -150,6 +150,9 @@ def test_a_request_that_takes_too_long_is_ended() -> None:
     assert not engine.open
 
 
+JSON = {"content-type": "application/json"}
+
+
 async def pieces(num_bytes: int) -> AsyncIterator[bytes]:
     for _ in range(num_bytes // 1024):
         yield b" " * 1024
@@ -157,7 +160,7 @@ async def pieces(num_bytes: int) -> AsyncIterator[bytes]:
 
 @pytest.mark.parametrize("content", [b" " * (2**20 + 1), pieces(2**20 + 1024)], ids=["announced", "chunked"])
 def test_a_body_too_large_is_refused(content: Any) -> None:
-    response = request(ScriptedEngine(), "POST", CHAT, load({"max_body_mb": 1}, env={}), content=content)
+    response = request(ScriptedEngine(), "POST", CHAT, load({"max_body_mb": 1}, env={}), content=content, headers=JSON)
     assert response.status_code == 413
     assert "1 MiB" in error_of(response)["message"]
     assert response.headers["connection"] == "close"

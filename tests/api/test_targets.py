@@ -105,7 +105,7 @@ def smuggled(path: bytes = b"/v1/models") -> bytes:
     return b"GET %b HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % (path, KEY)
 
 
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + KEY
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" + KEY
 SMUGGLING = [
     POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + smuggled(),
     POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n" + smuggled(),

@@ -21,15 +21,17 @@ from tests.api.http import (
     error_of,
     events,
     post,
+    real_server,
     request,
     request_app,
 )
 from tests.api.says import named_events
+from tests.api.scripted_engine import forever
 from tests.api.text_engine import PIECES, TextEngine, plain, read
+from tests.serving.test_rate_limits import hang_up, limited_app
 from weft.api.app import build_app
 from weft.backends.contract import Conversation
 from weft.config import load
-from weft.serving import rate_limits
 from weft.text.grammars.specs import ChoiceSpec, JsonObjectSpec, JsonSchemaSpec, LarkSpec, RegexSpec, decode_spec
 from weft.text.parsers.pieces import Content
 from weft.types import FinishReason, Output, Usage
@@ -286,17 +288,16 @@ def test_a_running_usage_is_counted_once() -> None:
     assert told["weft_inter_token_latency_seconds_count"] == 5
 
 
-def test_a_key_pays_for_what_the_peer_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt of several choices once, and every answer."""
-    spent: list[int] = []
-
-    class Purse(rate_limits.Account):
-        def spend_tokens(self, count: int) -> None:
-            spent.append(count)
-
-    monkeypatch.setattr(rate_limits, "Account", Purse)
-    assert complete(TextEngine(plain("a")), n=2).status_code == 200
-    assert sum(spent) == 11 + 2 * 6
+def test_a_key_pays_for_what_the_peer_counted() -> None:
+    """The prompt of several choices once, and every answer. Until it has counted, characters are an estimate."""
+    engine = TextEngine(plain("a"))
+    app, purse = limited_app(engine, 10_000)
+    assert request_app(app, "POST", COMPLETIONS, json=PROMPT | {"n": 2}).status_code == 200
+    assert purse.level == 10_000 - (11 + 2 * 6)
+    engine.script = [Output(text="x" * 400), forever]
+    with real_server(app) as url:
+        hang_up(url, engine, COMPLETIONS, PROMPT | {"prompt": "y" * 4000, "max_tokens": 500, "stream": True})
+    assert 1100 <= 9977 - purse.level <= 1110
 
 
 def test_prompts_are_logged_as_they_were_given(caplog: pytest.LogCaptureFixture) -> None:

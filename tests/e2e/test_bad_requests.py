@@ -141,7 +141,7 @@ def test_literals_that_are_no_numbers(doors: Doors, literal: str) -> None:
     for field in (*FLOATS, *INTEGERS, "seed"):
         for path, prompt in prompts.items():
             content = f'{{"model":"tiny",{prompt},"{field}":{literal}}}'
-            response = doors.client.post(f"/v1/{path}", content=content)
+            response = doors.client.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
             assert response.status_code == 400, response.text
 
 

@@ -63,7 +63,8 @@ class Stream:
         to = urlsplit(server.url)
         reader, writer = await asyncio.open_connection(to.hostname, to.port)
         content = json.dumps(body).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {to.netloc}\r\nContent-Length: {len(content)}\r\n\r\n"
+        about = f"Host: {to.netloc}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\n{about}\r\n\r\n"
         writer.write(head.encode() + content)
         answer = await reader.readuntil(b"\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200"), answer + await reader.read(2000)

@@ -443,6 +443,18 @@ def test_tenants_share_the_denoise_steps() -> None:
     simulation.run()
 
 
+def test_a_priority_takes_no_denoise_steps_from_other_tenants() -> None:
+    urgent = [drawing(f"a{i}", [i], 40, tenant="a", priority=-9) for i in range(3)]
+    patient = drawing("b", [9], 40, tenant="b")
+    chats = [request("c", [1], 63, tenant="c")]
+    simulation = simulated(*chats, *urgent, patient, of_images=image_limits(max_num_images=4, max_mixed_denoise=8))
+    for _ in range(50):
+        simulation.step()
+    steps = {name: len(simulation.progress.get(name, [])) for name in ("a0", "a1", "a2", "b")}
+    assert abs(steps["b"] - (steps["a0"] + steps["a1"] + steps["a2"])) <= 2, steps
+    simulation.run()
+
+
 def test_a_tenant_pays_for_images_what_they_cost() -> None:
     simulation = simulated(drawing("i", [1], 10, tenant="a"), request("c", [1], 4, tenant="b"), max_num_seqs=2)
     for _ in range(3):

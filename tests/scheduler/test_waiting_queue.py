@@ -1,4 +1,4 @@
-"""Who is next: by priority, then by fair shares of the tenants, then by arrival."""
+"""Who is next: by fair shares of the tenants, then by priority, then by arrival."""
 
 from __future__ import annotations
 
@@ -67,10 +67,25 @@ def test_tenants_take_turns_by_what_was_computed_for_them() -> None:
     assert drained(queue, 10) == ["a0", "b0", "a1", "b1", "a2", "a3"]
 
 
-def test_priority_comes_before_fairness() -> None:
-    queue = queue_of(cursor("a", tenant="a", priority=-1), cursor("b", tenant="b"), cursor("c", tenant="a"))
+def test_fairness_comes_before_priority() -> None:
+    first = cursor("first", tenant="a")
+    queue = queue_of(first, cursor("urgent", tenant="a", priority=-1), cursor("b", tenant="b", priority=9))
     queue.tenants.charge("a", 1000)
-    assert drained(queue) == ["a", "b", "c"]
+    assert drained(queue) == ["b", "urgent", "first"]
+
+
+def test_a_preempted_request_of_another_tenant_goes_before_every_priority() -> None:
+    """Its turn has come already; a better priority of its own tenant goes before it all the same."""
+    queue = queue_of(cursor("urgent", tenant="a", priority=-1), cursor("b", tenant="b"))
+    preempted = cursor("preempted", tenant="b")
+    queue.tenants.opened("b")
+    queue.put_back(preempted)
+    queue.tenants.charge("b", 1000)
+    assert drained(queue) == ["preempted", "urgent", "b"]
+    queue.put_back(preempted)
+    queue.tenants.opened("b")
+    queue.add(cursor("better", tenant="b", priority=-1))
+    assert drained(queue) == ["better", "preempted"]
 
 
 def test_who_comes_back_has_saved_nothing_up() -> None:
@@ -89,7 +104,7 @@ def test_idle_tenants_are_forgotten() -> None:
     for i in range(1000):
         scheduler.add(request(f"r{i}", [1], tenant=f"tenant {i}"))
         scheduler.abort(f"r{i}")
-    assert len(scheduler.waiting.tenants) == 0 and len(scheduler.waiting) == 0 and not scheduler.waiting._levels
+    assert len(scheduler.waiting.tenants) == 0 and len(scheduler.waiting) == 0 and not scheduler.waiting._queues
 
 
 @pytest.mark.parametrize("priority", [-(2**31) - 1, 2**31])
@@ -164,29 +179,43 @@ class Bare:
 @settings(max_examples=40, deadline=None)
 @given(
     rows=st.integers(1, 8), chunk=st.integers(4, 40), loads=st.lists(st.integers(1, 10), min_size=2, max_size=5),
+    priorities=st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=4), min_size=5, max_size=5),
     seed=st.integers(0, 2**32),
 )  # fmt: skip
-def test_a_greedy_tenant_gets_its_share_and_no_more(rows: int, chunk: int, loads: list[int], seed: int) -> None:
+def test_a_greedy_tenant_gets_its_share_and_no_more(
+    rows: int, chunk: int, loads: list[int], priorities: list[list[int]], seed: int
+) -> None:
     """The bound: while both always have somebody waiting, what two tenants got differs by at most what the rows can
-    hold, max_num_seqs * max_model_len tokens, however many requests each of them has."""
+    hold, max_num_seqs * max_model_len tokens, however many requests each of them has, and of whatever priority."""
     rnd = random.Random(seed)
     shape = limits(max_num_seqs=rows, max_prefill_chunk=chunk, num_blocks=rows * 16 + 1, enable_prefix_caching=False)
     bare = Bare(shape)
     queued = {f"t{i}": 10 * load for i, load in enumerate(loads)}
     arrivals = 0
+    asked: dict[str, int] = {}
     for _ in range(400):
         waiting = Counter(one.tenant for one in bare.scheduler.waiting)
         for tenant, depth in queued.items():
             while waiting[tenant] < depth:
                 prompt = [1] * rnd.randint(1, 40)
-                bare.scheduler.add(request(f"{tenant} {arrivals}", prompt, rnd.randint(1, 20), tenant=tenant))
+                priority = rnd.choice(priorities[int(tenant[1:])])
+                details = {"tenant": tenant, "priority": priority}
+                bare.scheduler.add(request(f"{tenant} {arrivals}", prompt, rnd.randint(1, 20), **details))
+                asked[f"{tenant} {arrivals}"] = priority
                 waiting[tenant] += 1
                 arrivals += 1
         bare.step()
         assert max(bare.served[t] for t in queued) - min(bare.served[t] for t in queued) <= rows * shape.max_model_len
     for tenant in queued:
-        own = [int(name.split()[1]) for name in bare.admitted if name.startswith(f"{tenant} ")]
-        assert own == sorted(own), "a tenant's own requests changed places"
+        for priority in {*priorities[int(tenant[1:])]}:
+            own = [
+                int(name.split()[1]) for name in bare.admitted if name.split()[0] == tenant and asked[name] == priority
+            ]
+            assert own == sorted(own), "a tenant's requests of one priority changed places"
+        best = min(asked[one.id] for one in bare.scheduler.waiting if one.tenant == tenant)
+        waits = min(one.arrival for one in bare.scheduler.waiting if one.tenant == tenant and asked[one.id] == best)
+        later = [name for name in bare.admitted if name.split()[0] == tenant and int(name.split()[1]) > waits]
+        assert all(asked[name] <= best for name in later), "a tenant's worse priority went before its better"
     check_integrity(bare.scheduler)
 
 

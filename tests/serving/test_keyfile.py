@@ -21,7 +21,7 @@ from tests.waiting import PATIENCE, wait_until
 from weft.api.app import build_app
 from weft.api.server import check_reach
 from weft.config import load
-from weft.errors import ConfigError
+from weft.errors import ConfigError, InvalidRequest
 from weft.options import ServerOptions
 from weft.serving.auth import POLL_S, Keys
 
@@ -46,9 +46,49 @@ def test_lines_with_and_without_names(file: Path) -> None:
     assert keys.owner(["wrong", "k2"]) == "team.b"
 
 
+def test_a_key_has_a_range_of_priorities(file: Path) -> None:
+    file.write_text("batch: k1 priority=2..9\nk2 priority=-5..5\nbatch: k3 priority=2..9\nfree: k4\n")
+    keys = Keys([], str(file))
+
+    def given(tenant: str, *asked: int, has_shares: bool = True) -> list[int]:
+        return [keys.priority_of(tenant, priority, has_shares=has_shares) for priority in asked]
+
+    assert given("batch", 2, 9, 0) == [2, 9, 2], "nothing said is the nearest to 0"
+    assert given(digest_name("k2"), -5, 0, 5) == [-5, 0, 5]
+    assert given("free", -(2**31), 7) == [-(2**31), 7]
+    for tenant, asked, said in (("batch", 1, "2..9"), ("batch", 10, "2..9"), (digest_name("k2"), 6, "-5..5")):
+        with pytest.raises(InvalidRequest, match=said) as refused:
+            given(tenant, asked)
+        assert refused.value.param == "priority"
+
+
+def test_an_engine_without_shares_takes_priorities_only_from_keys_with_a_range(file: Path) -> None:
+    file.write_text("a: k1 priority=-1..1\nb: k2\n")
+    keys, alone = Keys([], str(file)), Keys(["only"])
+    assert keys.priority_of("a", -1, has_shares=False) == -1
+    assert keys.priority_of("b", 0, has_shares=False) == 0
+    with pytest.raises(InvalidRequest, match="--api-key-file"):
+        keys.priority_of("b", -1, has_shares=False)
+    assert alone.priority_of(digest_name("only"), -1, has_shares=False) == -1, "there is no one to take from"
+    assert Keys([]).priority_of("", -1, has_shares=False) == -1
+
+
 @pytest.mark.parametrize(
     "content",
-    ["a b c\n", "good\na b c\n", "na/me: key\n", "same\nsame\n", "a: same\nb: same\n", b"\xff\xfe", "x" * 2**21],
+    [
+        "a b c\n",
+        "a: k priority=\n",
+        "a: k priority=5..-5\n",
+        "k priority=1\n",
+        "priority=1..2\n",
+        "a: good priority=1..2\na: k\n",
+        "good\na b c\n",
+        "na/me: key\n",
+        "same\nsame\n",
+        "a: same\nb: same\n",
+        b"\xff\xfe",
+        "x" * 2**21,
+    ],
 )
 def test_a_broken_file_is_refused_without_telling_a_key(file: Path, content: str | bytes) -> None:
     file.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -205,7 +205,10 @@ def test_an_operator_who_hangs_up_before_naming_a_model_reloads_none() -> None:
             scope = {
                 "type": "http", "http_version": "1.1", "method": "POST",
                 "path": path, "raw_path": path.encode(), "query_string": b"",
-                "headers": [(b"host", b"localhost"), (b"x-api-key", b"root"), (b"content-length", b"13")],
+                "headers": [
+                    (b"host", b"localhost"), (b"x-api-key", b"root"), (b"content-length", b"13"),
+                    (b"content-type", b"application/json"),
+                ],
             }  # fmt: skip
             await admission_app(opened.gate)(scope, hung_up, send)
             assert sent[0]["status"] == 200

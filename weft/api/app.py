@@ -28,7 +28,7 @@ from weft.api.anthropic.messages_schema import (
 from weft.api.body import answer_gone_client
 from weft.api.error_responses import ErrorBody, JsonResponse, answer_http_exception, answer_weft_error
 from weft.api.handler import Handler
-from weft.api.middleware import AnthropicErrors, ApiKeyAuth, HeaderLimits, RequestIdMiddleware
+from weft.api.middleware import AnthropicErrors, ApiKeyAuth, CrossOrigin, HeaderLimits, RequestIdMiddleware
 from weft.api.openai.chat import chat_endpoint
 from weft.api.openai.completions import completions_endpoint
 from weft.api.openai.embeddings import EmbeddingList, EmbeddingsRequest, embeddings_endpoint
@@ -128,6 +128,7 @@ def admission_app(admission: Admission) -> FastAPI:
     app.add_exception_handler(HTTPException, answer_http_exception)
     app.add_exception_handler(ClientGone, answer_gone_client)
     app.add_middleware(ApiKeyAuth, admission=admission)
+    app.add_middleware(CrossOrigin, admission=admission)
     app.add_middleware(HeaderLimits, admission=admission)
     app.add_middleware(RequestIdMiddleware)
     app.add_middleware(AnthropicErrors)

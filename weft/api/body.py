@@ -12,7 +12,7 @@ from msgspec import Struct
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope
 
-from weft.api.error_responses import BodyTooLarge, BodyTooSlow
+from weft.api.error_responses import BodyTooLarge, BodyTooSlow, WrongContentType
 from weft.errors import InvalidRequest, shortened
 from weft.options import LimitOptions
 from weft.serving.admission import ClientGone
@@ -165,31 +165,51 @@ async def answer_gone_client(request: Request, error: Exception) -> Response:
     return Response()
 
 
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """Read a body. Refuses it by the announced length, by what really comes, and by the time it takes."""
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit() and int(value) > limit_bytes:
-            raise _too_large(limit_bytes)
+async def read_body(
+    scope: Scope, receive: Receive, limit_bytes: int, hold: Callable[[int], None] = lambda _: None
+) -> bytes:
+    """Read a body. Refuses it by the announced length, by what really comes, and by the time it takes. `hold` counts
+    what has come, and may refuse more."""
+    headers = dict(scope["headers"])
+    length = headers.get(b"content-length", b"0")
+    if length.isdigit() and int(length) > limit_bytes:
+        raise _too_large(limit_bytes)
+    if length != b"0" or b"transfer-encoding" in headers:
+        check_content_type(headers.get(b"content-type", b""))
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            return await _received(receive, limit_bytes)
+            return await _received(receive, limit_bytes, hold)
     except TimeoutError:
         raise BodyTooSlow(f"The body was not complete after {BODY_SECONDS:g} s.") from None
 
 
-async def _received(receive: Receive, limit_bytes: int) -> bytes:
-    pieces: list[bytes] = []
-    size = 0
+def check_content_type(content_type: bytes) -> None:
+    """Raise WrongContentType unless a body is said to be JSON. Pages in a browser may send other types to any server,
+    in the name of the browser's user, without that server's leave."""
+    media_type = content_type.partition(b";")[0].strip().lower()
+    if media_type == b"application/json" or (media_type.startswith(b"application/") and media_type.endswith(b"+json")):
+        return
+    said = f"is {content_type.decode('latin-1')!r:.100}" if content_type else "is not said"
+    raise WrongContentType(
+        f"The body's type {said}; it must be JSON.",
+        hint="Send the header Content-Type: application/json; curl does with --json instead of -d.",
+    )
+
+
+async def _received(receive: Receive, limit_bytes: int, hold: Callable[[int], None]) -> bytes:
+    # One growing piece of memory, which goes back to the system; many small ones would stay with the process.
+    body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        pieces.append(message.get("body", b""))
-        size += len(pieces[-1])
-        if size > limit_bytes:
+        piece = message.get("body", b"")
+        if len(body) + len(piece) > limit_bytes:
             raise _too_large(limit_bytes)
+        hold(len(piece))
+        body += piece
         if not message.get("more_body", False):
-            return b"".join(pieces)
+            return bytes(body)
 
 
 async def parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:

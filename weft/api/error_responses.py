@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from weft import logs
 from weft.errors import InvalidRequest, Overloaded, Unavailable, WeftError, is_private, shortened
+from weft.serving.rate_limits import BodiesOfAll, BodiesOfKey
 
 
 class JsonResponse(Response):
@@ -64,6 +65,23 @@ class WrongHost(InvalidRequest):
     kind = "misdirected_request"
 
 
+class ForeignOrigin(InvalidRequest):
+    status = 403
+    kind = "foreign_origin"
+
+
+class WrongContentType(InvalidRequest):
+    status = 415
+    kind = "unsupported_media_type"
+
+
+BODY_UNREAD = (
+    BodyTooLarge, BodyTooSlow, BodiesOfKey, BodiesOfAll, NoKey, WrongKey, HeadTooLarge, WrongHost, ForeignOrigin,
+    WrongContentType,
+)  # fmt: skip
+"""The errors that are answered before the whole body was read."""
+
+
 class Conflict(InvalidRequest):
     status = 409
     kind = "conflict"
@@ -106,7 +124,7 @@ def error_response(error: WeftError) -> Response:
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, NoKey):
         headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, BodyTooLarge | BodyTooSlow | NoKey | WrongKey | HeadTooLarge | WrongHost):
+    if isinstance(error, BODY_UNREAD):
         # The rest of the body is not read, so the connection cannot carry another request.
         headers["Connection"] = "close"
     return JsonResponse(error_body(error), error.status, headers=headers)

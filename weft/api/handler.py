@@ -158,10 +158,12 @@ class Handler(Response):
         options = self._admission.config.server
         with self._admission.admit(receive) as context:
             try:
-                body = await read_body(scope, receive, options.max_body_mb << 20)
+                body = await read_body(scope, receive, options.max_body_mb << 20, context.hold_body)
                 requests, writer = await self._endpoint(body, context)
             except ClientGone:
                 return
+            del body
+            context.release_body()
             context.answer_id = writer.answer_id
             generation = Generation(requests, context, arrived, writer.model_name)
             response = StreamedResponse(send, direct_writer(scope))

@@ -1,5 +1,5 @@
-"""The layers before any endpoint: an id and a line in the log for every request, limits of headers, keys, and the shape
-of errors for Anthropic's clients."""
+"""The layers before any endpoint: an id and a line in the log for every request, limits of headers, origins of pages in
+browsers, keys, and the shape of errors for Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft import logs
 from weft.api.anthropic.messages_schema import anthropic_error
-from weft.api.error_responses import ErrorBody, HeadTooLarge, NoKey, Unexpected, WrongHost, WrongKey, error_response
+from weft.api.error_responses import (
+    ErrorBody,
+    ForeignOrigin,
+    HeadTooLarge,
+    NoKey,
+    Unexpected,
+    WrongHost,
+    WrongKey,
+    error_response,
+)
 from weft.api.openai.openai_schema import SANE_ID
-from weft.errors import InvalidRequest
+from weft.errors import ConfigError, InvalidRequest
 from weft.observe import traces
 from weft.observe.watchdog import name_task
 from weft.options import LimitOptions, ServerOptions
@@ -155,6 +164,80 @@ def too_large(limits: LimitOptions) -> HeadTooLarge:
         f"The request's head is larger than {limits.max_header_kb} KiB.",
         hint="The operator's setting is --max-header-kb.",
     )
+
+
+ANY_ORIGIN = "*"
+
+CORS_METHODS = b"GET, POST, DELETE"
+CORS_EXPOSED = b"x-request-id, retry-after"
+CORS_MAX_AGE_S = b"600"
+
+
+def check_origins(options: ServerOptions) -> None:
+    """Raise ConfigError for an --allowed-origin that no browser would send."""
+    for origin in options.allowed_origin:
+        scheme, _, host = origin.partition("://")
+        if origin != ANY_ORIGIN and (not scheme or not host or "/" in host):
+            raise ConfigError(
+                f"--allowed-origin {origin!r:.100} is no origin.",
+                hint="It is as in https://chat.example.org:8443, or *.",
+            )
+
+
+class CrossOrigin:
+    """Lets pages of allowed origins use the server from a browser (CORS). Without keys it refuses the pages of other
+    sites: they would come in with the rights of the user who looks at them."""
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self._app = app
+        self._refuses = not admission.keys.required
+        self._allowed = {origin.lower() for origin in admission.config.server.allowed_origin}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"]) if scope["type"] == "http" else {}
+        origin = headers.get(b"origin")
+        if origin is None:
+            await self._app(scope, receive, send)
+        elif ANY_ORIGIN in self._allowed or origin.decode("latin-1").lower() in self._allowed:
+            await self._answer(origin, headers, scope, receive, send)
+        elif self._refuses and _is_foreign(origin, headers.get(b"host", b"")):
+            refusal = ForeignOrigin(
+                f"This server has no keys, and refuses pages of {origin.decode('latin-1')!r:.100}.",
+                hint="The operator can allow them with --allowed-origin, or require keys with --api-key.",
+            )
+            await error_response(refusal)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _answer(
+        self, origin: bytes, asked: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        leave = [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
+        if scope["method"] == "OPTIONS" and b"access-control-request-method" in asked:
+            leave += [
+                (b"access-control-allow-methods", CORS_METHODS),
+                (b"access-control-allow-headers", asked.get(b"access-control-request-headers", b"*")),
+                (b"access-control-max-age", CORS_MAX_AGE_S),
+            ]
+            if asked.get(b"access-control-request-private-network") == b"true":
+                leave.append((b"access-control-allow-private-network", b"true"))
+            await send({"type": "http.response.start", "status": 204, "headers": leave})
+            await send({"type": "http.response.body"})
+            return
+        leave.append((b"access-control-expose-headers", CORS_EXPOSED))
+
+        async def send_with_leave(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), *leave]
+            await send(message)
+
+        await self._app(scope, receive, send_with_leave)
+
+
+def _is_foreign(origin: bytes, host: bytes) -> bool:
+    """Return whether a page is neither of this server nor of this machine."""
+    site = origin.decode("latin-1").lower().partition("://")[2]
+    return site != host.decode("latin-1").lower() and not is_loopback(_name(site))
 
 
 OPEN_PATHS = frozenset({"/health/live"})

@@ -20,7 +20,7 @@ import uvicorn
 from weft import logs
 from weft.api.app import admission_app
 from weft.api.http_protocol import protocol_factory
-from weft.api.middleware import is_loopback
+from weft.api.middleware import check_origins, is_loopback
 from weft.backends.contract import ConfiguredModels
 from weft.errors import ConfigError, EngineFault, WeftError
 from weft.options import Config, ServerOptions
@@ -67,6 +67,7 @@ def serve_models(models: ConfiguredModels, config: Config) -> None:
 def _serve(start: StartAdmission, config: Config, models: ConfiguredModels | None = None) -> None:
     logs.set_up(config.server.log_level, form=config.server.log_format)
     check_reach(config.server)
+    check_origins(config.server)
     allow_many_connections()
     with bind(config.server.host, config.server.port) as listener:
         life = _Life(config, listener, models)

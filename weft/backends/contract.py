@@ -178,6 +178,8 @@ class Abilities(Struct, frozen=True, kw_only=True):
     grammar: bool = True
     """Structured output, and calls of tools that must come."""
     priority: bool = True
+    fair_shares: bool = True
+    """Tenants have equal shares, whatever priorities their requests have."""
     cache_salt: bool = True
     embeddings: bool = True
     images: bool = True

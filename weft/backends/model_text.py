@@ -92,7 +92,7 @@ class ModelText:
                 seed=secrets.randbits(63) if params.seed is None else params.seed,
             ),
             stop_token_ids=list(dict.fromkeys((*ends, *params.stop_token_ids))),
-            cache_salt=request.cache_salt,
+            cache_salt=request.tenant_salt,
             priority=request.priority,
             tenant=request.tenant,
             sibling_of=request.sibling_of,

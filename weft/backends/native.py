@@ -303,7 +303,7 @@ class NativeEngine:
             request_id=request.request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt_token_ids,
             params=IMAGE_PARAMS,
-            cache_salt=request.cache_salt,
+            cache_salt=request.tenant_salt,
             priority=request.priority,
             tenant=request.tenant,
             image=params,

@@ -9,7 +9,7 @@ Let C be the largest cost of a denoise step, and `left` what decodes leave of th
 - a step that decodes has denoise steps of at most max(max_mixed_denoise, C) tokens beside it, and any n such steps in
   a row have at most n * max_mixed_denoise + C;
 - while prompts wait as well, images take no more than half of what is left over time, plus C;
-- the first of the images (by priority, by tenant, by arrival) makes a step at least every C / credit + 1 steps in
+- the first of the images (by tenant, by priority, by arrival) makes a step at least every C / credit + 1 steps in
   which it fits; the credit is what is left, half of it while prompts wait, and no more than max_mixed_denoise beside
   decodes;
 - an image that does not fit beside the decodes gets a step without tokens, after it has waited for PATIENCE steps. So
@@ -164,7 +164,7 @@ class Images:
     def _in_turn(self, planned: Collection[DenoiseCursor]) -> list[DenoiseCursor]:
         """Return the images that could make a step and are not planned yet, the first in turn first."""
         able = [cursor for cursor in self.denoising if cursor.todo and cursor not in planned]
-        return sorted(able, key=lambda cursor: (cursor.priority, self._tenants.served(cursor.tenant), cursor.arrival))
+        return sorted(able, key=lambda cursor: (self._tenants.served(cursor.tenant), cursor.priority, cursor.arrival))
 
     def _share(
         self, in_turn: list[DenoiseCursor], left: int, most: int, *, is_alone: bool, credit: int

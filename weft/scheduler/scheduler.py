@@ -320,7 +320,7 @@ class Scheduler:
         cursor.pending += samples
 
     def _preempt(self, cursor: RowCursor) -> None:
-        """Take row and blocks from a running request; it waits at the head of its priority to be computed again."""
+        """Take row and blocks from a running request; it waits at the head of its tenant's requests of its priority."""
         self._leave_row(cursor)
         cursor.preempted()
         self.waiting.put_back(cursor)

@@ -1,10 +1,10 @@
-"""The waiting queue orders requests by priority, then by fair shares of tenants, then by arrival.
+"""The waiting queue orders requests by fair shares of tenants, then by priority, then by arrival.
 
 A tenant's counter says how many tokens were computed for it, prompt and answer alike, and denoise steps by their cost.
-Of equal priority, the tenant with the smallest counter is next. While two tenants always have requests waiting, and
-there are neither preemptions nor images, their counters differ by at most what the running requests of one can still
-compute: max_num_seqs * max_model_len tokens. Images that are denoised add what is left of them; among those the tenant
-with the smallest counter comes first in every step.
+The tenant with the smallest counter is next; its priorities order its own requests, and take nothing from others.
+While two tenants always have requests waiting, and there are neither preemptions nor images, their counters differ by
+at most what the running requests of one can still compute: max_num_seqs * max_model_len tokens. Images that are
+denoised add what is left of them; among those the tenant with the smallest counter comes first in every step.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class Tenants:
 
 
 class _Level:
-    """The requests of one priority."""
+    """The requests of one tenant and one priority."""
 
     def __init__(self) -> None:
         self.returned: OrderedCursors = OrderedDict()
         """Requests that were preempted, or began before: they go first."""
-        self.queues: dict[tuple[str, ScarceResource | None], OrderedCursors] = {}
-        """The other requests by tenant and by the scarce resource that they need."""
+        self.queues: dict[ScarceResource | None, OrderedCursors] = {}
+        """The other requests by the scarce resource that they need."""
 
     def __iter__(self) -> Iterator[Cursor]:
         yield from self.returned
@@ -90,81 +90,110 @@ class _Level:
             yield from queue
 
 
+class _TenantQueue:
+    """The waiting requests of one tenant."""
+
+    def __init__(self) -> None:
+        self.levels: dict[int, _Level] = {}
+        self._priorities: list[int] = []
+        """The keys of `levels`, in order."""
+
+    def __iter__(self) -> Iterator[Cursor]:
+        for priority in self._priorities:
+            yield from self.levels[priority]
+
+    def __contains__(self, cursor: Cursor) -> bool:
+        level = self.levels.get(cursor.priority)
+        return level is not None and (
+            cursor in level.returned or cursor in level.queues.get(cursor.scarce_resource, ())
+        )
+
+    def level(self, priority: int) -> _Level:
+        if priority not in self.levels:
+            self.levels[priority] = _Level()
+            insort(self._priorities, priority)
+        return self.levels[priority]
+
+    def remove(self, cursor: Cursor) -> None:
+        level = self.levels[cursor.priority]
+        if cursor in level.returned:
+            del level.returned[cursor]
+        else:
+            queue = level.queues[cursor.scarce_resource]
+            del queue[cursor]
+            if not queue:
+                del level.queues[cursor.scarce_resource]
+        if not level.returned and not level.queues:
+            del self.levels[cursor.priority]
+            del self._priorities[bisect_left(self._priorities, cursor.priority)]
+
+    def next(self, can_begin: Callable[[Cursor], bool]) -> tuple[bool, Cursor] | None:
+        """Return the tenant's first request that can begin, and whether it begins for the first time."""
+        for priority in self._priorities:
+            level = self.levels[priority]
+            for cursor in level.returned:
+                if can_begin(cursor):
+                    return False, cursor
+            heads = [head for queue in level.queues.values() if can_begin(head := next(iter(queue)))]
+            if heads:
+                return True, min(heads, key=lambda head: head.arrival)
+        return None
+
+
 class WaitingQueue:
-    """The queue of the requests that could be admitted. Iteration goes by priority; within one, tenant by tenant."""
+    """The queue of the requests that could be admitted. Iteration goes tenant by tenant; within one, by priority."""
 
     def __init__(self) -> None:
         self.tenants = Tenants()
         self.num_tokens = 0
         """Prompt tokens of all waiting requests."""
-        self._levels: dict[int, _Level] = {}
-        self._priorities: list[int] = []
-        """The keys of `_levels`, in order."""
+        self._queues: dict[str, _TenantQueue] = {}
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Cursor]:
-        for priority in self._priorities:
-            yield from self._levels[priority]
+        for queue in self._queues.values():
+            yield from queue
 
     def __contains__(self, cursor: Cursor) -> bool:
-        level = self._levels.get(cursor.priority)
-        return level is not None and (cursor in level.returned or cursor in level.queues.get(_queue_key(cursor), ()))
+        return cursor in self._queues.get(cursor.tenant, ())
 
     def add(self, cursor: Cursor, *, ahead: bool = False) -> None:
-        """Add a request at the end of its tenant's queue, or at its head."""
-        self.tenants.queued(cursor.tenant)
-        queue = self._level(cursor.priority).queues.setdefault(_queue_key(cursor), OrderedDict())
-        self._put(cursor, queue, ahead)
+        """Add a request at the end of its tenant's queue of its priority, or at the head of it."""
+        level = self._level(cursor)
+        self._put(cursor, level.queues.setdefault(cursor.scarce_resource, OrderedDict()), ahead)
 
     def put_back(self, cursor: Cursor) -> None:
-        """Add a request that was admitted before, ahead of all others of its priority."""
-        self.tenants.queued(cursor.tenant)
-        self._put(cursor, self._level(cursor.priority).returned, ahead=True)
+        """Add a request that was admitted before: its tenant's turn for it has come already. Only better priorities of
+        its own tenant go before it."""
+        self._put(cursor, self._level(cursor).returned, ahead=True)
 
     def remove(self, cursor: Cursor) -> None:
-        level = self._levels[cursor.priority]
-        if cursor in level.returned:
-            del level.returned[cursor]
-        else:
-            queue = level.queues[_queue_key(cursor)]
-            del queue[cursor]
-            if not queue:
-                del level.queues[_queue_key(cursor)]
-        if not level.returned and not level.queues:
-            del self._levels[cursor.priority]
-            del self._priorities[bisect_left(self._priorities, cursor.priority)]
+        queue = self._queues[cursor.tenant]
+        queue.remove(cursor)
+        if not queue.levels:
+            del self._queues[cursor.tenant]
         self.tenants.left_queue(cursor.tenant)
         self.num_tokens -= cursor.num_prompt
         self._length -= 1
 
     def next(self, can_begin: Callable[[Cursor], bool] = lambda _: True) -> Cursor | None:
         """Return the request whose turn it is, of those that can begin."""
-        for priority in self._priorities:
-            level = self._levels[priority]
-            for cursor in level.returned:
-                if can_begin(cursor):
-                    return cursor
-            heads = [head for queue in level.queues.values() if can_begin(head := next(iter(queue)))]
-            if heads:
-                return min(heads, key=lambda head: (self.tenants.served(head.tenant), head.arrival))
-        return None
+        heads = [head for queue in self._queues.values() if (head := queue.next(can_begin)) is not None]
+        if not heads:
+            return None
+        _, cursor = min(heads, key=lambda head: (head[0], self.tenants.served(head[1].tenant), head[1].arrival))
+        return cursor
 
-    def _level(self, priority: int) -> _Level:
-        if priority not in self._levels:
-            self._levels[priority] = _Level()
-            insort(self._priorities, priority)
-        return self._levels[priority]
+    def _level(self, cursor: Cursor) -> _Level:
+        return self._queues.setdefault(cursor.tenant, _TenantQueue()).level(cursor.priority)
 
     def _put(self, cursor: Cursor, queue: OrderedCursors, ahead: bool) -> None:
+        self.tenants.queued(cursor.tenant)
         queue[cursor] = None
         if ahead:
             queue.move_to_end(cursor, last=False)
         self.num_tokens += cursor.num_prompt
         self._length += 1
-
-
-def _queue_key(cursor: Cursor) -> tuple[str, ScarceResource | None]:
-    return cursor.tenant, cursor.scarce_resource

@@ -46,6 +46,7 @@ class RequestContext(Struct, eq=False, kw_only=True):
 
     config: Config
     pool: ModelPool
+    keys: Keys
     account: Account
     aborted: asyncio.Future[str]
     """Done, with the reason, when the server will not wait for the request any longer."""
@@ -55,6 +56,8 @@ class RequestContext(Struct, eq=False, kw_only=True):
     tenant: str
     """The name of its key; empty where no key is wanted."""
     began: float
+    body_bytes: int = 0
+    """Bytes of its body that are counted, until it was parsed."""
     answer_id: str = ""
     """Empty until the request was understood."""
     timers: Mapping[int, RequestTimer] = {}
@@ -110,7 +113,18 @@ class RequestContext(Struct, eq=False, kw_only=True):
         self.chosen = slot.enter()
         return self.chosen
 
+    def hold_body(self, num_bytes: int) -> None:
+        """Count a piece of its body; raises what its key, or the server, has no memory for."""
+        self.account.hold_body(num_bytes)
+        self.body_bytes += num_bytes
+
+    def release_body(self) -> None:
+        """Take note that the body was parsed, and is no longer there."""
+        self.account.release_body(self.body_bytes)
+        self.body_bytes = 0
+
     def leave(self) -> None:
+        self.release_body()
         self.account.leave()
         if self.slot is not None:
             if self.chosen is not None:
@@ -148,7 +162,7 @@ class Admission:
         self.admin_keys = Keys(options.admin_key, options.admin_key_file)
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
         self.pool = ModelPool(config, lambda own, engine: open_served_model(own, engine, self.traces), models)
-        self._accounts = Accounts(config.limits)
+        self._accounts = Accounts(config.limits, max_body_mb=options.max_body_mb)
         self.watchdog = LoopWatchdog()
         """It watches while a server runs."""
         self._closed_because = ""
@@ -218,6 +232,7 @@ class Admission:
         context = RequestContext(
             config=self.config,
             pool=self.pool,
+            keys=self.keys,
             account=account,
             aborted=asyncio.get_running_loop().create_future(),
             receive=receive,

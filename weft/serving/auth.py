@@ -12,16 +12,30 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, InvalidRequest
 
 MAX_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_PRIORITY = "priority="
+_RANGE = re.compile(r"priority=(-?[0-9]{1,9})\.\.(-?[0-9]{1,9})")
+
+
+class PriorityRange(Struct, frozen=True):
+    """The priorities that the requests of a key may have."""
+
+    low: int
+    high: int
+
+    def __str__(self) -> str:
+        return f"{self.low}..{self.high}"
 
 
 class KeyLine(Struct, frozen=True):
     key: str
     name: str
     """Empty: the key has none."""
+    priorities: PriorityRange | None = None
+    """None: any."""
 
 
 class KeyFile:
@@ -50,21 +64,36 @@ class KeyFile:
         ]
         if len({line.key for line in lines}) < len(lines):
             raise ConfigError(f"{self._path}: a key is there twice.", hint="A key has one owner.")
+        ranges = {(line.name, line.priorities) for line in lines if line.name}
+        if len(ranges) > len({name for name, _ in ranges}):
+            raise ConfigError(
+                f"{self._path}: keys of one name have different priorities.", hint="A name has one range, or none."
+            )
         return lines
 
     def _parsed(self, line: str, number: int) -> KeyLine:
         # What is wrong is never quoted: it may be a key.
-        match line.split():
+        parts = line.split()
+        priorities = self._range(parts.pop(), number) if parts[-1].startswith(_PRIORITY) else None
+        match parts:
             case [key]:
-                return KeyLine(key, "")
+                return KeyLine(key, "", priorities)
             case [name, key]:
                 name = name.removesuffix(":")
                 if not _NAME.fullmatch(name):
                     raise ConfigError(
                         f"{self._path}, line {number}: a name is letters, digits, dots, dashes and underscores."
                     )
-                return KeyLine(key, name)
-        raise ConfigError(f"{self._path}, line {number}: a line is a key, or a name and a key.")
+                return KeyLine(key, name, priorities)
+        raise ConfigError(
+            f"{self._path}, line {number}: a line is a key, or a name and a key, and may end with priority=LOW..HIGH."
+        )
+
+    def _range(self, text: str, number: int) -> PriorityRange:
+        match = _RANGE.fullmatch(text)
+        if match is None or (found := PriorityRange(int(match[1]), int(match[2]))).low > found.high:
+            raise ConfigError(f"{self._path}, line {number}: priorities are two numbers, as in priority=-5..5.")
+        return found
 
     def _state(self) -> tuple[int, int, int] | None:
         try:
@@ -103,6 +132,7 @@ class Keys:
         self._clock = clock
         self._next_look = 0.0
         self._all: list[_Key] = self._given
+        self._ranges: dict[str, PriorityRange] = {}
         if self._file is not None:
             self._read(self._file)
 
@@ -120,6 +150,27 @@ class Keys:
             if matches:
                 return matches[0]
         return None
+
+    def priority_of(self, tenant: str, asked: int, *, has_shares: bool) -> int:
+        """Return the priority of a tenant's request; where it asks for none, the one nearest to 0 in its key's range.
+        Raises InvalidRequest for one that its key may not have. `has_shares`: tenants have equal shares of the engine
+        whatever their priorities are, so that a key without a range may have any."""
+        allowed = self._ranges.get(tenant)
+        if allowed is not None:
+            if asked and not allowed.low <= asked <= allowed.high:
+                raise InvalidRequest(
+                    f"priority is {asked}; this key may ask for {allowed}.",
+                    hint="The operator's setting is in --api-key-file.",
+                    param="priority",
+                )
+            return min(max(asked, allowed.low), allowed.high)
+        if asked and not has_shares and len({key.name for key in self._all}) > 1:
+            raise InvalidRequest(
+                "priority: this engine has no equal shares for keys, and this key has no range of priorities.",
+                hint="The operator can give it one in --api-key-file, as in priority=-5..5.",
+                param="priority",
+            )
+        return asked
 
     def reload(self) -> int:
         """Read the file again, changed or not, and return how many keys there are. Raises ConfigError when it is
@@ -142,7 +193,12 @@ class Keys:
                 log.info("keys were read again: %d", len(self._all))
 
     def _read(self, file: KeyFile) -> None:
-        self._all = self._given + [_key(line.key, line.name) for line in file.read()]
+        lines = file.read()
+        self._all = self._given + [_key(line.key, line.name) for line in lines]
+        names = (key.name for key in self._all[len(self._given) :])
+        self._ranges = {
+            name: line.priorities for name, line in zip(names, lines, strict=True) if line.priorities is not None
+        }
 
 
 def presented(headers: Iterable[tuple[str, str | bytes]]) -> Iterable[str]:

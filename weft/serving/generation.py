@@ -9,12 +9,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, 
 from contextlib import contextmanager
 from typing import Any
 
+from msgspec.structs import replace
+
 from weft import logs
 from weft.backends.contract import Stream, failure_of
 from weft.errors import EngineFault, Overloaded, RequestTimeout, Unavailable
 from weft.observe.traces import RequestOutcome
 from weft.serving.admission import ClientGone, RequestContext
-from weft.serving.timing import RequestTimer
+from weft.serving.rate_limits import Reservation
+from weft.serving.timing import FREE, Cost, RequestTimer, cost_of
 from weft.types import (
     Conversation,
     Embed,
@@ -42,18 +45,30 @@ class Generation:
     def __init__(
         self, requests: Sequence[GenerationRequest], context: RequestContext, arrived: float, model_name: str
     ) -> None:
-        """`model_name`: as the client called it, which is one of the operator's names."""
-        self._requests = requests
+        """`model_name`: as the client called it, which is one of the operator's names. Raises InvalidRequest for a
+        priority that the client's key may not have."""
         self._context = context
         self._served = context.served
+        self._requests = [self._of_tenant(request) for request in requests]
         self._arrived = arrived
         self._model_name = model_name
         self._timers: dict[int, RequestTimer] = {}
+        self._costs: list[Cost] = []
+        self._reservation: Reservation | None = None
+        """None: tokens are not limited."""
         context.timers = self._timers
 
+    def _of_tenant(self, request: GenerationRequest) -> GenerationRequest:
+        """Return the request with what its tenant may have. Raises InvalidRequest."""
+        context, able, priority = self._context, self._served.engine.abilities, request.priority
+        if able.priority:
+            priority = context.keys.priority_of(context.tenant, priority, has_shares=able.fair_shares)
+        return replace(request, priority=priority, shares_cache=context.config.server.share_prefix_cache)
+
     async def run(self, take: TakeOf) -> None:
-        """Submit the requests and give every output to `take`. Raises what the engine refuses, and the first error that
-        a request ends with. Cancelling it aborts them all."""
+        """Submit the requests and give every output to `take`. Raises RateLimited, what the engine refuses, and the
+        first error that a request ends with. Cancelling it aborts them all."""
+        self._reserve()
         streams: dict[int, Stream] = {}
         indexes = range(len(self._requests))
         try:
@@ -73,7 +88,8 @@ class Generation:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """However the work within ends, every request that was submitted is counted as ended, and reported."""
+        """However the work within ends, every request that was submitted is counted as ended and reported, and
+        the call is paid for."""
         reason = FinishReason.ABORT
         try:
             yield
@@ -88,6 +104,8 @@ class Generation:
         finally:
             for timer in self._timers.values():
                 timer.end(reason)
+            if self._reservation is not None:
+                self._reservation.settle()
             if self._timers:
                 self._report()
 
@@ -107,16 +125,35 @@ class Generation:
         except Overloaded:
             self._served.metrics.rejected()
             raise
-        shares_prompt = bool(request.sibling_of) or (index > 0 and isinstance(request.task, GenerateImage))
-        timer = self._timers[index] = RequestTimer(
+        self._timers[index] = RequestTimer(
             self._served.metrics,
-            self._context.account,
+            self._reservation,
+            self._costs[index] if self._reservation is not None else FREE,
             self._arrived,
             request,
             self._model_name,
-            is_sibling=shares_prompt,
+            is_sibling=self._shares_prompt(index),
         )
-        timer.spend_prompt()
+
+    def _shares_prompt(self, index: int) -> bool:
+        """Return whether another request of the call pays for the same prompt."""
+        request = self._requests[index]
+        return bool(request.sibling_of) or (index > 0 and isinstance(request.task, GenerateImage))
+
+    def _reserve(self) -> None:
+        """Take what the call may cost from its key's tokens. Raises RateLimited."""
+        if not self._context.account.limits_tokens:
+            return
+        model = self._served.engine.model
+        self._costs = [
+            cost_of(request, model, is_sibling=self._shares_prompt(index))
+            for index, request in enumerate(self._requests)
+        ]
+        try:
+            self._reservation = self._context.account.reserve(sum(cost.total for cost in self._costs))
+        except Overloaded:
+            self._served.metrics.rejected()
+            raise
 
     async def _follow(self, index: int, stream: Stream, take: TakeOf) -> None:
         timer = self._timers[index]

@@ -4,28 +4,76 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.backends.contract import ParsedOutput, num_tokens
 from weft.observe.metrics import Metrics
-from weft.serving.rate_limits import Account
-from weft.types import Embed, FinishReason, GenerateImage, GenerationRequest, Output, Sample, Timings, Usage
+from weft.serving.rate_limits import Reservation
+from weft.types import (
+    Conversation,
+    FinishReason,
+    GenerateImage,
+    GenerationRequest,
+    ModelInfo,
+    Output,
+    Prompt,
+    Sample,
+    Timings,
+    Usage,
+)
+
+DEFAULT_ANSWER_TOKENS = 1024
+"""Tokens that are reserved for an answer without max_tokens: few answers fill the context that they may fill."""
+CHARS_PER_TOKEN = 4
+"""An estimate, for text whose tokens are counted elsewhere."""
+
+
+class Cost(Struct, frozen=True):
+    """The tokens that a request takes at most."""
+
+    prompt: int
+    """0 where another request pays for the same prompt."""
+    answer: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.answer
+
+
+FREE = Cost(0, 0)
+
+
+def cost_of(request: GenerationRequest, model: ModelInfo, *, is_sibling: bool) -> Cost:
+    prompt = _num_prompt_tokens(request) or _estimated_tokens(request.prompt)
+    paid = 0 if is_sibling else prompt
+    match request.task:
+        case Sample(params=params):
+            answer = params.max_tokens or DEFAULT_ANSWER_TOKENS
+            return Cost(paid, min(answer, max(1, model.max_model_len - prompt)) if model.max_model_len else answer)
+        case GenerateImage(params=image) if model.images is not None:
+            return Cost(paid, image.steps * image.passes_per_step * model.images.num_tokens)
+        case _:
+            return Cost(paid, 0)
 
 
 class RequestTimer:
-    """The timer tells the metrics of everything, and the account of what was computed."""
+    """The timer tells the metrics of everything, and the reservation of what was computed."""
 
     def __init__(
         self,
         metrics: Metrics,
-        account: Account,
+        reservation: Reservation | None,
+        cost: Cost,
         arrived: float,
         request: GenerationRequest,
         model_name: str,
         *,
         is_sibling: bool,
     ) -> None:
-        """`is_sibling`: another request pays for the same prompt."""
+        """Begin when the request was submitted. `reservation`: None where tokens are not limited. `is_sibling`: another
+        request pays for the same prompt."""
         self.task = request.task
         self.is_sibling = is_sibling
         self.num_prompt_tokens = _num_prompt_tokens(request)
@@ -38,7 +86,8 @@ class RequestTimer:
         self.finish: FinishReason | None = None
         self._metrics = metrics
         self._model_name = model_name
-        self._account = account
+        self._reservation = reservation
+        self._cost = cost
         self._arrived = arrived
         self._is_sampled = isinstance(request.task, Sample)
         self._first_token: float | None = None
@@ -47,6 +96,10 @@ class RequestTimer:
         """How many of its tokens came with their ids: all or none."""
         self._counted_at = arrived
         """When tokens that came as text were counted last."""
+        self._estimated = 0
+        """Tokens of text that the engine has not counted yet."""
+        # A prompt is computed whether its client waits or not, and so is an image; tokens are used as they come.
+        self._use(cost.prompt + (0 if self._is_sampled else cost.answer))
 
     @property
     def ended(self) -> bool:
@@ -55,11 +108,6 @@ class RequestTimer:
     @property
     def first_token_seconds(self) -> float | None:
         return None if self._first_token is None else self._first_token - self._arrived
-
-    def spend_prompt(self) -> None:
-        """Charge the account for the prompt of a request that was submitted; that of a vector is charged with it."""
-        if not self.is_sibling and not isinstance(self.task, Embed):
-            self._account.spend_tokens(self.num_prompt_tokens)
 
     def saw(self, output: Output) -> Output:
         """Count an output, and return it, the last one with the times of all."""
@@ -75,6 +123,8 @@ class RequestTimer:
             self.num_tokens += num_tokens
             self._num_told += num_tokens
             self._last_token = now
+            if self._reservation is not None:
+                self._reservation.use(num_tokens)
         elif self._is_sampled and self._num_told == 0:
             self._saw_text(output)
         if output.finish:
@@ -89,13 +139,14 @@ class RequestTimer:
         now = time.perf_counter()
         if output.text or (isinstance(output, ParsedOutput) and output.pieces):
             self._last_token = now
+            self._estimated += 1 + len(output.text) // CHARS_PER_TOKEN
             if self._first_token is None:
                 self._first_token = self._counted_at = now
                 self._metrics.time_to_first_token.observe(now - self._arrived)
         if not self.num_prompt_tokens and output.usage.prompt_tokens:
             self.num_prompt_tokens = output.usage.prompt_tokens
             if not self.is_sibling:
-                self._account.spend_tokens(self.num_prompt_tokens)
+                self._use(self.num_prompt_tokens - self._cost.prompt)
         if (new := output.usage.completion_tokens - self.num_tokens) > 0:
             # Before the first token is no time between tokens.
             intervals = new if self.num_tokens else new - 1
@@ -103,22 +154,30 @@ class RequestTimer:
                 self._metrics.inter_token_latency.observe((now - self._counted_at) / intervals, intervals)
             self._counted_at = now
             self.num_tokens += new
+            self._estimated = 0
+            self._use(new)
 
     def _saw_result(self, output: Output) -> None:
-        """Charge the account for a vector, or for the steps of an image."""
+        """Correct what a vector was taken to cost, or the steps of an image. A vector that failed costs nothing."""
         usage: Usage = output.usage
-        if output.embedding is not None:
-            self.num_prompt_tokens = usage.prompt_tokens
-            self._account.spend_tokens(usage.prompt_tokens)
-        elif isinstance(self.task, GenerateImage):
+        if isinstance(self.task, GenerateImage):
             self.image_tokens = usage.completion_tokens
-            self._account.spend_tokens(usage.completion_tokens)
+            self._use(usage.completion_tokens - self._cost.answer)
+        elif output.embedding is not None:
+            self.num_prompt_tokens = usage.prompt_tokens
+            self._use(usage.prompt_tokens - self._cost.prompt)
+        else:
+            self._use(-self._cost.prompt)
+
+    def _use(self, count: int) -> None:
+        if self._reservation is not None:
+            self._reservation.use(count)
 
     def end(self, reason: FinishReason) -> None:
         if self.ended:
             return
         self.finish = reason
-        self._account.spend_tokens(self.num_tokens)
+        self._use(self._estimated)
         metrics = self._metrics
         metrics.finished(self._model_name, reason, time.perf_counter() - self._arrived)
         metrics.request_prompt_tokens.observe(self.num_prompt_tokens)
@@ -144,3 +203,14 @@ def _num_prompt_tokens(request: GenerationRequest) -> int:
     """Count what is computed before there is an answer, as far as is known on this side."""
     count = num_tokens(request.prompt)
     return count + len(request.task.params.negative_token_ids) if isinstance(request.task, GenerateImage) else count
+
+
+def _estimated_tokens(prompt: Prompt) -> int:
+    """Estimate how many tokens a prompt has that an engine elsewhere counts."""
+    match prompt:
+        case str():
+            return 1 + len(prompt) // CHARS_PER_TOKEN
+        case Conversation():
+            return 1 + len(msgspec.json.encode(prompt.messages)) // CHARS_PER_TOKEN
+        case _:
+            return len(prompt)

@@ -28,7 +28,7 @@ INT64, BYTES = FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_BYTES
 FIELDS = {
     "StreamPredictRequest": {
         "model_id": (1, STRING), "prompt": (2, STRING), "adapter": (3, STRING), "priority": (4, INT32),
-        "generation": (5, MESSAGE), "metadata": (6, MESSAGE), "worker_hint": (7, STRING),
+        "generation": (5, MESSAGE), "metadata": (6, MESSAGE), "worker_hint": (7, STRING), "cache_salt": (8, STRING),
     },
     "GenerationParameters": {
         "max_new_tokens": (1, UINT32), "temperature": (2, DOUBLE), "top_p": (3, DOUBLE),
@@ -50,6 +50,7 @@ FIELDS = {
         "seed": (5, INT64), "steps": (6, UINT32), "guidance_scale": (7, DOUBLE), "width": (8, UINT32),
         "height": (9, UINT32), "sampler": (10, STRING), "previews": (11, UINT32), "priority": (12, INT32),
         "prompt_embeds": (13, MESSAGE), "additional_information": (14, MESSAGE),
+        "cache_salt": (15, STRING),
     },
     "ClientTensor": {"data": (1, BYTES), "shape": (2, UINT32), "dtype": (3, STRING), "sha256": (4, STRING)},
     "InformationEntry": {"tensor": (1, MESSAGE), "values": (2, MESSAGE)},

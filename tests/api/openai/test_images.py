@@ -21,6 +21,7 @@ from tests.api.http import error_of, post, real_server, request
 from tests.api.openai.pixels import pixels_of
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, forever, picture
 from tests.api.test_disconnect import post_raw
+from tests.serving.test_rate_limits import hang_up, limited_app
 from tests.waiting import PATIENCE, wait_until
 from weft import logs
 from weft.api.app import build_app
@@ -235,12 +236,21 @@ def test_a_client_that_hangs_up_ends_its_images_and_every_end_is_counted(stream:
 
 
 def test_a_prompt_and_its_images_are_charged_to_the_key() -> None:
-    """12 tokens of the prompt, once, and 60 of each image: two requests are 264 tokens, and the third must wait."""
-    engine = painter()
-    app = build_app(engine, load({"max_tokens_per_minute_per_key": 250}, env={}))
+    """12 tokens of the prompt, once, and 60 of each image, of which 96 are reserved: when three calls have taken 396
+    tokens, the 204 of a fourth must be waited for."""
+    app, purse = limited_app(painter(), 500)
     with real_server(app) as url:
-        statuses = [httpx.post(url + IMAGES, json=BODY | {"n": 2}, timeout=PATIENCE).status_code for _ in range(3)]
-    assert statuses == [200, 200, 429]
+        statuses = [httpx.post(url + IMAGES, json=BODY | {"n": 2}, timeout=PATIENCE).status_code for _ in range(4)]
+    assert statuses == [200, 200, 200, 429] and purse.level == 500 - 3 * 132
+
+
+def test_an_image_is_paid_for_by_a_client_that_hangs_up() -> None:
+    engine = painter()
+    engine.image_script = [forever]
+    app, purse = limited_app(engine, 500)
+    with real_server(app) as url:
+        hang_up(url, engine, IMAGES, BODY)
+    assert purse.level == 500 - 12 - 96
 
 
 def test_a_span_of_the_model_that_drew(monkeypatch: pytest.MonkeyPatch) -> None:

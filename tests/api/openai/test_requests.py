@@ -207,7 +207,7 @@ def test_a_wrong_value_is_refused_with_its_place(fields: dict[str, Any], param: 
 )
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     for path in (CHAT, COMPLETIONS):
-        response = request(ScriptedEngine(), "POST", path, content=body)
+        response = request(ScriptedEngine(), "POST", path, content=body, headers={"content-type": "application/json"})
         assert response.status_code == 400
         assert "body" in error_of(response)["message"]
 

@@ -263,7 +263,17 @@ def test_what_a_kind_does_not_take_is_refused(kind: ServerKind, tokens: bool) ->
 
 
 def test_every_ability_of_sampling_is_asked_about() -> None:
-    beside = {"tokens", "answer_tokens", "with_tokenizer", "priority", "cache_salt", "embeddings", "images", "lora"}
+    beside = {
+        "tokens",
+        "answer_tokens",
+        "with_tokenizer",
+        "priority",
+        "fair_shares",
+        "cache_salt",
+        "embeddings",
+        "images",
+        "lora",
+    }
     assert {rule.ability for rule in FIELD_RULES} | beside == set(Abilities.__struct_fields__)
 
 

@@ -218,7 +218,7 @@ class MessagesRequest(CountTokensRequest):
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description="There is one tier.")
 
     seed: int | None = None
-    priority: int = Field(0, description="Waiting requests of a lower number go first.")
+    priority: int = Field(0, description="Of a key's waiting requests those of a lower number go first.")
     cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
 
 

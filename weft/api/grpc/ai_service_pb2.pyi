@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class StreamPredictRequest(_message.Message):
-    __slots__ = ("model_id", "prompt", "adapter", "priority", "generation", "metadata", "worker_hint")
+    __slots__ = ("model_id", "prompt", "adapter", "priority", "generation", "metadata", "worker_hint", "cache_salt")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -15,6 +15,7 @@ class StreamPredictRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     WORKER_HINT_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     prompt: str
     adapter: str
@@ -22,7 +23,8 @@ class StreamPredictRequest(_message.Message):
     generation: GenerationParameters
     metadata: StreamMetadata
     worker_hint: str
-    def __init__(self, model_id: _Optional[str] = ..., prompt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., generation: _Optional[_Union[GenerationParameters, _Mapping]] = ..., metadata: _Optional[_Union[StreamMetadata, _Mapping]] = ..., worker_hint: _Optional[str] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, model_id: _Optional[str] = ..., prompt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., generation: _Optional[_Union[GenerationParameters, _Mapping]] = ..., metadata: _Optional[_Union[StreamMetadata, _Mapping]] = ..., worker_hint: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class GenerationParameters(_message.Message):
     __slots__ = ("max_new_tokens", "temperature", "top_p", "repetition_penalty")
@@ -112,7 +114,7 @@ class WorkerHealthResponse(_message.Message):
     def __init__(self, healthy: _Optional[bool] = ..., metrics: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class GenerateImageRequest(_message.Message):
-    __slots__ = ("trace_id", "model_id", "prompt", "negative_prompt", "seed", "steps", "guidance_scale", "width", "height", "sampler", "previews", "priority", "prompt_embeds", "additional_information")
+    __slots__ = ("trace_id", "model_id", "prompt", "negative_prompt", "seed", "steps", "guidance_scale", "width", "height", "sampler", "previews", "priority", "prompt_embeds", "additional_information", "cache_salt")
     class AdditionalInformationEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +136,7 @@ class GenerateImageRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_EMBEDS_FIELD_NUMBER: _ClassVar[int]
     ADDITIONAL_INFORMATION_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     model_id: str
     prompt: str
@@ -148,7 +151,8 @@ class GenerateImageRequest(_message.Message):
     priority: int
     prompt_embeds: ClientTensor
     additional_information: _containers.MessageMap[str, InformationEntry]
-    def __init__(self, trace_id: _Optional[str] = ..., model_id: _Optional[str] = ..., prompt: _Optional[str] = ..., negative_prompt: _Optional[str] = ..., seed: _Optional[int] = ..., steps: _Optional[int] = ..., guidance_scale: _Optional[float] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., sampler: _Optional[str] = ..., previews: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_embeds: _Optional[_Union[ClientTensor, _Mapping]] = ..., additional_information: _Optional[_Mapping[str, InformationEntry]] = ...) -> None: ...
+    cache_salt: str
+    def __init__(self, trace_id: _Optional[str] = ..., model_id: _Optional[str] = ..., prompt: _Optional[str] = ..., negative_prompt: _Optional[str] = ..., seed: _Optional[int] = ..., steps: _Optional[int] = ..., guidance_scale: _Optional[float] = ..., width: _Optional[int] = ..., height: _Optional[int] = ..., sampler: _Optional[str] = ..., previews: _Optional[int] = ..., priority: _Optional[int] = ..., prompt_embeds: _Optional[_Union[ClientTensor, _Mapping]] = ..., additional_information: _Optional[_Mapping[str, InformationEntry]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class ClientTensor(_message.Message):
     __slots__ = ("data", "shape", "dtype", "sha256")

@@ -28,7 +28,7 @@ from weft.serving.image_request import (
     sampler_named,
 )
 from weft.serving.served_model import ServedModel
-from weft.types import GenerateImage, GenerationRequest, Output
+from weft.types import GenerateImage, GenerationRequest, Output, check_cache_salt
 
 Send = Callable[[GenerateImageUpdate], Awaitable[None]]
 
@@ -78,6 +78,7 @@ class ImageCall:
 
 async def parse_image(request: GenerateImageRequest, served: ServedModel, *, tenant: str) -> list[GenerationRequest]:
     """Turn a call for an image into the request to the engine; raises what is wrong with it."""
+    check_cache_salt(request.cache_salt)
     embeds = PromptEmbeds(**_parts(request.prompt_embeds)) if request.HasField("prompt_embeds") else None
     information = _information(request.additional_information) if request.additional_information else None
     check_allowed(served.limits, prompt_embeds=embeds, additional_information=information)
@@ -94,7 +95,12 @@ async def parse_image(request: GenerateImageRequest, served: ServedModel, *, ten
     # A client may send the same id twice; the engine must never see it twice.
     request_id = f"rpc-{uuid.uuid4().hex}"
     return await image_requests_in_time(
-        options, served.engine, request_id=request_id, tenant=tenant, priority=request.priority
+        options,
+        served.engine,
+        request_id=request_id,
+        tenant=tenant,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
     )
 
 

@@ -17,7 +17,7 @@ from weft.serving.admission import RequestContext
 from weft.serving.generation import Generation
 from weft.serving.request import requests_like
 from weft.serving.served_model import ServedModel
-from weft.types import GenerationRequest, Output, Sample, SamplingParams
+from weft.types import GenerationRequest, Output, Sample, SamplingParams, check_cache_salt
 
 
 class ChunkBuffer:
@@ -162,6 +162,7 @@ async def parse_prediction(
     served.check_model(model_name)
     if not request.prompt:
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
+    check_cache_salt(request.cache_salt)
     task = Sample(params=params_of(request.generation))
     if len(request.prompt) > LONG_PROMPT:
         prompt = await asyncio.to_thread(text_prompt, served.engine, request.prompt)
@@ -172,6 +173,7 @@ async def parse_prediction(
         task=task,
         # A client may send the same id twice; the engine must never see it twice.
         request_id=f"rpc-{uuid.uuid4().hex}",
+        cache_salt=request.cache_salt,
         priority=request.priority,
         tenant=tenant,
         adapter=served.adapter_for(model_name, request.adapter or None),

@@ -44,7 +44,7 @@ class EmbeddingsRequest(Fields):
         None, description="Keep the last so many tokens of a longer input; -1: what the context holds."
     )
     add_special_tokens: bool = Field(True, description="Of texts; token ids are taken as they are.")
-    priority: int = Field(0, description="Waiting requests of a lower number go first.")
+    priority: int = Field(0, description="Of a key's waiting requests those of a lower number go first.")
     cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
 
 

@@ -80,7 +80,7 @@ class ImagesRequest(Fields):
     )
     negative_prompt: str = Field("", max_length=MAX_PROMPT_CHARS, description="What the image is steered away from.")
     sampler: FlowSampler = "euler"
-    priority: int = Field(0, description="Waiting requests of a lower number go first.")
+    priority: int = Field(0, description="Of a key's waiting requests those of a lower number go first.")
     cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
     prompt_embeds: TensorField | None = Field(
         None, description="Instead of a prompt: its hidden states, a row a token."

@@ -332,7 +332,9 @@ class SamplingFields(Fields):
     )
     structured_outputs: StructuredOutputs | None = None
     priority: int = Field(
-        0, description="Waiting requests of a lower number go first.", json_schema_extra=_within(-(2**31), 2**31 - 1)
+        0,
+        description="Of a key's waiting requests those of a lower number go first.",
+        json_schema_extra=_within(-(2**31), 2**31 - 1),
     )
     cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
     adapter: Name | None = Field(

@@ -245,7 +245,7 @@ class ResponsesRequest(Fields):
 
     top_k: int = Field(0, description="Keep the k likeliest tokens; 0 or -1: all.")
     seed: int | None = None
-    priority: int = Field(0, description="Waiting requests of a lower number go first.")
+    priority: int = Field(0, description="Of a key's waiting requests those of a lower number go first.")
     cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")
 
 

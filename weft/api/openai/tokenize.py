@@ -63,7 +63,8 @@ class TokenizeHandler(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._admission.admit(receive) as context:
             try:
-                body = await read_body(scope, receive, self._admission.config.server.max_body_mb << 20)
+                limit_bytes = self._admission.config.server.max_body_mb << 20
+                body = await read_body(scope, receive, limit_bytes, context.hold_body)
                 answer = await self._answer(body, context)
             except ClientGone:
                 return

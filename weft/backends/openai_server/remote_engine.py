@@ -236,7 +236,7 @@ class RemoteEngine:
             "input": request.prompt,
             "pooling": str(task.pooling),
             "priority": request.priority,
-            "cache_salt": request.cache_salt,
+            "cache_salt": request.tenant_salt,
         }
         self._num_open += 1
         try:
@@ -270,7 +270,7 @@ class RemoteEngine:
         return asked, PeerTokenAnswer(text, resolved, self._go_on(resolved))
 
     def _about_text(self, request: GenerationRequest, params: SamplingParams) -> tuple[PeerRequest, PeerAnswer]:
-        options: dict[str, Any] = {"priority": request.priority, "cache_salt": request.cache_salt}
+        options: dict[str, Any] = {"priority": request.priority, "cache_salt": request.tenant_salt}
         match request.prompt:
             case Conversation():
                 return self._writer.chat(request.prompt, params, **options), PeerChatAnswer()

@@ -210,6 +210,7 @@ def abilities_of(kind: ServerKind, *, tokens: bool) -> Abilities:
         special_tokens=told or takes("skip_special_tokens"),
         grammar=kind.grammars if tokens else True,
         priority=takes("priority"),
+        fair_shares=False,
         cache_salt=takes("cache_salt"),
         embeddings=kind.embeddings,
         images=False,
