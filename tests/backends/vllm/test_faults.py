@@ -14,6 +14,7 @@ import pytest
 
 from tests.backends.vllm.groups import group_of
 from tests.backends.vllm.real import Heard, config_of, eager, needs_vllm
+from tests.generation import sample
 from weft.backends import start_engine
 from weft.backends.blocking import BlockingEngine
 from weft.backends.failover import FailoverEngine
@@ -59,7 +60,7 @@ def test_killed_for_good_in_mid_stream_the_next_engine_goes_on(served: BlockingE
 
     async def answered(*, kill: bool) -> list[int]:
         tokens: list[int] = []
-        async for delta in await hybrid.submit(PROMPT, LONG):
+        async for delta in await hybrid.submit(sample(PROMPT, LONG)):
             if kill and not tokens:
                 os.kill(host, signal.SIGKILL)
             tokens += delta.token_ids
