@@ -99,6 +99,10 @@ class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
     trust_remote_code: Annotated[
         bool, _doc("Let vLLM run the code that comes with the model. Only for models that you have read.")
     ] = False
+    pass_env: Annotated[
+        list[str],
+        _doc("An environment variable that vLLM's process gets, as in HTTPS_PROXY; may be repeated. Others hold keys."),
+    ] = []
     allow_auto_tuning: Annotated[
         bool, _doc("Try again with less where the memory does not hold what was asked; without it: fail, and say what.")
     ] = True
@@ -245,6 +249,13 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     slow_reader_timeout_s: Annotated[
         float, _doc("A client that reads nothing of its answer for so long is dropped; 0: never.", ge=0)
     ] = 120.0
+    adapter_root: Annotated[
+        list[str],
+        _doc(
+            "A folder from below which /admin/lora/load may load adapters; may be repeated. None: WEFT_HOME. Those of "
+            "--adapter may be loaded again in any case."
+        ),
+    ] = []
     profile_dir: Annotated[str, _doc("Where POST /admin/profile/start puts traces; empty: it is refused.")] = ""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("What is logged.")] = "info"
     log_format: Annotated[Literal["text", "json"], _doc("json: every line of the log is an object.")] = "text"
@@ -276,6 +287,9 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
     max_inflight_body_mb: Annotated[
         int, _doc("The same of all clients together; more are answered 503; 0: no limit.", ge=0)
     ] = 1024
+    max_model_loads_per_minute_per_key: Annotated[
+        int, _doc("Of several models: loads that a key's requests may cause; more are answered 429; 0: no limit.", ge=0)
+    ] = 20
     max_header_kb: Annotated[
         int, _doc("A request's head (its first line and its headers), in KiB; more is answered 431.", ge=1, le=1024)
     ] = 32

@@ -344,6 +344,8 @@ class LoadLora(Struct, frozen=True, tag=True):
 
     name: str
     path: str
+    within_roots: bool = False
+    """True when it came over the network: the directory must be below a folder of --adapter-root."""
 
 
 class UnloadLora(Struct, frozen=True, tag=True):

@@ -15,7 +15,7 @@ from tests.tiny_adapters import lora_tensors, save_adapter, save_merged
 from tests.waiting import PATIENCE, until
 from weft.backends.contract import final_output
 from weft.backends.native import NativeEngine, start_native
-from weft.checkpoint.adapter_files import adapter_settings
+from weft.checkpoint.adapter_files import adapter_settings, allowed_adapter
 from weft.config import load
 from weft.engine.process import EngineThread
 from weft.errors import InvalidRequest, ModelError
@@ -27,9 +27,9 @@ PROMPT = [(13 * i + 5) % 300 for i in range(20)]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
 
-async def start(model: Path, adapters: dict[str, str]) -> NativeEngine:
+async def start(model: Path, adapters: dict[str, str], **more: Any) -> NativeEngine:
     settings = {"max_model_len": 256, "num_blocks": 64, "threads": 1, "image_model": "none", "device": "cpu"}
-    config = load({**settings, "adapter": adapter_settings(adapters)}, env={})
+    config = load({**settings, "adapter": adapter_settings(adapters), **more}, env={})
     return await start_native(config, resolve(str(model)), launch=EngineThread)
 
 
@@ -144,3 +144,47 @@ def test_a_reader_that_fails_harms_nobody_else(
             await engine.close()
 
     asyncio.run(scenario())
+
+
+def test_an_adapter_that_is_asked_for_over_the_network_is_below_an_allowed_folder(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    own, shared, other = (save_adapter("smollm2", tmp_path / place / "adapter") for place in ("own", "shared", "other"))
+    (tmp_path / "shared" / "link").symlink_to(other)
+    escape = tmp_path / "shared" / "escape"
+    escape.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (escape / name).symlink_to(other / name)
+
+    async def scenario() -> None:
+        engine = await start(tiny_model, {"own": str(own)}, adapter_root=[str(tmp_path / "shared")])
+
+        async def load(path: str | Path) -> None:
+            await engine.control(LoadLora("new", str(path), within_roots=True))
+            await engine.control(UnloadLora("new"))
+
+        try:
+            for path in (shared, own, tmp_path / "other" / ".." / "shared" / "adapter"):
+                await load(path)
+            for path in (
+                other, tmp_path / "shared/link", escape, tmp_path / "shared/../other/adapter", "/nowhere",
+            ):  # fmt: skip
+                with pytest.raises(InvalidRequest, match="--adapter-root") as refused:
+                    await load(path)
+                assert refused.value.param == "lora_path" and str(tmp_path) not in str(refused.value)
+            await engine.control(LoadLora("other", str(other)))
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_without_allowed_folders_it_is_the_folder_of_models(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEFT_HOME", str(tmp_path / "home"))
+    inside, outside = (save_adapter("smollm2", tmp_path / place / "adapter") for place in ("home", "outside"))
+    config = load({}, env={})
+    assert allowed_adapter(str(inside), config) == str(inside)
+    with pytest.raises(InvalidRequest, match="--adapter-root"):
+        allowed_adapter(str(outside), config)

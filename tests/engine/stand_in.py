@@ -24,6 +24,8 @@ class StandIn:
         self.pid: int | None = None
         self.socket, self._theirs = socket.socketpair()
         self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self.started_with: Start
+        """The first message that came."""
         self._may_be_reaped = may_be_reaped
         self._thread = threading.Thread(target=self._read_forever, daemon=True)
         self._thread.start()
@@ -47,6 +49,7 @@ class StandIn:
     def _read_forever(self) -> None:
         while (message := receive(self._theirs)) is not None:
             if isinstance(message, Start):
+                self.started_with = message
                 self.send(Ready(MODEL))
                 continue
             self.inbox.put(message)

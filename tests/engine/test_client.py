@@ -16,7 +16,7 @@ from tests.waiting import PATIENCE, until
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.engine.client import EngineClient
-from weft.engine.wire import Started, StepOutput, Submit
+from weft.engine.wire import Started, StepOutput, Submit, frame
 from weft.types import EngineStats, Event, FinishReason, Request, SamplingParams
 
 FILES = ModelFiles(name="none", kind="gguf", path=Path("none.gguf"), weight_files=[])
@@ -105,3 +105,25 @@ def test_requests_that_come_while_a_dead_engine_is_reaped_are_served_by_the_next
     # uvloop refuses to write to a connection that is closed, where asyncio only warns.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(scenario())
+
+
+def test_an_engine_is_told_what_it_needs_and_no_keys() -> None:
+    secrets = {
+        **{name: ["a secret"] for name in ("api_key", "admin_key", "allowed_host", "adapter_root")},
+        **dict.fromkeys(("api_key_file", "admin_key_file", "engine_api_key", "engine_url"), "a secret"),
+        **dict.fromkeys(("grpc_tls_key", "otlp_endpoint", "models_file", "profile_dir"), "a secret"),
+    }
+    config = load({**secrets, "max_model_len": 512, "log_level": "error", "allow_prompt_embeds": True}, env={})
+
+    async def scenario() -> None:
+        launch = StandIns()
+        client = EngineClient(config, FILES, launch)
+        await client.start()
+        started_with = launch.launched[0].started_with
+        await client.close()
+        assert b"a secret" not in frame(started_with)
+        told = started_with.config
+        assert (told.model, told.cache, told.limits) == (config.model, config.cache, config.limits)
+        assert told.server.log_level == "error"
+
+    asyncio.run(scenario())

@@ -119,7 +119,14 @@ def test_another_environment_or_folder_has_a_process_of_its_own(
 
 def test_an_engine_gets_what_it_needs_of_the_environment_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    for name in ("WEFT_API_KEY", "WEFT_ENGINE_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY"):
+    for name in (
+        "WEFT_API_KEY",
+        "WEFT_ENGINE_API_KEY",
+        "HF_TOKEN",
+        "OPENAI_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "NVIDIA_API_KEY",
+    ):
         monkeypatch.setenv(name, "a secret")
     assert "a secret" not in engine_environment().values()
     assert engine_environment()["CUDA_VISIBLE_DEVICES"] == "3"

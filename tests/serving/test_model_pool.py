@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
 import pytest
 from msgspec.structs import replace
 
@@ -13,9 +14,11 @@ from tests.api.http import error_of
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, answer, forever
 from tests.serving.model_pools import House, ScriptedRoster, entry, house, run
 from tests.waiting import until
+from weft.api.app import admission_app
 from weft.backends.contract import Health, Need
 from weft.errors import ModelError, OutOfMemory
 from weft.serving import model_slot as slots
+from weft.serving.rate_limits import Accounts
 from weft.types import Output
 
 GIB = 1 << 30
@@ -380,6 +383,48 @@ def test_the_list_and_the_metrics_tell_of_all() -> None:
                 'weft_model_unloads_total{model_name="b"} 1.0',
             ):
                 assert line in lines
+
+    run(scenario)
+
+
+def keyed(opened: House, key: str) -> House:
+    """The same house, asked with another key."""
+    transport = httpx.ASGITransport(admission_app(opened.gate))
+    client = httpx.AsyncClient(transport=transport, base_url="http://localhost", headers={"x-api-key": key})
+    return House(opened.gate, opened.roster, client)
+
+
+def test_one_key_cannot_keep_the_models_of_others_out() -> None:
+    """It takes turns with three models where two fit: its own are unloaded for it, and another tenant's stays."""
+
+    async def scenario() -> None:
+        async with house("a", "b", "c", "d", max_loaded_models=3, api_key=["quiet", "loud"]) as opened:
+            quiet, loud = keyed(opened, "quiet"), keyed(opened, "loud")
+            assert await quiet.said("a") == "I am a"
+            for name in "bcdbcd":
+                assert await loud.said(name) == f"I am {name}"
+                assert await loud.said("a") == "I am a", "its use of it makes no difference"
+            assert opened.roster.started.count("a") == 1 and len(opened.roster.started) > 4
+
+    run(scenario)
+
+
+def test_one_key_cannot_have_models_loaded_all_the_time() -> None:
+    async def scenario() -> None:
+        limits = {"max_loaded_models": 1, "max_model_loads_per_minute_per_key": 3, "api_key": ["quiet", "loud"]}
+        async with house("a", "b", **limits) as opened:
+            quiet, loud = keyed(opened, "quiet"), keyed(opened, "loud")
+            opened.gate._accounts = Accounts(opened.gate.config.limits, virtual_time.now)
+            for name in "aba":
+                assert await loud.said(name) == f"I am {name}"
+            refused = await loud.ask("b")
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "20"
+            assert "--max-model-loads-per-minute-per-key" in error_of(refused)["message"]
+            assert await loud.said("a") == "I am a", "it is loaded"
+            assert await quiet.said("b") == "I am b"
+            await virtual_time.sleep(20)
+            assert await loud.said("a") == "I am a"
+            assert opened.slot("b").num_claims == opened.slot("a").num_claims == 0
 
     run(scenario)
 

@@ -141,7 +141,7 @@ def _add_adapters(app: FastAPI, admission: Admission) -> None:
         wanted = await read(request, LoadAdapter, admission)
         served = _served(admission, model)
         try:
-            await served.engine.control(LoadLora(wanted.lora_name, wanted.lora_path))
+            await served.engine.control(LoadLora(wanted.lora_name, wanted.lora_path, within_roots=True))
         except ModelError as error:
             raise InvalidRequest(error.message, hint=error.hint, param="lora_path") from error
         return JsonResponse({"adapters": served.adapter_names})

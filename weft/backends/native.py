@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from weft.backends.adapters import Adapters
 from weft.backends.contract import Abilities, Health, Stream, Take, check_abilities, final_output, tokens_of
 from weft.backends.model_text import ModelText, open_model_text
-from weft.checkpoint.adapter_files import adapter_paths
+from weft.checkpoint.adapter_files import adapter_paths, allowed_adapter
 from weft.checkpoint.model_files import ModelFiles
 from weft.engine.client import EngineClient
 from weft.engine.process import LaunchedEngine, launch_engine
@@ -248,7 +248,9 @@ class NativeEngine:
 
     async def control(self, message: ControlMessage) -> str:
         match message:
-            case LoadLora(name=name, path=path):
+            case LoadLora(name=name, path=path, within_roots=within_roots):
+                if within_roots:
+                    path = await asyncio.to_thread(allowed_adapter, path, self.client.config)
                 await self._load_lora(name, path)
                 return ""
             case UnloadLora(name=name):

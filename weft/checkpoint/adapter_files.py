@@ -7,8 +7,10 @@ import re
 import string
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from pathlib import Path
 
-from weft.errors import ConfigError, ModelError
+from weft.checkpoint.model_files import home
+from weft.errors import ConfigError, InvalidRequest, ModelError
 from weft.options import Config
 
 CONFIG_FILE = "adapter_config.json"
@@ -30,6 +32,22 @@ def adapter_paths(config: Config) -> dict[str, str]:
             raise ConfigError(f"--adapter {said}: it must be NAME=DIRECTORY, with different names.")
         paths[name] = path
     return paths
+
+
+def allowed_adapter(path: str, config: Config) -> str:
+    """Return the directory of an adapter, with all links followed. Raises InvalidRequest where it, or one of its files,
+    is not below a folder that adapters may be loaded from while the server runs."""
+    roots = [*(config.server.adapter_root or [str(home())]), *adapter_paths(config).values()]
+    allowed = [Path(root).expanduser().resolve() for root in roots]
+    folder = Path(path).expanduser().resolve()
+    for place in (folder, (folder / CONFIG_FILE).resolve(), (folder / WEIGHTS_FILE).resolve()):
+        if not any(place.is_relative_to(root) for root in allowed):
+            raise InvalidRequest(
+                "lora_path is not in a folder that adapters may be loaded from.",
+                hint="The operator names such folders with --adapter-root.",
+                param="lora_path",
+            )
+    return str(folder)
 
 
 def adapter_settings(paths: Mapping[str, str]) -> list[str]:

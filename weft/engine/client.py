@@ -39,7 +39,7 @@ from weft.engine.wire import (
     frame,
 )
 from weft.errors import EngineFault, InvalidRequest, Overloaded, Unavailable, WeftError
-from weft.options import Config, SchedulerOptions
+from weft.options import Config, SchedulerOptions, ServerOptions
 from weft.types import EngineStats, Event, FinishReason, ModelInfo, Request
 
 MOST = 2
@@ -75,6 +75,20 @@ def _fits(total: int, own: int, size: int, num_tenants: int, limit: int) -> bool
     if total + size <= limit or size == 0:
         return True
     return total + size <= MOST * limit and (own + size) * num_tenants <= limit
+
+
+def engine_config(config: Config) -> Config:
+    """Return the part of a configuration that an engine process needs: no keys, no addresses, no paths of others."""
+    server = ServerOptions(log_level=config.server.log_level, log_format=config.server.log_format)
+    return Config(
+        model=config.model,
+        backend=replace(config.backend, engine_url="", engine_api_key=""),
+        cache=config.cache,
+        scheduler=config.scheduler,
+        engine=config.engine,
+        server=server,
+        limits=config.limits,
+    )
 
 
 log = logging.getLogger(__name__)
@@ -248,7 +262,7 @@ class EngineClient:
             await asyncio.to_thread(engine.wait, SHUTDOWN_SECONDS)
             raise
         connection = _Connection(engine, transport, inbox)
-        connection.send(Start(self.config, self.files))
+        connection.send(Start(engine_config(self.config), self.files))
         try:
             said = await self._first_message(inbox)
         except BaseException:

@@ -91,12 +91,12 @@ def engine_environment() -> dict[str, str]:
     needed = {
         name: value
         for name, value in os.environ.items()
-        if name in ENGINE_VARIABLES or (name.startswith(ENGINE_PREFIXES) and not _names_a_secret(name))
+        if name in ENGINE_VARIABLES or (name.startswith(ENGINE_PREFIXES) and not names_a_secret(name))
     }
     return ENGINE_ENV | compile_cache_environment() | needed
 
 
-def _names_a_secret(variable: str) -> bool:
+def names_a_secret(variable: str) -> bool:
     return any(word in variable for word in SECRETS)
 
 

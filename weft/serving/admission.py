@@ -106,8 +106,10 @@ class RequestContext(Struct, eq=False, kw_only=True):
             await asyncio.wait({task, gone})
 
     async def _enter(self, slot: ModelSlot) -> ServedModel:
-        slot.claim()
+        slot.claim(self.tenant)
         self.slot = slot
+        if slot.would_load:
+            self.account.spend_load()
         while not slot.is_open:
             await self._guard(slot.opened(), 0)
         self.chosen = slot.enter()

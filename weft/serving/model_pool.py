@@ -39,8 +39,8 @@ class PoolMemory:
         self._change.set()
 
     async def reserve(self, slot: ModelSlot, ask: Callable[[], Awaitable[Need]]) -> None:
-        """Return when the model may be loaded; it holds its memory from then on. Idle models are unloaded for it,
-        those not used for longest first. While there are only busy ones it waits, and later loads wait behind it.
+        """Return when the model may be loaded; it holds its memory from then on. Idle models are unloaded for it
+        (`unload_one`). While there are only busy ones it waits, and later loads wait behind it.
 
         Raises OutOfMemory when it is too large for the limit by itself.
         """
@@ -61,11 +61,12 @@ class PoolMemory:
                     await self._change.wait()
 
     async def unload_one(self, why: str, *, keep: ModelSlot) -> bool:
-        """Unload the idle model that was not used for longest; false when there is none but the one to keep."""
+        """Unload the idle model that tenants other than the one whose request is to be served did not use for longest;
+        so a tenant's own models go before those of others. False when there is none but the one to keep."""
         idle = [slot for slot in self._slots() if slot.is_idle and slot is not keep]
         if not idle:
             return False
-        victim = min(idle, key=lambda slot: slot.last_used)
+        victim = min(idle, key=lambda slot: (slot.last_used_by_others(keep.wanted_by), slot.last_used))
         log.info("the model %s is unloaded %s", victim.name, why)
         await victim.unload()
         return True

@@ -67,6 +67,10 @@ class ModelSlot:
         self.is_gone = False
         """True when it is no longer in the pool."""
         self.last_used = 0.0
+        self.wanted_by = ""
+        """The tenant whose request began the last load."""
+        self._claimed: dict[str, float] = {}
+        """The time of each tenant's last claim."""
         self.image_model_name = ""
         """The name of the image model beside it, as far as is known."""
         self.num_claims = 0
@@ -104,6 +108,14 @@ class ModelSlot:
     def is_open(self) -> bool:
         """True when it can be entered now."""
         return self.served is not None and not self._leaving
+
+    @property
+    def would_load(self) -> bool:
+        """True when the next request for it begins a load."""
+        return not self.is_open and self._task is None and not self._is_backing_off
+
+    def last_used_by_others(self, tenant: str) -> float:
+        return max((when for name, when in self._claimed.items() if name != tenant), default=-math.inf)
 
     @property
     def is_idle(self) -> bool:
@@ -145,12 +157,15 @@ class ModelSlot:
 
     # What a request does.
 
-    def claim(self) -> None:
+    def claim(self, tenant: str = "") -> None:
         """Count a request that wants the model. Raises Unavailable where too many wait already."""
         most = self._options.max_waiting_per_model
         if not self.is_open and self.num_claims - self.num_inside >= most:
             raise self._not_now(f"{most} requests wait for it already")
         self.num_claims += 1
+        self._claimed[tenant] = self._clock()
+        if self.would_load:
+            self.wanted_by = tenant
 
     def end_claim(self) -> None:
         self.num_claims -= 1

@@ -93,6 +93,7 @@ class Account:
         now = clock()
         self._requests = _bucket(options.max_requests_per_minute_per_key, now)
         self._tokens = _bucket(options.max_tokens_per_minute_per_key, now)
+        self._loads = _bucket(options.max_model_loads_per_minute_per_key, now)
         self._num_open = 0
 
     def enter(self) -> None:
@@ -148,6 +149,14 @@ class Account:
                 TOKENS_FLAG,
             )
         return Reservation(self._tokens, amount)
+
+    def spend_load(self) -> None:
+        """Count a model that is loaded for a request, or raise RateLimited."""
+        if self._loads is not None:
+            if wait := self._loads.seconds_until(1, self._clock()):
+                flag = "--max-model-loads-per-minute-per-key"
+                raise _refusal("This key has had its models loaded for now", wait, flag)
+            self._loads.spend(1)
 
 
 class Accounts:

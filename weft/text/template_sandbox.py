@@ -65,7 +65,7 @@ class RenderProcess:
                 stdout=child_socket.fileno(),
                 # Ctrl-C in a terminal reaches the server, which ends this process; it must not reach both.
                 start_new_session=True,
-                env=_environment(),
+                env=sandbox_environment(),
             )
         self._finalizer = weakref.finalize(self, _end, self._process, self._socket)
         self._receive(time.monotonic() + _START_SECONDS)
@@ -121,7 +121,7 @@ class RenderProcess:
         return answer
 
 
-def _environment() -> dict[str, str]:
+def sandbox_environment() -> dict[str, str]:
     """Return the environment that Python needs to start, and the time zone. Other variables may hold keys."""
     kept = {name: os.environ[name] for name in ("TZ", "PYTHONHOME", "LD_LIBRARY_PATH") if name in os.environ}
     return {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **kept}

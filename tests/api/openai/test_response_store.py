@@ -68,6 +68,20 @@ def test_owners_are_apart() -> None:
     assert store.num_bytes == 0
 
 
+def test_a_tenant_that_keeps_much_drives_out_its_own() -> None:
+    store = ResponseStore(10, 100 * SIZE)
+    for name in "ab":
+        store.put("quiet", name, kept(TEXT))
+    for number in range(100):
+        store.put("loud", str(number), kept(TEXT))
+    assert len(store) == 10
+    assert store.get("quiet", "a") is not None and store.get("quiet", "b") is not None
+    assert [number for number in range(100) if store.get("loud", str(number))] == list(range(92, 100))
+    for number in range(100):
+        store.put("new", str(number), kept(TEXT))
+    assert [sum(store.get(owner, str(i)) is not None for i in range(100)) for owner in ("loud", "new")] == [4, 4]
+
+
 @given(st.lists(st.tuples(st.sampled_from("pgd"), st.sampled_from("abcdefgh"), st.integers(0, 300))))
 def test_the_bounds_hold_whatever_is_done(steps: list[tuple[str, str, int]]) -> None:
     clock = Clock()

@@ -27,6 +27,7 @@ from tests.generation import sample
 from tests.waiting import PATIENCE, until
 from weft.backends.contract import Conversation, Prompt
 from weft.backends.openai_server import http_client, remote_engine
+from weft.backends.openai_server.peer_errors import public_words
 from weft.errors import (
     EngineFault,
     InvalidRequest,
@@ -221,7 +222,8 @@ def test_a_refusal_keeps_its_meaning_and_its_words(status: int, kind: type[WeftE
     async def refuses(reply: Reply, asked: Asked) -> None:
         await reply.json(SHAPES[shape](status), status, retry_after="7")
 
-    with pytest.raises(kind, match="no, no") as refusal:
+    words = "refuses this server's key" if status in (401, 403) else "no, no"
+    with pytest.raises(kind, match=words) as refusal:
         answers("completions", refuses)
     if isinstance(refusal.value, Overloaded):
         assert refusal.value.retry_after_s == 7
@@ -238,6 +240,54 @@ def test_an_error_in_the_stream_ends_it_with_its_words() -> None:
     ):
         deltas, _ = answers("completions", says(text_chunk("half"), {"error": error}))
         assert (deltas[-1].finish, deltas[-1].error) == (finish, "The remote engine says: no")
+
+
+PRIVATE = [
+    "Incorrect API key provided: sk-proj-1234abcd5678", "Authorization: Bearer abc.def.ghi",
+    "token 0123456789abcdef0123456789abcdef0123456789abcdef", "could not read /srv/models/secret/config.json",
+    "C:\\models\\secret", "upstream http://10.1.2.3:8000/v1/x refused", "connect to 10.1.2.3:8000 failed",
+    "HTTPConnectionPool(host='gpu-17', port=8000)", "gpu-17.internal:8000 is down", "[fe80::1]:8000 is down",
+    "boom\nTraceback (most recent call last):\n  File \"/srv/x/y.py\"",
+]  # fmt: skip
+SECRETS = ("1234abcd", "abc.def", "0123456789abcdef", "secret", "10.1.2.3", "gpu-17", "fe80", "srv", "Traceback")
+
+
+@pytest.mark.parametrize("said", PRIVATE)
+@pytest.mark.parametrize("status", [400, 401, 500])
+def test_a_refusal_tells_clients_nothing_of_the_peers_machine(
+    status: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuses(reply: Reply, asked: Asked) -> None:
+        await reply.json({"error": {"message": f"max_tokens is too large: {said}", "param": said}}, status)
+
+    with pytest.raises(WeftError) as refusal:
+        answers("completions", refuses)
+    told = f"{refusal.value} {refusal.value.param}"
+    assert not [secret for secret in SECRETS if secret in told], told
+    assert status == 401 or "max_tokens is too large" in told
+    assert any(word in caplog.text for word in SECRETS), "the operator's log has it"
+
+
+def test_a_refusal_that_never_ends_is_cut() -> None:
+    async def refuses(reply: Reply, asked: Asked) -> None:
+        await reply.json({"error": {"message": "no. " * 10_000}}, 400)
+
+    with pytest.raises(InvalidRequest) as refusal:
+        answers("completions", refuses)
+    assert len(refusal.value.message) < 600
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "This model's maximum context length is 4096 tokens. However, you requested 5000 tokens (4000 in the messages, "
+        "1000 in the completion).",
+        "temperature must be in [0, 2], got 3.5; top_p and/or min_p too",
+        "The model `org/name-7b` does not exist.",
+    ],
+)
+def test_what_a_client_needs_is_left_as_it_is(said: str) -> None:
+    assert public_words(said) == said
 
 
 def test_the_text_of_an_answer_may_speak_of_errors() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import stat
 import tempfile
 from functools import partial
 from importlib.util import find_spec
@@ -98,3 +99,22 @@ class TestWithVllm:
                 await client.start()
 
         asyncio.run(scenario())
+
+
+def test_vllm_gets_what_it_needs_of_the_environment_and_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of models that --trust-remote-code allows can read it."""
+    for name in ("WEFT_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "VLLM_API_KEY", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "a-secret")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
+    process = VllmProcess(CPU, ["HTTPS_PROXY"])
+    try:
+        found = Path(f"/proc/{process.pid}/environ").read_text().split("\0")
+    finally:
+        process.kill()
+        process.wait(PATIENCE)
+        process.socket.close()
+    assert not [entry for entry in found if "a-secret" in entry]
+    assert {"HF_HUB_OFFLINE=1", "HTTPS_PROXY=http://proxy"} <= {*found}
+    (inductor,) = (entry.partition("=")[2] for entry in found if entry.startswith("TORCHINDUCTOR_CACHE_DIR="))
+    assert stat.S_IMODE(Path(inductor).stat().st_mode) == 0o700

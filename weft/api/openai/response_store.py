@@ -32,8 +32,27 @@ class _Entry(Struct, frozen=True, eq=False):
     expires: float
 
 
+class _Shelf:
+    """The answers of one tenant, the least recently used first."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[str, _Entry] = OrderedDict()
+        self.num_bytes = 0
+
+    def put(self, response_id: str, entry: _Entry) -> None:
+        self.entries[response_id] = entry
+        self.num_bytes += entry.num_bytes
+
+    def drop(self, response_id: str) -> int:
+        """Drop an answer, and return its bytes."""
+        size = self.entries.pop(response_id).num_bytes
+        self.num_bytes -= size
+        return size
+
+
 class ResponseStore:
-    """The store is bounded by entries, by bytes and by time; what was not used for longest goes first."""
+    """The store is bounded by entries, by bytes and by time. What does not fit is taken from the tenant that has most:
+    of its answers the one not used for longest. So nobody drives out what a tenant with less has kept."""
 
     def __init__(
         self, max_entries: int, max_bytes: int, ttl_s: float = TTL_S, clock: Callable[[], float] = time.monotonic
@@ -42,41 +61,56 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()
+        self._shelves: dict[str, _Shelf] = {}
+        """By owner; none is empty."""
+        self._num_entries = 0
         self.num_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._num_entries
 
     def put(self, owner: str, response_id: str, kept: StoredResponse) -> None:
         """Keep it, unless it is larger than the whole store."""
         size = len(kept.answer) + len(msgspec.json.encode([kept.input_items, kept.messages]))
         now = self._clock()
-        for key in [key for key, entry in self._entries.items() if entry.expires <= now]:
-            self._drop(key)
+        for name, shelf in list(self._shelves.items()):
+            for old in [old for old, entry in shelf.entries.items() if entry.expires <= now]:
+                self._drop(name, old)
         if size > self._max_bytes:
             return
-        self._entries[owner, response_id] = _Entry(kept, size, now + self._ttl_s)
+        self._shelves.setdefault(owner, _Shelf()).put(response_id, _Entry(kept, size, now + self._ttl_s))
+        self._num_entries += 1
         self.num_bytes += size
-        while len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes:
-            self._drop(next(iter(self._entries)))
+        while self._num_entries > self._max_entries or self.num_bytes > self._max_bytes:
+            largest = max(self._shelves, key=lambda name: (self._share(name), name == owner))
+            self._drop(largest, next(iter(self._shelves[largest].entries)))
 
     def get(self, owner: str, response_id: str) -> StoredResponse | None:
-        entry = self._entries.get((owner, response_id))
-        if entry is None or entry.expires <= self._clock():
+        shelf = self._shelves.get(owner)
+        entry = None if shelf is None else shelf.entries.get(response_id)
+        if shelf is None or entry is None or entry.expires <= self._clock():
             return None
-        self._entries.move_to_end((owner, response_id))
+        shelf.entries.move_to_end(response_id)
         return entry.kept
 
     def delete(self, owner: str, response_id: str) -> bool:
         """Delete it, and return whether it was there."""
         if self.get(owner, response_id) is None:
             return False
-        self._drop((owner, response_id))
+        self._drop(owner, response_id)
         return True
 
-    def _drop(self, key: tuple[str, str]) -> None:
-        self.num_bytes -= self._entries.pop(key).num_bytes
+    def _share(self, owner: str) -> float:
+        """Return the part of the store that an owner has, of its entries or of its bytes, whichever is more."""
+        shelf = self._shelves[owner]
+        return max(len(shelf.entries) / max(1, self._max_entries), shelf.num_bytes / max(1, self._max_bytes))
+
+    def _drop(self, owner: str, response_id: str) -> None:
+        shelf = self._shelves[owner]
+        self.num_bytes -= shelf.drop(response_id)
+        self._num_entries -= 1
+        if not shelf.entries:
+            del self._shelves[owner]
 
 
 MAX_LISTED = 100

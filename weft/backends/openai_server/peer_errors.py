@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,8 +22,32 @@ from weft.errors import (
 )
 from weft.types import FinishReason
 
-MAX_SAID = 2000
-"""The most characters of a peer's message that are passed on."""
+log = logging.getLogger(__name__)
+
+MAX_READ, MAX_SAID = 2000, 500
+"""The most characters of a peer's message that are read, for the log, and that are passed on to a client."""
+
+_PRIVATE_PARTS = {
+    "(address)": (
+        r"\b[a-zA-Z][a-zA-Z0-9+.-]{0,15}://[^\s'\"<>)\]]+|host=['\"][^'\"]{1,255}['\"]|0x[0-9a-fA-F]{4,}"
+        r"|\b(?:[0-9]{1,3}\.){3}[0-9]{1,3}\b(?::[0-9]{1,5})?|\[[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7}\](?::[0-9]{1,5})?"
+        r"|\b(?:localhost|[\w-]{1,63}(?:\.[\w-]{1,63}){1,8}):[0-9]{2,5}\b"
+    ),
+    "(key)": r"\b(?:sk|pk|rk|hf|nvapi|gh[opsu])[-_][\w*.-]{4,}|\b[Bb]earer\s+\S+|[A-Za-z0-9_+-]{40,}",
+    "(path)": r"(?<![\w/.])~?(?:/[\w.@+~-]{1,255}){2,}/?|\b[A-Za-z]:\\\S+",
+}
+"""The parts of a peer's message that tell of its machine, or of its keys, and what a client reads in their place."""
+_PATTERNS = {shown: re.compile(pattern) for shown, pattern in _PRIVATE_PARTS.items()}
+_FIELD = re.compile(r"[\w.\[\]-]{1,100}")
+
+
+def public_words(said: str) -> str:
+    """Return of a peer's message what a client may read, on one line."""
+    said = " ".join(said.partition("Traceback (most")[0].split())
+    for shown, pattern in _PATTERNS.items():
+        said = pattern.sub(shown, said)
+    return said if len(said) <= MAX_SAID else f"{said[:MAX_SAID]} ..."
+
 
 INVALID = frozenset({400, 413, 415, 422, 501})
 KEY_REFUSED = frozenset({401, 403})
@@ -88,12 +114,15 @@ def finish_of(error: WeftError) -> FinishReason:
 
 
 def _error(status: int, detail: Detail, said: str, headers: Mapping[str, str]) -> WeftError:
-    message = f"The remote engine says: {said}"
+    shown = public_words(said)
+    if shown != said or status in KEY_REFUSED:
+        log.warning("the remote engine says (status %d): %r", status, said)
+    message = f"The remote engine says: {shown or 'it failed'}"
     if status in INVALID:
         kind = ContextTooLong if TOO_LONG & set(detail.words) else InvalidRequest
         return kind(message, param=detail.param)
     if status in KEY_REFUSED:
-        return EngineFault(f"The remote engine refuses the key: {said}", hint="The operator sets --engine-api-key.")
+        return EngineFault("The remote engine refuses this server's key.", hint="The operator sets --engine-api-key.")
     match status:
         case 404:
             return ModelNotFound(message)
@@ -125,11 +154,11 @@ def _detail(body: bytes) -> Detail:
     if isinstance(value, dict) and isinstance(value.get("error"), dict):
         value = value["error"]
     if not isinstance(value, dict):
-        return Detail(said=body.decode(errors="replace").strip()[:MAX_SAID])
+        return Detail(said=body[: 4 * MAX_READ].decode(errors="replace").strip()[:MAX_READ])
     param, code = value.get("param"), value.get("code")
     return Detail(
-        said=str(value.get("message") or value.get("error") or value.get("detail") or "")[:MAX_SAID],
-        param=param if isinstance(param, str) else None,
+        said=str(value.get("message") or value.get("error") or value.get("detail") or "")[:MAX_READ],
+        param=param if isinstance(param, str) and _FIELD.fullmatch(param) else None,
         code=code if isinstance(code, int) else None,
         words=(str(code), str(value.get("type"))),
     )

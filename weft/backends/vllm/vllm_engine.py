@@ -86,4 +86,4 @@ async def start_kind(config: Config, kind: VllmKind) -> VllmEngine:
     make = partial(
         VllmEngine, kind, takes_adapters=config.model.wants_adapters, has_grammars=files.kind == "huggingface"
     )
-    return await open_engine(EngineClient(config, files, partial(VllmProcess, kind)), make)
+    return await open_engine(EngineClient(config, files, partial(VllmProcess, kind, config.backend.pass_env)), make)

@@ -11,12 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from weft.backends.vllm.arguments import DriverOptions, VllmKind
+from weft.compile_cache import compile_cache
+from weft.engine.process import engine_environment, names_a_secret
 
 TRACKER = "multiprocessing.resource_tracker"
 LAST_SECONDS = 10.0
@@ -64,7 +67,8 @@ def _is_tracker(folder: Path) -> bool:
 class VllmProcess:
     """The first of a process group."""
 
-    def __init__(self, kind: VllmKind) -> None:
+    def __init__(self, kind: VllmKind, passed: Sequence[str] = ()) -> None:
+        """Start it. `passed` are variables of the environment that it gets beside those that it needs."""
         self._folder = tempfile.mkdtemp(prefix="weft-vllm-")
         orders = DriverOptions(kind=kind, folder=self._folder)
         self.socket, theirs = socket.socketpair()
@@ -79,7 +83,7 @@ class VllmProcess:
                 ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={"TORCHINDUCTOR_CACHE_DIR": _compiled_folder(), **os.environ, "TMPDIR": self._folder},
+                env={**vllm_environment(passed), "TMPDIR": self._folder},
                 # Ctrl-C in a terminal is for the api process; vLLM's processes would end by it.
                 process_group=0,
             )
@@ -110,6 +114,18 @@ class VllmProcess:
             os.close(number)
 
 
-def _compiled_folder() -> str:
-    """Where torch keeps what it has compiled, unless it is told otherwise: not a folder that ends with the process."""
-    return f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+VLLM_PREFIXES = (
+    *("VLLM_", "HF_", "TRANSFORMERS_", "SAFETENSORS_", "RAY_", "GLOO_", "UCX_", "TVM_", "FLASHINFER_"),
+    *("ASCEND_", "HCCL_", "MAX_JOBS"),
+)
+
+
+def vllm_environment(passed: Sequence[str] = ()) -> dict[str, str]:
+    """Return what vLLM needs of the environment. Model code that --trust-remote-code allows can read it: a key is in it
+    only where the operator passes one by its name."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name in passed or (name.startswith(VLLM_PREFIXES) and not names_a_secret(name))
+    }
+    return {"VLLM_CACHE_ROOT": str(compile_cache() / "vllm"), **engine_environment(), **own}

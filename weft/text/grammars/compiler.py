@@ -25,6 +25,7 @@ from weft.text.grammars.specs import (
     too_large,
     vocabulary_of,
 )
+from weft.text.template_sandbox import sandbox_environment
 from weft.text.tokenizer import Tokenizer
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
@@ -67,6 +68,7 @@ class GrammarProcess:
             stdout=asyncio.subprocess.PIPE,
             # Ctrl-C in a terminal reaches the server, which ends this process; it must not reach both.
             start_new_session=True,
+            env=sandbox_environment(),
         )
         try:
             await self._exchange(self._settings, _START_SECONDS)
