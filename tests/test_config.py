@@ -106,3 +106,15 @@ def test_sections_can_be_chosen() -> None:
 
 def test_a_name_is_proposed_once() -> None:
     assert nearest("x", ["model", "adapter", "model"]) == "Possible: adapter, model."
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_key", "engine_api_key"])
+def test_a_key_in_a_wrong_place_is_not_shown(tmp_path: Path, name: str) -> None:
+    setting = next(setting for setting in settings() if setting.name == name)
+    secret, wrong = ("sesame", '"sesame"') if setting.type == list[str] else (["sesame"], '["sesame"]')
+    file = toml(tmp_path, f"[{setting.section}]\n{name} = {wrong}\n")
+    for place in ({"flags": {name: secret}}, {"file": file}):
+        with pytest.raises(ConfigError, match=f"{name}|{setting.flag}") as refused:
+            load(**place, env={})  # type: ignore[arg-type]
+        assert "is refused: Expected" in refused.value.message
+        assert "sesame" not in str(refused.value)

@@ -109,10 +109,15 @@ def _convert(raw: dict[str, dict[str, Any]], places: dict[str, str]) -> Config:
                 msgspec.convert({name: value}, options)
             except msgspec.ValidationError as error:
                 setting = next(s for s in settings(section) if s.name == name)
-                reason = str(error).split(" - at ")[0]
                 hint = nearest(str(value), setting.choices) if setting.choices else ""
-                raise ConfigError(f"{places[name]}: {value!r} is refused: {reason}.", hint=hint) from error
+                raise ConfigError(f"{places[name]}: {refusal(name, value, error)}", hint=hint) from error
     return msgspec.convert(raw, Config)
+
+
+def refusal(name: str, value: Any, error: msgspec.ValidationError) -> str:
+    """Return why the value of a setting is refused. A key is not repeated, however wrong it is."""
+    shown = "its value" if name.endswith("_key") else repr(value)
+    return f"{shown} is refused: {str(error).split(' - at ')[0]}."
 
 
 def nearest(word: str, known: Any) -> str:

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from weft.checkpoint.adapter_files import DEFAULT_ADAPTER, adapter_settings
 from weft.checkpoint.model_files import SOURCES
-from weft.config import nearest
+from weft.config import nearest, refusal
 from weft.errors import ConfigError
 from weft.hub.hub_api import HUB_ID
 from weft.options import Config, LoadMode, ModelEntry, Setting, settings
@@ -376,14 +376,18 @@ class _Entry:
             self._own[key] = msgspec.convert(value, OWN_KEYS[key])
         except msgspec.ValidationError as error:
             choices = [choice for choice in get_args(OWN_KEYS[key]) if isinstance(choice, str)]
-            self._wrong(key, _refusal(self._given[key], value, error), nearest(str(value), choices) if choices else "")
+            self._wrong(
+                key,
+                f"{self._given[key]}: {refusal(key, value, error)}",
+                nearest(str(value), choices) if choices else "",
+            )
 
     def _take_setting(self, setting: Setting, value: Any) -> None:
         try:
             converted = msgspec.convert({setting.name: value}, get_type_hints(Config)[setting.section])
         except msgspec.ValidationError as error:
             hint = nearest(str(value), setting.choices) if setting.choices else ""
-            self._wrong(setting.name, _refusal(setting.name, value, error), hint)
+            self._wrong(setting.name, f"{setting.name}: {refusal(setting.name, value, error)}", hint)
         else:
             self._settings[setting.section][setting.name] = getattr(converted, setting.name)
 
@@ -464,7 +468,3 @@ class _Entry:
     def _beside_file(self, path: str) -> str:
         """Resolve a path that begins with a dot against the folder of the registry file."""
         return os.path.normpath(self._notes.located.file.absolute().parent / path) if path.startswith(".") else path
-
-
-def _refusal(key: str, value: Any, error: msgspec.ValidationError) -> str:
-    return f"{key}: {value!r} is refused: {str(error).split(' - at ')[0]}."

@@ -313,6 +313,14 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
         int, _doc("Likeliest tokens that are reported for each one; more are answered 400.", ge=0, le=20)
     ] = 20
     max_logit_bias: Annotated[int, _doc("Entries of logit_bias; more are answered 400.", ge=0, le=1024)] = 1024
+    max_answer_mb: Annotated[
+        int,
+        _doc(
+            "Memory for the log probabilities or vectors of one answer, in MiB, by an estimate before they are "
+            "computed; more is answered 400.",
+            ge=1,
+        ),
+    ] = 256
     allow_prompt_embeds: Annotated[
         bool, _doc("Take tensors from clients: encoded prompts, and other conditioning of a model.")
     ] = False

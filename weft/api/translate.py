@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from weft.api.openai.logprobs import FIGURE_BYTES
 from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, Message, NamedTool, SamplingFields, Tool
 from weft.backends.contract import (
     ENCODED_CONTEXTS,
@@ -17,6 +18,7 @@ from weft.backends.contract import (
     Engine,
     max_encoded_tokens,
     not_taken,
+    num_tokens,
     text_prompt,
     tokens_of,
     tokens_unknown,
@@ -407,6 +409,7 @@ def _requests(
             hint="The operator's settings are --max-n and --max-prompts.",
             param="n",
         )
+    _check_answer_size(request, prompts, task.params, served)
     common = GenerationRequest(
         prompt=prompts[0],
         task=task,
@@ -417,6 +420,31 @@ def _requests(
         adapter=served.adapter_for(request.model, request.adapter),
     )
     return requests_like(common, prompts, request.n)
+
+
+def _check_answer_size(
+    request: SamplingFields, prompts: Sequence[Prompt], params: SamplingParams, served: ServedModel
+) -> None:
+    """Raise InvalidRequest for an answer with more log probabilities than there is memory for."""
+    context, lengths = served.engine.model.max_model_len, [num_tokens(prompt) for prompt in prompts]
+    figures = 0
+    if params.prompt_logprobs is not None:
+        # A chat's choices have one prompt, whose figures are told once; a completion's choices each tell them.
+        told = request.n if isinstance(request, CompletionRequest) else 1
+        figures += told * (params.prompt_logprobs + 1) * sum(lengths)
+    if params.logprobs is not None:
+        longest = (max(0, context - length) for length in lengths)
+        tokens = sum(min(params.max_tokens or most, most) for most in longest)
+        figures += request.n * (params.logprobs + 1) * tokens
+    limit = served.limits.max_answer_mb
+    if (size := figures * FIGURE_BYTES) > limit << 20:
+        raise InvalidRequest(
+            f"The answer may have {figures} log probabilities, which take {size >> 20} MiB; at most {limit} MiB are "
+            "taken.",
+            hint="Ask for a smaller n, max_tokens, logprobs or prompt_logprobs, or send fewer prompts. The operator's "
+            "setting is --max-answer-mb.",
+            param="logprobs" if params.prompt_logprobs is None else "prompt_logprobs",
+        )
 
 
 def _params(

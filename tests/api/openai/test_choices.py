@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Callable
 from typing import Any
 
-from tests.api.http import chat, complete, events
+import httpx
+import pytest
+
+from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, chat, complete, error_of, events, request
 from tests.api.scripted_engine import ScriptedEngine, answer
+from weft.api.openai import chat as chat_module
+from weft.api.openai import completions
+from weft.config import load
 from weft.types import FinishReason, Output, TokenLogprob, Usage
 
 CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
@@ -142,3 +151,101 @@ def test_priority_and_salt_reach_the_engine() -> None:
     engine = ScriptedEngine()
     chat(engine, priority=-5, cache_salt="s")
     assert (engine.submitted[0].priority, engine.submitted[0].cache_salt) == (-5, "s")
+
+
+# Answers that are large.
+
+
+def test_the_figures_of_a_prompt_are_written_once_for_all_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    write = completions.prompt_logprobs
+
+    def counted(tokenizer: Any, prompt: Any, logprobs: Any) -> Any:
+        written.append(len(prompt))
+        return write(tokenizer, prompt, logprobs)
+
+    monkeypatch.setattr(completions, "prompt_logprobs", counted)
+    body = complete(ScriptedEngine(with_prompt_logprobs(2)), prompt=["hi", "ho"], prompt_logprobs=1, n=5).json()
+    assert len(written) == 2
+    assert len({json.dumps(choice["prompt_logprobs"]) for choice in body["choices"][:5]}) == 1
+    assert {len(choice["prompt_logprobs"]) for choice in body["choices"]} == {2}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("send", "fields"),
+    [
+        (complete, {"logprobs": 1, "echo": True, "n": 3}),
+        (complete, {"prompt_logprobs": 1, "logprobs": 1, "prompt": ["hi", "ho"], "n": 2}),
+        (chat, {"logprobs": True, "n": 2}),
+    ],
+)
+def test_an_answer_with_many_figures_is_written_in_a_thread_and_is_the_same(
+    send: Any, fields: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_threads: list[str] = []
+
+    def noted(work: Callable[..., Any]) -> Callable[..., Any]:
+        def working(*arguments: Any, **keywords: Any) -> Any:
+            in_threads.append(threading.current_thread().name)
+            return work(*arguments, **keywords)
+
+        return working
+
+    for module, name in (
+        (completions, "completion_logprobs"),
+        (completions, "echoed_logprobs"),
+        (chat_module, "chat_logprobs"),
+    ):
+        monkeypatch.setattr(module, name, noted(getattr(module, name)))
+    prompt_tokens = len("<user>hi") if send is chat else 2
+    bodies = []
+    for many in (10**9, 0):
+        for module in (chat_module, completions):
+            monkeypatch.setattr(module, "MANY_FIGURES", many)
+        in_threads.clear()
+        response = send(ScriptedEngine(with_prompt_logprobs(prompt_tokens)), stream=stream, seed=1, **fields)
+        bodies.append(events(response) if stream else [response.json()])
+    assert in_threads and "MainThread" not in in_threads
+
+    def choices(body: list[dict[str, Any]]) -> list[str]:
+        """Those of several requests come in any order."""
+        return sorted(json.dumps(choice) for chunk in body for choice in chunk["choices"])
+
+    assert choices(bodies[0]) == choices(bodies[1])
+
+
+@pytest.mark.parametrize(
+    ("send", "fits", "exceeds"),
+    [
+        (complete, {"logprobs": 20, "max_tokens": 500}, {"n": 2}),
+        (complete, {"logprobs": 20, "max_tokens": 500}, {"prompt": ["a", "b"]}),
+        (complete, {"logprobs": 20, "max_tokens": 500}, {"max_tokens": 600}),
+        (complete, {"prompt_logprobs": 20, "prompt": [7] * 500}, {"n": 2}),
+        (complete, {"prompt_logprobs": 20, "prompt": [7] * 500}, {"prompt": [7] * 600}),
+        (chat, {"logprobs": True, "top_logprobs": 9, "n": 1}, {"n": 2}),
+    ],
+)
+def test_an_answer_that_would_be_too_large_is_refused_with_the_numbers(
+    send: Any, fits: dict[str, Any], exceeds: dict[str, Any]
+) -> None:
+    """A MiB holds 10,922 figures; the scripted engine's context is 1000 tokens."""
+    path, needed = (CHAT, HELLO) if send is chat else (COMPLETIONS, PROMPT)
+
+    def asked(engine: ScriptedEngine, fields: dict[str, Any], limit_mb: int) -> httpx.Response:
+        return request(engine, "POST", path, load({"max_answer_mb": limit_mb}, env={}), json=needed | fields)
+
+    assert asked(ScriptedEngine(), fits, 1).status_code == 200
+    engine = ScriptedEngine()
+    response = asked(engine, fits | exceeds, 1)
+    message = error_of(response)["message"]
+    assert response.status_code == 400
+    assert "log probabilities, which take 1 MiB; at most 1 MiB" in message and "--max-answer-mb" in message
+    assert not engine.submitted
+    assert asked(ScriptedEngine(), fits | exceeds, 2).status_code == 200
+
+
+def test_the_prompt_of_a_chat_is_told_once_however_many_choices_there_are() -> None:
+    fields = HELLO | {"prompt_logprobs": 20, "messages": [{"role": "user", "content": "x" * 450}], "n": 8}
+    engine = ScriptedEngine(with_prompt_logprobs(456))
+    assert request(engine, "POST", CHAT, load({"max_answer_mb": 1}, env={}), json=fields).status_code == 200

@@ -17,8 +17,10 @@ from tests.api.scripted_engine import ScriptedEngine, forever, next_turn
 from tests.api.test_disconnect import post_raw
 from tests.waiting import PATIENCE, wait_until
 from weft.api.app import build_app
+from weft.api.openai import embeddings
 from weft.config import load
 from weft.errors import ContextTooLong, Overloaded
+from weft.serving import generation
 from weft.types import Pooling
 
 EMBEDDINGS = "/v1/embeddings"
@@ -155,3 +157,25 @@ def test_a_client_that_hangs_up_ends_its_inputs_and_every_end_is_counted() -> No
         wait_until(lambda: not engine.open)
         metrics = httpx.get(url + "/metrics", timeout=PATIENCE).text
     assert 'weft_request_success_total{finished_reason="abort",model_name="scripted"} 3.0' in metrics
+
+
+def test_vectors_that_would_take_too_much_are_refused_when_the_first_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embeddings, "WRITTEN_BYTES", {"float": 1 << 18, "base64": 1 << 16})
+    monkeypatch.setattr(generation, "MAX_QUEUED_EMBEDS", 1)
+    config = load({"max_answer_mb": 1}, env={})
+    few = {"model": "scripted", "input": ["a"] * 2}
+    assert request(ScriptedEngine(), "POST", EMBEDDINGS, config, json=few).status_code == 200
+    engine = ScriptedEngine()
+    many = {"model": "scripted", "input": ["a"] * 8}
+    response = request(engine, "POST", EMBEDDINGS, config, json=many)
+    assert response.status_code == 400
+    assert "8 vectors of 2 numbers take 4 MiB; at most 1 MiB" in error_of(response)["message"]
+    assert "--max-answer-mb" in error_of(response)["message"] and error_of(response)["param"] == "input"
+    assert len(engine.embedded) < 8
+    assert request(ScriptedEngine(), "POST", EMBEDDINGS, config, json=many | {"encoding_format": "base64"}).is_success
+
+
+def test_many_vectors_are_written_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = ask(ScriptedEngine(), input=["hi", "a"]).json()
+    monkeypatch.setattr(embeddings, "LARGE_ANSWER_BYTES", 0)
+    assert ask(ScriptedEngine(), input=["hi", "a"]).json() == few

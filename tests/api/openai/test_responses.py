@@ -251,7 +251,10 @@ def test_a_kept_answer_can_be_read_and_deleted() -> None:
     page = client.send("GET", path + f"/input_items?order=asc&limit=1&after={listed['last_id']}").json()
     assert [item["content"][0]["text"] for item in page["data"]] == ["b"]
     assert page["has_more"] is True
-    assert error_of(client.send("GET", path + "/input_items?limit=0"))["param"] == "limit"
+    for limit in ("0", "101", "1000", "-1", "a", "", "0" * 5000 + "1", "001" + "0" * 5000, "0099999", "٣"):
+        refused = client.send("GET", path + f"/input_items?limit={limit}")
+        assert refused.status_code == 400 and error_of(refused)["param"] == "limit"
+    assert len(client.send("GET", path + "/input_items?limit=001").json()["data"]) == 1
     assert error_of(client.send("GET", path + "?stream=true"))["param"] == "stream"
     assert client.send("DELETE", path).json() == {"id": first["id"], "object": "response", "deleted": True}
     for method, below in (("GET", ""), ("DELETE", ""), ("GET", "/input_items")):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 import msgspec
 from msgspec import UNSET
 
 from weft.api.body import parse
 from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
-from weft.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, encoded_list, num_figures, prompt_logprobs
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
     CalledFunction,
@@ -80,11 +81,16 @@ class ChatWriter(Writer):
         first, *others = self._before_delta
         return first + role + self._frame.after_with(fields) + b"".join(b + role + self._frame.after for b in others)
 
-    def chunks(self, index: int, output: Output) -> bytes:
+    def chunks(self, index: int, output: Output) -> bytes | Awaitable[bytes]:
         if self._is_simple and not (output.logprobs or output.finish or output.prompt_logprobs):
             return (
                 self._before_text[index] + msgspec.json.encode(output.text) + self._after_text if output.text else b""
             )
+        if (output.logprobs or output.prompt_logprobs) and num_figures(output) > MANY_FIGURES:
+            return asyncio.to_thread(self._chunks, index, output)
+        return self._chunks(index, output)
+
+    def _chunks(self, index: int, output: Output) -> bytes:
         self._usages[index] = output.usage
         pieces = self._readers[index].read(output)
         self._has_called[index] |= any(isinstance(piece, CallStarted) for piece in pieces)
@@ -102,6 +108,11 @@ class ChatWriter(Writer):
         return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + DONE
 
     async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
+        if sum(map(num_figures, outputs)) > MANY_FIGURES:
+            return await asyncio.to_thread(self._whole, outputs)
+        return self._whole(outputs)
+
+    def _whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         first = outputs[0]
         asked = self._request.return_token_ids
         return msgspec.json.encode(
@@ -109,7 +120,7 @@ class ChatWriter(Writer):
                 id=self.answer_id,
                 created=self._head.created,
                 model=self._head.model,
-                choices=[self._choice(index, output) for index, output in enumerate(outputs)],
+                choices=encoded_list(self._choice(index, output) for index, output in enumerate(outputs)),
                 usage=self._usage_body([output.usage for output in outputs]),
                 system_fingerprint=SYSTEM_FINGERPRINT,
                 prompt_token_ids=self._prompt if asked else UNSET,

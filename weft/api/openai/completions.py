@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET
 
 from weft.api.body import parse
 from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
-from weft.api.openai.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
+from weft.api.openai.logprobs import (
+    MANY_FIGURES,
+    completion_logprobs,
+    echoed_logprobs,
+    encoded_list,
+    joined,
+    num_figures,
+    prompt_logprobs,
+)
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
     Completion,
@@ -29,6 +39,8 @@ from weft.serving.admission import RequestContext
 from weft.serving.output_reader import CollectedOutput
 from weft.serving.request import unique_id
 from weft.types import GenerationRequest, Output, TokenLogprob, Usage
+
+T = TypeVar("T")
 
 
 async def completions_endpoint(
@@ -69,23 +81,34 @@ class CompletionWriter(Writer):
         self._has_begun = [False for _ in choices]
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
         """Logprobs of each prompt: its first choice brings them, before any other choice begins."""
+        self._prompt_texts: dict[int, str] = {}
+        self._prompt_figures: dict[int, PromptLogprobs | None] = {}
+        self._echoes: dict[int, tuple[CompletionLogprobs | None, int]] = {}
+        """All three are written once for the choices of a prompt, by its number."""
         self._is_simple = not (self._continuous_usage or request.return_token_ids or request.echo)
         """An output of text alone is a chunk of text alone."""
 
-    def chunks(self, index: int, output: Output) -> bytes:
+    def chunks(self, index: int, output: Output) -> bytes | Awaitable[bytes]:
         if self._is_simple and not (output.logprobs or output.finish or output.prompt_logprobs):
             return (
                 self._before_text[index] + msgspec.json.encode(output.text) + self._after_text if output.text else b""
             )
-        self._usages[index] = output.usage
         self._note(index, output.prompt_logprobs)
         is_first, self._has_begun[index] = not self._has_begun[index], True
+        repeats_prompt = is_first and (self._request.echo or index // self._completion.n in self._prompt_logprobs)
+        if repeats_prompt or (output.logprobs and num_figures(output) > MANY_FIGURES):
+            return asyncio.to_thread(self._chunk, index, output, is_first=is_first)
+        return self._chunk(index, output, is_first=is_first)
+
+    def _chunk(self, index: int, output: Output, *, is_first: bool) -> bytes:
+        self._usages[index] = output.usage
+        number = index // self._completion.n
         text = self._shown(output.text)
         choice: dict[str, object] = {"logprobs": None, "finish_reason": output.finish}
         logprobs: CompletionLogprobs | None = None
         if is_first and self._request.echo:
-            text = self._prompt_text(index) + text
-            logprobs = self._echoed(index)
+            text = _once(self._prompt_texts, number, self._prompt_text) + text
+            logprobs, self._text_offsets[index] = _once(self._echoes, number, self._echoed)
         if output.logprobs and self._shows_answer:
             own, self._text_offsets[index] = self._figures(index, output.token_ids, output.logprobs)
             logprobs = own if logprobs is None else joined(logprobs, own)
@@ -94,7 +117,7 @@ class CompletionWriter(Writer):
             choice["prompt_token_ids"] = self._prompt(index)
         if self._request.return_token_ids:
             choice["token_ids"] = output.token_ids if self._shows_answer else []
-        if is_first and (figures := self._prompt_figures(index)) is not None:
+        if is_first and (figures := _once(self._prompt_figures, number, self._figures_of)) is not None:
             choice["prompt_logprobs"] = figures
         if output.finish and output.stop_reason is not None:
             choice["stop_reason"] = output.stop_reason
@@ -112,12 +135,17 @@ class CompletionWriter(Writer):
         return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + DONE
 
     async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
+        if self._request.echo or sum(map(num_figures, outputs)) > MANY_FIGURES:
+            return await asyncio.to_thread(self._whole, outputs)
+        return self._whole(outputs)
+
+    def _whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         return msgspec.json.encode(
             Completion(
                 id=self.answer_id,
                 created=self._head.created,
                 model=self._head.model,
-                choices=[self._choice(index, output) for index, output in enumerate(outputs)],
+                choices=encoded_list(self._choice(index, output) for index, output in enumerate(outputs)),
                 usage=self._usage_body([output.usage for output in outputs]),
                 system_fingerprint=SYSTEM_FINGERPRINT,
             )
@@ -126,14 +154,15 @@ class CompletionWriter(Writer):
     def _choice(self, index: int, output: CollectedOutput) -> CompletionChoice:
         request = self._request
         self._note(index, output.prompt_logprobs)
+        number = index // self._completion.n
         text, logprobs = self._shown(output.text), None
         if request.echo:
-            text = self._prompt_text(index) + text
-            logprobs = self._echoed(index)
+            text = _once(self._prompt_texts, number, self._prompt_text) + text
+            logprobs, self._text_offsets[index] = _once(self._echoes, number, self._echoed)
         if output.logprobs and self._shows_answer:
             own, _ = self._figures(index, output.token_ids, output.logprobs)
             logprobs = own if logprobs is None else joined(logprobs, own)
-        figures = self._prompt_figures(index)
+        figures = _once(self._prompt_figures, number, self._figures_of)
         token_ids = output.token_ids if self._shows_answer else []
         return CompletionChoice(
             index=index,
@@ -158,19 +187,20 @@ class CompletionWriter(Writer):
     def _prompt(self, index: int) -> list[int]:
         return tokens_of(self._completion.requests[index].prompt)
 
-    def _prompt_text(self, index: int) -> str:
-        prompt = self._prompt(index)
+    def _prompt_text(self, number: int) -> str:
+        prompt = self._prompt(number * self._completion.n)
         return self._engine.text.tokenizer.decode(prompt, skip_special_tokens=self._request.skip_special_tokens)
 
     def _note(self, index: int, logprobs: Sequence[TokenLogprob] | None) -> None:
         if logprobs is not None:
             self._prompt_logprobs[index // self._completion.n] = logprobs
 
-    def _prompt_figures(self, index: int) -> PromptLogprobs | None:
-        logprobs = self._prompt_logprobs.get(index // self._completion.n)
+    def _figures_of(self, number: int) -> PromptLogprobs | None:
+        logprobs = self._prompt_logprobs.get(number)
         if logprobs is None or self._request.prompt_logprobs is None:
             return None
-        return prompt_logprobs(self._engine.text.tokenizer, self._prompt(index), logprobs)
+        prompt = self._prompt(number * self._completion.n)
+        return prompt_logprobs(self._engine.text.tokenizer, prompt, logprobs)
 
     def _figures(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
@@ -183,17 +213,20 @@ class CompletionWriter(Writer):
             as_ids=self._request.return_tokens_as_token_ids,
         )
 
-    def _echoed(self, index: int) -> CompletionLogprobs | None:
-        logprobs = self._prompt_logprobs.get(index // self._completion.n)
+    def _echoed(self, number: int) -> tuple[CompletionLogprobs | None, int]:
+        """Return the figures of a prompt that is echoed, if they are wanted, and the offset of the text behind it."""
+        logprobs = self._prompt_logprobs.get(number)
         if logprobs is None or self._request.logprobs is None:
-            return None
-        figures, self._text_offsets[index] = echoed_logprobs(
-            self._engine.text.tokenizer,
-            self._prompt(index),
-            logprobs,
-            as_ids=self._request.return_tokens_as_token_ids,
-        )
-        return figures
+            return None, 0
+        as_ids = self._request.return_tokens_as_token_ids
+        prompt = self._prompt(number * self._completion.n)
+        return echoed_logprobs(self._engine.text.tokenizer, prompt, logprobs, as_ids=as_ids)
 
     def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:
         return usage_body(usages, self._completion.n, self._completion.truncated_tokens)
+
+
+def _once(kept: dict[int, T], number: int, make: Callable[[int], T]) -> T:
+    if number not in kept:
+        kept[number] = make(number)
+    return kept[number]

@@ -15,16 +15,22 @@ from pydantic import Field, PlainValidator
 
 from weft.api.body import parse
 from weft.api.handler import Writer
+from weft.api.openai.logprobs import encoded_list
 from weft.api.openai.openai_schema import Fields, Name, prompts
 from weft.api.translate import LONG_PROMPT, given_tokens
 from weft.backends.contract import Engine, max_encoded_tokens, tokens_unknown
 from weft.errors import EngineFault, InvalidRequest
+from weft.options import LimitOptions
 from weft.serving.admission import RequestContext
 from weft.serving.output_reader import CollectedOutput
 from weft.serving.request import requests_like
 from weft.types import Embed, GenerationRequest, Output, Pooling, Prompt
 
 FLOAT_BYTES = 4
+WRITTEN_BYTES = {"float": 22, "base64": 6}
+"""What one value takes in the answer."""
+LARGE_ANSWER_BYTES = 64 * 1024
+"""Above this vectors are written in a thread, so that the streams of others go on meanwhile."""
 
 
 class EmbeddingsRequest(Fields):
@@ -74,7 +80,7 @@ async def embeddings_endpoint(body: bytes, context: RequestContext) -> tuple[lis
         prompts = await asyncio.to_thread(_encoded, request, served.engine)
     else:
         prompts = _encoded(request, served.engine)
-    writer = EmbeddingsWriter(request)
+    writer = EmbeddingsWriter(request, context.config.limits)
     common = GenerationRequest(
         prompt=prompts[0],
         task=Embed(Pooling(request.pooling)),
@@ -90,9 +96,10 @@ async def embeddings_endpoint(body: bytes, context: RequestContext) -> tuple[lis
 class EmbeddingsWriter(Writer):
     """Writes the vectors of all inputs; they are never streamed."""
 
-    def __init__(self, request: EmbeddingsRequest) -> None:
+    def __init__(self, request: EmbeddingsRequest, limits: LimitOptions) -> None:
         super().__init__(f"embd-{uuid.uuid4().hex}", request.model, stream=False)
         self._request = request
+        self._limit_mb = limits.max_answer_mb
 
     def check(self, output: Output) -> None:
         if output.finish:
@@ -101,12 +108,18 @@ class EmbeddingsWriter(Writer):
     async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         vectors = [self._checked(output.embedding) for output in outputs]
         num_tokens = sum(output.usage.prompt_tokens for output in outputs)
+        if len(vectors) * len(vectors[0]) > LARGE_ANSWER_BYTES:
+            return await asyncio.to_thread(self._whole, vectors, num_tokens)
+        return self._whole(vectors, num_tokens)
+
+    def _whole(self, vectors: Sequence[bytes], num_tokens: int) -> bytes:
+        encoding_format = self._request.encoding_format
         return msgspec.json.encode(
             EmbeddingList(
-                data=[
-                    EmbeddingBody(index=index, embedding=_written(vector, self._request.encoding_format))
+                data=encoded_list(
+                    EmbeddingBody(index=index, embedding=_written(vector, encoding_format))
                     for index, vector in enumerate(vectors)
-                ],
+                ),
                 model=self._request.model,
                 usage=EmbeddingsUsage(num_tokens, num_tokens),
             )
@@ -120,6 +133,14 @@ class EmbeddingsWriter(Writer):
             raise InvalidRequest(
                 f"dimensions is {self._request.dimensions}; this model's vectors have {width}, and are not cut.",
                 param="dimensions",
+            )
+        size = len(self._request.input) * width * WRITTEN_BYTES[self._request.encoding_format]
+        if size > self._limit_mb << 20:
+            raise InvalidRequest(
+                f"{len(self._request.input)} vectors of {width} numbers take {size >> 20} MiB; at most "
+                f"{self._limit_mb} MiB are taken.",
+                hint="Send fewer inputs, or ask for base64. The operator's setting is --max-answer-mb.",
+                param="input",
             )
         return vector
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain, starmap
+from typing import Any
+
+import msgspec
 
 from weft.api.openai.openai_answers import (
     ChatLogprob,
@@ -12,8 +16,14 @@ from weft.api.openai.openai_answers import (
     PromptLogprobs,
     TopLogprob,
 )
+from weft.serving.output_reader import CollectedOutput
 from weft.text.tokenizer import Tokenizer
-from weft.types import TokenLogprob
+from weft.types import Output, TokenLogprob
+
+MANY_FIGURES = 1024
+"""Above this log probabilities are written in a thread, so that the streams of others go on meanwhile."""
+FIGURE_BYTES = 96
+"""What one log probability takes in memory, from the engine's message to the answer, on average."""
 
 LOWEST = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
@@ -24,6 +34,16 @@ def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
     return f"token_id:{token_id}" if as_id else tokenizer.token_text(token_id)
 
 
+def num_figures(output: Output | CollectedOutput) -> int:
+    """Return how many log probabilities an output has, whose tokens all have as many."""
+    return sum(len(each) * (len(each[0].top) + 1) for each in (output.logprobs, output.prompt_logprobs) if each)
+
+
+def encoded_list(items: Iterable[object]) -> Any:
+    """Encode a list item by item: as Python's values a long one would take many times the memory of its JSON."""
+    return msgspec.Raw(b"[" + b",".join(map(msgspec.json.encode, items)) + b"]")
+
+
 def chat_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], *, as_ids: bool = False
 ) -> ChatLogprobs:
@@ -31,11 +51,11 @@ def chat_logprobs(
         name = token_name(tokenizer, token_id, as_ids)
         return TopLogprob(name, max(logprob, LOWEST), list(tokenizer.token_bytes(token_id)))
 
-    content = []
-    for token_id, chosen in zip(token_ids, logprobs, strict=True):
+    def figures(token_id: int, chosen: TokenLogprob) -> ChatLogprob:
         own = entry(token_id, chosen.logprob)
-        content.append(ChatLogprob(own.token, own.logprob, own.bytes, [entry(*top) for top in chosen.top]))
-    return ChatLogprobs(content)
+        return ChatLogprob(own.token, own.logprob, own.bytes, [entry(*top) for top in chosen.top])
+
+    return ChatLogprobs(encoded_list(starmap(figures, zip(token_ids, logprobs, strict=True))))
 
 
 def prompt_logprobs(tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Sequence[TokenLogprob]) -> PromptLogprobs:
@@ -44,13 +64,11 @@ def prompt_logprobs(tokenizer: Tokenizer, prompt: Sequence[int], logprobs: Seque
     def entry(token_id: int, logprob: float) -> tuple[str, PromptLogprob]:
         return str(token_id), PromptLogprob(max(logprob, LOWEST), tokenizer.token_text(token_id))
 
-    return [
-        None,
-        *(
-            dict([entry(token_id, own.logprob), *(entry(*top) for top in own.top)])
-            for token_id, own in zip(prompt[1:], logprobs, strict=True)
-        ),
-    ]
+    def figures(token_id: int, own: TokenLogprob) -> dict[str, PromptLogprob]:
+        return dict([entry(token_id, own.logprob), *(entry(*top) for top in own.top)])
+
+    encoded: PromptLogprobs = encoded_list(chain([None], starmap(figures, zip(prompt[1:], logprobs, strict=True))))
+    return encoded
 
 
 def echoed_logprobs(

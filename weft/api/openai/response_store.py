@@ -177,9 +177,10 @@ class TenantStore:
 
 def _limit(query: QueryParams) -> int:
     text = query.get("limit", "20")
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:4]) <= MAX_LISTED):
+    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(MAX_LISTED)) else 0
+    if not 1 <= limit <= MAX_LISTED:
         raise InvalidRequest(f"limit is {text!r:.20}; it must be from 1 to {MAX_LISTED}.", param="limit")
-    return int(text)
+    return limit
 
 
 def _not_found(response_id: str) -> ResponseNotFound:
