@@ -206,6 +206,13 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
             "server exits with 1."
         ),
     ] = False
+    ssl_certfile: Annotated[
+        str, _doc("The server's certificate chain, a PEM file, read again when it changes; empty: no TLS.")
+    ] = ""
+    ssl_keyfile: Annotated[
+        str, _doc("The private key of --ssl-certfile, a PEM file; empty: it is in the same file.")
+    ] = ""
+    ssl_keyfile_password: Annotated[str, _doc("The password of --ssl-keyfile, if it is encrypted.")] = ""
     drain_timeout_s: Annotated[float, _doc("How long running requests may go on after SIGTERM.", ge=0)] = 30.0
     request_timeout_s: Annotated[float, _doc("A request is ended after so long; 0: never.", ge=0)] = 0.0
     max_body_mb: Annotated[int, _doc("Largest request body, in MiB; a larger one is answered 413.", ge=1)] = 32

@@ -37,7 +37,7 @@ def process(**options: Any) -> Iterator[subprocess.Popen[str]]:
 def address_of(child: subprocess.Popen[str]) -> str:
     assert child.stdout is not None
     line = child.stdout.readline()
-    found = re.fullmatch(r"Weft serves scripted at (http://127\.0\.0\.1:\d+) \(ready in \d+\.\d s\)\n", line)
+    found = re.fullmatch(r"Weft serves scripted at (https?://127\.0\.0\.1:\d+) \(ready in \d+\.\d s\)\n", line)
     assert found, line
     return found[1]
 

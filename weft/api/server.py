@@ -10,9 +10,11 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -25,6 +27,7 @@ from weft.backends.contract import ConfiguredModels
 from weft.errors import ConfigError, EngineFault, WeftError
 from weft.options import Config, ServerOptions
 from weft.serving.admission import Admission
+from weft.serving.auth import POLL_S, file_state
 from weft.serving.model_pool import StartEngine
 
 if TYPE_CHECKING:
@@ -117,6 +120,77 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+class Certificate:
+    """The server's certificate and key. A handshake gets what is in the files by then, looked at once a second at most;
+    open connections keep what they have."""
+
+    def __init__(self, options: ServerOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Read the files. Raises ConfigError when they cannot be used."""
+        if not options.ssl_certfile:
+            raise ConfigError("--ssl-keyfile is set without its certificate.", hint="Set --ssl-certfile too.")
+        self._options = options
+        self._files = [Path(path) for path in (options.ssl_certfile, options.ssl_keyfile) if path]
+        self._clock = clock
+        self._next_look = 0.0
+        self._seen = self._states()
+        self._current = self.context = self._loaded()
+        self.context.sni_callback = self._on_handshake
+
+    def reload(self) -> None:
+        """Read the files again. Raises ConfigError, and nothing has changed then."""
+        self._seen = self._states()
+        self._current = self._loaded()
+
+    def _on_handshake(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        if self._clock() >= self._next_look:
+            self._next_look = self._clock() + POLL_S
+            if self._states() != self._seen:
+                self.reload_or_log()
+        connection.context = self._current
+
+    def reload_or_log(self) -> None:
+        try:
+            self.reload()
+        except ConfigError as error:
+            log.error("the certificate stays as it was: %s", error)
+        else:
+            log.info("the certificate was read again")
+
+    def _states(self) -> list[tuple[int, int, int] | None]:
+        return [file_state(path) for path in self._files]
+
+    def _loaded(self) -> ssl.SSLContext:
+        for path in self._files:
+            try:
+                path.open("rb").close()
+            except OSError as error:
+                raise ConfigError(
+                    f"{path}: {error.strerror}.", hint="TLS needs it (--ssl-certfile, --ssl-keyfile)."
+                ) from error
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.set_alpn_protocols(["http/1.1"])
+        wrong = "this is no PEM file, or a part is missing"
+
+        def password() -> str:
+            """OpenSSL asks only for an encrypted key; without this it would ask at the terminal."""
+            nonlocal wrong
+            if not self._options.ssl_keyfile_password:
+                raise ConfigError(f"{self._files[-1]} is encrypted.", hint="Set --ssl-keyfile-password.")
+            wrong = "--ssl-keyfile-password is wrong"
+            return self._options.ssl_keyfile_password
+
+        try:
+            context.load_cert_chain(*self._files, password=password)
+        except ssl.SSLError as error:
+            if error.reason == "KEY_VALUES_MISMATCH":
+                wrong = "the key is not that of the certificate"
+            raise ConfigError(
+                f"There is no certificate with its key in {' and '.join(map(str, self._files))}: {wrong}.",
+                hint="Set --ssl-certfile and --ssl-keyfile to PEM files.",
+            ) from error
+        return context
+
+
 class _Server(uvicorn.Server):
     """Leaves signals to `_Life`: uvicorn would close its sockets before the requests inside are done."""
 
@@ -140,6 +214,11 @@ class _Life:
             server_header=False,
             timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         )
+        self._certificate: Certificate | None = None
+        if config.server.ssl_certfile or config.server.ssl_keyfile:
+            self._certificate = Certificate(config.server)
+            options.load()
+            options.ssl = self._certificate.context
         self.loop_factory = options.get_loop_factory()
         self._server = _Server(options)
         self._stop = asyncio.Event()
@@ -190,6 +269,8 @@ class _Life:
                 log.info("keys were read again: %d", keys.reload())
             except ConfigError as error:
                 log.error("the keys stay as they were: %s", error)
+        if self._certificate is not None:
+            self._certificate.reload_or_log()
         if self._admission.pool.has_many:
             try:
                 self._admission.pool.reload()
@@ -220,7 +301,8 @@ class _Life:
         names = ", ".join(slot.name for slot in self._admission.pool.slots)
         host, port = self._listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        sys.stdout.write(f"Weft serves {names} at http://{shown}:{port} (ready in {seconds:.1f} s)\n")
+        scheme = "http" if self._certificate is None else "https"
+        sys.stdout.write(f"Weft serves {names} at {scheme}://{shown}:{port} (ready in {seconds:.1f} s)\n")
         sys.stdout.flush()
         # What is there by now stays to the end: looking for garbage in it would only make streams stutter.
         gc.collect()

@@ -96,11 +96,16 @@ class KeyFile:
         return found
 
     def _state(self) -> tuple[int, int, int] | None:
-        try:
-            status = self._path.stat()
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size, status.st_ino
+        return file_state(self._path)
+
+
+def file_state(path: Path) -> tuple[int, int, int] | None:
+    """Return what differs when a file has changed; None: there is none."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _is_comment(line: str) -> bool:
