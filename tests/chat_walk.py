@@ -44,6 +44,7 @@ def trace_chat(model: Path, folder: Path) -> ChatTrace:
     with _traced(folder):
         server = TinyServer(model, "--no-grpc", "--device", "cpu")
     with server:
+        _stream_chat(server.url)  # what is done once is done
         server.process.send_signal(signal.SIGUSR1)
         wait_until((folder / "armed").exists, "the profiler")
         text = _stream_chat(server.url)
