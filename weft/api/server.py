@@ -176,7 +176,7 @@ class Certificate:
             return self._options.ssl_keyfile_password
 
         try:
-            context.load_cert_chain(*self._files, password=password)
+            context.load_cert_chain(self._files[0], self._files[-1], password)
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
                 wrong = "the key is not that of the certificate"
