@@ -20,6 +20,7 @@ from tests.waiting import PATIENCE, wait_until
 from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 
 CONTEXT = 64
+JSON = {"content-type": "application/json"}
 HUGE = 2**63
 ONE_TOKEN = "Z"
 """A letter that the tiny model's tokenizer joins with no other: so many letters, so many tokens."""
@@ -141,7 +142,7 @@ def test_literals_that_are_no_numbers(doors: Doors, literal: str) -> None:
     for field in (*FLOATS, *INTEGERS, "seed"):
         for path, prompt in prompts.items():
             content = f'{{"model":"tiny",{prompt},"{field}":{literal}}}'
-            response = doors.client.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
+            response = doors.client.post(f"/v1/{path}", content=content, headers=JSON)
             assert response.status_code == 400, response.text
 
 
@@ -166,7 +167,7 @@ def test_completions_that_cannot_be(doors: Doors) -> None:
         assert response.status_code in ((400, 404) if "model" in fields else (400,)), (fields, response.text)
         assert "Traceback" not in response.text and "/" not in response.json()["error"]["message"]
     half_a_character = b'{"model":"tiny","prompt":"\\ud800"}'
-    assert doors.client.post("/v1/completions", content=half_a_character).status_code == 400
+    assert doors.client.post("/v1/completions", content=half_a_character, headers=JSON).status_code == 400
 
 
 CHATS: list[Any] = [
@@ -189,7 +190,7 @@ BODIES = [b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"\x00", b'{"mod
 def test_bodies_that_are_none(doors: Doors) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
         for content in BODIES:
-            assert doors.client.post(path, content=content).status_code == 400, (path, content[:20])
+            assert doors.client.post(path, content=content, headers=JSON).status_code == 400, (path, content[:20])
 
 
 GENERATIONS: list[dict[str, Any]] = [

@@ -21,13 +21,14 @@ from tests.api.test_disconnect import post_raw
 from tests.waiting import PATIENCE, until, wait_until
 from weft.api.app import admission_app, build_app
 from weft.api.grpc.grpc_server import serve_rpc
+from weft.backends.contract import Stream
 from weft.config import load
 from weft.errors import Overloaded
 from weft.options import LimitOptions
 from weft.serving.admission import Admission
 from weft.serving.rate_limits import Account, Accounts, BodiesOfAll, BodiesOfKey, Bucket, RateLimited
 from weft.serving.timing import DEFAULT_ANSWER_TOKENS
-from weft.types import Output
+from weft.types import GenerationRequest, Output
 
 KEYS = {"api_key": ["a", "b"]}
 
@@ -236,6 +237,25 @@ def test_requests_that_are_open_cannot_take_more_than_there_is() -> None:
         refused = httpx.post(url + COMPLETIONS, json=body, timeout=PATIENCE)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert "may take 302 tokens" in error_of(refused)["message"]
+
+
+def test_a_prompt_is_paid_for_though_its_client_leaves_before_the_engine_begins() -> None:
+    """An engine elsewhere returns when it has computed the prompt."""
+
+    class Elsewhere(ScriptedEngine):
+        async def submit(self, request: GenerationRequest) -> Stream:
+            self.open.add(request.request_id)
+            try:
+                await forever()
+            finally:
+                self.open.discard(request.request_id)
+            raise AssertionError
+
+    engine = Elsewhere()
+    app, purse = limited_app(engine, 1000)
+    with real_server(app) as url:
+        hang_up(url, engine, COMPLETIONS, PROMPT | {"prompt": "y" * 60, "max_tokens": 100})
+        wait_until(lambda: purse.level == 1000 - 60)
 
 
 def test_a_vector_is_paid_for_by_a_client_that_hangs_up() -> None:

@@ -134,9 +134,13 @@ class _TenantQueue:
             for cursor in level.returned:
                 if can_begin(cursor):
                     return False, cursor
-            heads = [head for queue in level.queues.values() if can_begin(head := next(iter(queue)))]
-            if heads:
-                return True, min(heads, key=lambda head: head.arrival)
+            first: Cursor | None = None
+            for queue in level.queues.values():
+                head = next(iter(queue))
+                if (first is None or head.arrival < first.arrival) and can_begin(head):
+                    first = head
+            if first is not None:
+                return True, first
         return None
 
 
@@ -181,11 +185,14 @@ class WaitingQueue:
 
     def next(self, can_begin: Callable[[Cursor], bool] = lambda _: True) -> Cursor | None:
         """Return the request whose turn it is, of those that can begin."""
-        heads = [head for queue in self._queues.values() if (head := queue.next(can_begin)) is not None]
-        if not heads:
-            return None
-        _, cursor = min(heads, key=lambda head: (head[0], self.tenants.served(head[1].tenant), head[1].arrival))
-        return cursor
+        first: tuple[bool, int, int, Cursor] | None = None
+        for tenant, queue in self._queues.items():
+            if (head := queue.next(can_begin)) is not None:
+                is_fresh, cursor = head
+                turn = (is_fresh, self.tenants.served(tenant), cursor.arrival, cursor)
+                if first is None or turn < first:
+                    first = turn
+        return None if first is None else first[-1]
 
     def _level(self, cursor: Cursor) -> _Level:
         return self._queues.setdefault(cursor.tenant, _TenantQueue()).level(cursor.priority)

@@ -119,16 +119,23 @@ class Generation:
 
     async def _submit(self, index: int, streams: dict[int, Stream]) -> None:
         """Submit one request, and put its stream among the others, which are closed whatever is raised."""
-        request = self._requests[index]
+        request, cost, reservation = self._requests[index], FREE, self._reservation
+        if reservation is not None:
+            cost = self._costs[index]
+            # Before it is submitted: an engine elsewhere has computed the prompt when it returns.
+            reservation.use(cost.advance)
         try:
             streams[index] = await self._served.engine.submit(request)
-        except Overloaded:
-            self._served.metrics.rejected()
+        except Exception as error:
+            if reservation is not None:
+                reservation.use(-cost.advance)
+            if isinstance(error, Overloaded):
+                self._served.metrics.rejected()
             raise
         self._timers[index] = RequestTimer(
             self._served.metrics,
-            self._reservation,
-            self._costs[index] if self._reservation is not None else FREE,
+            reservation,
+            cost,
             self._arrived,
             request,
             self._model_name,

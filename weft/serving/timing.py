@@ -36,13 +36,16 @@ class Cost(Struct, frozen=True):
     prompt: int
     """0 where another request pays for the same prompt."""
     answer: int
+    advance: int
+    """Tokens that are used when the request is submitted: a prompt is computed whether its client waits or not, and so
+    is an image. Tokens of an answer are used as they come."""
 
     @property
     def total(self) -> int:
         return self.prompt + self.answer
 
 
-FREE = Cost(0, 0)
+FREE = Cost(0, 0, 0)
 
 
 def cost_of(request: GenerationRequest, model: ModelInfo, *, is_sibling: bool) -> Cost:
@@ -51,11 +54,14 @@ def cost_of(request: GenerationRequest, model: ModelInfo, *, is_sibling: bool) -
     match request.task:
         case Sample(params=params):
             answer = params.max_tokens or DEFAULT_ANSWER_TOKENS
-            return Cost(paid, min(answer, max(1, model.max_model_len - prompt)) if model.max_model_len else answer)
+            if model.max_model_len:
+                answer = min(answer, max(1, model.max_model_len - prompt))
+            return Cost(paid, answer, paid)
         case GenerateImage(params=image) if model.images is not None:
-            return Cost(paid, image.steps * image.passes_per_step * model.images.num_tokens)
+            answer = image.steps * image.passes_per_step * model.images.num_tokens
+            return Cost(paid, answer, paid + answer)
         case _:
-            return Cost(paid, 0)
+            return Cost(paid, 0, paid)
 
 
 class RequestTimer:
@@ -72,8 +78,8 @@ class RequestTimer:
         *,
         is_sibling: bool,
     ) -> None:
-        """Begin when the request was submitted. `reservation`: None where tokens are not limited. `is_sibling`: another
-        request pays for the same prompt."""
+        """Begin when the request was submitted, and the advance of its cost was used. `reservation`: None where tokens
+        are not limited. `is_sibling`: another request pays for the same prompt."""
         self.task = request.task
         self.is_sibling = is_sibling
         self.num_prompt_tokens = _num_prompt_tokens(request)
@@ -98,8 +104,6 @@ class RequestTimer:
         """When tokens that came as text were counted last."""
         self._estimated = 0
         """Tokens of text that the engine has not counted yet."""
-        # A prompt is computed whether its client waits or not, and so is an image; tokens are used as they come.
-        self._use(cost.prompt + (0 if self._is_sampled else cost.answer))
 
     @property
     def ended(self) -> bool:
