@@ -115,6 +115,13 @@ def test_one_look_into_a_string_is_short() -> None:
         assert inside is not None and 0 < inside.end() <= _STRIDE
 
 
+@given(JSON, st.integers(1, 20))
+def test_values_are_counted_wherever_the_windows_end(value: Any, stride: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(body_module, "_STRIDE", stride)
+        assert _num_values(json.dumps(value).encode(), 10**9) == values_of(value)
+
+
 def test_values_above_the_limit_are_refused_before_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = LimitOptions(max_json_values=1000)
     most = json.dumps({"a": [0] * 993}, separators=(",", ":")).encode()

@@ -81,42 +81,49 @@ MAX_KEY_CHARS = 1024
 CONTAINER_VALUES = 4
 """An object or an array takes as much memory as so many numbers."""
 
-_VALUE_MARKS = {b",": 1, b"[": CONTAINER_VALUES, b"{": CONTAINER_VALUES}
-_OUTSIDE_STRINGS = re.compile(rb'[,\[{"]')
-_INSIDE_STRING = re.compile(rb'(?:[^"\\]{1,1024}+|\\.){0,256}+', re.DOTALL)
 _STRIDE = 1 << 18
-"""The bytes that one search looks at, or one match inside a string: other threads run in between."""
+"""The bytes that one step looks at, at most: other threads run in between."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_WHOLE_STRINGS = re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)
+_INSIDE_STRING = re.compile(rb'(?:[^"\\]{1,1024}+|\\.){0,256}+', re.DOTALL)
+"""All are possessive, and take linear time."""
 
 
 def check_values(body: bytes, limits: LimitOptions) -> None:
     """Raise TooMany for JSON with too many values, before it is parsed: they take far more memory than their text."""
     most = limits.max_json_values
     # Those in strings count too at first. Few bodies have so many that it matters where they are.
-    marks = sum(weight * body.count(mark) for mark, weight in _VALUE_MARKS.items())
-    if marks > most and _num_values(body, most) > most:
+    if _marks(body) > most and _num_values(body, most) > most:
         raise TooMany(
             f"The body's JSON has more than {most} values; an object or an array counts as {CONTAINER_VALUES}.",
             hint="The operator's setting is --max-json-values.",
         )
 
 
+def _marks(text: bytes) -> int:
+    return text.count(b",") + CONTAINER_VALUES * (text.count(b"[") + text.count(b"{"))
+
+
 def _num_values(body: bytes, enough: int) -> int:
-    """Count the values, up to `enough`, in linear time."""
+    """Count the values, up to `enough`, without what stands in strings."""
     count = at = 0
     while at < len(body) and count <= enough:
-        found = _OUTSIDE_STRINGS.search(body, at, at + _STRIDE)
-        if found is None:
-            at += _STRIDE
-            continue
-        at = found.end()
-        if found[0] != b'"':
-            count += _VALUE_MARKS[found[0]]
-            continue
-        while at < len(body) and body[at] != ord('"'):
-            inside = _INSIDE_STRING.match(body, at)
-            at = max(at + 1, inside.end() if inside else 0)
-        at += 1
+        window = body[at : at + _STRIDE]
+        whole = _WHOLE_STRINGS.match(window)
+        end = whole.end() if whole else 0
+        count += _marks(_STRING.sub(b"", window[:end]))
+        at += end
+        if end < len(window):
+            at = _behind_string(body, at + 1)
     return count
+
+
+def _behind_string(body: bytes, at: int) -> int:
+    """Return the position behind a string of any length that `at` stands in."""
+    while at < len(body) and body[at] != ord('"'):
+        inside = _INSIDE_STRING.match(body, at)
+        at = max(at + 1, inside.end() if inside else 0)
+    return at + 1
 
 
 def check_nesting(value: Any, limits: LimitOptions) -> None:
