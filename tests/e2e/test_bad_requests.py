@@ -242,3 +242,48 @@ def test_a_prompt_of_the_whole_context_leaves_room_for_one_token(doors: Doors) -
 def test_another_model_is_not_found_at_either_door(doors: Doors) -> None:
     assert completion(doors, model="other").status_code == 404
     assert doors.predict(model_id="other") == "NOT_FOUND"
+
+
+WORDS = "the cat sat on a mat, " * 190_000
+OVERSIZED: dict[str, tuple[str, dict[str, Any]]] = {
+    "a grammar of line ends": ("completions", {"structured_outputs": {"grammar": "\n" * 20_000}}),
+    "a regex": ("completions", {"structured_outputs": {"regex": "a" * 8_000_000}}),
+    "a schema in a string": ("completions", {"structured_outputs": {"json": '{"enum":[' + "1," * 4_000_000 + "1]}"}}),
+    "a prompt": ("completions", {"prompt": WORDS}),
+    "a prompt that may be cut": ("completions", {"prompt": WORDS, "truncate_prompt_tokens": 5}),
+    "a message": ("chat/completions", {"messages": [{"role": "user", "content": WORDS}]}),
+    "an input": ("embeddings", {"input": WORDS}),
+    "wrong items": ("completions", {"stop_token_ids": [""] * 2_000_000}),
+    "wrong pairs": ("chat/completions", {"metadata": {str(number): 1 for number in range(300_000)}}),
+    "a field's name": ("completions", {"temperature_" * 650_000: 1}),
+    "stop tokens of many choices": ("completions", {"stop_token_ids": [5] * 900_000, "n": 32}),
+}
+NEEDED: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "hi"},
+    "chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "embeddings": {},
+}
+
+
+@pytest.mark.parametrize("name", OVERSIZED)
+def test_a_body_of_megabytes_is_refused_and_takes_little_more_than_its_size(doors: Doors, name: str) -> None:
+    path, fields = OVERSIZED[name]
+    process = Path(f"/proc/{doors.server.process.pid}")
+    (process / "clear_refs").write_text("5")  # The peak is counted from here on.
+    before = kilobytes(process, "VmRSS")
+    response = doors.client.post(f"/v1/{path}", json={"model": "tiny", **NEEDED[path], **fields})
+    assert response.status_code == 400, response.text[:500]
+    assert len(response.content) < 1000
+    assert kilobytes(process, "VmHWM") - before < 128 * 1024
+
+
+def kilobytes(process: Path, name: str) -> int:
+    (found,) = re.findall(rf"^{name}:\s+(\d+) kB$", (process / "status").read_text(), re.MULTILINE)
+    return int(found)
+
+
+def test_tokenize_and_grpc_refuse_a_text_of_megabytes(doors: Doors) -> None:
+    response = doors.client.post("/tokenize", json={"prompt": WORDS * 2, "return_token_strs": True})
+    assert response.status_code == 400
+    assert "--max-model-len" in response.json()["error"]["message"]
+    assert doors.predict(prompt=WORDS[:3_000_000]) == "INVALID_ARGUMENT"

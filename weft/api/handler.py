@@ -24,6 +24,9 @@ from weft.types import GenerationRequest, Output, Usage
 
 log = logging.getLogger(__name__)
 
+PIECE_BYTES = 1 << 20
+"""The most that is given to a socket at once."""
+
 JSON_HEADERS = [(b"content-type", b"application/json")]
 
 
@@ -99,8 +102,8 @@ class Writer:
     def check(self, output: Output) -> None:
         """Raise what is wrong with an answer in one piece as soon as an output shows it, before others are computed."""
 
-    async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
-        """Return the answer in one piece."""
+    async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes | Sequence[bytes]:
+        """Return the answer that is not streamed; a large one in pieces, which are never copied together."""
         raise NotImplementedError
 
 
@@ -134,10 +137,19 @@ class StreamedResponse:
     async def end(self, body: bytes) -> None:
         await self._send_body(body, more=False)
 
-    async def answer(self, body: bytes) -> None:
-        """Send the answer in one piece of JSON."""
-        await self.start([*JSON_HEADERS, (b"content-length", b"%d" % len(body))])
-        await self.end(body)
+    async def answer(self, body: bytes | Sequence[bytes]) -> None:
+        """Send an answer of JSON whose length is known."""
+        pieces = [body] if isinstance(body, bytes) else body
+        length = sum(map(len, pieces))
+        await self.start([*JSON_HEADERS, (b"content-length", b"%d" % length)])
+        if length <= PIECE_BYTES:
+            await self.end(b"".join(pieces))
+            return
+        for piece in pieces:
+            # A socket keeps a copy of all that it cannot send at once.
+            for at in range(0, len(piece), PIECE_BYTES):
+                await self._send_body(piece[at : at + PIECE_BYTES], more=True)
+        await self.end(b"")
 
     def _send_body(self, body: bytes, *, more: bool) -> Awaitable[None]:
         if self._direct is not None:

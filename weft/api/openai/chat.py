@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from weft.api.body import parse
 from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
-from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, encoded_list, num_figures, prompt_logprobs
+from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures, prompt_logprobs, with_items
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
     CalledFunction,
@@ -107,28 +107,27 @@ class ChatWriter(Writer):
             return DONE
         return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + DONE
 
-    async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
+    async def whole(self, outputs: Sequence[CollectedOutput]) -> list[bytes]:
         if sum(map(num_figures, outputs)) > MANY_FIGURES:
             return await asyncio.to_thread(self._whole, outputs)
         return self._whole(outputs)
 
-    def _whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
+    def _whole(self, outputs: Sequence[CollectedOutput]) -> list[bytes]:
         first = outputs[0]
         asked = self._request.return_token_ids
-        return msgspec.json.encode(
-            ChatCompletion(
-                id=self.answer_id,
-                created=self._head.created,
-                model=self._head.model,
-                choices=encoded_list(self._choice(index, output) for index, output in enumerate(outputs)),
-                usage=self._usage_body([output.usage for output in outputs]),
-                system_fingerprint=SYSTEM_FINGERPRINT,
-                prompt_token_ids=self._prompt if asked else UNSET,
-                prompt_logprobs=UNSET
-                if first.prompt_logprobs is None
-                else prompt_logprobs(self._engine.text.tokenizer, self._prompt, first.prompt_logprobs),
-            )
+        answer = ChatCompletion(
+            id=self.answer_id,
+            created=self._head.created,
+            model=self._head.model,
+            choices=[],
+            usage=self._usage_body([output.usage for output in outputs]),
+            system_fingerprint=SYSTEM_FINGERPRINT,
+            prompt_token_ids=self._prompt if asked else UNSET,
+            prompt_logprobs=UNSET
+            if first.prompt_logprobs is None
+            else prompt_logprobs(self._engine.text.tokenizer, self._prompt, first.prompt_logprobs),
         )
+        return with_items(answer, "choices", (self._choice(index, output) for index, output in enumerate(outputs)))
 
     def _chunk(self, index: int, body: dict[str, object], output: Output | None) -> bytes:
         """Return a chunk of one piece; the first one that an output gives has the figures of its tokens."""

@@ -17,10 +17,10 @@ from weft.api.openai.logprobs import (
     MANY_FIGURES,
     completion_logprobs,
     echoed_logprobs,
-    encoded_list,
     joined,
     num_figures,
     prompt_logprobs,
+    with_items,
 )
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
@@ -134,22 +134,21 @@ class CompletionWriter(Writer):
             return DONE
         return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + DONE
 
-    async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
+    async def whole(self, outputs: Sequence[CollectedOutput]) -> list[bytes]:
         if self._request.echo or sum(map(num_figures, outputs)) > MANY_FIGURES:
             return await asyncio.to_thread(self._whole, outputs)
         return self._whole(outputs)
 
-    def _whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
-        return msgspec.json.encode(
-            Completion(
-                id=self.answer_id,
-                created=self._head.created,
-                model=self._head.model,
-                choices=encoded_list(self._choice(index, output) for index, output in enumerate(outputs)),
-                usage=self._usage_body([output.usage for output in outputs]),
-                system_fingerprint=SYSTEM_FINGERPRINT,
-            )
+    def _whole(self, outputs: Sequence[CollectedOutput]) -> list[bytes]:
+        answer = Completion(
+            id=self.answer_id,
+            created=self._head.created,
+            model=self._head.model,
+            choices=[],
+            usage=self._usage_body([output.usage for output in outputs]),
+            system_fingerprint=SYSTEM_FINGERPRINT,
         )
+        return with_items(answer, "choices", (self._choice(index, output) for index, output in enumerate(outputs)))
 
     def _choice(self, index: int, output: CollectedOutput) -> CompletionChoice:
         request = self._request

@@ -9,13 +9,12 @@ from array import array
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-import msgspec
 from msgspec import Struct
 from pydantic import Field, PlainValidator
 
 from weft.api.body import parse
 from weft.api.handler import Writer
-from weft.api.openai.logprobs import encoded_list
+from weft.api.openai.logprobs import with_items
 from weft.api.openai.openai_schema import Fields, Name, prompts
 from weft.api.translate import LONG_PROMPT, given_tokens
 from weft.backends.contract import Engine, max_encoded_tokens, tokens_unknown
@@ -105,25 +104,21 @@ class EmbeddingsWriter(Writer):
         if output.finish:
             self._checked(output.embedding)
 
-    async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
+    async def whole(self, outputs: Sequence[CollectedOutput]) -> list[bytes]:
         vectors = [self._checked(output.embedding) for output in outputs]
         num_tokens = sum(output.usage.prompt_tokens for output in outputs)
         if len(vectors) * len(vectors[0]) > LARGE_ANSWER_BYTES:
             return await asyncio.to_thread(self._whole, vectors, num_tokens)
         return self._whole(vectors, num_tokens)
 
-    def _whole(self, vectors: Sequence[bytes], num_tokens: int) -> bytes:
+    def _whole(self, vectors: Sequence[bytes], num_tokens: int) -> list[bytes]:
+        answer = EmbeddingList(data=[], model=self._request.model, usage=EmbeddingsUsage(num_tokens, num_tokens))
         encoding_format = self._request.encoding_format
-        return msgspec.json.encode(
-            EmbeddingList(
-                data=encoded_list(
-                    EmbeddingBody(index=index, embedding=_written(vector, encoding_format))
-                    for index, vector in enumerate(vectors)
-                ),
-                model=self._request.model,
-                usage=EmbeddingsUsage(num_tokens, num_tokens),
-            )
+        bodies = (
+            EmbeddingBody(index=index, embedding=_written(vector, encoding_format))
+            for index, vector in enumerate(vectors)
         )
+        return with_items(answer, "data", bodies)
 
     def _checked(self, vector: bytes | None) -> bytes:
         if vector is None:

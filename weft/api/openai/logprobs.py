@@ -44,6 +44,17 @@ def encoded_list(items: Iterable[object]) -> Any:
     return msgspec.Raw(b"[" + b",".join(map(msgspec.json.encode, items)) + b"]")
 
 
+def with_items(answer: object, field: str, items: Iterable[object]) -> list[bytes]:
+    """Encode an answer in pieces, with these items in the list of this name, which is empty."""
+    name = f'"{field}":['.encode()
+    # A string cannot hold this: its quotes are escaped.
+    before, behind = msgspec.json.encode(answer).split(name + b"]", 1)
+    pieces = [before + name]
+    for number, item in enumerate(items):
+        pieces.append((b"," if number else b"") + msgspec.json.encode(item))
+    return [*pieces, b"]" + behind]
+
+
 def chat_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], *, as_ids: bool = False
 ) -> ChatLogprobs:

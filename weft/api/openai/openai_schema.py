@@ -30,19 +30,23 @@ MAX_PAIRS = 128
 T = TypeVar("T")
 
 
-def _few_pairs(value: object) -> object:
-    """Refuse an object that has too many pairs before each of them is looked at."""
-    if isinstance(value, dict) and len(value) > MAX_PAIRS:
-        raise ValueError(f"it has {len(value)} entries; at most {MAX_PAIRS}.")
-    return value
+def _at_most(length: int, unit: str) -> BeforeValidator:
+    """Refuse what is longer before it is looked at. The description tells types, not limits."""
+
+    def checked(value: object) -> object:
+        if isinstance(value, str | dict) and len(value) > length:
+            raise ValueError(f"it has {len(value)} {unit}; at most {length}.")
+        return value
+
+    return BeforeValidator(checked)
 
 
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list that is refused for the first of its items that is wrong: to tell of all would take longer than to read it."""
-Pairs = Annotated[dict[str, T], BeforeValidator(_few_pairs)]
-Name = Annotated[str, Field(max_length=1024)]
-"""A name that errors repeat, or the answer."""
-Metadata = Pairs[Annotated[str, Field(max_length=4096)]]
+Pairs = Annotated[dict[str, T], _at_most(MAX_PAIRS, "entries")]
+Name = Annotated[str, _at_most(1024, "characters")]
+"""A name that errors or the answer repeat."""
+Metadata = Pairs[Annotated[str, _at_most(4096, "characters")]]
 
 NotYet = Mapping[str, Sequence[object]]
 """Fields by name, each with the values that ask for nothing and are let through."""
