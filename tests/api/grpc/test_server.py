@@ -478,7 +478,9 @@ def test_it_waits_for_answers_as_long_as_the_grace() -> None:
             running = asyncio.create_task(answer_to(opened, ask()))
             await until(lambda: bool(engine.open))
             stopping = asyncio.create_task(opened.server.stop(3600))
-            assert (await refused(opened.predict([ask()])))[0] in (Code.UNAVAILABLE, Code.CANCELLED)
+            code, details = await refused(opened.predict([ask()]))
+            # The last is what grpc.aio's client says of itself when the connection closes while it sends.
+            assert code in (Code.UNAVAILABLE, Code.CANCELLED) or details == "Internal error from Core"
             assert not stopping.done()
             ended.set()
             await stopping

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 MAX_OPEN = 128
 """Predictions that run on one stream; the next request is read when one has ended."""
 
+SHUTTING_DOWN = status_of(Unavailable("The server is shutting down."))
+
 
 class PredictionStream:
     """A failure ends the call, but not the predictions that were begun before it: they are finished first."""
@@ -47,6 +49,7 @@ class PredictionStream:
         self._num_begun = 0
         self._num_ended = 0
         self._failure: RpcStatus | None = None
+        self._closing = False
         self._reading: asyncio.Task[None] | None = None
 
     async def run(self, requests: AsyncIterable[bytes]) -> RpcStatus | None:
@@ -58,9 +61,9 @@ class PredictionStream:
         return self._failure
 
     def close(self) -> None:
-        """Wait for no more requests; those already begun are finished."""
-        if self._reading is not None and not self._reading.done():
-            self._end(status_of(Unavailable("The server is shutting down.")))
+        """Wait for no more requests; those already begun are finished, and are whole if the client sends no other."""
+        self._closing = True
+        self._stop_reading_when_done()
 
     def _end(self, status: RpcStatus) -> None:
         """Begin no more predictions, and end with this status when those already begun are done."""
@@ -69,13 +72,19 @@ class PredictionStream:
         self._stop_reading_when_done()
 
     def _stop_reading_when_done(self) -> None:
-        if self._failure is not None and self._num_ended == self._num_begun and self._reading is not None:
+        if self._num_ended < self._num_begun or self._reading is None or self._reading.done():
+            return
+        if self._closing and self._failure is None:
+            self._failure = SHUTTING_DOWN
+        if self._failure is not None:
             self._reading.cancel()
 
     async def _read(self, requests: AsyncIterable[bytes], group: asyncio.TaskGroup) -> None:
         async for message in requests:
             arrived = time.perf_counter()
             await self._capacity.acquire()
+            if self._closing and self._failure is None:
+                self._failure = SHUTTING_DOWN
             if self._failure is not None:
                 # Read and let go: a client that cannot send might never look at the status.
                 self._capacity.release()
