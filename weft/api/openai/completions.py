@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Sequence
 
 import msgspec
 from msgspec import UNSET
@@ -39,8 +38,6 @@ from weft.serving.admission import RequestContext
 from weft.serving.output_reader import CollectedOutput
 from weft.serving.request import unique_id
 from weft.types import GenerationRequest, Output, TokenLogprob, Usage
-
-T = TypeVar("T")
 
 
 async def completions_endpoint(
@@ -82,8 +79,8 @@ class CompletionWriter(Writer):
         self._prompt_logprobs: dict[int, Sequence[TokenLogprob]] = {}
         """Logprobs of each prompt: its first choice brings them, before any other choice begins."""
         self._prompt_texts: dict[int, str] = {}
-        self._prompt_figures: dict[int, PromptLogprobs | None] = {}
-        self._echoes: dict[int, tuple[CompletionLogprobs | None, int]] = {}
+        self._prompt_figures: dict[int, PromptLogprobs] = {}
+        self._echoes: dict[int, tuple[CompletionLogprobs, int]] = {}
         """All three are written once for the choices of a prompt, by its number."""
         self._is_simple = not (self._continuous_usage or request.return_token_ids or request.echo)
         """An output of text alone is a chunk of text alone."""
@@ -107,8 +104,8 @@ class CompletionWriter(Writer):
         choice: dict[str, object] = {"logprobs": None, "finish_reason": output.finish}
         logprobs: CompletionLogprobs | None = None
         if is_first and self._request.echo:
-            text = _once(self._prompt_texts, number, self._prompt_text) + text
-            logprobs, self._text_offsets[index] = _once(self._echoes, number, self._echoed)
+            text = self._prompt_text(number) + text
+            logprobs, self._text_offsets[index] = self._echoed(number)
         if output.logprobs and self._shows_answer:
             own, self._text_offsets[index] = self._figures(index, output.token_ids, output.logprobs)
             logprobs = own if logprobs is None else joined(logprobs, own)
@@ -117,7 +114,7 @@ class CompletionWriter(Writer):
             choice["prompt_token_ids"] = self._prompt(index)
         if self._request.return_token_ids:
             choice["token_ids"] = output.token_ids if self._shows_answer else []
-        if is_first and (figures := _once(self._prompt_figures, number, self._figures_of)) is not None:
+        if is_first and (figures := self._figures_of(number)) is not None:
             choice["prompt_logprobs"] = figures
         if output.finish and output.stop_reason is not None:
             choice["stop_reason"] = output.stop_reason
@@ -156,12 +153,12 @@ class CompletionWriter(Writer):
         number = index // self._completion.n
         text, logprobs = self._shown(output.text), None
         if request.echo:
-            text = _once(self._prompt_texts, number, self._prompt_text) + text
-            logprobs, self._text_offsets[index] = _once(self._echoes, number, self._echoed)
+            text = self._prompt_text(number) + text
+            logprobs, self._text_offsets[index] = self._echoed(number)
         if output.logprobs and self._shows_answer:
             own, _ = self._figures(index, output.token_ids, output.logprobs)
             logprobs = own if logprobs is None else joined(logprobs, own)
-        figures = _once(self._prompt_figures, number, self._figures_of)
+        figures = self._figures_of(number)
         token_ids = output.token_ids if self._shows_answer else []
         return CompletionChoice(
             index=index,
@@ -187,19 +184,25 @@ class CompletionWriter(Writer):
         return tokens_of(self._completion.requests[index].prompt)
 
     def _prompt_text(self, number: int) -> str:
-        prompt = self._prompt(number * self._completion.n)
-        return self._engine.text.tokenizer.decode(prompt, skip_special_tokens=self._request.skip_special_tokens)
+        if number not in self._prompt_texts:
+            skip = self._request.skip_special_tokens
+            prompt = self._prompt(number * self._completion.n)
+            self._prompt_texts[number] = self._engine.text.tokenizer.decode(prompt, skip_special_tokens=skip)
+        return self._prompt_texts[number]
 
     def _note(self, index: int, logprobs: Sequence[TokenLogprob] | None) -> None:
         if logprobs is not None:
             self._prompt_logprobs[index // self._completion.n] = logprobs
 
     def _figures_of(self, number: int) -> PromptLogprobs | None:
+        """Return the figures of a prompt, if they are wanted, written once for all its choices."""
         logprobs = self._prompt_logprobs.get(number)
         if logprobs is None or self._request.prompt_logprobs is None:
             return None
-        prompt = self._prompt(number * self._completion.n)
-        return prompt_logprobs(self._engine.text.tokenizer, prompt, logprobs)
+        if number not in self._prompt_figures:
+            prompt = self._prompt(number * self._completion.n)
+            self._prompt_figures[number] = prompt_logprobs(self._engine.text.tokenizer, prompt, logprobs)
+        return self._prompt_figures[number]
 
     def _figures(
         self, index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]
@@ -217,15 +220,11 @@ class CompletionWriter(Writer):
         logprobs = self._prompt_logprobs.get(number)
         if logprobs is None or self._request.logprobs is None:
             return None, 0
-        as_ids = self._request.return_tokens_as_token_ids
-        prompt = self._prompt(number * self._completion.n)
-        return echoed_logprobs(self._engine.text.tokenizer, prompt, logprobs, as_ids=as_ids)
+        if number not in self._echoes:
+            as_ids = self._request.return_tokens_as_token_ids
+            prompt = self._prompt(number * self._completion.n)
+            self._echoes[number] = echoed_logprobs(self._engine.text.tokenizer, prompt, logprobs, as_ids=as_ids)
+        return self._echoes[number]
 
     def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:
         return usage_body(usages, self._completion.n, self._completion.truncated_tokens)
-
-
-def _once(kept: dict[int, T], number: int, make: Callable[[int], T]) -> T:
-    if number not in kept:
-        kept[number] = make(number)
-    return kept[number]
