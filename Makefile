@@ -7,6 +7,8 @@
 #   make check   lint, format, types and tests: what a change must pass
 #   make bench   measure this machine
 #   make lock    write requirements/ anew: the versions that are installed, with the hashes of their wheels
+#   make audit   tell which locked packages have known vulnerabilities (ADVISORIES: a folder of advisories)
+#   make release  a wheel, a bill of materials and checksums in dist/
 #   make proto   write the Python of the gRPC door's messages from its .proto file
 #   make show-vllm-bench   let vLLM's own benchmark drive the server (vLLM goes into build/vllm: 2 GB)
 #   make show-vllm-engine  the tests of vLLM as an engine, on this machine's CPU (in build/vllm)
@@ -24,10 +26,11 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 VLLM_ENV ?= build/vllm
 LLAMA_SERVER ?=
+ADVISORIES ?= build/advisories
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy coverage check lint bench lock proto show-vllm-bench show-vllm-engine show-remote-peers clean
+.PHONY: serve test test-thorough test-busy coverage check lint bench lock audit release proto show-vllm-bench show-vllm-engine show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -61,6 +64,18 @@ bench: .venv/installed
 
 lock: .venv/installed-dev
 	$(BIN)/python tools/lock.py
+
+audit: .venv/installed-dev $(ADVISORIES)
+	$(BIN)/python tools/audit.py $(ADVISORIES)
+
+build/advisories:
+	git clone --quiet --depth 1 https://github.com/pypa/advisory-database $@
+
+release: .venv/installed
+	rm -rf dist
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python tools/sbom.py dist/weft.cdx.json
+	cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
 
 proto: .venv/installed-dev
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. weft/api/grpc/ai_service.proto

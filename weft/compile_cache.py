@@ -19,6 +19,7 @@ VARIABLE = "WEFT_COMPILE_CACHE"
 NAME = "weft-compiled"
 NUMBA = "numba"
 """The part that is a pickle, every file of which is looked at."""
+PARTS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ def compile_cache() -> Path:
             root.mkdir(mode=0o700)
         root = root.resolve()
         doubt = _doubt(root) or _doubt_of_files(root / NUMBA)
+        for part in () if doubt else PARTS.values():
+            (root / part).mkdir(mode=0o700, exist_ok=True)
     except (OSError, RuntimeError) as error:
         root, doubt = Path(NAME), str(error)
     return _temporary(root, doubt) if doubt else root
@@ -41,10 +44,7 @@ def compile_cache() -> Path:
 def compile_cache_environment() -> dict[str, str]:
     """Return the environment that leads an engine process, and the compilers in it, to the folder."""
     root = compile_cache()
-    parts = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
-    for part in parts.values():
-        (root / part).mkdir(mode=0o700, exist_ok=True)
-    return {VARIABLE: str(root), **{name: str(root / part) for name, part in parts.items()}}
+    return {VARIABLE: str(root), **{name: str(root / part) for name, part in PARTS.items()}}
 
 
 def _chosen() -> Path:
@@ -106,6 +106,8 @@ def _described(found: os.stat_result) -> str:
 def _temporary(root: Path, doubt: str) -> Path:
     """Make a folder for this process and its engines, once."""
     folder = Path(tempfile.mkdtemp(prefix=f"{NAME}-"))
+    for part in PARTS.values():
+        (folder / part).mkdir(mode=0o700)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     log.warning(
         "The compiled kernels in %s are not used: %s. They are compiled again, which takes some 20 s at every start, "

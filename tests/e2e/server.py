@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import httpx
 
@@ -18,13 +20,14 @@ from tests.waiting import PATIENCE
 class Server:
     """`weft serve`, ready. A context manager that leaves nothing running."""
 
-    def __init__(self, *flags: str) -> None:
+    def __init__(self, *flags: str, under: Sequence[str] = (), env: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`under`: a command that runs the server's own, in the same process."""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "weft", "serve", "--port", "0", "--grpc-port", "0", *flags],
+            [*under, sys.executable, "-m", "weft", "serve", "--port", "0", "--grpc-port", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
         )
         self.log: list[str] = []
         self._reading = threading.Thread(target=self._read_log, daemon=True)

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.e2e.server import Server
 from tests.waiting import wait_until
@@ -16,8 +17,8 @@ NAME = "tiny"
 
 
 class TinyServer(Server):
-    def __init__(self, model: Path, *flags: str) -> None:
-        super().__init__("--model", str(model), "--served-model-name", NAME, *flags)
+    def __init__(self, model: Path, *flags: str, **how: Any) -> None:
+        super().__init__("--model", str(model), "--served-model-name", NAME, *flags, **how)
         self.first_engine = self.engine_pid()
 
     def grpc_port(self) -> int:

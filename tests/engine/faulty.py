@@ -1,7 +1,7 @@
 """An engine process with a fault: `launch_engine("tests.engine.faulty", FAULT)`.
 
-Whenever a step has a request whose tokens hold POISON, the fault happens: with "queue" when such a request is queued,
-and with "adapter" when the adapter of any request is read. Everything else is the real engine.
+Whenever a step has a request whose tokens begin with POISON, the fault happens: with "queue" when such a request is
+queued, and with "adapter" when the adapter of any request is read. Everything else is the real engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 from weft.engine import process
 
-POISON = 4242
+POISON = [1, 42, 2]
 
 
 def install(fault: str) -> None:
@@ -23,7 +23,7 @@ def install(fault: str) -> None:
     execute, sampled = Runner.execute, Runner._sampled
 
     def faulty_execute(runner, plan):
-        if any(POISON in admission.token_ids for admission in plan.admit):
+        if any([*admission.token_ids[: len(POISON)]] == POISON for admission in plan.admit):
             if fault == "exit":
                 os._exit(3)
             if fault == "raise":
@@ -32,12 +32,12 @@ def install(fault: str) -> None:
 
     def faulty_sampled(runner, rows, outcome):
         for i, row in enumerate(rows):
-            if fault == "nan" and POISON in runner.stepper.table.tokens[row.row, : row.start + row.count]:
+            if fault == "nan" and runner.stepper.table.tokens[row.row, : len(POISON)].tolist() == POISON:
                 outcome.peaks[i] = outcome.logits[i, 0] = float("nan")
         return sampled(runner, rows, outcome)
 
     def faulty_add(scheduler, request):
-        if fault == "queue" and POISON in request.prompt_token_ids:
+        if fault == "queue" and [*request.prompt_token_ids] == POISON:
             os._exit(3)
         return add(scheduler, request)
 

@@ -32,7 +32,8 @@ from weft.types import FinishReason, ImageParams, Output, SamplingParams
 MAX_TOKENS = 30
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=MAX_TOKENS, ignore_eos=True)
-LONG, LONG_SEEDED = (replace(params, max_tokens=200) for params in (GREEDY, SEEDED))
+LONG, LONG_SEEDED = (replace(params, max_tokens=150) for params in (GREEDY, SEEDED))
+LONGEST = replace(GREEDY, max_tokens=400)
 """For the tiny model, which is quick."""
 PROMPTS = [
     "The sea was calm that morning, and",
@@ -144,15 +145,15 @@ def test_a_stopped_engine_is_noticed_and_replaced(tiny_files: ModelFiles) -> Non
 
 
 @pytest.mark.parametrize("fault", ["exit", "raise", "queue"])
-def test_a_request_that_kills_two_engines_ends_alone(smollm2_files: ModelFiles, fault: str) -> None:
+def test_a_request_that_kills_two_engines_ends_alone(tiny_files: ModelFiles, fault: str) -> None:
     launch = partial(launch_engine, "tests.engine.faulty", fault)
 
     async def scenario() -> None:
-        async with serving(smollm2_files, launch) as engine:
-            expected = [text for text, _ in await asyncio.gather(*(answer(engine, one, GREEDY) for one in PROMPTS))]
-            innocent = [asyncio.create_task(answer(engine, prompt, GREEDY)) for prompt in PROMPTS]
+        async with serving(tiny_files, launch) as engine:
+            expected = [text for text, _ in await asyncio.gather(*(answer(engine, one, LONGEST) for one in PROMPTS))]
+            innocent = [asyncio.create_task(answer(engine, prompt, LONGEST)) for prompt in PROMPTS]
             await until(lambda: engine.stats().running == len(PROMPTS))
-            _, last = await answer(engine, [1, POISON, 2], GREEDY)
+            _, last = await answer(engine, POISON, LONGEST)
             assert last.finish is FinishReason.ERROR
             assert "twice" in last.error
             assert [text for text, _ in await asyncio.gather(*innocent)] == expected
@@ -161,14 +162,14 @@ def test_a_request_that_kills_two_engines_ends_alone(smollm2_files: ModelFiles, 
     asyncio.run(scenario())
 
 
-def test_logits_that_are_no_numbers_fail_that_request_alone(smollm2_files: ModelFiles) -> None:
+def test_logits_that_are_no_numbers_fail_that_request_alone(tiny_files: ModelFiles) -> None:
     launch = partial(launch_engine, "tests.engine.faulty", "nan")
 
     async def scenario() -> None:
-        async with serving(smollm2_files, launch) as engine:
-            expected, _ = await answer(engine, PROMPTS[0], GREEDY)
+        async with serving(tiny_files, launch) as engine:
+            expected, _ = await answer(engine, PROMPTS[0], LONG)
             (text, ended), (_, broken) = await asyncio.gather(
-                answer(engine, PROMPTS[0], GREEDY), answer(engine, [1, POISON, 2], GREEDY)
+                answer(engine, PROMPTS[0], LONG), answer(engine, POISON, LONG)
             )
             assert broken.finish is FinishReason.ERROR
             assert "not a number" in broken.error
@@ -208,19 +209,19 @@ def test_aborted_at_any_stage_the_blocks_come_back(smollm2_files: ModelFiles) ->
     asyncio.run(scenario())
 
 
-def test_a_full_queue_refuses_at_once(smollm2_files: ModelFiles) -> None:
+def test_a_full_queue_refuses_at_once(tiny_files: ModelFiles) -> None:
     async def scenario() -> None:
-        limits = {"max_num_seqs": 1, "max_queued_requests": 2, "max_queued_tokens": 100}
-        async with serving(smollm2_files, EngineThread, **limits) as engine:
-            streams = [await engine.submit(sample([1, 2, 3], GREEDY))]
-            await until(lambda: engine.stats().waiting == 0)
-            streams += [await engine.submit(sample([1, 2, 3], GREEDY)) for _ in range(2)]
+        limits = {"max_num_seqs": 1, "max_queued_requests": 2, "max_queued_tokens": 100, "heartbeat_timeout_s": 3600}
+        async with serving(tiny_files, **limits) as engine:
+            os.kill(engine.client.engine_pid, signal.SIGSTOP)
+            streams = [await engine.submit(sample([1, 2, 3], GREEDY)) for _ in range(2)]
             with pytest.raises(Overloaded, match="2 requests are waiting"):
                 await engine.submit(sample([1, 2, 3], GREEDY))
             for stream in streams:
                 await stream.aclose()
             with pytest.raises(Overloaded, match="tokens"):
                 await engine.submit(sample(list(range(101)), GREEDY))
+            os.kill(engine.client.engine_pid, signal.SIGCONT)
 
     asyncio.run(scenario())
 
@@ -261,17 +262,17 @@ def test_a_model_that_cannot_be_loaded_says_why(tmp_path: Path, smollm2_files: M
     asyncio.run(scenario())
 
 
-def test_an_engine_that_dies_at_once_is_not_started_for_ever(smollm2_files: ModelFiles) -> None:
+def test_an_engine_that_dies_at_once_is_not_started_for_ever(tiny_files: ModelFiles) -> None:
     async def scenario() -> None:
         with pytest.raises(EngineFault, match="exit code 7"):
             await start_native(
                 load({}, env={}),
-                smollm2_files,
+                tiny_files,
                 launch=partial(EngineProcess, sys.executable, "-c", "import os; os._exit(7)"),
             )
-        async with serving(smollm2_files, max_restarts=1) as engine:
+        async with serving(tiny_files, max_restarts=1) as engine:
             engine.client._launch = partial(EngineProcess, sys.executable, "-c", "import os; os._exit(7)")
-            stream = asyncio.create_task(answer(engine, PROMPTS[0], GREEDY))
+            stream = asyncio.create_task(answer(engine, PROMPTS[0], LONGEST))
             await until(lambda: engine.stats().running)
             os.kill(engine.client.engine_pid, signal.SIGKILL)
             _, last = await stream
@@ -281,9 +282,9 @@ def test_an_engine_that_dies_at_once_is_not_started_for_ever(smollm2_files: Mode
     asyncio.run(scenario())
 
 
-def test_a_thread_serves_like_a_process(smollm2_files: ModelFiles) -> None:
+def test_a_thread_serves_like_a_process(tiny_files: ModelFiles) -> None:
     async def scenario() -> None:
-        async with serving(smollm2_files, EngineThread) as engine:
+        async with serving(tiny_files, EngineThread) as engine:
             _, last = await answer(engine, PROMPTS[0], GREEDY)
             assert last.usage.completion_tokens == MAX_TOKENS
         assert engine.client.state == "closed"

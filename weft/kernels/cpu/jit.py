@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable
 from importlib import import_module
@@ -17,6 +18,8 @@ types: Any = import_module("numba.types")
 cgutils: Any = import_module("numba.core.cgutils")
 ir: Any = import_module("llvmlite.ir")
 llvm: Any = import_module("llvmlite.binding")
+
+log = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -42,15 +45,20 @@ def entry(signature: str | Any) -> Callable[[Function], Function]:
     """A function that Python calls: compiled now or taken from the cache, and run without the GIL."""
     numba.config.CACHE_DIR = str(_CACHE)
 
+    def compiled(function: Function, *, cached: bool) -> Function:
+        options = {"cache": cached, "nogil": True, "error_model": "numpy", "fastmath": set(REORDER)}
+        wrapped: Function = numba.njit(signature, **options)(function)
+        return wrapped
+
     def wrap(function: Function) -> Function:
         before = os.umask(0o077)
         try:
-            compiled: Function = numba.njit(
-                signature, cache=True, nogil=True, error_model="numpy", fastmath=set(REORDER)
-            )(function)
+            return compiled(function, cached=True)
+        except (OSError, RuntimeError) as error:  # numba's, where it can make no file
+            log.warning("Compiled kernels cannot be kept in %s (%s): each start compiles them.", _CACHE, error)
+            return compiled(function, cached=False)
         finally:
             os.umask(before)
-        return compiled
 
     return wrap
 
