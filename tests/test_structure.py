@@ -115,6 +115,28 @@ def test_nothing_executes_data(path: Path) -> None:
             assert name not in FORBIDDEN_CALLS, f"line {node.lineno}: {name}"
 
 
+def _only_narrows(node: ast.expr) -> bool:
+    """Whether an expression tells a type checker what is known: nothing is computed in it, and no value is judged."""
+    match node:
+        case ast.BoolOp(op=ast.And(), values=values):
+            return all(map(_only_narrows, values))
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return _only_narrows(operand)
+        case ast.Call(func=ast.Name(id="isinstance")):
+            return True
+        case ast.Compare(ops=[ast.Is() | ast.IsNot()]):
+            return True
+    return False
+
+
+def test_python_without_asserts_runs_the_same() -> None:
+    """`python -O` leaves asserts out: what must hold is checked by an `if`."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Assert):
+                assert _only_narrows(node.test), f"{path}, line {node.lineno}: {ast.unparse(node)}"
+
+
 @pytest.mark.parametrize("package", ["api", "serving"])
 def test_the_api_knows_only_the_contract_of_an_engine(package: str) -> None:
     for path in (PACKAGE / package).rglob("*.py"):

@@ -46,8 +46,9 @@ T = TypeVar("T")
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[TinyServer]:
+    """`python -O`: no check may be an assert."""
     flags = ("--max-model-len", "128", "--kv-cache-memory-mb", "8", "--tool-style", "hermes")
-    with TinyServer(tiny_model, *flags) as server:
+    with TinyServer(tiny_model, *flags, env={"PYTHONOPTIMIZE": "1"}) as server:
         yield server
         server.check_unharmed()
 

@@ -138,7 +138,7 @@ class EngineCore:
         result = _within_memory(launched.result)
         if result is not None:
             read = self.scheduler.apply(launched.plan, result)
-            assert not brought.tokens, "a request has one token in a message"
+            # A request has one token in a message.
             brought.tokens = read.tokens
             brought.events += read.events
             return

@@ -195,7 +195,7 @@ class ModelSlot:
 
     def enter(self) -> ServedModel:
         """Let a request in, which is possible only while it is open."""
-        assert self.served is not None and not self._leaving
+        assert self.served is not None
         self.num_inside += 1
         self._empty.clear()
         return self.served
