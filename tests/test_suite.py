@@ -15,6 +15,7 @@ SLEEPERS = {"time", "asyncio", "anyio"}
 MAY_SLEEP = {
     "waiting.py": "asks for a condition again and again",
     "virtual_time.py": "sleeps on a clock that jumps",
+    "flood.py": "measures how long answers take, and paces the clients that are refused",
     "peers/remote_peers.py": "measures servers of others, which tell of no condition, and paces the load on them",
 }
 

@@ -48,13 +48,13 @@ class TinyServer(Server):
 
     def memory_mb(self) -> dict[str, float]:
         """Resident, of the api process and of its engine."""
-        return {"api": _resident_mb(self.process.pid), "engine": _resident_mb(self.first_engine)}
+        return {"api": resident_mb(self.process.pid), "engine": resident_mb(self.first_engine)}
 
     def num_files(self) -> int:
         """Open in the api process, connections included."""
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
 
-def _resident_mb(pid: int) -> float:
+def resident_mb(pid: int) -> float:
     (kilobytes,) = re.findall(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return int(kilobytes) / 1024
