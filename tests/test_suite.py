@@ -15,6 +15,8 @@ SLEEPERS = {"time", "asyncio", "anyio"}
 MAY_SLEEP = {
     "waiting.py": "asks for a condition again and again",
     "virtual_time.py": "sleeps on a clock that jumps",
+    "chaos.py": "kills at random moments",
+    "soak.py": "sends requests at a steady rate",
     "peers/remote_peers.py": "measures servers of others, which tell of no condition, and paces the load on them",
 }
 

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 
+import weft
 from tests.processes import descendants, is_engine
 from tests.waiting import PATIENCE
+
+
+@contextmanager
+def run_first(module: Path, folder: Path) -> Iterator[None]:
+    """Let processes that are started meanwhile, and theirs, run a `sitecustomize.py` first. It is copied into the
+    folder, where it may read and write."""
+    before = os.environ.get("PYTHONPATH")
+    shutil.copy(module, folder)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), before or str(Path(weft.__file__).parents[1])])
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 class Server:
