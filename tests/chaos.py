@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tests.e2e.mixed_load import Differs, Lost, MixedLoad, MixedServer, slope, usage
+from tests.e2e.mixed_load import Differs, Lost, MixedLoad, MixedServer, Usage, slope, usage
 from tests.e2e.server import run_first
 from tests.processes import is_engine
 from tests.waiting import until
@@ -57,7 +57,9 @@ READY_SECONDS = 0.2
 STARTING_SECONDS = 0.5
 """A kill while the engine starts comes at most so long after the process is there."""
 MONITOR_SECONDS = 0.02
-HEARTBEAT_SECONDS = 3
+START_TIMEOUT_SECONDS = {"cpu": 20, "cuda": 120}
+MAX_MORE_MB, MAX_MORE_FILES = 32, 8
+"""What the api process may hold more at the end than at the beginning."""
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -68,7 +70,9 @@ class Settings(Struct, frozen=True, kw_only=True):
     clients: int = 10
     variants: int = 4
     """Requests of each kind that differ from each other."""
-    start_timeout_s: int = 20
+    heartbeat_timeout_s: int = 3
+    start_timeout_s: int = 0
+    """0: as the device needs it, when its kernels are compiled."""
     plan: tuple[tuple[str, str], ...] = ()
     """Kinds and moments of the kills, one after the other; by default they are chosen at random."""
 
@@ -102,12 +106,21 @@ class Outcome(Struct):
     orphans: list[int] = []
     restarts: int = 0
     seconds: float = 0.0
-    usage: list[tuple[float, float, int]] = []
-    """Minutes, and what the api process holds: MB and files."""
+    usage: list[tuple[float, Usage]] = []
+    """What the api process held, by the minute."""
 
     @property
     def is_good(self) -> bool:
-        return not self.lost and not self.differing and not self.orphans and not self.num_unrecovered
+        bad = (self.lost, self.differing, self.orphans, self.num_unrecovered, self.grew_in_mb, self.grew_in_files)
+        return not any(bad)
+
+    @property
+    def grew_in_mb(self) -> bool:
+        return self.usage[-1][1].rss_mb > self.usage[0][1].rss_mb + MAX_MORE_MB
+
+    @property
+    def grew_in_files(self) -> bool:
+        return self.usage[-1][1].num_files > self.usage[0][1].num_files + MAX_MORE_FILES
 
     @property
     def num_unrecovered(self) -> int:
@@ -218,9 +231,8 @@ class Chaos:
         for tick in itertools.count():
             await asyncio.sleep(MONITOR_SECONDS)
             if tick % int(1 / MONITOR_SECONDS) == 0:
-                held = usage(self._server.process.pid)
-                minutes = (time.monotonic() - self._began) / 60
-                self.outcome.usage.append((minutes, held.rss_mb, held.num_files))
+                minute = (time.monotonic() - self._began) / 60
+                self.outcome.usage.append((minute, usage(self._server.process.pid)))
             if self._ready:
                 continue
             victim = self._victim()
@@ -239,7 +251,8 @@ def run(settings: Settings, console: Console | None = None) -> Outcome:
             server = MixedServer(
                 folder,
                 settings.device,
-                *("--heartbeat-timeout-s", str(HEARTBEAT_SECONDS), "--start-timeout-s", str(settings.start_timeout_s)),
+                *("--heartbeat-timeout-s", str(settings.heartbeat_timeout_s)),
+                *("--start-timeout-s", str(settings.start_timeout_s or START_TIMEOUT_SECONDS[settings.device])),
                 *("--max-restarts", str(2 * settings.kills)),
             )
         with server:
@@ -278,7 +291,7 @@ def report(outcome: Outcome, settings: Settings, console: Console) -> None:
 
     kinds, moments = (Counter(getattr(kill, name) for kill in outcome.kills) for name in ("kind", "moment"))
     times = [kill.recovered - kill.at for kill in outcome.kills if kill.recovered]
-    minutes, rss, files = (list(column) for column in zip(*outcome.usage, strict=True))
+    minutes, held = [minute for minute, _ in outcome.usage], [one for _, one in outcome.usage]
     title = f"{len(outcome.kills)} kills in {outcome.seconds:.0f} s on {settings.device}, seed {settings.seed}"
     table = Table("", "", title=title, show_header=False)
     row("kills", _counted(kinds))
@@ -293,8 +306,12 @@ def report(outcome: Outcome, settings: Settings, console: Console) -> None:
         own = [kill.recovered - kill.at for kill in outcome.kills if kill.recovered and kill.kind == kind]
         row(f"recovery after {kind}", _percentiles(own))
     row("recovery after all", _percentiles(times))
-    row("api process, MB", f"{rss[0]:.0f} → {rss[-1]:.0f}, {slope(minutes, rss):+.2f} a minute")
-    row("api process, files", f"{files[0]} → {files[-1]}, {slope(minutes, files):+.2f} a minute")
+    for what, values, grew in (
+        ("MB", [one.rss_mb for one in held], outcome.grew_in_mb),
+        ("files", [one.num_files for one in held], outcome.grew_in_files),
+    ):
+        rise = f"{values[0]:.0f} → {values[-1]:.0f}, {slope(minutes, values):+.2f} a minute"
+        row(f"api process, {what}", rise, is_bad=grew)
     console.print(table)
     for trouble in (*outcome.lost, *outcome.differing):
         console.print(trouble, markup=False)
@@ -317,6 +334,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=defaults.device)
     parser.add_argument("--clients", type=int, default=defaults.clients)
     parser.add_argument("--variants", type=int, default=defaults.variants)
+    parser.add_argument("--heartbeat-timeout-s", type=int, default=defaults.heartbeat_timeout_s)
     parser.add_argument("--start-timeout-s", type=int, default=defaults.start_timeout_s)
     given = vars(parser.parse_args())
     settings = Settings(**given | {"kinds": tuple(given["kinds"].split(","))})

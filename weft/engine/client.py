@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
 import weft.errors
@@ -106,6 +106,8 @@ class _Connection(Struct):
     engine: LaunchedEngine
     transport: asyncio.Transport
     inbox: Inbox
+    oom_kills: int
+    """Processes that the kernel had killed for want of memory when this one was launched."""
     stats: EngineStats = EngineStats(prepared=False)
     heartbeats_missed: int = 0
     heard: bool = True
@@ -113,8 +115,6 @@ class _Connection(Struct):
     failure: str = ""
     was_stopped: bool = False
     """True when it was silent because a signal had stopped it."""
-    oom_kills: int = field(default_factory=num_oom_kills)
-    """Processes that the kernel had killed for want of memory when it was launched."""
     knows_vocabulary: bool = False
 
     def ended_from_outside(self, end: str) -> bool:
@@ -273,7 +273,7 @@ class EngineClient:
             engine.kill()
             await asyncio.to_thread(engine.wait, SHUTDOWN_SECONDS)
             raise
-        connection = _Connection(engine, transport, inbox)
+        connection = _Connection(engine, transport, inbox, num_oom_kills())
         connection.send(Start(engine_config(self.config), self.files))
         try:
             said = await self._first_message(inbox)

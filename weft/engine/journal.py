@@ -175,7 +175,7 @@ class Journal:
     def started(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             entry = self._entries.get(request_id)
-            if entry is not None and entry.place is not Place.PROVEN:
+            if entry is not None and entry.place is Place.QUEUED:
                 self._move(entry, Place.STARTED)
 
     def record(self, event: Event) -> None:
