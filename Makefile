@@ -4,6 +4,8 @@
 #   make test-thorough run every test, and try ten times as much in those that try things at random
 #   make test-busy run every test beside two processes that keep both cores busy
 #   make coverage  run every test and tell, room by room, which lines and branches none of them reaches
+#   make chaos   kill the engine 100 times at random moments under mixed load: no client may notice (ARGS="--kills 20 --seed 2")
+#   make soak    serve a mixed load for an hour: memory, files and latencies must stay (ARGS="--minutes 5")
 #   make check   lint, format, types and tests: what a change must pass
 #   make bench   measure this machine
 #   make lock    write requirements/ anew: the versions that are installed, with the hashes of their wheels
@@ -30,7 +32,7 @@ ADVISORIES ?= build/advisories
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy coverage check lint bench lock audit release proto show-vllm-bench show-vllm-engine show-remote-peers clean
+.PHONY: serve test test-thorough test-busy coverage chaos soak check lint bench lock audit release proto show-vllm-bench show-vllm-engine show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -51,6 +53,12 @@ test-busy: .venv/installed-dev
 coverage: .venv/installed-dev
 	@$(BIN)/weft pull smollm2
 	$(BIN)/python -m tests.coverage_by_room $(PYTEST) $(ARGS)
+
+chaos: .venv/installed-dev
+	$(BIN)/python -m tests.chaos $(ARGS)
+
+soak: .venv/installed-dev
+	$(BIN)/python -m tests.soak $(ARGS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

@@ -7,19 +7,17 @@ module of weft that the api process and the engine process have imported by then
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 from msgspec import Struct
 
 import weft
+from tests.e2e.server import run_first
 from tests.e2e.tiny_server import NAME, TinyServer
 from tests.waiting import PATIENCE, wait_until
 
@@ -43,9 +41,8 @@ class ChatTrace(Struct, frozen=True):
 
 def trace_chat(model: Path, folder: Path) -> ChatTrace:
     """Serve the model, stream one chat, and return what ran. `folder` must be empty."""
-    with _traced(folder):
-        server = TinyServer(model, "--no-grpc", "--device", "cpu")
-    with server:
+    env = run_first(TRACING / "sitecustomize.py", folder)
+    with TinyServer(model, "--no-grpc", "--device", "cpu", env=env) as server:
         server.process.send_signal(signal.SIGUSR1)
         wait_until((folder / "armed").exists, "the profiler")
         text = _stream_chat(server.url)
@@ -56,20 +53,6 @@ def trace_chat(model: Path, folder: Path) -> ChatTrace:
     called = (folder / "calls").read_text().split()
     walk = [name for name in called if package_of(name) in WALKED_PACKAGES and name != SERVER]
     return ChatTrace(walk, imported)
-
-
-@contextmanager
-def _traced(folder: Path) -> Iterator[None]:
-    """Processes that are started meanwhile, and theirs, write what they import and call into the folder."""
-    before = os.environ.get("PYTHONPATH")
-    shutil.copy(TRACING / "sitecustomize.py", folder)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), before or str(PACKAGE.parent)])
-    try:
-        yield
-    finally:
-        del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
 
 
 def _stream_chat(url: str) -> str:

@@ -16,6 +16,8 @@ MAY_SLEEP = {
     "waiting.py": "asks for a condition again and again",
     "virtual_time.py": "sleeps on a clock that jumps",
     "flood.py": "measures how long answers take, and paces the clients that are refused",
+    "chaos.py": "kills at random moments",
+    "soak.py": "sends requests at a steady rate",
     "peers/remote_peers.py": "measures servers of others, which tell of no condition, and paces the load on them",
 }
 

@@ -9,12 +9,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 import httpx
 
+import weft
 from tests.processes import descendants, is_engine
 from tests.waiting import PATIENCE
+
+
+def run_first(module: str | Path, folder: Path) -> dict[str, str]:
+    """Return an environment in which every process runs a module first, given as its text or its file. It lies in the
+    folder, where it may read and write."""
+    text = module if isinstance(module, str) else module.read_text()
+    (folder / "sitecustomize.py").write_text(text)
+    root = str(Path(weft.__file__).parents[1])
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH") or root])}
 
 
 class Server:

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.e2e.server import run_first
 from tests.e2e.tiny_server import NAME, TinyServer
 from tests.hub.fake_directory import make_directory
 from tests.hub.fake_hub import FakeHub, serving
@@ -101,17 +102,19 @@ print(double(21))
     assert "cannot be kept" in done.stderr and "No space left on device" in done.stderr
 
 
+CLOCK = """
+import time, pathlib
+true, off = time.time, pathlib.Path(__file__).with_name("off")
+time.time = lambda: true() + float(off.read_text())
+"""
+
+
 @pytest.fixture(scope="module")
 def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file that says how many seconds the server's clock is off."""
-    folder = tmp_path_factory.mktemp("clock")
-    (folder / "sitecustomize.py").write_text(
-        "import time, pathlib\n"
-        "true, off = time.time, pathlib.Path(__file__).with_name('off')\n"
-        "time.time = lambda: true() + float(off.read_text())\n"
-    )
-    (folder / "off").write_text("0")
-    return folder / "off"
+    off = tmp_path_factory.mktemp("clock") / "off"
+    off.write_text("0")
+    return off
 
 
 @pytest.fixture(scope="module")
@@ -128,8 +131,7 @@ def server(tiny_model: Path, clock: Path) -> Iterator[TinyServer]:
         "debug",
     )
     unheard = ["sh", "-c", 'exec "$@" 2>/dev/full', "sh"]
-    paths = os.pathsep.join([str(clock.parent), str(Path(__file__).parents[2])])
-    with TinyServer(tiny_model, *flags, under=unheard, env={"PYTHONPATH": paths}) as server:
+    with TinyServer(tiny_model, *flags, under=unheard, env=run_first(CLOCK, clock.parent)) as server:
         yield server
         server.check_unharmed()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 
 from weft.engine import process
 
@@ -28,6 +29,8 @@ def install(fault: str) -> None:
                 os._exit(3)
             if fault == "raise":
                 raise ArithmeticError("the poison worked")
+            if fault == "wait":
+                threading.Event().wait()
         return execute(runner, plan)
 
     def faulty_sampled(runner, rows, outcome):

@@ -4,6 +4,7 @@ and leaves no engine behind."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 
 import pytest
@@ -16,7 +17,7 @@ from weft.engine.client import EngineClient
 from weft.engine.process import EngineProcess
 from weft.engine.wire import Done, StepOutput, frame
 from weft.errors import EngineFault
-from weft.types import EngineStats, FinishReason, ResetPrefixCache
+from weft.types import EngineStats, Event, FinishReason, ResetPrefixCache
 
 SILENT = "import signal, socket, sys; socket.socket(fileno=int(sys.argv[1])); signal.pause()"
 """It holds its end open, and never looks at it."""
@@ -49,6 +50,35 @@ def test_where_no_process_can_be_started_requests_end() -> None:
         assert not isinstance(event, int) and event.finish is FinishReason.ERROR
         assert client.num_open == 0
         await asyncio.wait_for(client.close(), PATIENCE)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("oom_kills", "num_lives"), [([0], 5), ([0, 1], 2)], ids=["others", "no memory"])
+def test_who_killed_an_engine_decides_whether_its_request_is_to_blame(
+    monkeypatch: pytest.MonkeyPatch, oom_kills: list[int], num_lives: int
+) -> None:
+    """A request takes two engines down when the kernel has to kill them for want of memory. When others do, it is tried
+    again, though not for ever."""
+    told = itertools.cycle(oom_kills)
+    monkeypatch.setattr("weft.engine.client.num_oom_kills", lambda: next(told))
+
+    class Killed(StandIn):
+        def wait(self, timeout_s: float) -> str | None:
+            return super().wait(timeout_s) and "killed by SIGKILL"
+
+    async def scenario() -> None:
+        launch = StandIns(Killed)
+        async with client_of(launch) as client:
+            entry = client.submit(request("a"))
+            for life in range(num_lives):
+                assert entry.is_open
+                await until(lambda n=life: len(launch.launched) > n and launch.launched[n].inbox.qsize())
+                launch.launched[life].kill()
+            await until(lambda: not entry.is_open)
+            [last] = entry.take()
+            assert isinstance(last, Event) and last.finish is FinishReason.ERROR
+            assert ("twice" if num_lives == 2 else "5 times") in last.error
 
     asyncio.run(scenario())
 

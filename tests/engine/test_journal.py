@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.engine.journal import Entry, Journal, Place, Queued, queued_tokens
+from weft.engine.journal import MAX_OUTSIDE_DEATHS, Entry, Journal, Place, Queued, queued_tokens
 from weft.types import Event, FinishReason, Request, SamplingParams
 
 NAMES = st.sampled_from([*"abcdef"])
@@ -81,6 +81,30 @@ def test_after_a_death_suspects_are_sent_one_at_a_time_and_before_the_others() -
     assert journal.send() == [b]
     journal.started(["b"])
     assert journal.engine_died() == [b], "the second engine has died with it"
+
+
+def test_an_engine_that_others_ended_is_no_evidence_but_four_in_a_row_are() -> None:
+    journal = Journal()
+    a = journal.open(request("a"))
+    journal.send()
+    for _ in range(MAX_OUTSIDE_DEATHS + 1):
+        assert journal.engine_died(from_outside=True) == []
+        assert journal.send() == [a]
+    journal.record_tokens({"a": 7})
+    for _ in range(MAX_OUTSIDE_DEATHS + 1):
+        assert journal.engine_died(from_outside=True) == [], "a token has proven it"
+        assert journal.send() == [a]
+    assert journal.engine_died(from_outside=True) == [a]
+
+
+def test_a_fault_of_the_engine_s_own_is_evidence_at_once() -> None:
+    journal = Journal()
+    a = journal.open(request("a"))
+    for _ in range(2):
+        journal.send()
+        assert journal.engine_died(from_outside=True) == []
+    journal.send()
+    assert journal.engine_died() == [a]
 
 
 def test_a_request_that_was_in_no_step_is_a_suspect_like_any_other() -> None:

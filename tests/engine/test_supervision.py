@@ -162,6 +162,28 @@ def test_a_request_that_kills_two_engines_ends_alone(tiny_files: ModelFiles, fau
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("outside", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_request_alone_with_an_engine_that_others_kill_is_not_to_blame(
+    tiny_files: ModelFiles, outside: signal.Signals
+) -> None:
+    waiting = partial(launch_engine, "tests.engine.faulty", "wait")
+    launches = iter([waiting, waiting, launch_engine])
+
+    async def scenario() -> None:
+        async with serving(tiny_files, lambda: next(launches)(), heartbeat_timeout_s=3) as engine:
+            stream = asyncio.create_task(answer(engine, POISON, GREEDY))
+            for restarts in range(2):
+                await until(lambda n=restarts: engine.stats().restarts == n and engine.stats().open_requests)
+                await until(lambda: engine.stats().waiting == 0, "the step in which it is alone")
+                os.kill(engine.client.engine_pid, outside)
+                await until(lambda n=restarts: engine.stats().restarts > n)
+            _, last = await stream
+            assert (last.finish, last.error) == (FinishReason.LENGTH, "")
+            assert engine.stats().restarts == 2
+
+    asyncio.run(scenario())
+
+
 def test_logits_that_are_no_numbers_fail_that_request_alone(tiny_files: ModelFiles) -> None:
     launch = partial(launch_engine, "tests.engine.faulty", "nan")
 

@@ -3,7 +3,8 @@
 The engine process is disposable. When it dies, hangs or gives up, another is started and every open request is
 submitted again as its prompt and the tokens already delivered, so its stream goes on as if nothing had happened.
 Requests that the dead engine had, queued, waiting for an adapter or in its steps, come back one at a time, each alone
-under suspicion until it gives a token: one that takes a second engine down ends with an error, alone.
+under suspicion until it gives a token: one that takes a second engine down ends with an error, alone. An engine that
+another process killed or stopped is no evidence against it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from msgspec.structs import replace
 import weft.errors
 from weft.checkpoint.model_files import ModelFiles
 from weft.engine.journal import Entry, Journal, Place, Queued, Waiting, queued_tokens
-from weft.engine.process import LaunchedEngine, launch_engine
+from weft.engine.process import OUTSIDE_ENDS, LaunchedEngine, is_stopped, launch_engine, num_oom_kills
 from weft.engine.wire import (
     Abort,
     BrokenFrame,
@@ -105,12 +106,23 @@ class _Connection(Struct):
     engine: LaunchedEngine
     transport: asyncio.Transport
     inbox: Inbox
+    oom_kills: int
+    """Processes that the kernel had killed for want of memory when this one was launched."""
     stats: EngineStats = EngineStats(prepared=False)
     heartbeats_missed: int = 0
     heard: bool = True
     """True when anything came since the last tick."""
     failure: str = ""
+    was_stopped: bool = False
+    """True when it was silent because a signal had stopped it."""
     knows_vocabulary: bool = False
+
+    def ended_from_outside(self, end: str) -> bool:
+        """Return whether another process ended or stopped it, which no request can have caused: it had no fault of its
+        own, and it was not the kernel for want of memory."""
+        if self.failure:
+            return self.was_stopped
+        return end in OUTSIDE_ENDS and num_oom_kills() == self.oom_kills
 
     def send(self, message: ToEngine) -> None:
         self.transport.write(frame(message))
@@ -261,7 +273,7 @@ class EngineClient:
             engine.kill()
             await asyncio.to_thread(engine.wait, SHUTDOWN_SECONDS)
             raise
-        connection = _Connection(engine, transport, inbox)
+        connection = _Connection(engine, transport, inbox, num_oom_kills())
         connection.send(Start(engine_config(self.config), self.files))
         try:
             said = await self._first_message(inbox)
@@ -326,7 +338,8 @@ class EngineClient:
             end = await self._reap(connection)
             if self.state == "closed":
                 return
-            self._on_engine_death(connection.failure or f"it ended ({end})")
+            why = connection.failure or f"it ended ({end})"
+            self._on_engine_death(why, from_outside=connection.ended_from_outside(end))
             await self._replace()
 
     async def _read_forever(self, connection: _Connection) -> None:
@@ -369,23 +382,21 @@ class EngineClient:
             await asyncio.sleep(TICK_SECONDS)
             connection.heartbeats_missed = 0 if connection.heard else connection.heartbeats_missed + 1
             connection.heard = False
-        connection.failure = f"it was silent for {self.config.engine.heartbeat_timeout_s:.0f} s"
+        connection.was_stopped = is_stopped(connection.engine.pid)
+        reason = ", stopped by a signal" if connection.was_stopped else ""
+        connection.failure = f"it was silent for {self.config.engine.heartbeat_timeout_s:.0f} s{reason}"
         connection.engine.kill()
 
-    def _on_engine_death(self, why: str) -> None:
+    def _on_engine_death(self, why: str, *, from_outside: bool) -> None:
         """Count a death, and end the request that caused two of them."""
         self.restarts += 1
         self._deaths_in_a_row += 1
-        guilty = self._journal.engine_died()
+        guilty = self._journal.engine_died(from_outside=from_outside)
         log.error("The engine died: %s. %d requests are open; another is started.", why, len(self._journal))
         for entry in guilty:
-            self._journal.record(
-                Event(
-                    request_id=entry.id,
-                    finish=FinishReason.ERROR,
-                    error="The engine failed twice while it had this request.",
-                )
-            )
+            times = "twice" if entry.deaths == 2 else f"{entry.deaths} times"
+            error = f"The engine failed {times} while it had this request."
+            self._journal.record(Event(request_id=entry.id, finish=FinishReason.ERROR, error=error))
 
     async def _replace(self) -> None:
         while self.state == "restarting":
@@ -420,10 +431,11 @@ class EngineClient:
         except asyncio.CancelledError:
             connection.engine.kill()
             raise
-        if end is None:
-            connection.engine.kill()
-            end = await asyncio.to_thread(connection.engine.wait, SHUTDOWN_SECONDS)
-        return end or "it could not be ended"
+        if end is not None:
+            return end
+        connection.engine.kill()
+        end = await asyncio.to_thread(connection.engine.wait, SHUTDOWN_SECONDS)
+        return "it could not be ended" if end is None else "it had to be killed"
 
 
 def _answer(waiting: asyncio.Future[Done], told: Done | Unavailable) -> None:

@@ -12,6 +12,10 @@ from msgspec.structs import replace
 
 from weft.types import Arrival, Event, FinishReason, Request
 
+MAX_OUTSIDE_DEATHS = 3
+"""So many engines in a row may be ended by other processes while they try a request, until that is to blame after all:
+what ends them may be a guard that kills by its own rules whatever takes too much memory."""
+
 
 class Place(enum.Enum):
     """Where an open request is, as far as the api process knows."""
@@ -68,6 +72,8 @@ class Entry:
         self.place = Place.HELD
         self.deaths = 0
         """Engines that died while they had this request: queued, waiting for its resources, or in their steps."""
+        self.outside_deaths = 0
+        """Engines in a row that other processes ended while this request was on trial."""
         self.listener: Callable[[], None] | None = None
         """Called whenever something has arrived."""
         self.is_open = True
@@ -169,7 +175,7 @@ class Journal:
     def started(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             entry = self._entries.get(request_id)
-            if entry is not None and entry.place is not Place.PROVEN:
+            if entry is not None and entry.place is Place.QUEUED:
                 self._move(entry, Place.STARTED)
 
     def record(self, event: Event) -> None:
@@ -193,11 +199,16 @@ class Journal:
                     self._move(entry, Place.PROVEN)
                 entry.put_token(token_id)
 
-    def engine_died(self) -> list[Entry]:
+    def engine_died(self, *, from_outside: bool = False) -> list[Entry]:
         """Take back everything that was with the engine, to be sent again under suspicion: a request can end an engine
         before it is in a step, as it is taken in or while its adapter is read. Return the request that was on trial,
-        if there was one: two engines have died with it."""
+        if there was one: two engines have died with it. It is not to blame, and on trial again, when the engine was
+        ended from outside."""
         guilty = [entry for entry in self._entries.values() if entry.is_on_trial]
+        if from_outside:
+            for entry in guilty:
+                entry.outside_deaths += 1
+            guilty = [entry for entry in guilty if entry.outside_deaths > MAX_OUTSIDE_DEATHS]
         for entry in self._entries.values():
             self._discount(entry)
             entry.deaths += entry.place is not Place.HELD
@@ -214,6 +225,8 @@ class Journal:
     def _move(self, entry: Entry, place: Place) -> None:
         self._discount(entry)
         entry.place = place
+        if place is Place.PROVEN:
+            entry.outside_deaths = 0
         self._count(entry)
 
     def _count(self, entry: Entry) -> None:
