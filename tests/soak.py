@@ -3,6 +3,7 @@
 The requests of tests/e2e/mixed_load.py come at a steady rate that the server can keep up with, whether or not the last
 ones are answered. Every ten seconds the memory and the open files of the api process and of the engine are noted. The
 first tenth is warm-up; from there memory may not rise by more than 1 MB a minute, nor files by more than a few in all.
+Latencies are told, and what the processes compute for the same work, which other work of the machine does not change.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +91,11 @@ def growths(samples: list[Sample]) -> list[Growth]:
         held = [sample.usage[process] for sample in samples]
         found.append(Growth(process, "MB", minutes, [one.rss_mb for one in held], MAX_MB_A_MINUTE))
         found.append(Growth(process, "files", minutes, [one.num_files for one in held], MAX_MORE_FILES / lasted))
+        busy = [
+            (after.cpu_s - before.cpu_s) / (end - begin) / 0.6
+            for (before, after), (begin, end) in zip(pairwise(held), pairwise(minutes), strict=True)
+        ]
+        found.append(Growth(process, "% of a core", minutes[1:], busy, float("inf")))
     return found
 
 
