@@ -3,7 +3,7 @@
 The requests of tests/e2e/mixed_load.py come at a steady rate that the server can keep up with, whether or not the last
 ones are answered. Every ten seconds the memory and the open files of the api process and of the engine are noted. The
 first tenth is warm-up; from there memory may not rise by more than 1 MB a minute, nor files by more than a few in all.
-Latencies are told, and what the processes compute for the same work, which other work of the machine does not change.
+Latencies are told, and how busy the processes are, which other work of the machine changes less.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 class Settings(Struct, frozen=True, kw_only=True):
     minutes: float = 60.0
-    rate: float = 3.0
+    rate: float = 2.0
     """Requests a second, of all kinds in turn."""
     sample_s: float = 10.0
     device: str = "cpu"
@@ -190,7 +190,7 @@ def _percentile(seconds: list[float], q: int) -> str:
     return f"{np.percentile(seconds, q):.3f}" if seconds else "-"
 
 
-def sparkline(values: list[float], width: int = 60) -> str:
+def sparkline(values: list[float], width: int = 24) -> str:
     """Return the values as bars from the lowest to the highest, at most `width` of them."""
     shown = [float(part.mean()) for part in np.array_split(values, min(width, len(values)))]
     lowest, span = min(shown), max(shown) - min(shown)
