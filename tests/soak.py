@@ -3,6 +3,7 @@
 The requests of tests/e2e/mixed_load.py come at a steady rate that the server can keep up with, whether or not the last
 ones are answered. Every ten seconds the memory and the open files of the api process and of the engine are noted. The
 first tenth is warm-up; from there memory may not rise by more than 1 MB a minute, nor files by more than a few in all.
+Latencies are told, and how busy the processes are, which other work of the machine changes less.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +33,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 class Settings(Struct, frozen=True, kw_only=True):
     minutes: float = 60.0
-    rate: float = 3.0
+    rate: float = 2.0
     """Requests a second, of all kinds in turn."""
     sample_s: float = 10.0
     device: str = "cpu"
@@ -89,6 +91,11 @@ def growths(samples: list[Sample]) -> list[Growth]:
         held = [sample.usage[process] for sample in samples]
         found.append(Growth(process, "MB", minutes, [one.rss_mb for one in held], MAX_MB_A_MINUTE))
         found.append(Growth(process, "files", minutes, [one.num_files for one in held], MAX_MORE_FILES / lasted))
+        busy = [
+            (after.cpu_s - before.cpu_s) / (end - begin) / 0.6
+            for (before, after), (begin, end) in zip(pairwise(held), pairwise(minutes), strict=True)
+        ]
+        found.append(Growth(process, "% of a core", minutes[1:], busy, float("inf")))
     return found
 
 
@@ -183,7 +190,7 @@ def _percentile(seconds: list[float], q: int) -> str:
     return f"{np.percentile(seconds, q):.3f}" if seconds else "-"
 
 
-def sparkline(values: list[float], width: int = 60) -> str:
+def sparkline(values: list[float], width: int = 24) -> str:
     """Return the values as bars from the lowest to the highest, at most `width` of them."""
     shown = [float(part.mean()) for part in np.array_split(values, min(width, len(values)))]
     lowest, span = min(shown), max(shown) - min(shown)

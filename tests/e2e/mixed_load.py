@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from base64 import b64decode
 from collections.abc import Iterator, Sequence
@@ -239,15 +240,18 @@ def _are_close(image: str | None, expected: str | None) -> bool:
 
 
 class Usage(Struct, frozen=True):
-    """What a process holds."""
+    """What a process holds, and the seconds that it has computed for."""
 
     rss_mb: float
     num_files: int
+    cpu_s: float
 
 
 def usage(pid: int) -> Usage:
     (kilobytes,) = re.findall(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return Usage(int(kilobytes) / 1024, len(list(Path(f"/proc/{pid}/fd").iterdir())))
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    cpu_s = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return Usage(int(kilobytes) / 1024, len(list(Path(f"/proc/{pid}/fd").iterdir())), cpu_s)
 
 
 def slope(minutes: Sequence[float], values: Sequence[float]) -> float:
