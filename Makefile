@@ -3,6 +3,7 @@
 #   make test    run every test
 #   make test-thorough run every test, and try ten times as much in those that try things at random
 #   make test-busy run every test beside two processes that keep both cores busy
+#   make fuzz    send 100,000 hostile requests to a server, over both protocols, and tell what they did to it
 #   make coverage  run every test and tell, room by room, which lines and branches none of them reaches
 #   make check   lint, format, types and tests: what a change must pass
 #   make bench   measure this machine
@@ -27,7 +28,7 @@ LLAMA_SERVER ?=
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy coverage check lint bench lock proto show-vllm-bench show-vllm-engine show-remote-peers clean
+.PHONY: serve test test-thorough test-busy fuzz coverage check lint bench lock proto show-vllm-bench show-vllm-engine show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -44,6 +45,9 @@ test-thorough: .venv/installed-dev
 test-busy: .venv/installed-dev
 	@$(BIN)/weft pull smollm2
 	$(BIN)/python -m tests.busy $(BIN)/python $(PYTEST) $(ARGS)
+
+fuzz: .venv/installed-dev
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 coverage: .venv/installed-dev
 	@$(BIN)/weft pull smollm2

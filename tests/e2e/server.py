@@ -18,6 +18,9 @@ from tests.waiting import PATIENCE
 class Server:
     """`weft serve`, ready. A context manager that leaves nothing running."""
 
+    key = ""
+    """The API key for what is asked of the server itself, where it wants one."""
+
     def __init__(self, *flags: str) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "weft", "serve", "--port", "0", "--grpc-port", "0", *flags],
@@ -55,7 +58,8 @@ class Server:
         self.process.stderr.close()
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=PATIENCE)
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return httpx.get(self.url + path, headers=headers, timeout=PATIENCE)
 
     def metric(self, name: str) -> float:
         found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics").text, re.MULTILINE)
