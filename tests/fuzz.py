@@ -140,8 +140,8 @@ def _fixed(size: int) -> Callable[[random.Random], int]:
 
 
 KINDS: tuple[tuple[str, float, Callable[[Json, random.Random], Iterator[Fuzz]]], ...] = (
-    ("alone", 12, _alone),
-    ("pairs", 24, _pairs),
+    ("alone", 14, _alone),
+    ("pairs", 22, _pairs),
     ("too much", 16, partial(_too_much, _small)),
     ("corrupted", 8, _corrupted),
     ("torn", 3, _torn),
