@@ -3,6 +3,7 @@
 #   make test    run every test
 #   make test-thorough run every test, and try ten times as much in those that try things at random
 #   make test-busy run every test beside two processes that keep both cores busy
+#   make fuzz    send 100,000 hostile requests to a server, over both protocols, and tell what they did to it
 #   make coverage  run every test and tell, room by room, which lines and branches none of them reaches
 #   make chaos   kill the engine 100 times at random moments under mixed load: no client may notice (ARGS="--kills 20 --seed 2")
 #   make soak    serve a mixed load for an hour: memory, files and latencies must stay (ARGS="--minutes 5")
@@ -32,7 +33,7 @@ ADVISORIES ?= build/advisories
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy coverage chaos soak check lint bench lock audit release proto show-vllm-bench show-vllm-engine show-remote-peers clean
+.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench lock audit release proto show-vllm-bench show-vllm-engine show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -49,6 +50,9 @@ test-thorough: .venv/installed-dev
 test-busy: .venv/installed-dev
 	@$(BIN)/weft pull smollm2
 	$(BIN)/python -m tests.busy $(BIN)/python $(PYTEST) $(ARGS)
+
+fuzz: .venv/installed-dev
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 coverage: .venv/installed-dev
 	@$(BIN)/weft pull smollm2

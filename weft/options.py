@@ -306,7 +306,11 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
     ] = 64
     max_json_values: Annotated[
         int,
-        _doc("Values in a body's JSON; a list, an object or a name in one counts as five. More are 400.", ge=1000),
+        _doc(
+            "Values in a body's JSON, and escapes in its strings; a list, an object or a name in one counts as five. "
+            "More are 400.",
+            ge=1000,
+        ),
     ] = 500_000
     max_messages: Annotated[int, _doc("Messages of one chat; more are answered 400.", ge=1)] = 2048
     max_tools: Annotated[int, _doc("Tools of one chat; more are answered 400.", ge=1)] = 128

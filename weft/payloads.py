@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 MAX_BYTES = 100_000_000
 MAX_ENTRIES = 100
+MAX_VALUES = 1024
+"""Values of one entry."""
+MAX_DIMENSIONS = 8
 
 BFLOAT16 = "bfloat16"
 STORED_AS = {"float32": "<f4", "float16": "<f2", BFLOAT16: "<u2"}
@@ -99,8 +102,7 @@ class AdditionalInformation(Struct, frozen=True, kw_only=True):
     def check(self, known: Collection[str]) -> None:
         """Raise InvalidRequest for malformed entries, and for names that the model does not know."""
         field = "additional_information.entries"
-        if len(self.entries) > MAX_ENTRIES:
-            raise _wrong(field, f"there are {len(self.entries)}; at most {MAX_ENTRIES}")
+        check_count(field, "entries", len(self.entries), MAX_ENTRIES)
         for name in self.entries:
             if name not in known:
                 possible = f"it knows {', '.join(sorted(known))}" if known else "it knows none"
@@ -159,7 +161,14 @@ def given_texts(
     return GivenTexts(prompt=embeds, negative=negative)
 
 
+def check_count(field: str, what: str, count: int, most: int) -> None:
+    """Raise InvalidRequest for a field that has too many of something."""
+    if count > most:
+        raise _wrong(field, f"it has {count} {what}; at most {most}")
+
+
 def _check_entry(entry: InfoEntry, field: str) -> None:
+    check_count(f"{field}.values", "values", len(entry.values or ()), MAX_VALUES)
     if (entry.tensor is None) == (entry.values is None):
         raise _wrong(field, "it must have either a tensor or values")
     for value in entry.values or ():

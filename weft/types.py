@@ -371,11 +371,14 @@ class StopProfile(Struct, frozen=True, tag=True):
 ControlMessage = LoadLora | UnloadLora | ResetPrefixCache | StartProfile | StopProfile
 
 
-class TokenLogprob(Struct, frozen=True, array_like=True):
-    """The log probability of the chosen token, and of the likeliest tokens as (id, logprob)."""
+class TokenLogprob(Struct, frozen=True, array_like=True, gc=False):
+    """The log probability of the chosen token, and of the likeliest tokens as (id, logprob).
+
+    An answer may have a million of these. As tuples of numbers the garbage collector lets them alone; a collection that
+    went through lists would hold up every stream."""
 
     logprob: float
-    top: list[tuple[int, float]] = []
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -152,7 +152,7 @@ def answer(*texts: str, finish: FinishReason = FinishReason.STOP, prompt_tokens:
 
 def with_logprobs(text: str) -> list[Step]:
     """A script with a figure for every token: the chosen one's, and those of the tokens `a` and `b`."""
-    logprobs = [TokenLogprob(-0.5, [(97, -0.25), (98, float("-inf"))]) for _ in text]
+    logprobs = [TokenLogprob(-0.5, ((97, -0.25), (98, float("-inf")))) for _ in text]
     ids = list(text.encode())
     usage = Usage(prompt_tokens=3, completion_tokens=len(ids))
     return [

@@ -202,7 +202,14 @@ def test_abort_reaches_a_prediction_by_its_trace_id() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "status"), [({"request_id": "nobody"}, 404), ({}, 400), ({"request_id": 1}, 400), ({"id": "x"}, 400)]
+    ("body", "status"),
+    [
+        ({"request_id": "nobody"}, 404),
+        ({}, 400),
+        ({"request_id": 1}, 400),
+        ({"id": "x"}, 400),
+        ({"request_id": ""}, 400),
+    ],
 )
 def test_abort_of_what_is_not_there(body: dict[str, Any], status: int) -> None:
     response = request(ScriptedEngine(), "POST", "/admin/abort", CONFIG, json=body, headers=ADMIN)

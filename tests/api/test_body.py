@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.api import body as body_module
 from weft.api import http_protocol
 from weft.api.app import REQUESTS, build_app
-from weft.api.body import CAPS, check_caps, check_keys, check_structure, parse
+from weft.api.body import CAPS, check_caps, check_keys, check_structure, off_loop, parse
 from weft.api.openai.openai_schema import ChatRequest
 from weft.config import load
 from weft.errors import InvalidRequest
@@ -101,10 +102,10 @@ def test_values_are_counted_before_they_are_parsed(fits: str, too_many: str) -> 
 
 def test_what_stands_in_strings_is_not_counted_but_as_escapes() -> None:
     prose = 'Rows, columns: {a}, [b], "c"\n' * 10_000
-    check_structure(json.dumps({"prompt": prose, "lists": [[]] * 100}).encode(), FEW)
-    check_structure(json.dumps("\n" * 4_000_000).encode(), FEW)
-    with pytest.raises(InvalidRequest, match="4000001 escapes"):
-        check_structure(json.dumps("\n" * 4_000_001).encode(), FEW)
+    check_structure(json.dumps({"prompt": prose, "lists": [[]] * 100}).encode(), LimitOptions(max_json_values=30_000))
+    check_structure(json.dumps("\n" * 500_000).encode(), LimitOptions())
+    with pytest.raises(InvalidRequest, match="500001 escapes; at most 500000"):
+        check_structure(json.dumps("\n" * 500_001).encode(), LimitOptions())
 
 
 def test_a_client_s_largest_lists_of_token_ids_are_taken() -> None:
@@ -360,3 +361,9 @@ def test_grpc_refuses_metadata_that_http_would_refuse() -> None:
             assert [one async for one in method([ask().SerializeToString()], metadata=small)]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("num_bytes", "in_thread"), [(16 * 1024, False), (16 * 1024 + 1, True)])
+def test_a_body_that_could_take_long_is_parsed_off_the_loop(num_bytes: int, in_thread: bool) -> None:
+    found = asyncio.run(off_loop(b"x" * num_bytes, threading.get_ident))
+    assert (found != threading.get_ident()) is in_thread

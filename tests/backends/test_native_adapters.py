@@ -188,3 +188,6 @@ def test_without_allowed_folders_it_is_the_folder_of_models(
     assert allowed_adapter(str(inside), config) == str(inside)
     with pytest.raises(InvalidRequest, match="--adapter-root"):
         allowed_adapter(str(outside), config)
+    for nonsense in ("a\0b", "~no-such-user/a"):
+        with pytest.raises(InvalidRequest, match="no path of a folder"):
+            allowed_adapter(nonsense, config)

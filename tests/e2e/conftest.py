@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,3 +20,11 @@ def locked(smollm2_files: ModelFiles) -> Iterator[Server]:
 def server(smollm2_files: ModelFiles) -> Iterator[Server]:
     with Server() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def tiny_image_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that draws beside tiny_model."""
+    from tests.tiny_images import save_image_model
+
+    return save_image_model(tmp_path_factory.mktemp("images") / "tiny-dit", 96)

@@ -1,11 +1,12 @@
 """Requests that no client should send, over HTTP: every parameter of every route alone with values that it cannot have,
-and every pair of parameters together with values that it might.
+every pair of parameters together with values that it might, and bodies that were cut off or changed on the way.
 
 The parameters are read from the description that the server gives of itself, so that a new one is in at once.
 """
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import random
@@ -14,23 +15,38 @@ from typing import Any
 
 from msgspec import Struct
 
-from tests.e2e.tiny_server import NAME
+from tests.e2e.tiny_server import ADMIN_KEY, NAME
 from tests.tiny_models import SPECIAL_TOKENS
 
 Json = Any
 
 BASES: dict[str, dict[str, Json]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "over"}], "max_tokens": 3, "seed": 1},
-    "/v1/completions": {"prompt": "over", "max_tokens": 3, "seed": 1},
-    "/v1/images/generations": {"prompt": "over"},
-    "/v1/messages": {"messages": [{"role": "user", "content": "over"}], "max_tokens": 3, "seed": 1},
-    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "over"}]},
-    "/v1/responses": {"input": "over", "max_output_tokens": 3, "seed": 1},
-    "/v1/embeddings": {"input": "over"},
-    "/tokenize": {"prompt": "over"},
-    "/detokenize": {"tokens": [40, 41]},
+    "/v1/chat/completions": {
+        "model": NAME, "messages": [{"role": "user", "content": "over"}], "max_tokens": 3, "seed": 1,
+    },
+    "/v1/completions": {"model": NAME, "prompt": "over", "max_tokens": 3, "seed": 1},
+    "/v1/images/generations": {"prompt": "over", "num_inference_steps": 2, "seed": 1},
+    "/v1/messages": {"model": NAME, "messages": [{"role": "user", "content": "over"}], "max_tokens": 3, "seed": 1},
+    "/v1/messages/count_tokens": {"model": NAME, "messages": [{"role": "user", "content": "over"}]},
+    "/v1/responses": {"model": NAME, "input": "over", "max_output_tokens": 3, "seed": 1},
+    "/v1/embeddings": {"model": NAME, "input": "over"},
+    "/tokenize": {"model": NAME, "prompt": "over"},
+    "/detokenize": {"model": NAME, "tokens": [40, 41]},
+}  # fmt: skip
+"""The least that each route takes."""
+
+OPERATORS: dict[str, dict[str, Json]] = {
+    "/admin/abort": {"request_id": "none"},
+    "/admin/lora/load": {"lora_name": "a", "lora_path": "a"},
+    "/admin/lora/unload": {"lora_name": "a"},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+    "/admin/models/load": {"model": "a"},
+    "/admin/models/unload": {"model": "a"},
+    "/admin/models/reload": {"model": "a"},
 }
-"""The least that each route takes, besides the model."""
+"""The same of the operator's routes, which the description leaves out."""
+FOR_OPERATORS = (("Authorization", f"Bearer {ADMIN_KEY}"),)
 
 
 def nested(depth: int, kind: type = list) -> Json:
@@ -52,6 +68,12 @@ HOSTILE: tuple[Json, ...] = (
 
 _TOOL = {"type": "function", "function": {"name": "weave", "parameters": {"type": "object", "properties": {}}}}
 _SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+
+
+def _tensor(rows: int, width: int, **changes: Json) -> Json:
+    data = base64.b64encode(bytes(4 * rows * width)).decode()
+    return {"data": data, "shape": [rows, width], "dtype": "float32", **changes}
+
 
 LIKELY: dict[str, tuple[Json, ...]] = {
     "model": (NAME,),
@@ -118,16 +140,36 @@ LIKELY: dict[str, tuple[Json, ...]] = {
     "previous_response_id": ("resp_0", "\0"),
     "cache_salt": ("a", "\0", "ü" * 256, "x" * 257),
     "request_id": ("a", "a/b"),
+    "num_inference_steps": (1, 3, 20, 1001),
+    "guidance_scale": (0, 1, 7.5, 50, 51),
+    "partial_images": (0, 1, 3, 4),
+    "size": ("auto", "8x8", "64x64", "99999x99999"),
+    "sampler": ("euler", "heun"),
+    "negative_prompt": ("", "under", "".join(SPECIAL_TOKENS), "x" * 4001),
+    "prompt_embeds": (
+        _tensor(1, 96), _tensor(24, 96), _tensor(25, 96), _tensor(1, 95), _tensor(1, 96, sha256="0"),
+        _tensor(1, 96, shape=[-1, -96]), _tensor(1, 96, shape=[2**40, 2**40]), _tensor(1, 96, dtype="float16"),
+        _tensor(1, 96, data=base64.b64encode(b"\xff" * 384).decode()), _tensor(1, 96, data="!"),
+    ),
+    "additional_information": (
+        {"entries": {}}, {"entries": {"negative_prompt_embeds": {"tensor": _tensor(1, 96)}}},
+        {"entries": {"negative_prompt_embeds": {"values": [1, 2.5, "a"]}}}, {"entries": {"absent": {"values": [1]}}},
+        {"entries": {"negative_prompt_embeds": {"tensor": _tensor(1, 96), "values": [1]}}},
+    ),
 }  # fmt: skip
 """Values that get further in: right ones, those at a limit and those just behind it."""
 
 
 class Asked(Struct, frozen=True):
     path: str
-    body: bytes
+    body: bytes = b""
+    method: str = "POST"
+    headers: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        return f"POST {self.path} {self.body[:600]!r}"
+        headers = f" with {len(self.headers)} headers {str(self.headers)[:100]}" if self.headers else ""
+        body = f" and {len(self.body)} bytes {self.body[:300]!r}" if self.body else ""
+        return f"{self.method} {self.path[:200]}{headers}{body}"
 
 
 def parameters_of(openapi: Json) -> dict[str, list[str]]:
@@ -155,6 +197,24 @@ def in_pairs(parameters: dict[str, list[str]], rng: random.Random) -> Iterator[A
             yield _asked(path, {first: _pick(first, rng), second: _pick(second, rng)})
 
 
+def for_operators() -> Iterator[Asked]:
+    for path, base in OPERATORS.items():
+        for name in [*base, "no_such_field"]:
+            for value in HOSTILE:
+                yield Asked(path, json.dumps({**base, name: value}).encode(), headers=FOR_OPERATORS)
+
+
+def corrupted(asked: Asked, rng: random.Random) -> Asked:
+    """Change some of its bytes, or cut off its end."""
+    body = bytearray(asked.body)
+    if rng.random() < 0.5:
+        del body[rng.randrange(len(body)) :]
+    else:
+        for _ in range(rng.choice((1, 2, 8))):
+            body[rng.randrange(len(body))] = rng.randrange(256)
+    return Asked(asked.path, bytes(body), asked.method, asked.headers)
+
+
 def unreadable() -> Iterator[Asked]:
     """What is no request at all."""
     bodies: Sequence[bytes] = (
@@ -173,4 +233,4 @@ def _pick(name: str, rng: random.Random) -> Json:
 
 
 def _asked(path: str, fields: dict[str, Json]) -> Asked:
-    return Asked(path, json.dumps({"model": NAME, **BASES[path], **fields}).encode())
+    return Asked(path, json.dumps({**BASES[path], **fields}).encode())

@@ -31,6 +31,9 @@ def run_first(module: str | Path, folder: Path) -> dict[str, str]:
 class Server:
     """`weft serve`, ready. A context manager that leaves nothing running."""
 
+    key = ""
+    """The API key for what is asked of the server itself, where it wants one."""
+
     def __init__(self, *flags: str, under: Sequence[str] = (), env: Mapping[str, str] = MappingProxyType({})) -> None:
         """`under`: a command that runs the server's own, in the same process."""
         self.process = subprocess.Popen(
@@ -69,7 +72,8 @@ class Server:
         self.process.stderr.close()
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=PATIENCE)
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        return httpx.get(self.url + path, headers=headers, timeout=PATIENCE)
 
     def metric(self, name: str) -> float:
         found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics").text, re.MULTILINE)

@@ -14,6 +14,7 @@ from tests.e2e.server import Server
 from tests.waiting import wait_until
 
 NAME = "tiny"
+ADMIN_KEY = "boss"
 
 
 class TinyServer(Server):
@@ -32,10 +33,17 @@ class TinyServer(Server):
         whenever it is idle, and would have died of a block that was lost."""
         held = ("weft_num_requests_running", "weft_num_requests_waiting", "weft_kv_cache_usage_perc")
         wait_until(lambda: not any(map(self.metric, held)), f"0 of {', '.join(held)}")
+        self.check_alive()
+
+    def check_alive(self) -> None:
         assert self.get("/health").status_code == 200
         assert self.metric("weft_engine_restarts_total") == 0
         assert self.engine_pid() == self.first_engine
-        assert not [line for line in self.log if " ERROR " in line]
+        assert not self.errors()
+
+    def errors(self) -> list[str]:
+        """The lines of the log that tell of an error."""
+        return [line for line in self.log if " ERROR " in line]
 
     @contextmanager
     def engine_stopped(self) -> Iterator[None]:
@@ -53,6 +61,18 @@ class TinyServer(Server):
     def num_files(self) -> int:
         """Open in the api process, connections included."""
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+
+class GuardedServer(TinyServer):
+    """A tiny server with everything that a client may try: images and tensors, an operator, and the tenants good and
+    bad, whose keys are their names."""
+
+    def __init__(self, model: Path, image_model: Path, keys: Path, *flags: str) -> None:
+        keys.write_text("good: good\nbad: bad\n")
+        guarded = ("--api-key-file", str(keys), "--admin-key", ADMIN_KEY)
+        images = ("--image-model", str(image_model), "--allow-prompt-embeds")
+        self.key = "good"
+        super().__init__(model, *guarded, *images, "--tool-style", "hermes", "--threads", "1", *flags)
 
 
 def resident_mb(pid: int) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -106,7 +108,7 @@ def test_nothing_gives_no_delta_and_cached_tokens_are_of_the_first_event(
 
 
 def test_what_comes_with_the_first_event_is_told_once(byte_level: Tokenizer) -> None:
-    scores = [TokenLogprob(-1.5, [(3, -0.5)])]
+    scores = [TokenLogprob(-1.5, ((3, -0.5),))]
     first = Event(request_id="r", token_ids=[7], cached_tokens=0, prompt_logprobs=scores, queue_seconds=0.25)
     last = Event(request_id="r", token_ids=[9], finish=FinishReason.LENGTH)
     for groups in ([[first], [8], [last]], [[first, 8, last]]):
@@ -130,3 +132,13 @@ def test_a_vector_is_the_whole_answer(byte_level: Tokenizer) -> None:
     assert delta is not None and output.ended
     assert (delta.embedding, delta.text, delta.finish, delta.queue_seconds) == (b"1234", "", FinishReason.STOP, 0.5)
     assert delta.usage == Usage(prompt_tokens=1)
+
+
+def test_the_garbage_collector_does_not_look_at_log_probabilities() -> None:
+    """An answer may have a million of them: to go through them all would hold up every stream."""
+    scores = [TokenLogprob(-1.0, tuple((i, -float(i)) for i in range(20))) for _ in range(100)]
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(scores), type=list[TokenLogprob])
+    for _ in range(2):  # a collection lets go of tuples whose items it has let go of before
+        gc.collect()
+    assert read == scores
+    assert not any(gc.is_tracked(score) or gc.is_tracked(score.top) for score in read)

@@ -312,7 +312,7 @@ def test_logprobs_are_of_the_raw_logits(how: dict[str, Any]) -> None:
 def test_logprobs_of_no_others_and_of_nobody() -> None:
     without, only_mine = choose(LOGITS, target(), target(logprobs=0))
     assert without.logprob is None
-    assert only_mine.logprob is not None and only_mine.logprob.top == []
+    assert only_mine.logprob is not None and only_mine.logprob.top == ()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

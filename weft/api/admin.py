@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 from msgspec import Struct
+from pydantic import Field
 
 from weft.api.body import parse, read_body
 from weft.api.error_responses import Conflict, JsonResponse, NoRequest
@@ -27,7 +28,7 @@ T = TypeVar("T", bound=Fields)
 class AbortRequest(Fields):
     """POST /admin/abort"""
 
-    request_id: str
+    request_id: str = Field(min_length=1)
     """A request's own id, or its answer's."""
 
 

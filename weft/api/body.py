@@ -76,7 +76,6 @@ def check_caps(body: dict[str, Any], limits: LimitOptions) -> None:
             )
 
 
-MAX_JSON_ESCAPES = 4_000_000
 VALUES_PER_NAME = 5
 """An object, a list or a name in an object takes as long to parse as so many numbers."""
 FLAG = "The operator's setting is --max-json-values."
@@ -86,7 +85,7 @@ _NO_BRACKET = bytes(set(range(256)) - set(b"[]{}"))
 def check_structure(body: bytes, limits: LimitOptions) -> None:
     """Raise TooMany or TooDeep for JSON that would take long to parse, because parsing holds the interpreter: it is
     counted before, in linear time and with pauses in which other threads run."""
-    _check_count("escapes", body.count(b"\\"), MAX_JSON_ESCAPES)
+    _check_count("escapes", body.count(b"\\"), limits.max_json_values, FLAG)
     max_names = limits.max_json_values // VALUES_PER_NAME
     if body.count(b"[") + body.count(b"{") <= limits.max_json_depth and body.count(b",") < max_names:
         return
@@ -137,6 +136,7 @@ def _check_depth(brackets: bytes, limit: int) -> None:
 
 
 MAX_KEY_CHARS = 1024
+_NESTED = {dict, list}
 
 
 def check_keys(value: Any) -> None:
@@ -144,14 +144,14 @@ def check_keys(value: Any) -> None:
     waiting = [value]
     while waiting:
         part = waiting.pop()
-        if isinstance(part, dict):
+        if type(part) is dict:
             if (longest := max(map(len, part), default=0)) > MAX_KEY_CHARS:
                 raise TooMany(f"A key of the body's JSON has {longest} characters; at most {MAX_KEY_CHARS}.")
             part = part.values()
-        waiting += [item for item in part if isinstance(item, dict | list)]
+        waiting += [item for item in part if type(item) in _NESTED]
 
 
-LONG_BODY_BYTES = 64 * 1024
+LONG_BODY_BYTES = 16 * 1024
 """Above this a body is parsed in a thread, so that the streams of others go on meanwhile."""
 
 BODY_SECONDS = 120.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import gc
 import logging
@@ -72,6 +73,7 @@ def _serve(start: StartAdmission, config: Config, models: ConfiguredModels | Non
     check_reach(config.server)
     check_origins(config.server)
     allow_many_connections()
+    return_large_blocks()
     with bind(config.server.host, config.server.port) as listener:
         life = _Life(config, listener, models)
         with asyncio.Runner(loop_factory=life.loop_factory) as runner:
@@ -94,6 +96,17 @@ def allow_many_connections() -> None:
     if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
         allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+LARGE_BLOCK_BYTES = 1 << 20
+_M_MMAP_THRESHOLD = -3
+
+
+def return_large_blocks() -> None:
+    """Let large blocks of memory go back to the system as soon as they are free. By default glibc keeps up to 64 MB for
+    every thread, once such a block was freed in it."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such setting
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def bind(host: str, port: int) -> socket.socket:

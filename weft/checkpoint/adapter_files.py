@@ -39,7 +39,10 @@ def allowed_adapter(path: str, config: Config) -> str:
     is not below a folder that adapters may be loaded from while the server runs."""
     roots = [*(config.server.adapter_root or [str(home())]), *adapter_paths(config).values()]
     allowed = [Path(root).expanduser().resolve() for root in roots]
-    folder = Path(path).expanduser().resolve()
+    try:
+        folder = Path(path).expanduser().resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL, a user who is not there, links in a circle
+        raise InvalidRequest("lora_path is no path of a folder.", param="lora_path") from error
     for place in (folder, (folder / CONFIG_FILE).resolve(), (folder / WEIGHTS_FILE).resolve()):
         if not any(place.is_relative_to(root) for root in allowed):
             raise InvalidRequest(

@@ -50,7 +50,7 @@ def token_logprobs(read: Tensor, wanted: list[int]) -> list[TokenLogprob]:
     tokens."""
     num_top = (read.shape[1] - 1) // 2
     return [
-        TokenLogprob(chosen, [(int(token), value) for value, token in zip(top[:count], top[num_top:], strict=False)])
+        TokenLogprob(chosen, tuple(zip(map(int, top[num_top:]), top[:count], strict=False)))
         for count, (chosen, *top) in zip(wanted, read.tolist(), strict=True)
     ]
 

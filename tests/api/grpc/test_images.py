@@ -121,6 +121,7 @@ def test_a_model_that_does_not_draw_says_so() -> None:
 GOOD = ClientTensor(data=struct.pack("<4f", 1, 2, 3, 4), shape=[2, 2], dtype="float32")
 WIDE = ClientTensor(data=struct.pack("<4f", 1, 2, 3, 4), shape=[1, 4], dtype="float32")
 NEGATIVE = "negative_prompt_embeds"
+MANY_VALUES = InformationValues(values=[InformationValue(truth=True)] * 1025)
 VALUES = InformationValues(
     values=[InformationValue(truth=True), InformationValue(integer=1), InformationValue(number=0.5)]
 )
@@ -133,6 +134,13 @@ VALUES = InformationValues(
         ({"prompt": "", "prompt_embeds": WIDE}, "rows have 2 values"),
         ({"prompt": "", "prompt_embeds": ClientTensor(data=b"1", shape=[2, 2], dtype="float32")}, "ask for 16"),
         ({"prompt": "", "prompt_embeds": ClientTensor(data=b"1", shape=[2], dtype="float32")}, "1 dimensions"),
+        (
+            {"prompt": "", "prompt_embeds": ClientTensor(shape=[1] * 9)},
+            "prompt_embeds.shape: it has 9 dimensions; at most 8",
+        ),
+        ({"additional_information": {NEGATIVE: InformationEntry(tensor=ClientTensor(shape=[1] * 9))}}, "9 dimensions"),
+        ({"additional_information": {NEGATIVE: InformationEntry(values=MANY_VALUES)}}, "1025 values; at most 1024"),
+        ({"additional_information": {str(i): InformationEntry() for i in range(101)}}, "101 entries; at most 100"),
         ({"additional_information": {"a": InformationEntry(tensor=GOOD)}}, "it knows negative_prompt_embeds"),
         ({"additional_information": {NEGATIVE: InformationEntry(values=VALUES)}}, "must have a tensor"),
         ({"additional_information": {NEGATIVE: InformationEntry()}}, "either a tensor or values"),

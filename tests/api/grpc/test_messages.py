@@ -15,7 +15,10 @@ from google.protobuf.descriptor import FieldDescriptor
 import weft
 from tests.api.grpc.calls import STREAM_PREDICT, door
 from tests.api.scripted_engine import ScriptedEngine
+from tests.e2e.oversized import varint
 from weft.api.grpc import ai_service_pb2
+from weft.api.grpc.status import parse
+from weft.errors import InvalidRequest
 
 PROTO = "weft/api/grpc/ai_service.proto"
 ROOT = Path(weft.__file__).parent.parent
@@ -146,3 +149,22 @@ def test_a_client_with_an_old_stub_is_answered() -> None:
         assert (params.max_tokens, params.temperature, params.top_p) == (5, 1.0, 0.5)
 
     asyncio.run(scenario())
+
+
+def test_many_fields_are_counted_before_they_are_parsed() -> None:
+    """Also where they stand in a message inside, and whatever follows them."""
+    many = ai_service_pb2.StreamMetadata(extra={str(i): "" for i in range(5000)}).SerializeToString()
+    inside = ai_service_pb2.StreamPredictRequest(prompt="x" * 1_000_000).SerializeToString()
+    inside += b"\x32" + varint(len(many)) + many
+    for message in (b"\x2a\0" * 10_001, inside, inside + b"\xff" * 11, b"\x0b" * 20_001):
+        with pytest.raises(InvalidRequest, match="The StreamPredictRequest has more than 10000 fields"):
+            parse(ai_service_pb2.StreamPredictRequest, message)
+
+
+def test_long_messages_of_few_fields_are_parsed() -> None:
+    request = ai_service_pb2.StreamPredictRequest(prompt="x" * 1_000_000)
+    request.metadata.extra.update({str(i): "a" * 100 for i in range(1000)})
+    assert parse(ai_service_pb2.StreamPredictRequest, request.SerializeToString()) == request
+    for cut in (10, 1000, 900_000):
+        with pytest.raises(InvalidRequest, match="What was sent is no StreamPredictRequest"):
+            parse(ai_service_pb2.StreamPredictRequest, request.SerializeToString()[:-cut])

@@ -370,6 +370,17 @@ def test_control() -> None:
     asyncio.run(scenario())
 
 
+def test_control_repeats_little_of_what_it_was_sent() -> None:
+    async def scenario() -> None:
+        async with door() as opened:
+            answered = await opened.control("x" * 1_000_000)
+            assert answered.payload["status"] == "error" and len(answered.SerializeToString()) < 1000
+            with pytest.raises(grpc.aio.AioRpcError, match="1000000 characters; at most 256"):
+                await opened.control("ping", trace_id="x" * 1_000_000)
+
+    asyncio.run(scenario())
+
+
 def test_control_before_the_model_is_there() -> None:
     async def scenario() -> None:
         async with door(opened=False) as opened:

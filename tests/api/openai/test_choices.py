@@ -22,7 +22,7 @@ CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 
 def with_prompt_logprobs(num_prompt: int) -> list[Any]:
     """Two tokens behind a prompt of so many, with figures for all of them."""
-    figures = [TokenLogprob(-1.0 - i, [(120, -0.5)]) for i in range(num_prompt - 1)]
+    figures = [TokenLogprob(-1.0 - i, ((120, -0.5),)) for i in range(num_prompt - 1)]
     usage = Usage(prompt_tokens=num_prompt, completion_tokens=2)
     return [
         Output(text="a", token_ids=[97], logprobs=[TokenLogprob(-0.1)], prompt_logprobs=figures, queue_seconds=0.25),

@@ -118,6 +118,11 @@ def test_every_field_reaches_the_engine() -> None:
         ({"stream": True, "partial_images": 4}, "partial_images"),
         ({"model": "scripted"}, "model"),
         ({"steps": 3}, "steps"),
+        ({"prompt_embeds": {"data": "", "shape": [1] * 9, "dtype": "float32"}}, "prompt_embeds.shape"),
+        (
+            {"additional_information": {"entries": {"a": {"values": [1] * 1025}}}},
+            "additional_information.entries.a.values",
+        ),
     ],
 )
 def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:

@@ -509,7 +509,7 @@ def test_log_probabilities_are_read_by_their_ids(tiny_model: Path) -> None:
     assert asked.body["logprobs"] == 2
     assert asked.body["return_tokens_as_token_ids"] is True
     [figure] = deltas[-1].logprobs or []
-    assert (figure.logprob, figure.top) == (-1.5, [(B, -0.5), (C, -0.75)])
+    assert (figure.logprob, figure.top) == (-1.5, ((B, -0.5), (C, -0.75)))
     by_text = {**figures, "top_logprobs": [{"a": -0.5}]}
     deltas, _ = answers(
         "completions",

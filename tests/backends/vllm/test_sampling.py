@@ -117,12 +117,12 @@ def test_how_it_ends(said: str, reason: FinishReason, stop_token: int | None) ->
 def test_log_probabilities_are_the_chosen_tokens_and_the_likeliest_by_rank() -> None:
     table = {7: scored(-5.0, 40), 3: scored(-0.1, 1), 4: scored(-2.0, 2)}
     event = VllmAnswer(request(logprobs=2)).event(output([7], logprobs=[table]))
-    assert event.logprobs == [TokenLogprob(-5.0, [(3, -0.1), (4, -2.0)])]
+    assert event.logprobs == [TokenLogprob(-5.0, ((3, -0.1), (4, -2.0)))]
     alone = VllmAnswer(request(logprobs=0)).event(output([7], logprobs=[{7: scored(-5.0, 40)}]))
-    assert alone.logprobs == [TokenLogprob(-5.0, [])]
+    assert alone.logprobs == [TokenLogprob(-5.0)]
 
 
 def test_log_probabilities_of_a_prompt_are_of_all_its_tokens_but_the_first() -> None:
     tables = [None, {2: scored(-1.0, 1)}, {3: scored(-3.0, 2), 8: scored(-0.5, 1)}]
     event = VllmAnswer(request(prompt_logprobs=1)).event(output([7], prompt_logprobs=tables))
-    assert event.prompt_logprobs == [TokenLogprob(-1.0, [(2, -1.0)]), TokenLogprob(-3.0, [(8, -0.5)])]
+    assert event.prompt_logprobs == [TokenLogprob(-1.0, ((2, -1.0),)), TokenLogprob(-3.0, ((8, -0.5),))]

@@ -16,7 +16,18 @@ from weft.api.grpc.ai_service_pb2 import (
 )
 from weft.api.grpc.prediction import SERVED_MODEL
 from weft.errors import InvalidRequest
-from weft.payloads import AdditionalInformation, InfoEntry, PromptEmbeds, Tensor, Value
+from weft.payloads import (
+    MAX_DIMENSIONS,
+    MAX_ENTRIES,
+    MAX_VALUES,
+    AdditionalInformation,
+    InfoEntry,
+    PromptEmbeds,
+    Tensor,
+    Value,
+    check_count,
+    entry_field,
+)
 from weft.serving.admission import RequestContext
 from weft.serving.generation import Generation
 from weft.serving.image_request import (
@@ -79,9 +90,11 @@ class ImageCall:
 async def parse_image(request: GenerateImageRequest, served: ServedModel, *, tenant: str) -> list[GenerationRequest]:
     """Turn a call for an image into the request to the engine; raises what is wrong with it."""
     check_cache_salt(request.cache_salt)
-    embeds = PromptEmbeds(**_parts(request.prompt_embeds)) if request.HasField("prompt_embeds") else None
-    information = _information(request.additional_information) if request.additional_information else None
-    check_allowed(served.limits, prompt_embeds=embeds, additional_information=information)
+    given_embeds = request.prompt_embeds if request.HasField("prompt_embeds") else None
+    given_information = request.additional_information or None
+    check_allowed(served.limits, prompt_embeds=given_embeds, additional_information=given_information)
+    embeds = None if given_embeds is None else PromptEmbeds(**_parts(given_embeds, "prompt_embeds"))
+    information = None if given_information is None else _information(given_information)
     given = {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}
     options = ImageOptions(
         prompt=request.prompt,
@@ -104,7 +117,8 @@ async def parse_image(request: GenerateImageRequest, served: ServedModel, *, ten
     )
 
 
-def _parts(tensor: ClientTensor) -> dict[str, Any]:
+def _parts(tensor: ClientTensor, field: str) -> dict[str, Any]:
+    check_count(f"{field}.shape", "dimensions", len(tensor.shape), MAX_DIMENSIONS)
     return {
         "data": memoryview(tensor.data),
         "shape": tuple(tensor.shape),
@@ -114,14 +128,16 @@ def _parts(tensor: ClientTensor) -> dict[str, Any]:
 
 
 def _information(entries: Mapping[str, InformationEntry]) -> AdditionalInformation:
-    return AdditionalInformation(entries={name: _entry(entry) for name, entry in entries.items()})
+    check_count("additional_information.entries", "entries", len(entries), MAX_ENTRIES)
+    return AdditionalInformation(entries={name: _entry(entry, entry_field(name)) for name, entry in entries.items()})
 
 
-def _entry(entry: InformationEntry) -> InfoEntry:
+def _entry(entry: InformationEntry, field: str) -> InfoEntry:
     match entry.WhichOneof("form"):
         case "tensor":
-            return InfoEntry(tensor=Tensor(**_parts(entry.tensor)))
+            return InfoEntry(tensor=Tensor(**_parts(entry.tensor, f"{field}.tensor")))
         case "values":
+            check_count(f"{field}.values", "values", len(entry.values.values), MAX_VALUES)
             return InfoEntry(values=[_value(value) for value in entry.values.values])
         case _:
             return InfoEntry()

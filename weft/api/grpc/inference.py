@@ -26,7 +26,7 @@ from weft.api.grpc.ai_service_pb2 import (
 from weft.api.grpc.image import ImageCall
 from weft.api.grpc.status import RpcStatus, parse, refuse, status_of, take_up
 from weft.api.grpc.stream_predict import PredictionStream, in_time
-from weft.errors import InvalidRequest, Overloaded, WeftError
+from weft.errors import InvalidRequest, Overloaded, WeftError, shortened
 from weft.observe.metrics import Metrics
 from weft.options import GrpcOptions
 from weft.serving.admission import Admission
@@ -214,14 +214,14 @@ class Inference:
 
     async def _control(self, message: bytes, context: Context) -> ControlMessage:
         request = parse(ControlMessage, message)
+        trace_id = request.trace_id or uuid.uuid4().hex
+        take_up(trace_id)
         keys = presented(context.invocation_metadata() or ())
         try:
             payload = {"status": "ok", **await self._commands.obey(request, keys)}
         except WeftError as error:
             payload = {"status": "error", "message": status_of(error).details}
-        return ControlMessage(
-            trace_id=request.trace_id or uuid.uuid4().hex, command=f"{request.command}_response", payload=payload
-        )
+        return ControlMessage(trace_id=trace_id, command=f"{shortened(request.command)}_response", payload=payload)
 
     async def _health(self, message: bytes, context: Context) -> WorkerHealthResponse:
         parse(WorkerHealthRequest, message)

@@ -51,12 +51,56 @@ async def refuse(context: grpc.aio.ServicerContext[Any, Any], status: RpcStatus)
     await context.abort(status.code, status.details)
 
 
+MAX_FIELDS = 10_000
+MANY_FIELDS_BYTES = 2 * MAX_FIELDS
+"""A shorter message cannot have more: each field takes two bytes at least."""
+
+
 def parse(kind: type[AMessage], message: bytes) -> AMessage:
     """Parse a message, here and not by gRPC, which would call a client's mistake an error of the server's."""
+    if len(message) > MANY_FIELDS_BYTES:
+        check_fields(kind, message)
     try:
         return kind.FromString(message)
     except DecodeError as error:
         raise InvalidRequest(f"What was sent is no {kind.DESCRIPTOR.name}.") from error
+
+
+def check_fields(kind: type[Message], message: bytes) -> None:
+    """Raise InvalidRequest for a message that would take long to parse, because parsing holds the interpreter: fields
+    are counted before, entries of maps and fields of messages inside too."""
+    waiting: list[tuple[Any, int, int]] = [(kind.DESCRIPTOR, 0, len(message))]
+    count = 0
+    while waiting:
+        descriptor, at, end = waiting.pop()
+        while at < end:
+            count += 1
+            if count > MAX_FIELDS:
+                raise InvalidRequest(f"The {kind.DESCRIPTOR.name} has more than {MAX_FIELDS} fields and entries.")
+            tag, at = _varint(message, at)
+            match tag & 7:
+                case 0:
+                    _, at = _varint(message, at)
+                case 1:
+                    at += 8
+                case 2:
+                    length, begin = _varint(message, at)
+                    at = begin + length
+                    field = descriptor.fields_by_number.get(tag >> 3)
+                    if field is not None and field.message_type is not None and at <= end:
+                        waiting.append((field.message_type, begin, at))
+                case 5:
+                    at += 4
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    """Return the number that begins here and the place behind it; the message's end if it is none."""
+    value = 0
+    for place, byte in enumerate(message[at : at + 10]):
+        value |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            return value, at + place + 1
+    return 0, len(message)
 
 
 MAX_TRACE_ID = 256

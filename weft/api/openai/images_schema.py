@@ -11,10 +11,18 @@ from msgspec import Struct
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from weft.api.openai.openai_schema import Fields, Items, Name, NotYet, Pairs
+from weft.api.openai.openai_schema import Fields, Items, Name, NotYet, Pairs, at_most
 from weft.errors import InvalidRequest
 from weft.options import LimitOptions
-from weft.payloads import AdditionalInformation, InfoEntry, PromptEmbeds, Tensor, entry_field
+from weft.payloads import (
+    MAX_DIMENSIONS,
+    MAX_VALUES,
+    AdditionalInformation,
+    InfoEntry,
+    PromptEmbeds,
+    Tensor,
+    entry_field,
+)
 from weft.serving.image_request import (
     AUTO,
     MAX_IMAGES,
@@ -31,7 +39,7 @@ class TensorField(Fields):
     """A tensor from the client."""
 
     data: Base64
-    shape: Items[int]
+    shape: Annotated[Items[int], at_most(MAX_DIMENSIONS, "dimensions")]
     dtype: Literal["float32", "float16", "bfloat16"]
     sha256: str = Field("", description="Of the bytes, in hexadecimal; checked when it is given.")
 
@@ -40,7 +48,7 @@ class InfoEntryField(Fields):
     """Exactly one of the two."""
 
     tensor: TensorField | None = None
-    values: Items[bool | int | float | str] | None = None
+    values: Annotated[Items[bool | int | float | str] | None, at_most(MAX_VALUES, "values")] = None
 
 
 class AdditionalInformationField(Fields):

@@ -30,11 +30,11 @@ MAX_PAIRS = 128
 T = TypeVar("T")
 
 
-def _at_most(length: int, unit: str) -> BeforeValidator:
+def at_most(length: int, unit: str) -> BeforeValidator:
     """Refuse what is longer before it is looked at. The description tells types, not limits."""
 
     def checked(value: object) -> object:
-        if isinstance(value, str | dict) and len(value) > length:
+        if isinstance(value, str | list | dict) and len(value) > length:
             raise ValueError(f"it has {len(value)} {unit}; at most {length}.")
         return value
 
@@ -43,10 +43,10 @@ def _at_most(length: int, unit: str) -> BeforeValidator:
 
 Items = Annotated[list[T], Field(fail_fast=True)]
 """A list that is refused for the first of its items that is wrong: to tell of all would take longer than to read it."""
-Pairs = Annotated[dict[str, T], _at_most(MAX_PAIRS, "entries")]
-Name = Annotated[str, _at_most(1024, "characters")]
+Pairs = Annotated[dict[str, T], at_most(MAX_PAIRS, "entries")]
+Name = Annotated[str, at_most(1024, "characters")]
 """A name that errors or the answer repeat."""
-Metadata = Pairs[Annotated[str, _at_most(4096, "characters")]]
+Metadata = Pairs[Annotated[str, at_most(4096, "characters")]]
 
 NotYet = Mapping[str, Sequence[object]]
 """Fields by name, each with the values that ask for nothing and are let through."""

@@ -155,9 +155,9 @@ def prompt_figures(figures: list[dict[str, PromptFigure] | None], prompt: list[i
     return found
 
 
-def _likeliest(named: dict[str, float], most: int) -> list[tuple[int, float]]:
+def _likeliest(named: dict[str, float], most: int) -> tuple[tuple[int, float], ...]:
     ranked = sorted(named.items(), key=lambda entry: -entry[1])[:most]
-    return [(_token_id(name), logprob) for name, logprob in ranked]
+    return tuple((_token_id(name), logprob) for name, logprob in ranked)
 
 
 def _token_id(name: str) -> int:

@@ -99,9 +99,11 @@ def logprobs_of(token_ids: list[int], positions: Any, num_top: int) -> list[Toke
     return [
         TokenLogprob(
             table[token].logprob,
-            sorted(
-                ((other, entry.logprob) for other, entry in table.items() if entry.rank <= num_top),
-                key=lambda scored: table[scored[0]].rank,
+            tuple(
+                sorted(
+                    ((other, entry.logprob) for other, entry in table.items() if entry.rank <= num_top),
+                    key=lambda scored: table[scored[0]].rank,
+                )
             ),
         )
         for token, table in zip(token_ids, positions, strict=True)
