@@ -24,6 +24,7 @@ from tests.waiting import until, wait_until
 from weft.backends.native import NativeEngine, start_native
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
+from weft.engine import client
 from weft.engine.process import EngineProcess, EngineThread, launch_engine
 from weft.errors import EngineFault, ModelError, OutOfMemory, Overloaded
 from weft.hub.resolve import resolve
@@ -231,7 +232,11 @@ def test_aborted_at_any_stage_the_blocks_come_back(smollm2_files: ModelFiles) ->
     asyncio.run(scenario())
 
 
-def test_a_full_queue_refuses_at_once(tiny_files: ModelFiles) -> None:
+def test_a_full_queue_refuses_at_once_and_an_engine_that_hangs_is_closed(
+    tiny_files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "SHUTDOWN_SECONDS", 0.1)
+
     async def scenario() -> None:
         limits = {"max_num_seqs": 1, "max_queued_requests": 2, "max_queued_tokens": 100, "heartbeat_timeout_s": 3600}
         async with serving(tiny_files, **limits) as engine:
@@ -243,7 +248,8 @@ def test_a_full_queue_refuses_at_once(tiny_files: ModelFiles) -> None:
                 await stream.aclose()
             with pytest.raises(Overloaded, match="tokens"):
                 await engine.submit(sample(list(range(101)), GREEDY))
-            os.kill(engine.client.engine_pid, signal.SIGCONT)
+            pid = engine.client.engine_pid
+        assert not alive(pid)
 
     asyncio.run(scenario())
 

@@ -164,6 +164,9 @@ class EngineClient:
         if self._supervision is not None:
             if was_restarting:
                 self._supervision.cancel()
+            done, _ = await asyncio.wait({self._supervision}, timeout=SHUTDOWN_SECONDS)
+            if not done and self._connection is not None:
+                self._connection.engine.kill()
             await asyncio.wait({self._supervision})
         elif self._connection is not None:
             await self._reap(self._connection)
