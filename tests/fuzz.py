@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import json
 import random
-import re
 import sys
 import tempfile
 import time
@@ -309,12 +308,7 @@ def _short(text: str, length: int = 700) -> str:
 
 
 def _stalls(server: GuardedServer) -> str:
-    """How often the event loop stood still, for longer than each of some times."""
-    metrics = server.get("/metrics").text
-    counts = re.findall(r'^weft_event_loop_stall_seconds_bucket\{.*?le="(\S+?)".*?\} (\S+)$', metrics, re.MULTILINE)
-    total = int(float(counts[-1][1])) if counts else 0
-    longer = (f"{total - int(float(count))} over {1000 * float(bound):.0f} ms" for bound, count in counts[:-1])
-    return f"{total} over 50 ms; " + ", ".join(itertools.islice(longer, 1, None))
+    return ", ".join(f"{count} over {1000 * bound:.0f} ms" for bound, count in server.stalls().items())
 
 
 def report(found: Findings, server: GuardedServer, suspects: dict[int, Fuzz], console: Console) -> None:

@@ -26,6 +26,8 @@ RPC_SIZES = (100_000, 3 << 20)
 SAMPLE = 20 * EFFORT
 MAX_GROWTH_MB = 256
 MAX_ERROR_BYTES = 4096
+MAX_STALL_S = 0.5
+"""Of the event loop, by the server's own watchdog; a busy machine adds to it."""
 WITHOUT_EFFECT = {"user", "user_id", "safety_identifier", "prompt_cache_key"}
 LARGE = {"regex", "chat_template_kwargs", "tokens"}
 """A grammar, a template's variables and tokens to be made text may be large; limits of their own bound them."""
@@ -66,6 +68,8 @@ async def check_unnoticed(
         assert seen.gap_ms <= MAX_GAP_MS, f"{too_much}: nothing heard for {seen.gap_ms:.0f} ms, {TRIES} times in a row"
         assert seen.growth_mb <= MAX_GROWTH_MB, f"{too_much}: {seen.growth_mb:.0f} MB more"
     wait_until(lambda: memory.now() <= 1.1 * before, "its memory comes back")
+    stalls = server.stalls()
+    assert not stalls[MAX_STALL_S], f"stalls of the event loop, by seconds: {stalls}"
     server.check_alive()
 
 

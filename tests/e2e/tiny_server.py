@@ -41,6 +41,12 @@ class TinyServer(Server):
         assert self.engine_pid() == self.first_engine
         assert not self.errors()
 
+    def stalls(self) -> dict[float, int]:
+        """How often the event loop stood still for longer than each of some times, in seconds."""
+        bucket = re.compile(r'^weft_event_loop_stall_seconds_bucket\{.*?le="(\S+?)".*?\} (\S+)$', re.MULTILINE)
+        counts = [(float(bound), int(float(count))) for bound, count in bucket.findall(self.get("/metrics").text)]
+        return {bound: counts[-1][1] - count for bound, count in counts[:-1]}
+
     def errors(self) -> list[str]:
         """The lines of the log that tell of an error."""
         return [line for line in self.log if " ERROR " in line]
