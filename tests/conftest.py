@@ -33,6 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
         shared_fork_server(engine_environment())
 
 
+@pytest.fixture(autouse=True, scope="module")
+def settings_are_left_alone() -> Iterator[None]:
+    """Every engine after a test that changes them would be a full start: no fork server has that environment."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("WEFT_")}
+    yield
+    assert {name: value for name, value in os.environ.items() if name.startswith("WEFT_")} == before
+
+
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Files that start engines come first: they take long, and workers end together when the last files are short."""
     with_engines = {item.path for item in items if {"smollm2_files", "tiny_model"} & {*item.fixturenames}}

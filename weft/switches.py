@@ -40,10 +40,12 @@ def switched_off(environment: Mapping[str, str]) -> set[str]:
 @contextmanager
 def without(*names: str) -> Iterator[None]:
     """Switch these off in engines that are started inside the block."""
-    before = os.environ.get(VARIABLE, "")
-    os.environ[VARIABLE] = ",".join([before, *names])
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = ",".join([before or "", *names])
     try:
         switched_off(os.environ)
         yield
     finally:
-        os.environ[VARIABLE] = before
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
