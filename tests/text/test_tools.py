@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.effort import EFFORT
 from weft.text.parsers.pieces import CallStarted, Content, ParsedAnswer, Parser, Piece, ToolCall, collect, merged
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import REASONING_STYLES, TOOL_STYLES, ToolStyle, parser_for
@@ -98,7 +99,7 @@ SETUPS = [
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: "-".join(str(getattr(s, "name", s)) for s in setup))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15 * EFFORT, deadline=None)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 400), max_size=12), declared=st.sampled_from([None, DECLARED]))
 def test_every_way_to_cut_the_text_gives_the_same_answer(
     setup: tuple[ToolStyle | None, ReasoningStyle | None, bool],
@@ -120,7 +121,7 @@ def test_every_way_to_cut_the_text_gives_the_same_answer(
 
 
 @pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40 * EFFORT, deadline=None)
 @given(text=TEXTS)
 def test_text_without_a_call_is_content_unchanged(name: str, text: str) -> None:
     answer = parse(name, text)
@@ -131,7 +132,7 @@ def test_text_without_a_call_is_content_unchanged(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15 * EFFORT, deadline=None)
 @given(calls=CALLS, cuts=st.lists(st.integers(0, 1000), max_size=12))
 def test_what_a_model_should_write_is_read_exactly(name: str, calls: list[tuple[str, str]], cuts: list[int]) -> None:
     text = STYLES[name].shape.write(calls)
@@ -145,7 +146,7 @@ WORDS = st.text(alphabet="abé🎉,. <[", min_size=1, max_size=8).map(lambda tex
 
 
 @pytest.mark.parametrize("name", ["hermes", "mistral", "mistral-args"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25 * EFFORT, deadline=None)
 @given(calls=CALLS, before=WORDS, between=st.sampled_from(["", " ", "\n", "\r\n\t"]), after=WORDS)
 def test_content_around_calls_is_kept(
     name: str, calls: list[tuple[str, str]], before: str, between: str, after: str
@@ -157,7 +158,7 @@ def test_content_around_calls_is_kept(
 
 
 @pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15 * EFFORT, deadline=None)
 @given(arguments=ARGUMENTS)
 def test_arguments_in_a_string_are_decoded(name: str, arguments: str) -> None:
     if name == "mistral-args":
@@ -168,7 +169,7 @@ def test_arguments_in_a_string_are_decoded(name: str, arguments: str) -> None:
 
 
 @pytest.mark.parametrize("name", STYLES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15 * EFFORT, deadline=None)
 @given(calls=CALLS, data=st.data())
 def test_a_text_cut_off_anywhere_gives_whole_calls_and_at_most_one_in_part(
     name: str, calls: list[tuple[str, str]], data: st.DataObject
