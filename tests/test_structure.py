@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -85,6 +86,11 @@ def top_name(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported_modules(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -100,7 +106,7 @@ def test_imports_run_one_way(path: Path) -> None:
     if package == "__init__" or path == PACKAGE / "backends/__init__.py":  # their names are lazy
         return
     allowed = GROUND | {package} | MAY_IMPORT.get(package, set())
-    for module in imported_modules(ast.parse(path.read_text())):
+    for module in imported_modules(parsed(path)):
         parts = module.split(".")
         if parts[0] == "weft" and len(parts) > 1 and parts[1] in TOP_NAMES:
             assert parts[1] in allowed, f"{package} imports {module}"
@@ -109,7 +115,7 @@ def test_imports_run_one_way(path: Path) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_nothing_executes_data(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
             assert name not in FORBIDDEN_CALLS, f"line {node.lineno}: {name}"
@@ -132,7 +138,7 @@ def _only_narrows(node: ast.expr) -> bool:
 def test_python_without_asserts_runs_the_same() -> None:
     """`python -O` leaves asserts out: what must hold is checked by an `if`."""
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Assert):
                 assert _only_narrows(node.test), f"{path}, line {node.lineno}: {ast.unparse(node)}"
 
@@ -140,7 +146,7 @@ def test_python_without_asserts_runs_the_same() -> None:
 @pytest.mark.parametrize("package", ["api", "serving"])
 def test_the_api_knows_only_the_contract_of_an_engine(package: str) -> None:
     for path in (PACKAGE / package).rglob("*.py"):
-        for module in imported_modules(ast.parse(path.read_text())):
+        for module in imported_modules(parsed(path)):
             if module.startswith("weft.backends"):
                 assert module.startswith("weft.backends.contract"), f"{path.name} imports {module}"
 
@@ -186,7 +192,7 @@ def without_type_checking(tree: ast.Module) -> ast.Module:
 def dependencies(path: Path) -> set[str]:
     """Return the modules of weft that a module imports anywhere in its text. The names that a package offers for type
     checkers are loaded when they are asked for, and do not count."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     if path.name == "__init__.py":
         tree = without_type_checking(tree)
     found = set()
@@ -212,7 +218,7 @@ def test_a_basename_means_one_thing() -> None:
 def test_a_class_name_means_one_thing() -> None:
     owners: dict[str, list[str]] = defaultdict(list)
     for name, path in MODULES.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 owners[node.name].append(name)
     assert {name: modules for name, modules in owners.items() if len(modules) > 1} == {}
