@@ -84,7 +84,7 @@ build/advisories:
 	git clone --quiet --depth 1 https://github.com/pypa/advisory-database $@
 
 release: .venv/installed
-	rm -rf dist
+	rm -rf dist build/lib build/bdist.*
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	$(BIN)/python tools/sbom.py dist/weft.cdx.json
 	cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
