@@ -24,7 +24,8 @@ from weft.bench.http import Address, Connection
 
 DOCUMENTED = {200, 400, 404, 405, 409, 413, 429, 431, 503}
 GOOD_CODES = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED}
-PRIVATE = re.compile(r"Traceback|0x[0-9a-fA-F]{6,}|\.py\b|site-packages")
+# An address has letters: 0x4294967295 may be the size of an image.
+PRIVATE = re.compile(r"Traceback|0x(?=[0-9]*[a-fA-F])[0-9a-fA-F]{6,}|\.py\b|site-packages")
 LAST_EVENTS = (
     "[DONE]",
     '"message_stop"',
