@@ -85,14 +85,14 @@ def asked(path: str, fields: dict[str, Any]) -> Asked:
 async def measure(server: GuardedServer, canary: Canary, table: Table) -> None:
     memory, http = Memory(server.process.pid), Http(server.url, "bad")
     for path, fields in ((CHAT, {"structured_outputs": {"grammar": 'start: "a"'}}), (COMPLETION, {})):
-        await http.ask(asked(path, fields))
+        await http.send(asked(path, fields))
     for name, path, fields in track(CASES, description="Asking", transient=True):
         request = asked(path, fields())
         before = memory.now()
         memory.reset_peak()
         canary.listen()
         began = time.perf_counter()
-        status, body = await http.ask(request)
+        status, body = await http.send(request)
         seconds = time.perf_counter() - began
         gap_ms, _ = canary.listen()
         figures = (f"{len(request.body) / 1e6:.2f}", f"{gap_ms:.0f}", f"{max(0.0, memory.peak() - before):.0f}")

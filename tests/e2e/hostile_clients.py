@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from tests.api.grpc.calls import check_whole
+from tests.e2e.connections import Connections
 from tests.e2e.hostile import Asked
 from tests.e2e.hostile_rpc import AskedRpc
 from tests.waiting import PATIENCE
@@ -20,7 +21,7 @@ from weft.api.grpc.ai_service_pb2 import (
     StreamPredictResponse,
     WorkerHealthResponse,
 )
-from weft.bench.http import Address, Connection
+from weft.bench.http import Address
 
 DOCUMENTED = {200, 400, 404, 405, 409, 413, 429, 431, 503}
 GOOD_CODES = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED}
@@ -35,44 +36,32 @@ LAST_EVENTS = (
 )
 
 
-class Http:
+class Http(Connections):
     def __init__(self, url: str, key: str = "") -> None:
-        self._address = Address.parse(url)
+        super().__init__(Address.parse(url))
         self._headers = (("Authorization", f"Bearer {key}"),) if key else ()
-        self._idle: list[Connection] = []
 
-    async def ask(self, asked: Asked) -> tuple[int, str]:
+    async def send(self, asked: Asked) -> tuple[int, str]:
         """Return the status and the body of the answer."""
-        # The server closes those that were idle for some seconds.
-        self._idle = [connection for connection in self._idle if connection.is_open]
-        connection = self._idle.pop() if self._idle else await Connection.open(self._address)
-        pieces: list[bytes] = []
         try:
-            status = await asyncio.wait_for(connection.ask(self._request(asked), pieces.append), PATIENCE)
+            return await self.ask(self._request(asked))
         except (TimeoutError, ConnectionError) as error:
             raise AssertionError(f"{asked}\nbrought {error!r}") from error
-        if connection.is_open:
-            self._idle.append(connection)
-        return status, b"".join(pieces).decode()
 
     async def tear(self, asked: Asked, part: float) -> None:
         """Send the first part of a request, and hang up."""
-        _, writer = await asyncio.open_connection(self._address.host, self._address.port)
+        _, writer = await asyncio.open_connection(self.address.host, self.address.port)
         request = self._request(asked)
         writer.write(request[: int(part * len(request))])
         await writer.drain()
         writer.close()
         await writer.wait_closed()
 
-    def close(self) -> None:
-        for connection in self._idle:
-            connection.close()
-
     def _request(self, asked: Asked) -> bytes:
         length = (("Content-Type", "application/json"), ("Content-Length", str(len(asked.body))))
         # Of two keys the first counts: the request's own.
         headers = (*asked.headers, *self._headers, *(length if asked.method == "POST" else ()))
-        head = f"{asked.method} {asked.path} HTTP/1.1\r\nHost: {self._address.host}:{self._address.port}\r\n"
+        head = f"{asked.method} {asked.path} HTTP/1.1\r\nHost: {self.address.host}:{self.address.port}\r\n"
         return (head + "".join(f"{name}: {value}\r\n" for name, value in headers)).encode() + b"\r\n" + asked.body
 
 

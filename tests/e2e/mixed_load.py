@@ -23,11 +23,12 @@ from msgspec import Struct
 from tests import tiny_models
 from tests.api.grpc.calls import Client, answer_to, ask, check_whole, text_of
 from tests.api.openai.pixels import pixels_of
+from tests.e2e.connections import Connections
 from tests.e2e.tiny_server import NAME, TinyServer
 from tests.tiny_adapters import save_adapter
 from tests.tiny_images import save_image_model
 from tests.waiting import PATIENCE
-from weft.bench.http import Address, Connection
+from weft.bench.http import Address
 
 ADAPTER = "sketch"
 SPEC = {
@@ -132,7 +133,7 @@ class MixedLoad:
         self.requests = requests(variants)
         self._device = server.device
         self._address = Address.parse(server.url)
-        self._idle: list[Connection] = []
+        self._connections = Connections(self._address)
         self._channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port()}")
         self._recorded: dict[int, str] = {}
 
@@ -140,8 +141,7 @@ class MixedLoad:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        for connection in self._idle:
-            connection.close()
+        self._connections.close()
         await self._channel.close()
 
     async def record(self) -> None:
@@ -162,14 +162,14 @@ class MixedLoad:
             raise Differs(f"{request.kind}: {answer[at:]!r:.200} instead of {expected[at:]!r:.200} at {at}")
 
     async def is_ready(self) -> bool:
-        status, _ = await self._exchange(self._address.request("GET", "/health"))
+        status, _ = await self._connections.ask(self._address.request("GET", "/health"))
         return status == 200
 
     async def _answer(self, request: MixedRequest) -> str:
         if request.path == GRPC:
             return await self._predicted(**request.body)
         body = json.dumps({"model": NAME} | request.body).encode()
-        status, text = await self._exchange(self._address.request("POST", request.path, body))
+        status, text = await self._connections.ask(self._address.request("POST", request.path, body))
         assert status == 200, f"{status} {text}"
         events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
         if request.path == "/v1/chat/completions":
@@ -184,16 +184,6 @@ class MixedLoad:
         responses = await answer_to(Client(self._channel), asked)
         check_whole(responses)
         return text_of(responses)
-
-    async def _exchange(self, request: bytes) -> tuple[int, str]:
-        while self._idle and not self._idle[-1].is_open:
-            self._idle.pop()
-        connection = self._idle.pop() if self._idle else await Connection.open(self._address)
-        pieces: list[bytes] = []
-        status = await connection.ask(request, pieces.append)
-        if connection.is_open:
-            self._idle.append(connection)
-        return status, b"".join(pieces).decode()
 
 
 def _joined(chunks: list[Any]) -> str:

@@ -63,7 +63,7 @@ class Canary:
             raise told
 
     async def _sing(self) -> list[Any]:
-        status, body = await self._http.ask(Asked("/v1/chat/completions", json.dumps(CANARY).encode()))
+        status, body = await self._http.send(Asked("/v1/chat/completions", json.dumps(CANARY).encode()))
         assert status == 200, body
         choices: list[Any] = json.loads(body)["choices"]
         return choices
@@ -103,7 +103,7 @@ def test_no_request_over_http_harms_the_server_or_its_neighbour(server: TinyServ
         http = Http(server.url)
 
         async def ask(asked: Asked) -> None:
-            status, body = await http.ask(asked)
+            status, body = await http.send(asked)
             check_answer(asked, status, body)
             statuses.append(status)
 

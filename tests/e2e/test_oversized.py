@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.e2e.canary import MAX_GAP_MS, TRIES, Canary, Memory, noticed
+from tests.e2e.canary import TRIES, Canary, Memory, noticed
 from tests.e2e.hostile_clients import Http, Rpc, check_answer, check_status
 from tests.e2e.oversized import UNKNOWN, TooMuch, TooMuchRpc, corpus, rpc_corpus
 from tests.e2e.tiny_server import GuardedServer
@@ -22,11 +22,11 @@ from tests.effort import EFFORT
 from tests.waiting import wait_until
 
 SIZES = (100_000, 2 << 20, 31 << 20)
-RPC_SIZES = (100_000, 3 << 20)
-SAMPLE = 20 * EFFORT
+RPC_SIZES = (300_000, 3 << 20)
+SAMPLE = 12 * EFFORT
 MAX_GROWTH_MB = 256
 MAX_ERROR_BYTES = 4096
-MAX_STALL_S = 0.5
+MAX_STALL_S = 1.0
 """Of the event loop, by the server's own watchdog; a busy machine adds to it."""
 WITHOUT_EFFECT = {"user", "user_id", "safety_identifier", "prompt_cache_key"}
 LARGE = {"regex", "chat_template_kwargs", "tokens"}
@@ -65,7 +65,7 @@ async def check_unnoticed(
     before = memory.now()
     for too_much in random.Random(15).sample(whole, min(SAMPLE, len(whole))):
         seen = await noticed(partial(ask, too_much), canary, memory)
-        assert seen.gap_ms <= MAX_GAP_MS, f"{too_much}: nothing heard for {seen.gap_ms:.0f} ms, {TRIES} times in a row"
+        assert seen.is_short, f"{too_much}: nothing heard for {seen.gap_ms:.0f} ms, {TRIES} times in a row"
         assert seen.growth_mb <= MAX_GROWTH_MB, f"{too_much}: {seen.growth_mb:.0f} MB more"
     wait_until(lambda: memory.now() <= 1.1 * before, "its memory comes back")
     stalls = server.stalls()
@@ -82,7 +82,7 @@ def test_over_http(server: GuardedServer, canary: Canary) -> None:
 
         async def ask(too_much: TooMuch) -> None:
             asked = too_much.asked()
-            status, body = await http.ask(asked)
+            status, body = await http.send(asked)
             check_answer(asked, status, body)
             if status == 200:
                 assert (WITHOUT_EFFECT | LARGE) & {*too_much.place}, f"{too_much} was taken: {body[:300]}"
