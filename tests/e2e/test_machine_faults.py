@@ -170,7 +170,7 @@ def test_a_clock_that_jumps_changes_the_date_and_nothing_else(server: TinyServer
 
 
 def test_a_queue_flooded_to_ten_times_its_size_answers_what_it_took_and_refuses_the_rest(server: TinyServer) -> None:
-    """How long those that it took wait, beside an unflooded server: python -m tests.flood."""
+    """How long those that it took wait is measured by python -m tests.flood."""
     num_asked = 10 * (4 + 16)
 
     async def scenario() -> None:
