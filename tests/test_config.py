@@ -108,7 +108,7 @@ def test_a_name_is_proposed_once() -> None:
     assert nearest("x", ["model", "adapter", "model"]) == "Possible: adapter, model."
 
 
-@pytest.mark.parametrize("name", ["api_key", "admin_key", "engine_api_key"])
+@pytest.mark.parametrize("name", ["api_key", "admin_key", "engine_api_key", "ssl_keyfile_password"])
 def test_a_key_in_a_wrong_place_is_not_shown(tmp_path: Path, name: str) -> None:
     setting = next(setting for setting in settings() if setting.name == name)
     secret, wrong = ("sesame", '"sesame"') if setting.type == list[str] else (["sesame"], '["sesame"]')

@@ -115,8 +115,8 @@ def _convert(raw: dict[str, dict[str, Any]], places: dict[str, str]) -> Config:
 
 
 def refusal(name: str, value: Any, error: msgspec.ValidationError) -> str:
-    """Return why the value of a setting is refused. A key is not repeated, however wrong it is."""
-    shown = "its value" if name.endswith("_key") else repr(value)
+    """Return why the value of a setting is refused. A secret is not repeated, however wrong it is."""
+    shown = "its value" if name.endswith(("_key", "_password")) else repr(value)
     return f"{shown} is refused: {str(error).split(' - at ')[0]}."
 
 

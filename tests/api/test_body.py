@@ -13,7 +13,7 @@ import grpc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
 from tests.api import raw
 from tests.api.grpc.calls import ask, door, failed
@@ -22,7 +22,7 @@ from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.api import body as body_module
 from weft.api import http_protocol
 from weft.api.app import REQUESTS, build_app
-from weft.api.body import CAPS, check_caps, check_keys, check_structure, off_loop, parse
+from weft.api.body import CAPS, check_caps, check_keys, check_structure, parse
 from weft.api.openai.openai_schema import ChatRequest
 from weft.config import load
 from weft.errors import InvalidRequest
@@ -365,5 +365,18 @@ def test_grpc_refuses_metadata_that_http_would_refuse() -> None:
 
 @pytest.mark.parametrize(("num_bytes", "in_thread"), [(16 * 1024, False), (16 * 1024 + 1, True)])
 def test_a_body_that_could_take_long_is_parsed_off_the_loop(num_bytes: int, in_thread: bool) -> None:
-    found = asyncio.run(off_loop(b"x" * num_bytes, threading.get_ident))
-    assert (found != threading.get_ident()) is in_thread
+    parsed_in = []
+
+    class Noted(BaseModel):
+        text: str
+
+        @model_validator(mode="before")
+        @classmethod
+        def note(cls, value: Any) -> Any:
+            parsed_in.append(threading.get_ident())
+            return value
+
+    body = b'{"text":"' + b"x" * (num_bytes - 11) + b'"}'
+    assert len(body) == num_bytes
+    asyncio.run(parse(Noted, body, LimitOptions()))
+    assert [thread != threading.get_ident() for thread in parsed_in] == [in_thread]

@@ -152,7 +152,7 @@ def check_keys(value: Any) -> None:
 
 
 LONG_BODY_BYTES = 16 * 1024
-"""Above this a body is parsed in a thread, so that the streams of others go on meanwhile."""
+"""Above this a body is parsed in a thread."""
 
 BODY_SECONDS = 120.0
 """A client must have sent all of a body by then."""
@@ -213,12 +213,12 @@ async def _received(receive: Receive, limit_bytes: int, hold: Callable[[int], No
 
 
 async def parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
-    return await off_loop(body, _parse, schema, body, limits)
+    return await off_loop(len(body) > LONG_BODY_BYTES, _parse, schema, body, limits)
 
 
-async def off_loop(body: bytes, work: Callable[..., T], *arguments: Any) -> T:
-    """Do work that grows with a body's length, in a thread where it is long."""
-    return await asyncio.to_thread(work, *arguments) if len(body) > LONG_BODY_BYTES else work(*arguments)
+async def off_loop(is_long: bool, work: Callable[..., T], *arguments: Any) -> T:
+    """Do work in a thread where it is long, so that the streams of others go on meanwhile."""
+    return await asyncio.to_thread(work, *arguments) if is_long else work(*arguments)
 
 
 def _parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:

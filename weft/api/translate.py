@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from weft.api.body import off_loop
 from weft.api.openai.logprobs import FIGURE_BYTES
 from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, Message, NamedTool, SamplingFields, Tool
 from weft.backends.contract import (
@@ -220,10 +221,7 @@ async def parse_completion(
         grammar=grammar,
         engine=engine,
     )
-    if sum(map(len, request.prompt)) > LONG_PROMPT:
-        given = await asyncio.to_thread(_prompts, request.prompt, engine)
-    else:
-        given = _prompts(request.prompt, engine)
+    given = await off_loop(sum(map(len, request.prompt)) > LONG_PROMPT, _prompts, request.prompt, engine)
     if not all(given):
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     prompts, truncated = _truncated(given, request, params, engine)

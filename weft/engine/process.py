@@ -118,7 +118,7 @@ class LaunchedEngine(Protocol):
 
 
 OUTSIDE_ENDS = frozenset(exit_text(-number) for number in (signal.SIGKILL, signal.SIGTERM))
-"""How processes end that were ended by others: a process that fails ends with another signal, or with a code."""
+"""The ends of processes that others ended: one that fails by itself ends with another signal, or with a code."""
 
 
 def num_oom_kills() -> int:

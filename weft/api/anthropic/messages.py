@@ -26,7 +26,7 @@ from weft.api.anthropic.messages_schema import (
     anthropic_error,
     message_usage,
 )
-from weft.api.body import off_loop, parse
+from weft.api.body import LONG_BODY_BYTES, off_loop, parse
 from weft.api.error_responses import error_body
 from weft.api.handler import Writer, named_event
 from weft.api.openai.openai_schema import ChatRequest
@@ -246,7 +246,7 @@ async def messages_endpoint(body: bytes, context: RequestContext) -> tuple[list[
     served = await context.choose(request.model)
     _check(request, served)
     answer_id = f"msg_{uuid.uuid4().hex}"
-    asked = await off_loop(body, chat_request, request)
+    asked = await off_loop(len(body) > LONG_BODY_BYTES, chat_request, request)
     chat = await parse_chat(asked, served, request_id=unique_id(answer_id), tenant=context.tenant)
     return chat.requests, MessagesWriter(answer_id, chat, request)
 
@@ -257,7 +257,8 @@ async def count_tokens(body: bytes, context: RequestContext) -> TokenCount:
     _check(request, served)
     if not served.engine.abilities.tokens:
         raise tokens_unknown(served.engine, "count_tokens")
-    chat = await parse_chat(await off_loop(body, counted_request, request), served)
+    asked = await off_loop(len(body) > LONG_BODY_BYTES, counted_request, request)
+    chat = await parse_chat(asked, served)
     return TokenCount(len(tokens_of(chat.prompt)))
 
 

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 
+from weft.api.body import off_loop
 from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 from weft.api.translate import LONG_PROMPT
 from weft.backends.contract import text_prompt
@@ -164,10 +165,7 @@ async def parse_prediction(
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     check_cache_salt(request.cache_salt)
     task = Sample(params=params_of(request.generation))
-    if len(request.prompt) > LONG_PROMPT:
-        prompt = await asyncio.to_thread(text_prompt, served.engine, request.prompt)
-    else:
-        prompt = text_prompt(served.engine, request.prompt)
+    prompt = await off_loop(len(request.prompt) > LONG_PROMPT, text_prompt, served.engine, request.prompt)
     common = GenerationRequest(
         prompt=prompt,
         task=task,

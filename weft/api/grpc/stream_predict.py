@@ -16,7 +16,7 @@ from weft.api.grpc.prediction import Prediction, Send
 from weft.api.grpc.status import MAX_TRACE_ID, RpcStatus, parse, status_of, take_up
 from weft.errors import InvalidRequest, RequestTimeout, Unavailable
 from weft.options import GrpcOptions
-from weft.serving.admission import Admission
+from weft.serving.admission import SHUTTING_DOWN, Admission
 
 
 async def in_time(sending: Awaitable[None], patience_s: float) -> None:
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 MAX_OPEN = 128
 """Predictions that run on one stream; the next request is read when one has ended."""
 
-SHUTTING_DOWN = status_of(Unavailable("The server is shutting down."))
+CLOSING = status_of(Unavailable(SHUTTING_DOWN))
 
 
 class PredictionStream:
@@ -75,7 +75,7 @@ class PredictionStream:
         if self._num_ended < self._num_begun or self._reading is None or self._reading.done():
             return
         if self._closing and self._failure is None:
-            self._failure = SHUTTING_DOWN
+            self._failure = CLOSING
         if self._failure is not None:
             self._reading.cancel()
 
@@ -84,7 +84,7 @@ class PredictionStream:
             arrived = time.perf_counter()
             await self._capacity.acquire()
             if self._closing and self._failure is None:
-                self._failure = SHUTTING_DOWN
+                self._failure = CLOSING
             if self._failure is not None:
                 # Read and let go: a client that cannot send might never look at the status.
                 self._capacity.release()

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Sequence
 import msgspec
 from msgspec import UNSET
 
-from weft.api.body import parse
+from weft.api.body import off_loop, parse
 from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
-from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures, prompt_logprobs, with_items
+from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures, prompt_logprobs
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
     CalledFunction,
@@ -24,6 +24,7 @@ from weft.api.openai.openai_answers import (
     UsageBody,
     timings_body,
     usage_body,
+    with_items,
 )
 from weft.api.openai.openai_schema import ChatRequest
 from weft.api.translate import ParsedRequest, parse_chat
@@ -108,9 +109,7 @@ class ChatWriter(Writer):
         return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + DONE
 
     async def whole(self, outputs: Sequence[CollectedOutput]) -> list[bytes]:
-        if sum(map(num_figures, outputs)) > MANY_FIGURES:
-            return await asyncio.to_thread(self._whole, outputs)
-        return self._whole(outputs)
+        return await off_loop(sum(map(num_figures, outputs)) > MANY_FIGURES, self._whole, outputs)
 
     def _whole(self, outputs: Sequence[CollectedOutput]) -> list[bytes]:
         first = outputs[0]

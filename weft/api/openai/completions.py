@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Sequence
 import msgspec
 from msgspec import UNSET
 
-from weft.api.body import parse
+from weft.api.body import off_loop, parse
 from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
 from weft.api.openai.logprobs import (
     MANY_FIGURES,
@@ -19,7 +19,6 @@ from weft.api.openai.logprobs import (
     joined,
     num_figures,
     prompt_logprobs,
-    with_items,
 )
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
@@ -30,6 +29,7 @@ from weft.api.openai.openai_answers import (
     UsageBody,
     timings_body,
     usage_body,
+    with_items,
 )
 from weft.api.openai.openai_schema import CompletionRequest
 from weft.api.translate import ParsedRequest, parse_completion
@@ -132,9 +132,8 @@ class CompletionWriter(Writer):
         return self._frame.before + self._frame.after_with({"usage": self._usage_body(usages)}) + DONE
 
     async def whole(self, outputs: Sequence[CollectedOutput]) -> list[bytes]:
-        if self._request.echo or sum(map(num_figures, outputs)) > MANY_FIGURES:
-            return await asyncio.to_thread(self._whole, outputs)
-        return self._whole(outputs)
+        is_long = self._request.echo or sum(map(num_figures, outputs)) > MANY_FIGURES
+        return await off_loop(is_long, self._whole, outputs)
 
     def _whole(self, outputs: Sequence[CollectedOutput]) -> list[bytes]:
         answer = Completion(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import uuid
 from array import array
@@ -12,9 +11,9 @@ from typing import Annotated, Literal
 from msgspec import Struct
 from pydantic import Field, PlainValidator
 
-from weft.api.body import parse
+from weft.api.body import off_loop, parse
 from weft.api.handler import Writer
-from weft.api.openai.logprobs import with_items
+from weft.api.openai.openai_answers import with_items
 from weft.api.openai.openai_schema import Fields, Name, prompts
 from weft.api.translate import LONG_PROMPT, given_tokens
 from weft.backends.contract import Engine, max_encoded_tokens, tokens_unknown
@@ -27,9 +26,9 @@ from weft.types import Embed, GenerationRequest, Output, Pooling, Prompt
 
 FLOAT_BYTES = 4
 WRITTEN_BYTES = {"float": 22, "base64": 6}
-"""What one value takes in the answer."""
+"""The bytes that one value takes in the answer."""
 LARGE_ANSWER_BYTES = 64 * 1024
-"""Above this vectors are written in a thread, so that the streams of others go on meanwhile."""
+"""Above this vectors are written in a thread."""
 
 
 class EmbeddingsRequest(Fields):
@@ -75,10 +74,7 @@ async def embeddings_endpoint(body: bytes, context: RequestContext) -> tuple[lis
     request = await parse(EmbeddingsRequest, body, context.config.limits)
     served = await context.choose(request.model)
     served.check_model(request.model)
-    if sum(map(len, request.input)) > LONG_PROMPT:
-        prompts = await asyncio.to_thread(_encoded, request, served.engine)
-    else:
-        prompts = _encoded(request, served.engine)
+    prompts = await off_loop(sum(map(len, request.input)) > LONG_PROMPT, _encoded, request, served.engine)
     writer = EmbeddingsWriter(request, context.config.limits)
     common = GenerationRequest(
         prompt=prompts[0],
@@ -107,9 +103,7 @@ class EmbeddingsWriter(Writer):
     async def whole(self, outputs: Sequence[CollectedOutput]) -> list[bytes]:
         vectors = [self._checked(output.embedding) for output in outputs]
         num_tokens = sum(output.usage.prompt_tokens for output in outputs)
-        if len(vectors) * len(vectors[0]) > LARGE_ANSWER_BYTES:
-            return await asyncio.to_thread(self._whole, vectors, num_tokens)
-        return self._whole(vectors, num_tokens)
+        return await off_loop(len(vectors) * len(vectors[0]) > LARGE_ANSWER_BYTES, self._whole, vectors, num_tokens)
 
     def _whole(self, vectors: Sequence[bytes], num_tokens: int) -> list[bytes]:
         answer = EmbeddingList(data=[], model=self._request.model, usage=EmbeddingsUsage(num_tokens, num_tokens))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, starmap
-from typing import Any
-
-import msgspec
 
 from weft.api.openai.openai_answers import (
     ChatLogprob,
@@ -15,15 +12,16 @@ from weft.api.openai.openai_answers import (
     PromptLogprob,
     PromptLogprobs,
     TopLogprob,
+    encoded_list,
 )
 from weft.serving.output_reader import CollectedOutput
 from weft.text.tokenizer import Tokenizer
 from weft.types import Output, TokenLogprob
 
 MANY_FIGURES = 1024
-"""Above this log probabilities are written in a thread, so that the streams of others go on meanwhile."""
+"""Above this log probabilities are written in a thread."""
 FIGURE_BYTES = 96
-"""What one log probability takes in memory, from the engine's message to the answer, on average."""
+"""The memory that one log probability takes on average, from the engine's message to the answer."""
 
 LOWEST = -9999.0
 """JSON has no minus infinity; OpenAI writes this."""
@@ -37,22 +35,6 @@ def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
 def num_figures(output: Output | CollectedOutput) -> int:
     """Return how many log probabilities an output has, whose tokens all have as many."""
     return sum(len(each) * (len(each[0].top) + 1) for each in (output.logprobs, output.prompt_logprobs) if each)
-
-
-def encoded_list(items: Iterable[object]) -> Any:
-    """Encode a list item by item: as Python's values a long one would take many times the memory of its JSON."""
-    return msgspec.Raw(b"[" + b",".join(map(msgspec.json.encode, items)) + b"]")
-
-
-def with_items(answer: object, field: str, items: Iterable[object]) -> list[bytes]:
-    """Encode an answer in pieces, with these items in the list of this name, which is empty."""
-    name = f'"{field}":['.encode()
-    # A string cannot hold this: its quotes are escaped.
-    before, behind = msgspec.json.encode(answer).split(name + b"]", 1)
-    pieces = [before + name]
-    for number, item in enumerate(items):
-        pieces.append((b"," if number else b"") + msgspec.json.encode(item))
-    return [*pieces, b"]" + behind]
 
 
 def chat_logprobs(

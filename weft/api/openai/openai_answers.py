@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from weft import __version__
@@ -181,3 +183,19 @@ def timings_body(timings: Timings) -> TimingsBody:
         total_ms=1000 * timings.total_seconds,
         tokens_per_second=timings.tokens / timings.total_seconds if timings.total_seconds else 0.0,
     )
+
+
+def encoded_list(items: Iterable[object]) -> Any:
+    """Encode a list item by item: as Python's values a long one would take many times the memory of its JSON."""
+    return msgspec.Raw(b"[" + b",".join(map(msgspec.json.encode, items)) + b"]")
+
+
+def with_items(answer: object, field: str, items: Iterable[object]) -> list[bytes]:
+    """Encode an answer in pieces, with these items in the list of this name, which is empty."""
+    name = f'"{field}":['.encode()
+    # A string cannot hold this: its quotes are escaped.
+    before, behind = msgspec.json.encode(answer).split(name + b"]", 1)
+    pieces = [before + name]
+    for number, item in enumerate(items):
+        pieces.append((b"," if number else b"") + msgspec.json.encode(item))
+    return [*pieces, b"]" + behind]

@@ -24,7 +24,7 @@ from weft.errors import shown
 from weft.types import MAX_LOGPROBS
 
 MAX_NAME_CHARS = 64
-"""Of a field: none has a longer name."""
+"""No field has a longer name."""
 MAX_PAIRS = 128
 
 T = TypeVar("T")

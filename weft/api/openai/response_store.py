@@ -62,7 +62,7 @@ class ResponseStore:
         self._ttl_s = ttl_s
         self._clock = clock
         self._shelves: dict[str, _Shelf] = {}
-        """By owner; none is empty."""
+        """The shelves by owner, none of which is empty."""
         self._num_entries = 0
         self.num_bytes = 0
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from weft.api.body import off_loop, parse
+from weft.api.body import LONG_BODY_BYTES, off_loop, parse
 from weft.api.error_responses import error_body
 from weft.api.handler import Writer, named_event
 from weft.api.openai.openai_schema import ChatRequest, Fields
@@ -205,7 +205,7 @@ async def responses_endpoint(
         items = listed_items(request.input, begun.id.removeprefix("resp_") + "1") if request.store else []
         return conversation, chat_request(request, conversation), items
 
-    conversation, asked, items = await off_loop(body, read)
+    conversation, asked, items = await off_loop(len(body) > LONG_BODY_BYTES, read)
     try:
         chat = await parse_chat(asked, served, request_id=unique_id(begun.id), tenant=context.tenant)
     except InvalidRequest as error:

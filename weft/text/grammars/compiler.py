@@ -95,14 +95,14 @@ class GrammarProcess:
 
 CACHED_GRAMMARS = 256
 LATE_SECONDS = 300.0
-"""How long a grammar that was not compiled in time is refused without another try: a busy machine may be to blame."""
+"""A grammar that was not compiled in time is refused for so long, then tried again: the machine may have been busy."""
 
 
 class Trial(Struct, frozen=True):
-    """How a grammar was tried."""
+    """A trial tells whether a grammar can be enforced."""
 
     problem: str = ""
-    """Why it is refused, as the end of a sentence; empty: it is not."""
+    """The reason for its refusal, as the end of a sentence; empty: it is taken."""
     hint: str = ""
     until: float = math.inf
     """When it is tried again."""
