@@ -45,9 +45,14 @@ class Watch:
         self.num_dealt_with = 0
         """Of those that were read: begun, or let go."""
         self.num_failed = 0
+        self.has_all_requests = False
 
     async def has_failure(self) -> None:
         await until(lambda: self.num_failed, "a failed prediction")
+
+    async def has_failure_and_all_requests(self) -> None:
+        """grpc.aio's client drops the answers that it has not handed out when a write of its own fails."""
+        await until(lambda: self.num_failed and self.has_all_requests, "a failed prediction and the last request")
 
 
 @pytest.fixture
@@ -61,6 +66,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
                 watch.num_read += 1
                 yield message
                 watch.num_dealt_with += 1
+            watch.has_all_requests = True
 
         return await run(stream, counted())
 
@@ -153,7 +159,8 @@ def test_a_stream_stays_open_for_the_next_request() -> None:
 @pytest.mark.parametrize("bad", [ask("bad", "b"), ask("fine", "b", model_id="gpt-4")])
 def test_a_failure_ends_the_call_after_the_others_are_whole(bad: Any, watch: Watch) -> None:
     async def scenario() -> None:
-        engine = ByPrompt(fine=[FIRST, watch.has_failure, *answer("fine")], bad=[FIRST, RuntimeError("boom")])
+        fine = [FIRST, watch.has_failure_and_all_requests, *answer("fine")]
+        engine = ByPrompt(fine=fine, bad=[FIRST, RuntimeError("boom")])
         async with door(engine) as opened:
             received, code, details = await failed(opened.predict([ask("fine", "1"), bad, ask("fine", "2")]))
             found = by_trace_id(received)
@@ -200,7 +207,7 @@ def test_a_failure_is_told_though_the_client_would_send_more() -> None:
 
 def test_two_open_predictions_may_not_have_the_same_trace_id(watch: Watch) -> None:
     async def scenario() -> None:
-        engine = ByPrompt(slow=[FIRST, watch.has_failure, *answer("slow")])
+        engine = ByPrompt(slow=[FIRST, watch.has_failure_and_all_requests, *answer("slow")])
         async with door(engine) as opened:
             received, code, _ = await failed(opened.predict([ask("slow", "t"), ask("slow", "t")]))
             assert code is Code.INVALID_ARGUMENT
