@@ -19,7 +19,7 @@ from weft.backends.contract import (
     tokens_of,
     unknown_adapter,
 )
-from weft.errors import ContextTooLong, InvalidRequest, ModelError, WeftError
+from weft.errors import ContextTooLong, InvalidRequest, ModelError, Overloaded, WeftError
 from weft.payloads import GivenTexts
 from weft.types import (
     Adapter,
@@ -190,6 +190,8 @@ class ScriptedEngine:
         self.refuse = refuse
         self.refuse_from = 0
         """With `refuse`: the first submission that is refused."""
+        self.is_full = False
+        """No request of any tenant would be queued."""
         self.state = Health(True)
         self.submitted: list[Submitted] = []
         self.embedded: list[Embedded] = []
@@ -287,6 +289,10 @@ class ScriptedEngine:
         assert request_id not in self.open
         self.open.add(request_id)
         return request_id
+
+    def check_capacity(self, tenant: str) -> None:
+        if self.is_full:
+            raise Overloaded("2 requests are waiting already.")
 
     def health(self) -> Health:
         return self.state

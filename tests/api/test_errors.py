@@ -11,7 +11,7 @@ import pytest
 
 from tests import virtual_time
 from tests.api.http import CHAT, COMPLETIONS, chat, complete, error_of, events, request, request_app
-from tests.api.scripted_engine import ScriptedEngine, Step, next_turn
+from tests.api.scripted_engine import PAINTER, ScriptedEngine, ScriptedTokenizer, Step, next_turn
 from weft.api.app import admission_app
 from weft.backends.contract import Health
 from weft.config import load
@@ -120,6 +120,37 @@ def test_an_unexpected_error_is_logged_with_its_traceback(caplog: pytest.LogCapt
     chat(ScriptedEngine([ValueError(SECRET)]))
     [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert record.exc_info is not None
+
+
+class NoText(ScriptedTokenizer):
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        raise AssertionError("a request that is refused was encoded")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "hi"}]}),
+        (COMPLETIONS, {"prompt": "hi"}),
+        ("/v1/embeddings", {"input": "hi"}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}),
+        ("/v1/images/generations", {"prompt": "hi", "model": "painter"}),
+    ],
+)
+def test_a_full_queue_refuses_before_anything_is_encoded(path: str, body: dict[str, Any]) -> None:
+    engine = ScriptedEngine(tokenizer=NoText(), images=PAINTER)
+    engine.is_full = True
+    response = request(engine, "POST", path, json={"model": "scripted", **body})
+    assert response.status_code == 429
+    assert response.headers["retry-after"]
+    assert not engine.submitted
+
+
+def test_a_full_queue_still_counts_tokens() -> None:
+    engine = ScriptedEngine()
+    engine.is_full = True
+    assert request(engine, "POST", "/tokenize", json={"prompt": "hi"}).status_code == 200
 
 
 def test_one_prompt_too_many_ends_the_others() -> None:

@@ -12,7 +12,7 @@ from tests.engine.stand_in import StandIns
 from tests.engine.test_client import FILES, submitted, until
 from weft.config import load
 from weft.engine.client import EngineClient, check_capacity
-from weft.engine.journal import Waiting
+from weft.engine.journal import Waiting, queued_tokens
 from weft.errors import Overloaded
 from weft.options import SchedulerOptions
 from weft.types import Pooling, Request, SamplingParams
@@ -23,13 +23,17 @@ def request(name: str, tenant: str = "", num_tokens: int = 1, **details: object)
     return Request(request_id=name, prompt_token_ids=[1] * num_tokens, params=params, tenant=tenant, **details)
 
 
+def check(waiting: Waiting, asked: Request, limits: SchedulerOptions) -> None:
+    check_capacity(waiting, asked.tenant, queued_tokens(asked), limits)
+
+
 def admitted(tenants: list[str], limits: SchedulerOptions, num_tokens: int = 1) -> list[str]:
     """The tenants of those that get in, one after the other, while nobody leaves."""
     waiting, got_in = Waiting(), list[str]()
     for i, tenant in enumerate(tenants):
         asked = request(str(i), tenant, num_tokens)
         try:
-            check_capacity(waiting, asked, limits)
+            check(waiting, asked, limits)
         except Overloaded:
             continue
         waiting.add(asked)
@@ -62,17 +66,17 @@ def test_a_tenant_below_its_share_gets_in(limits: SchedulerOptions, num_tokens: 
 def test_a_prompt_larger_than_a_share_does_not_get_in() -> None:
     limits = SchedulerOptions(max_queued_tokens=100)
     waiting = waiting_with(request("a", "a", 100))
-    check_capacity(waiting, request("b", "b", 50), limits)
+    check(waiting, request("b", "b", 50), limits)
     with pytest.raises(Overloaded, match="Prompts of 100 tokens"):
-        check_capacity(waiting, request("b", "b", 51), limits)
+        check(waiting, request("b", "b", 51), limits)
 
 
 def test_the_prompt_of_siblings_is_counted_once() -> None:
     limits = SchedulerOptions(max_queued_tokens=100)
     waiting = waiting_with(request("leader", num_tokens=100))
-    check_capacity(waiting, request("sibling", num_tokens=100, sibling_of="leader"), limits)
+    check(waiting, request("sibling", num_tokens=100, sibling_of="leader"), limits)
     with pytest.raises(Overloaded):
-        check_capacity(waiting, request("stranger", num_tokens=1), limits)
+        check(waiting, request("stranger", num_tokens=1), limits)
 
 
 @given(tenants=st.lists(st.sampled_from([*"abcdefgh"]), max_size=200), limit=st.integers(1, 20))

@@ -258,6 +258,10 @@ class Engine(Protocol):
     def adapters(self) -> Collection[Adapter]:
         """The LoRA adapters that requests may name now."""
 
+    def check_capacity(self, tenant: str) -> None:
+        """Raise Overloaded where no request of this tenant would be queued now, so that none is read and encoded only
+        to be refused."""
+
     async def submit(self, request: GenerationRequest) -> Stream:
         """Check and queue one request; its outputs follow, the last one with `finish`.
 

@@ -249,6 +249,9 @@ class FailoverEngine:
         stats = self._engine.stats()
         return replace(stats, open_requests=stats.open_requests + self._waiting).with_counters_of(self._past)
 
+    def check_capacity(self, tenant: str) -> None:
+        self._engine.check_capacity(tenant)
+
     async def submit(self, request: GenerationRequest) -> FailoverStream:
         """Submit to the engine in use, or to its successor where it is lost."""
         engine = self._engine

@@ -232,6 +232,9 @@ class NativeEngine:
     def adapters(self) -> Collection[Adapter]:
         return tuple(self._adapters)
 
+    def check_capacity(self, tenant: str) -> None:
+        self.client.check_capacity(tenant)
+
     async def submit(self, request: GenerationRequest) -> NativeStream:
         check_abilities(self, request)
         match request.task:

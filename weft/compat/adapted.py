@@ -175,6 +175,9 @@ class AdaptedEngine:
             dtype=str(info.get("dtype", "")),
         )
 
+    def check_capacity(self, tenant: str) -> None:
+        """Nothing is refused here: the queue is the other side's."""
+
     async def submit(self, request: GenerationRequest) -> Stream:
         check_abilities(self, request)
         task, prompt = request.task, request.prompt

@@ -47,17 +47,17 @@ MOST = 2
 """The queue is full for every tenant at so many times its limit."""
 
 
-def check_capacity(waiting: Waiting, request: Request, limits: SchedulerOptions) -> None:
+def check_capacity(waiting: Waiting, tenant: str, num_tokens: int, limits: SchedulerOptions) -> None:
     """Raise Overloaded where the queue has no capacity for a request. Up to the limit every request is let in; up to
     twice the limit those of tenants that have less than their equal share of it."""
-    total, own = waiting.total, waiting.by_tenant.get(request.tenant)
+    total, own = waiting.total, waiting.by_tenant.get(tenant)
     num_tenants = len(waiting.by_tenant) + (own is None)
     own = own or Queued()
     if not _fits(total.requests, own.requests, 1, num_tenants, limits.max_queued_requests):
         raise Overloaded(
             f"{total.requests} requests are waiting already.", hint="Try again later (--max-queued-requests)."
         )
-    if not _fits(total.tokens, own.tokens, queued_tokens(request), num_tenants, limits.max_queued_tokens):
+    if not _fits(total.tokens, own.tokens, num_tokens, num_tenants, limits.max_queued_tokens):
         raise Overloaded(
             f"Prompts of {total.tokens} tokens are waiting already.", hint="Try again later (--max-queued-tokens)."
         )
@@ -179,7 +179,7 @@ class EngineClient:
             raise Unavailable(f"The engine is not available: {self.state}.")
         if request.request_id in self._journal:
             raise InvalidRequest(f"There is a request {request.request_id!r} already.", param="request_id")
-        check_capacity(self._journal.waiting, request, self.config.scheduler)
+        self.check_capacity(request.tenant, queued_tokens(request))
         if request.given.num_bytes:
             check_tensor_capacity(self._journal.tensor_bytes, request, self.config.scheduler)
         entry = self._journal.open(request)
@@ -190,6 +190,10 @@ class EngineClient:
             self._journal.close(request.request_id)
             raise
         return entry
+
+    def check_capacity(self, tenant: str, num_tokens: int = 1) -> None:
+        """Raise Overloaded where a request of this tenant with so many tokens would not be queued now."""
+        check_capacity(self._journal.waiting, tenant, num_tokens, self.config.scheduler)
 
     def abort(self, request_id: str) -> None:
         """End a request, if it is open; its blocks are free before the next step."""

@@ -72,13 +72,25 @@ class RequestContext(Struct, eq=False, kw_only=True):
         return self.chosen
 
     async def choose(self, name: str | None) -> ServedModel:
-        """Return the model of this name, loaded; None: the default one. Raises ModelNotFound, Unavailable and
-        ClientGone."""
-        return await self._enter(self.pool.find(name))
+        """Return the model of this name, loaded, to generate with; None: the default one. Raises ModelNotFound,
+        Unavailable, ClientGone, and Overloaded where its queue is full."""
+        return self._with_capacity(await self.choose_text(name))
 
     async def choose_image_model(self, name: str | None) -> ServedModel:
         """Do the same for a request for images."""
-        return await self._enter(self.pool.find_image_model(name))
+        return self._with_capacity(await self._enter(self.pool.find_image_model(name)))
+
+    async def choose_text(self, name: str | None) -> ServedModel:
+        """Do the same for a request that needs the tokenizer alone, and no place in the queue."""
+        return await self._enter(self.pool.find(name))
+
+    def _with_capacity(self, served: ServedModel) -> ServedModel:
+        try:
+            served.engine.check_capacity(self.tenant)
+        except Overloaded:
+            served.metrics.rejected()
+            raise
+        return served
 
     async def guard(self, work: Coroutine[Any, Any, None]) -> None:
         """Run the work to its end, or cancel it and raise ClientGone, Unavailable or RequestTimeout."""

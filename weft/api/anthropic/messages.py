@@ -253,7 +253,7 @@ async def messages_endpoint(body: bytes, context: RequestContext) -> tuple[list[
 
 async def count_tokens(body: bytes, context: RequestContext) -> TokenCount:
     request = await parse(CountTokensRequest, body, context.config.limits)
-    served = await context.choose(request.model)
+    served = await context.choose_text(request.model)
     _check(request, served)
     if not served.engine.abilities.tokens:
         raise tokens_unknown(served.engine, "count_tokens")

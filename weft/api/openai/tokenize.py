@@ -74,7 +74,7 @@ class TokenizeHandler(Response):
 
 async def tokenize(body: bytes, context: RequestContext) -> Tokenized:
     request = await parse(TokenizeRequest, body, context.config.limits)
-    served = await context.choose(request.model)
+    served = await context.choose_text(request.model)
     served.check_model(request.model or served.model_name)
     engine = served.engine
     if (request.prompt is None) == (request.messages is None):
@@ -106,7 +106,7 @@ async def tokenize(body: bytes, context: RequestContext) -> Tokenized:
 
 async def detokenize(body: bytes, context: RequestContext) -> Detokenized:
     request = await parse(DetokenizeRequest, body, context.config.limits)
-    served = await context.choose(request.model)
+    served = await context.choose_text(request.model)
     served.check_model(request.model or served.model_name)
     engine = served.engine
     tokenizer = engine.text.tokenizer

@@ -171,6 +171,9 @@ class RemoteEngine:
         self._num_prompt_tokens = 0
         self._num_tokens = 0
 
+    def check_capacity(self, tenant: str) -> None:
+        """Nothing is refused here: the queue is the other side's."""
+
     async def submit(self, request: GenerationRequest) -> Stream:
         """Submit a request, and return when the peer begins to answer: until then its refusals are raised."""
         check_abilities(self, request)
