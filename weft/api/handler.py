@@ -169,6 +169,7 @@ class Handler(Response):
         arrived = time.perf_counter()
         options = self._admission.config.server
         with self._admission.admit(receive) as context:
+            context.check_capacity()
             try:
                 body = await read_body(scope, receive, options.max_body_mb << 20, context.hold_body)
                 requests, writer = await self._endpoint(body, context)

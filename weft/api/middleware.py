@@ -95,13 +95,14 @@ def _client_id(scope: Scope) -> str | None:
     return None
 
 
-LOCALHOST = "localhost"
+COMMON_LOOPBACKS = frozenset({"localhost", "127.0.0.1", "::1"})
+"""What nearly every request to this machine says: to parse an address takes long."""
 
 
 def is_loopback(host: str) -> bool:
     """Return whether this is a name or an address of this machine that no other machine reaches."""
     try:
-        return host == LOCALHOST or ipaddress.ip_address(host).is_loopback
+        return host in COMMON_LOOPBACKS or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 

@@ -84,6 +84,13 @@ class RequestContext(Struct, eq=False, kw_only=True):
         """Do the same for a request that needs the tokenizer alone, and no place in the queue."""
         return await self._enter(self.pool.find(name))
 
+    def check_capacity(self) -> None:
+        """Raise Overloaded where it is certain before the body is read that its model's queue is full: where there is
+        one model."""
+        served = None if self.pool.has_many else self.pool.default().served
+        if served is not None:
+            self._with_capacity(served)
+
     def _with_capacity(self, served: ServedModel) -> ServedModel:
         try:
             served.engine.check_capacity(self.tenant)
