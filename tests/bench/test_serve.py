@@ -9,18 +9,24 @@ import time
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from tests.api.clock import Clock
 from tests.api.http import real_server
-from tests.api.scripted_engine import ScriptedEngine, answer
+from tests.api.scripted_engine import ScriptedEngine, answer, forever
 from tests.waiting import until
 from weft.api.app import build_app
-from weft.bench import serve
+from weft.bench import generator, http_client
+from weft.bench.arrivals import Load, Size
 from weft.bench.commands import app as bench
-from weft.bench.serve import Load, Run, ServeReport, ServeWork, StreamTimes, own_server, run_serve
+from weft.bench.datasets import DatasetSpec
+from weft.bench.generator import Cancellations, Run, Slo
+from weft.bench.http_client import StreamTimes
+from weft.bench.serve import Point, ServeReport, ServeWork, Target, own_server, run_serve
 from weft.config import load
 from weft.errors import ConfigError, EngineFault, Overloaded, Unavailable
 from weft.types import FinishReason, Output
@@ -33,20 +39,17 @@ def five_tokens() -> ScriptedEngine:
     return ScriptedEngine(answer(*FIVE, finish=FinishReason.LENGTH))
 
 
-def measure(engine: ScriptedEngine, *loads: Load, runs: int = 1) -> ServeReport:
-    work = ServeWork(loads=loads, runs=runs, vocabulary=250)
+def point(text: str, vocabulary: int = 250) -> Point:
+    return Point.parse(text, DatasetSpec(vocabulary=vocabulary))
+
+
+def measure(engine: ScriptedEngine, *points: str, runs: int = 1, **work: Any) -> ServeReport:
+    asked = ServeWork(points=tuple(map(point, points)), runs=runs, warm_up=0, **work)
     with real_server(build_app(engine, load(env={}))) as url:
         bench_url = f"{url}/v1"
-        report = asyncio.run(_without_warm_up(bench_url, work))
+        [report] = asyncio.run(run_serve([Target(url=bench_url)], asked))
     assert report.url == bench_url and report.startup_seconds is None
     return report
-
-
-async def _without_warm_up(url: str, work: ServeWork) -> ServeReport:
-    """Skip the warm-up, which asks for 4 tokens where the scripts give others."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve._Bench, "warm_up", lambda self: asyncio.sleep(0))
-        return await run_serve(url, work)
 
 
 def test_tokens_are_the_servers_and_times_are_of_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,9 +73,11 @@ def test_tokens_are_the_servers_and_times_are_of_its_events(monkeypatch: pytest.
 
     first_step, *later = engine.script
     engine.script = [before_the_first, first_step, behind_the_first, *later]
-    monkeypatch.setattr(serve, "time", SimpleNamespace(perf_counter=clock, process_time=time.process_time))
-    monkeypatch.setattr(serve, "StreamTimes", Watched)
-    report = measure(engine, Load(1, 3, 7, 5), Load(2, 6, 7, 5), runs=2)
+    times = SimpleNamespace(perf_counter=clock, process_time=time.process_time)
+    monkeypatch.setattr(http_client, "time", times)
+    monkeypatch.setattr(generator, "time", times)
+    monkeypatch.setattr(http_client, "StreamTimes", Watched)
+    report = measure(engine, "1x3:7:5", "2x6:7:5", runs=2)
     assert report.model == "scripted" and report.num_failures == 0
     alone, first = report.figures
     assert [run.output_tokens for run in alone.runs] == [15, 15]
@@ -94,7 +99,7 @@ def test_the_cpu_time_of_the_servers_process_is_counted_for_every_token(monkeypa
     """The server's clock, as its metrics tell it, is one that rises by 0.3 s with every reading."""
     readings = count(10.0, 0.3)
     monkeypatch.setattr("weft.observe.metrics.process_time", lambda: next(readings))
-    first, second = measure(five_tokens(), Load(2, 6, 7, 5), Load(3, 3, 4, 5), runs=2).figures
+    first, second = measure(five_tokens(), "2x6:7:5", "3x3:4:5", runs=2).figures
     assert [run.server_cpu_us_per_token for run in first.runs] == [pytest.approx(0.3e6 / 30)] * 2
     assert first.server_cpu_us_per_token == pytest.approx(10_000)
     assert second.server_cpu_us_per_token == pytest.approx(20_000)
@@ -102,13 +107,13 @@ def test_the_cpu_time_of_the_servers_process_is_counted_for_every_token(monkeypa
 
 def test_a_server_that_does_not_tell_its_cpu_time_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.api.app.exposition", lambda *_: b"# nothing\n")
-    report = measure(five_tokens(), Load(1, 1, 4, 5))
+    report = measure(five_tokens(), "1x1:4:5")
     assert only_run(report).server_cpu_us_per_token is None is report.figures[0].server_cpu_us_per_token
 
 
 def test_prompts_are_token_ids_of_the_asked_length_and_none_comes_twice() -> None:
     engine = five_tokens()
-    measure(engine, Load(2, 20, 7, 5), Load(1, 20, 7, 5), runs=2)
+    measure(engine, "2x20:7:5", "1x20:7:5", runs=2)
     prompts = [tuple(submitted.prompt) for submitted in engine.submitted]
     assert len(prompts) == len(set(prompts)) == 80
     assert {len(prompt) for prompt in prompts} == {7}
@@ -120,26 +125,28 @@ def test_prompts_are_token_ids_of_the_asked_length_and_none_comes_twice() -> Non
 def only_run(report: ServeReport) -> Run:
     [figures] = report.figures
     [run] = figures.runs
-    assert figures.num_failures == len(run.failures)
+    assert figures.num_failures == sum(run.errors.values())
     return run
 
 
 def test_an_answer_of_another_length_is_a_failure() -> None:
-    run = only_run(measure(five_tokens(), Load(1, 2, 4, 6)))
-    assert run.failures == ["6 tokens were asked for, 5 came"] * 2 and run.output_tokens == 10
+    run = only_run(measure(five_tokens(), "1x2:4:6"))
+    assert run.errors == {"length": 2} and run.failures == ["6 tokens were asked for, 5 came"]
+    assert run.output_tokens == 10 and run.succeeded == 0
 
 
 def test_a_refusal_is_a_failure_and_the_rest_is_measured() -> None:
     engine = five_tokens()
     engine.refuse, engine.refuse_from = Overloaded("The queue is full."), 3
-    run = only_run(measure(engine, Load(1, 5, 4, 5)))
-    assert len(run.failures) == 2 and all("status 429" in f and "queue is full" in f for f in run.failures)
-    assert run.output_tokens == 15
+    run = only_run(measure(engine, "1x5:4:5"))
+    [reason] = run.failures
+    assert run.errors == {"HTTP 429": 2} and "status 429" in reason and "queue is full" in reason
+    assert (run.output_tokens, run.succeeded, run.requests) == (15, 3, 5)
 
 
 def test_a_stream_that_breaks_is_a_failure() -> None:
     engine = ScriptedEngine([Output(text="a", token_ids=[97]), EngineFault("The engine broke.")])
-    run = only_run(measure(engine, Load(1, 1, 4, 5)))
+    run = only_run(measure(engine, "1x1:4:5"))
     assert "The engine broke." in run.failures[0]
 
 
@@ -154,24 +161,26 @@ def test_events_are_found_however_they_are_cut(cut: int) -> None:
     times = StreamTimes()
     for begin in range(0, len(stream), cut):
         times.read(stream[begin : begin + cut])
-    assert times.failure(200, 2) == ""
+    assert times.failure(200, 2) == ("", "")
     assert len(times.gaps_s) == 2 and times.first_s is not None
 
 
 def test_what_a_stream_lacks_is_named() -> None:
     times = StreamTimes()
     times.read(b'data: {"choices":[{"text":"a"}]}\n\n')
-    assert "without [DONE]" in times.failure(200, 1)
+    assert "without [DONE]" in times.failure(200, 1)[1]
     times.read(b"data: [DONE]\n\n")
-    assert "usage" in times.failure(200, 1)
+    assert "usage" in times.failure(200, 1)[1]
 
 
 def test_loads_are_read_as_they_are_written() -> None:
-    assert Load.parse(" 32x64:128:256 ") == Load(32, 64, 128, 256)
-    assert str(Load(32, 64, 128, 256)) == "32x64:128:256"
+    parsed = Point.parse(" 32x64:128:64-256 ")
+    assert (parsed.load.connections, parsed.load.requests) == (32, 64)
+    assert (parsed.dataset.input_tokens, parsed.dataset.output_tokens) == (Size(128, 128), Size(64, 256))
+    assert str(parsed) == "32x64:128:64-256"
     for wrong in ("32", "32x64", "32x64:128", "0x1:1:1", "1x1:0:1", "1x1:1:-1", "axb:c:d"):
-        with pytest.raises(ConfigError, match="no load"):
-            Load.parse(wrong)
+        with pytest.raises(ConfigError, match=r"no load|no number"):
+            Point.parse(wrong)
 
 
 def test_the_command_prints_a_table_writes_json_and_fails_when_a_request_does(tmp_path: Path) -> None:
@@ -188,7 +197,7 @@ def test_the_command_prints_a_table_writes_json_and_fails_when_a_request_does(tm
         for line in report["figures"]:
             shown = f"{line['server_cpu_us_per_token']:,.0f}"
             assert line["server_cpu_us_per_token"] > 0 and f" {shown} " in good.output
-        bad = CliRunner().invoke(bench, [*common, "--work", "1x1:3:9"])
+        bad = CliRunner().invoke(bench, [*common, "--work", "1x1:3:9", "--warm-up", "0"])
         assert bad.exit_code == 1 and "9 tokens were asked for, 4 came" in bad.output
         wrong = CliRunner().invoke(bench, ["serve", "--url", url, "m", "--max-num-seqs", "3"])
         assert isinstance(wrong.exception, ConfigError)
@@ -196,19 +205,19 @@ def test_the_command_prints_a_table_writes_json_and_fails_when_a_request_does(tm
 
 def test_no_server_and_a_wrong_one_are_told_before_anything_is_measured() -> None:
     with pytest.raises(Unavailable, match="no server with a model"):
-        asyncio.run(run_serve("http://127.0.0.1:9", ServeWork()))
+        asyncio.run(run_serve([Target(url="http://127.0.0.1:9")], ServeWork()))
     with real_server(build_app(five_tokens(), load(env={}))) as url, pytest.raises(Unavailable, match="5 came"):
-        asyncio.run(run_serve(url, ServeWork(vocabulary=200)))
+        asyncio.run(run_serve([Target(url=url)], ServeWork(points=(point("1x1:4:6"),))))
 
 
 def test_a_server_of_its_own_is_started_measured_and_ended(tiny_model: Path) -> None:
     async def scenario() -> ServeReport:
         flags = [str(tiny_model), "--device", "cpu", "--max-model-len", "256", "--kv-cache-memory-mb", "16"]
         async with own_server(flags) as (url, seconds):
-            work = ServeWork(loads=(Load(2, 4, 8, 6),), runs=1, vocabulary=300)
-            report = await run_serve(url, work, startup_seconds=seconds)
+            work = ServeWork(points=(point("2x4:8:6", 300),), runs=1)
+            [report] = await run_serve([Target(url=url, startup_seconds=seconds)], work)
         with pytest.raises(Unavailable):
-            await run_serve(url, work)
+            await run_serve([Target(url=url)], work)
         return report
 
     report = asyncio.run(scenario())
@@ -226,3 +235,80 @@ def test_a_server_that_does_not_start_is_told(capfd: pytest.CaptureFixture[str])
     with pytest.raises(EngineFault, match="did not start"):
         asyncio.run(scenario())
     assert "no-such-model-anywhere" in capfd.readouterr().err
+
+
+def test_an_open_loop_sends_when_it_is_time_whatever_is_open() -> None:
+    """All twelve are open before the first is answered."""
+    engine = ScriptedEngine()
+
+    async def all_are_open() -> None:
+        await until(lambda: len(engine.submitted) == 12, "every request is open")
+
+    engine.script = [all_are_open, *answer("Hel", "lo", finish=FinishReason.LENGTH)]
+    load_ = Load(requests=12, rate=400.0, arrival="poisson")
+    work = ServeWork(points=(Point(load=load_, dataset=DatasetSpec(vocabulary=250, output_tokens=Size(5, 5))),), runs=1)
+    with real_server(build_app(engine, load(env={}))) as url:
+        [report] = asyncio.run(run_serve([Target(url=url)], replace(work, warm_up=0)))
+    run = only_run(report)
+    assert run.errors == {} and run.succeeded == 12
+    assert sum(moment.open_requests for moment in run.timeline) >= 12
+
+
+def test_clients_leave_and_their_requests_are_aborted() -> None:
+    engine = ScriptedEngine([Output(text="a", token_ids=[97]), Output(text="b", token_ids=[98]), forever])
+    run = only_run(measure(engine, "2x8:4:5", cancellations=Cancellations(1.0, most_events=2)))
+    assert (run.cancelled, run.succeeded, run.errors) == (8, 0, {})
+    assert len(engine.submitted) == 8
+
+
+def test_a_conversation_repeats_what_was_said() -> None:
+    engine = ScriptedEngine(answer("Hel", "lo", finish=FinishReason.LENGTH))
+    dataset = DatasetSpec(name="multi-turn", num_turns=3, input_tokens=Size(2, 2), output_tokens=Size(5, 5))
+    work = ServeWork(points=(Point(load=Load(requests=1, connections=1), dataset=dataset),), runs=1, warm_up=0)
+    with real_server(build_app(engine, load(env={}))) as url:
+        [report] = asyncio.run(run_serve([Target(url=url)], work))
+    run = only_run(report)
+    assert run.errors == {} and run.succeeded == 3
+    first, second, third = (bytes(asked.prompt).decode() for asked in engine.submitted)
+    assert first.count("Hello") == 0 and second.count("Hello") == 1 and third.count("Hello") == 2
+
+
+def test_goodput_counts_what_keeps_the_slo() -> None:
+    engine = five_tokens()
+    assert only_run(measure(engine, "1x4:7:5", slo=Slo.parse("e2e:60000"))).goodput_per_s > 0
+    assert only_run(measure(engine, "1x4:7:5", slo=Slo.parse("ttft:0.0001"))).goodput_per_s == 0
+    for wrong in ("ttft", "ttft:x", "itl=3", "speed:3"):
+        with pytest.raises(ConfigError, match="no SLO"):
+            Slo.parse(wrong)
+
+
+def test_two_servers_are_asked_the_same_in_turns_and_compared(tmp_path: Path) -> None:
+    one, other = five_tokens(), five_tokens()
+    file, page = tmp_path / "both.json", tmp_path / "both.html"
+    with real_server(build_app(one, load(env={}))) as url, real_server(build_app(other, load(env={}))) as second:
+        words = ["compare", url, second, "--work", "2x4:7:5", "--vocabulary", "250", "--runs", "3"]
+        done = CliRunner().invoke(bench, [*words, "--json", str(file), "--html", str(page)])
+    assert done.exit_code in (0, 1), done.output
+    assert sorted(asked.prompt for asked in one.submitted) == sorted(asked.prompt for asked in other.submitted)
+    read = json.loads(file.read_text())
+    assert {verdict["outcome"] for verdict in read["verdicts"]} <= {"better", "same", "worse"}
+    assert (done.exit_code == 1) == any(verdict["outcome"] == "worse" for verdict in read["verdicts"])
+    html = page.read_text()
+    assert html.count("<svg") >= 8 and "http://" not in html.replace(url, "").replace(second, "")
+
+
+def test_the_report_has_what_the_source_s_scripts_read_and_its_environment(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    with real_server(build_app(five_tokens(), load(env={}))) as url:
+        words = ["serve", url, "--work", "1x2:7:5", "--vocabulary", "250", "--runs", "2", "--seed", "7"]
+        done = CliRunner().invoke(
+            bench, [*words, "--json", str(file)], env={"WEFT_API_KEY": "secret", "CY_LLM_ENGINE": ""}
+        )
+    assert done.exit_code == 0, done.output
+    report = json.loads(file.read_text())
+    assert report["tokens_per_sec"] > 0 and report["ttft_ms"] > 0 and report["std_dev"] >= 0
+    assert (report["runs"], report["seed"]) == (2, 7)
+    about = report["environment"]
+    assert {"cpu", "memory", "devices", "driver", "cuda", "packages", "settings", "commit"} <= about.keys()
+    assert about["packages"]["torch"] and "secret" not in file.read_text()
+    assert CliRunner().invoke(bench, ["compare", str(file), str(file)]).exit_code == 0

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from weft import config as configuration
 from weft.backends.registry import engines_in_order
+from weft.bench import load_commands
+from weft.bench.load_commands import JsonFile, RequiredFirstToken, RequiredSpeed, end_by, write
 from weft.bench.mixed import MixedReport, MixedWork, ModeReport, Verdict, run_mixed
 from weft.bench.mixed import num_runs as num_mixed_runs
 from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
 from weft.bench.offline import judge as judge_offline
-from weft.bench.report import Judged, Required
-from weft.bench.serve import DEFAULT_LOADS, Load, ServeReport, ServeWork, own_server, run_serve
-from weft.bench.serve import judge as judge_serve
+from weft.bench.progress import progress
+from weft.bench.report import Required
 from weft.errors import ConfigError
 from weft.options import Config
 
@@ -36,24 +34,13 @@ except ImportError:  # not on Windows
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True, add_completion=False)
 
 _WORK = OfflineWork()
-_LOADS = ServeWork()
 _MIXED = MixedWork()
-
-CLIENT_AT_ITS_LIMIT = 0.9
-"""A client that computes for more than this share of the time may be what was measured."""
 
 Model = Annotated[str | None, typer.Argument(help="What `weft serve` takes.", show_default="smollm2")]
 ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file with settings.")]
 EngineName = Annotated[str | None, typer.Option(help="One of `weft engines`.", show_default="native")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_default="auto")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.", show_default="auto")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")]
-RequiredFirstToken = Annotated[
-    float | None, typer.Option("--require-first-token-ms", help="End with 1 unless a first token comes sooner.")
-]
-RequiredSpeed = Annotated[
-    float | None, typer.Option("--require-tokens-per-s", help="End with 1 where there are fewer.")
-]
 
 
 def _settings(config: Path | None, **flags: str | None) -> Config:
@@ -117,68 +104,32 @@ def offline(
         runs=runs,
         seed=seed,
     )
-    with _progress() as progress:
-        task = progress.add_task("loading", total=num_runs(work))
-        report = run(run_offline(settings, work, lambda name: progress.update(task, advance=1, description=name)))
+    with progress(num_runs(work), "loading") as advance:
+        report = run(run_offline(settings, work, advance))
     Console().print(_offline_table(report))
-    _write(report, json_file)
+    write(report, json_file)
     required = Required(first_token_ms=require_first_token_ms, tokens_per_s=require_tokens_per_s)
-    _end_by(judge_offline(report, required))
+    end_by(judge_offline(report, required))
 
 
-@app.command(
+app.command(
+    "serve",
     help="Throughput and latency of a server under load, over HTTP: any server that speaks OpenAI's interface.\n\n"
-    "Without --url it starts `weft serve` itself, on a free port, and reports how long that took; settings of "
+    "Without an address it starts `weft serve` itself, on a free port, and reports how long that took; settings of "
     "`weft serve` may follow the model.\n\n"
-    "A server that is ready is warmed up with two short requests, and Weft has time to finish compiling, before "
-    "anything is measured. The exit code is 1 when a request failed, or a load misses what is required: of the first "
-    "token, the median; of tokens a second, those of all its connections.",
+    "A server that is ready is warmed up, and Weft has time to finish compiling, before anything is measured. Tokens "
+    "are those of the server's own usage. The exit code is 1 when a request failed, or a load misses what is required: "
+    "of the first token, the median; of tokens a second, those of all its connections.",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def serve(
-    context: typer.Context,
-    model: Annotated[str, typer.Argument(help="What `weft serve` takes; with --url, the name of a model there.")] = "",
-    url: Annotated[str, typer.Option(help="A server that runs already, such as http://127.0.0.1:8000.")] = "",
-    work: Annotated[
-        str, typer.Option(help="Connections x requests : prompt tokens : output tokens, several with commas.")
-    ] = ",".join(map(str, DEFAULT_LOADS)),
-    runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _LOADS.runs,
-    seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = _LOADS.seed,
-    vocabulary: Annotated[
-        int, typer.Option(min=11, help="Prompts are made of token ids below this.")
-    ] = _LOADS.vocabulary,
-    key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", help="The key to show, if the server wants one.")] = "",
-    require_first_token_ms: RequiredFirstToken = None,
-    require_tokens_per_s: RequiredSpeed = None,
-    json_file: JsonFile = None,
-) -> None:
-    loads = tuple(map(Load.parse, work.split(",")))
-    if url and context.args:
-        raise ConfigError(f"{' '.join(context.args)}: a server that runs already takes no settings.")
-    asked = ServeWork(loads=loads, runs=runs, seed=seed, vocabulary=vocabulary)
-    with _progress() as progress:
-        task = progress.add_task("starting", total=runs * sum(load.requests for load in loads))
-
-        def tick(load: Load, number: int) -> None:
-            progress.update(task, advance=1, description=f"{load}, run {number + 1} of {runs}")
-
-        async def measure() -> ServeReport:
-            if url:
-                return await run_serve(url, asked, model=model, key=key, tick=tick)
-            async with own_server([*([model] if model else []), *context.args]) as (own_url, seconds):
-                return await run_serve(own_url, asked, key=key, startup_seconds=seconds, tick=tick)
-
-        report = run(measure())
-    console = Console()
-    console.print(_serve_table(report))
-    _write(report, json_file)
-    if max(once.client_cpu_share for figures in report.figures for once in figures.runs) > CLIENT_AT_ITS_LIMIT:
-        console.print("The client was busy all the time in some runs: the server may be faster than this.")
-    if report.num_failures:
-        _print_failures(report)
-        raise typer.Exit(1)
-    required = Required(first_token_ms=require_first_token_ms, tokens_per_s=require_tokens_per_s)
-    _end_by(judge_serve(report, required))
+)(load_commands.serve)
+app.command(
+    "compare",
+    help="Compare two reports of `weft bench serve --json`, or two servers, which are then measured in turns with the "
+    "same requests; options of `weft bench serve` may follow their addresses.\n\n"
+    "Each figure's ratio has a confidence interval, of 95 % over the runs. The exit code is 1 where the second is "
+    "worse.",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)(load_commands.compare_command)
 
 
 @app.command()
@@ -200,7 +151,7 @@ def rpc(
     work = RpcWork(requests=requests, concurrency=concurrency, output_tokens=output_tokens)
     report = run(run_rpc(settings, work))
     Console().print(_rpc_table(report))
-    _write(report, json_file)
+    write(report, json_file)
     if not report.same_text:
         raise typer.Exit(1)
 
@@ -250,82 +201,15 @@ def mixed(
         runs=runs,
         seed=seed,
     )
-    with _progress() as progress:
-        task = progress.add_task("loading", total=num_mixed_runs(work))
-        report = run(run_mixed(settings, work, lambda name: progress.update(task, advance=1, description=name)))
+    with progress(num_mixed_runs(work), "loading") as advance:
+        report = run(run_mixed(settings, work, advance))
     console = Console()
     console.print(*_mixed_tables(report), sep="\n")
     if report.verdict is not None:
         console.print(_verdict_table(report.verdict, work))
-    _write(report, json_file)
+    write(report, json_file)
     if report.device == "cpu" and not report.all_as_alone:
         raise typer.Exit(1)
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
-
-
-def _write(report: OfflineReport | ServeReport | RpcReport | MixedReport, json_file: Path | None) -> None:
-    if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
-
-
-def _end_by(judged: list[Judged]) -> None:
-    """Print the bounds and whether each was kept; exit with 1 where one was not."""
-    if not judged:
-        return
-    table = Table("required of", "bound", box=None, pad_edge=False)
-    table.add_column("measured", justify="right")
-    table.add_column("")
-    for each in judged:
-        verdict, style = ("pass", "green") if each.kept else ("FAIL", "red")
-        table.add_row(each.name, each.bound, f"{each.measured:,.1f}", verdict, style=style)
-    Console().print(table)
-    if not all(each.kept for each in judged):
-        raise typer.Exit(1)
-
-
-def _print_failures(report: ServeReport) -> None:
-    console = Console(stderr=True)
-    for figures in report.figures:
-        for failure, count in Counter(failure for once in figures.runs for failure in once.failures).most_common(3):
-            console.print(f"{figures.load}: {count} times {failure}", style="red", markup=False, highlight=False)
-
-
-def _serve_table(report: ServeReport) -> Table:
-    started = "" if report.startup_seconds is None else f"ready {report.startup_seconds:.1f} s after its start; "
-    table = Table(
-        title=f"{report.model} at {report.url}",
-        caption=f"{started}medians of {report.work.runs} runs; milliseconds to the first token and between tokens; "
-        "CPU time of the server's own process, not of its engine's",
-        box=None,
-        pad_edge=False,
-    )
-    table.add_column("load", no_wrap=True)
-    for heading in (
-        "output\ntok/s",
-        "spread",
-        "first\np50",
-        "first\np99",
-        "between\np50",
-        "between\np99",
-        "CPU\nµs/tok",
-        "errors",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for figures in report.figures:
-        first, between = figures.first_token_ms, figures.inter_token_ms
-        table.add_row(
-            str(figures.load),
-            f"{figures.output_tokens_per_s:,.0f}",
-            f"{figures.spread:.1%}",
-            *(f"{value:,.1f}" for value in (first.p50, first.p99, between.p50, between.p99)),
-            "–" if figures.server_cpu_us_per_token is None else f"{figures.server_cpu_us_per_token:,.0f}",
-            str(figures.num_failures),
-        )
-    return table
 
 
 def _rpc_table(report: RpcReport) -> Table:

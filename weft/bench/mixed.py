@@ -22,8 +22,8 @@ from msgspec.structs import asdict, replace
 
 from weft.backends.contract import Engine, failure_of
 from weft.backends.native import start_native
+from weft.bench.datasets import FIRST_TOKEN_ID
 from weft.bench.report import environment
-from weft.bench.serve import FIRST_TOKEN_ID
 from weft.errors import ConfigError
 from weft.options import Config
 from weft.serving.image_request import generate_image, image_model
