@@ -22,9 +22,10 @@ from weft.types import TextAssets
 
 # torch counts the cores of the machine, not those this process may use; read by it, and by engine processes, at start.
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-os.environ.setdefault(
-    "OMP_NUM_THREADS", str(max(1, min(4, _CORES // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))))
-)
+_NUM_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+if _NUM_WORKERS > 1 or "OMP_NUM_THREADS" not in os.environ:
+    # Also where it is set: a worker inherits it from the process that runs the workers.
+    os.environ["OMP_NUM_THREADS"] = str(max(1, min(4, _CORES // _NUM_WORKERS)))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -117,6 +117,13 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return off
 
 
+def set_clock(clock: Path, seconds: int) -> None:
+    """Whole at once: the server reads it at any time."""
+    new = clock.with_name("new")
+    new.write_text(str(seconds))
+    new.replace(clock)
+
+
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, clock: Path) -> Iterator[TinyServer]:
     """A server whose log cannot be written, and whose clock is not to be trusted."""
@@ -153,7 +160,7 @@ def test_a_clock_that_jumps_changes_the_date_and_nothing_else(server: TinyServer
             for line in response.iter_lines():
                 if line.startswith("data: {"):
                     if jump is not None:
-                        clock.write_text(str(jump))
+                        set_clock(clock, jump)
                     chunk = json.loads(line[6:])
                     dates.append(chunk["created"])
                     text += chunk["choices"][0]["delta"].get("content") or ""
