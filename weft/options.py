@@ -346,7 +346,12 @@ class GrpcOptions(Struct, frozen=True, forbid_unknown_fields=True):
     grpc_buffer_size: Annotated[
         int, _doc("Chunks of text joined into one message at most; 1: every chunk is a message.", ge=1)
     ] = 8
-    grpc_flush_interval_ms: Annotated[int, _doc("Longest time that a chunk waits to be joined.", ge=0)] = 50
+    grpc_flush_interval_ms: Annotated[
+        int, _doc("Time that a chunk waits for others, in an answer that is faster than this.", ge=0)
+    ] = 50
+    grpc_slowest_flush_ms: Annotated[
+        int, _doc("Longest time that it waits for the next one, in an answer that is slower; 0: it does not.", ge=0)
+    ] = 1000
     grpc_max_message_mb: Annotated[
         int, _doc("Largest message from a client, in MiB; a larger one is RESOURCE_EXHAUSTED.", ge=1, le=1024)
     ] = 4

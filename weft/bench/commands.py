@@ -13,6 +13,8 @@ from rich.table import Table
 from weft import config as configuration
 from weft.backends.registry import engines_in_order
 from weft.bench import load_commands
+from weft.bench.arrivals import Size
+from weft.bench.datasets import DatasetSpec
 from weft.bench.load_commands import JsonFile, RequiredFirstToken, RequiredSpeed, end_by, write
 from weft.bench.mixed import MixedReport, MixedWork, ModeReport, Verdict, run_mixed
 from weft.bench.mixed import num_runs as num_mixed_runs
@@ -135,24 +137,31 @@ app.command(
 @app.command()
 def rpc(
     model: Model = None,
-    requests: Annotated[int, typer.Option(min=1, help="Answers to ask for.")] = 8,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests at the same time.")] = 1,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
+    requests: Annotated[int, typer.Option(min=1, help="Answers to ask for at each concurrency.")] = 8,
+    concurrency: Annotated[str, typer.Option(help="Streams at the same time, several with commas.")] = "1,8,32,100",
+    input_tokens: Annotated[str, typer.Option(help="Words of a prompt: 32, or 16-64.")] = "32",
+    output_tokens: Annotated[str, typer.Option(help="Tokens of an answer at most: 128, or 64-256.")] = "128",
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     config: ConfigFile = None,
     engine: EngineName = None,
     device: Device = None,
     dtype: Dtype = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure how many gRPC messages an answer takes, with its chunks joined and without."""
-    from weft.bench.rpc import RpcWork, run_rpc  # gRPC's packages, which the other commands do without
+    """Measure how many gRPC messages and bytes answers take, with their chunks joined and without, under real streams.
+
+    The exit code is 1 where a text differs or an answer fails.
+    """
+    from weft.bench.rpc import RpcWork, num_requests, run_rpc  # gRPC's packages, which the other commands do without
 
     settings = _settings(config, model=model, engine=engine, device=device, dtype=dtype)
-    work = RpcWork(requests=requests, concurrency=concurrency, output_tokens=output_tokens)
-    report = run(run_rpc(settings, work))
+    dataset = DatasetSpec(input_tokens=Size.parse(input_tokens), output_tokens=Size.parse(output_tokens))
+    work = RpcWork(requests=requests, concurrencies=_numbers(concurrency), dataset=dataset, seed=seed)
+    with progress(num_requests(work), "loading") as advance:
+        report = run(run_rpc(settings, work, advance))
     Console().print(_rpc_table(report))
     write(report, json_file)
-    if not report.same_text:
+    if not report.is_sound:
         raise typer.Exit(1)
 
 
@@ -213,14 +222,22 @@ def mixed(
 
 
 def _rpc_table(report: RpcReport) -> Table:
-    same = "the same text" if report.same_text else "NOT the same text"
-    table = Table(title=f"{report.model} over gRPC", caption=f"{report.fewer:.0%} fewer messages, {same}")
-    for name in ("chunks joined, at most", "tokens", "messages", "first text, ms", "seconds"):
+    table = Table(
+        title=f"{report.model} over gRPC",
+        caption=f"at most {report.buffer_size} chunks a message, {report.flush_interval_ms} ms, "
+        f"{report.slowest_flush_ms} ms in slow answers; first text: how much later where joined",
+        box=None,
+        pad_edge=False,
+    )
+    for name in ("streams", "tokens", "tok/s each", "alone", "joined", "fewer", "bytes", "first text", "text"):
         table.add_column(name, justify="right")
-    for figures in (report.alone, report.joined):
+    for figures in report.figures:
+        joined = figures.joined
+        each = 1000 / joined.inter_token_ms.mean * joined.output_tokens / max(1, joined.messages)
         table.add_row(
-            str(figures.buffer_size), str(figures.tokens), str(figures.messages), f"{figures.first_text_ms:.0f}",
-            f"{figures.seconds:.1f}",
+            str(figures.concurrency), f"{joined.output_tokens:,}", f"{each:,.1f}", f"{figures.alone.messages:,}",
+            f"{joined.messages:,}", f"{figures.fewer:.0%}", f"{figures.fewer_bytes:.0%}",
+            f"{figures.first_text_ms:+.1f} ms", "same" if figures.same_text else "DIFFERENT",
         )  # fmt: skip
     return table
 

@@ -116,6 +116,9 @@ class Run(Struct, frozen=True, kw_only=True):
     """Their reasons, the most frequent first."""
     prompt_tokens: int
     output_tokens: int
+    messages: int
+    """Events of streams, or messages of gRPC."""
+    received_bytes: int
     output_tokens_per_s: float
     total_tokens_per_s: float
     requests_per_s: float
@@ -230,6 +233,8 @@ def figures(answers: list[Answer], seconds: float, client_cpu_share: float, slo:
         failures=[reason for reason, _ in Counter(answer.reason for answer in failed).most_common(MAX_REASONS)],
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
+        messages=sum(answer.num_messages for answer in answers),
+        received_bytes=sum(answer.num_bytes for answer in answers),
         output_tokens_per_s=output_tokens / seconds,
         total_tokens_per_s=(prompt_tokens + output_tokens) / seconds,
         requests_per_s=len(whole) / seconds,

@@ -31,8 +31,12 @@ class Answer(Struct, kw_only=True):
     seconds: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    num_messages: int = 0
+    """Events of a stream, or messages of gRPC."""
+    num_bytes: int = 0
+    """Bytes of the answer, as they came."""
     text: str = ""
-    """Kept only where the next turn needs it."""
+    """Kept only where the next turn, or a comparison, needs it."""
     error: str = ""
     """The class of what went wrong; empty: nothing."""
     reason: str = ""
@@ -82,6 +86,8 @@ class StreamTimes:
         self.gaps_s: list[float] = []
         self.usage: _Usage | None = None
         self.texts: list[str] = []
+        self.num_events = 0
+        self.num_bytes = 0
         self.done = False
         self.error = ""
         self._keeps_text = keeps_text
@@ -93,6 +99,7 @@ class StreamTimes:
 
     def read(self, data: bytes) -> None:
         now = time.perf_counter()
+        self.num_bytes += len(data)
         if self.first_s is None:
             self._beginning += data[:1000]
         *lines, self._unread = (self._unread + data).split(b"\n")
@@ -116,6 +123,7 @@ class StreamTimes:
         return "", ""
 
     def _event(self, payload: bytes, now: float) -> None:
+        self.num_events += 1
         if payload == b"[DONE]":
             self.done = True
             return
@@ -196,6 +204,8 @@ class HttpClient:
             seconds=time.perf_counter() - times.began,
             prompt_tokens=usage.prompt_tokens,
             output_tokens=usage.completion_tokens,
+            num_messages=times.num_events,
+            num_bytes=times.num_bytes,
             text="".join(times.texts),
             error=error,
             reason=reason,

@@ -60,20 +60,24 @@ class StreamMetadata(_message.Message):
     def __init__(self, trace_id: _Optional[str] = ..., tenant: _Optional[str] = ..., player_id: _Optional[str] = ..., locale: _Optional[str] = ..., extra: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class StreamPredictResponse(_message.Message):
-    __slots__ = ("trace_id", "chunk", "end_of_stream", "index", "ttft_ms", "tokens_per_sec")
+    __slots__ = ("trace_id", "chunk", "end_of_stream", "index", "ttft_ms", "tokens_per_sec", "prompt_tokens", "completion_tokens")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     END_OF_STREAM_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TTFT_MS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_SEC_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     chunk: str
     end_of_stream: bool
     index: int
     ttft_ms: float
     tokens_per_sec: float
-    def __init__(self, trace_id: _Optional[str] = ..., chunk: _Optional[str] = ..., end_of_stream: _Optional[bool] = ..., index: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tokens_per_sec: _Optional[float] = ...) -> None: ...
+    prompt_tokens: int
+    completion_tokens: int
+    def __init__(self, trace_id: _Optional[str] = ..., chunk: _Optional[str] = ..., end_of_stream: _Optional[bool] = ..., index: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tokens_per_sec: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class ControlMessage(_message.Message):
     __slots__ = ("trace_id", "command", "payload")

@@ -20,15 +20,24 @@ from weft.serving.request import requests_like
 from weft.serving.served_model import ServedModel
 from weft.types import GenerationRequest, Output, Sample, SamplingParams, check_cache_salt
 
+GAP_WEIGHT = 0.25
+"""The weight of the newest gap between two chunks in the usual one."""
+PATIENCE_GAPS = 1.5
+
 
 class ChunkBuffer:
     """The first chunk leaves at once. Later ones leave together: when `size` of them are held, when the oldest has
-    waited for `interval_s`, or at the end. One task puts, and one iterates over the texts to send.
+    waited for `interval_s`, or at the end. Where chunks come more slowly than that, the oldest waits for the next one
+    all the same, half as long again as it usually takes to come, but no longer than `slowest_s`: a message then has two
+    chunks. One task puts, and one iterates over the texts to send.
     """
 
-    def __init__(self, size: int, interval_s: float) -> None:
+    def __init__(self, size: int, interval_s: float, slowest_s: float) -> None:
         self._size = size
         self._interval_s = interval_s
+        self._slowest_s = slowest_s
+        self._last_put: float | None = None
+        self._usual_gap_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._held: list[str] = []
         self._due = 0.0
@@ -42,8 +51,13 @@ class ChunkBuffer:
     def put(self, chunk: str) -> asyncio.Future[None] | None:
         """When the buffer is full, returns what to await before the next chunk: a slow reader holds up nothing but
         its own answer."""
+        now = self._loop.time()
+        if self._last_put is not None:
+            gap = now - self._last_put
+            self._usual_gap_s += GAP_WEIGHT * (gap - self._usual_gap_s) if self._usual_gap_s else gap
+        self._last_put = now
         if not self._held:
-            self._due = self._loop.time() + self._interval_s
+            self._due = now + max(self._interval_s, min(self._slowest_s, PATIENCE_GAPS * self._usual_gap_s))
         self._held.append(chunk)
         self._some.set()
         if len(self._held) < self._size:
@@ -98,6 +112,7 @@ class Prediction:
         self, trace_id: str, context: RequestContext, options: GrpcOptions, send: Send, arrived: float
     ) -> None:
         self.num_tokens = 0
+        self._num_prompt_tokens = 0
         self._begun = False
         self._trace_id = trace_id
         self._context = context
@@ -106,7 +121,9 @@ class Prediction:
         self._first_token = arrived
         self._last_token = arrived
         self._num_responses = 0
-        self._buffer = ChunkBuffer(options.grpc_buffer_size, options.grpc_flush_interval_ms / 1000)
+        self._buffer = ChunkBuffer(
+            options.grpc_buffer_size, options.grpc_flush_interval_ms / 1000, options.grpc_slowest_flush_ms / 1000
+        )
 
     async def run(self, request: StreamPredictRequest) -> None:
         """Send the whole answer. Raises what is wrong with the request, and the error that the answer ends with,
@@ -129,6 +146,8 @@ class Prediction:
                 end_of_stream=True,
                 ttft_ms=1000 * (self._first_token - self._arrived),
                 tokens_per_sec=self.num_tokens / (self._last_token - self._arrived) if self.num_tokens else 0,
+                prompt_tokens=self._num_prompt_tokens,
+                completion_tokens=self.num_tokens,
             )
         )
 
@@ -147,6 +166,7 @@ class Prediction:
             self._begun = True
         # The tokens of text whose ids are not told are counted by the engine.
         self.num_tokens = max(self.num_tokens + len(output.token_ids), output.usage.completion_tokens)
+        self._num_prompt_tokens = max(self._num_prompt_tokens, output.usage.prompt_tokens)
         return self._buffer.put(output.text) if output.text else None
 
     async def _respond(self, response: StreamPredictResponse) -> None:
