@@ -350,8 +350,8 @@ class GrpcOptions(Struct, frozen=True, forbid_unknown_fields=True):
         int, _doc("Time that a chunk waits for others, in an answer that is faster than this.", ge=0)
     ] = 50
     grpc_slowest_flush_ms: Annotated[
-        int, _doc("Longest time that it waits for the next one, in an answer that is slower; 0: it does not.", ge=0)
-    ] = 1000
+        int, _doc("Longest time that it waits for two others, in an answer that is slower; 0: it does not.", ge=0)
+    ] = 2000
     grpc_max_message_mb: Annotated[
         int, _doc("Largest message from a client, in MiB; a larger one is RESOURCE_EXHAUSTED.", ge=1, le=1024)
     ] = 4

@@ -20,12 +20,12 @@ from tests.api.http import real_server
 from tests.api.scripted_engine import ScriptedEngine, answer, forever
 from tests.waiting import until
 from weft.api.app import build_app
-from weft.bench import generator, http_client
+from weft.bench import generator, http_load
 from weft.bench.arrivals import Load, Size
 from weft.bench.commands import app as bench
 from weft.bench.datasets import DatasetSpec
 from weft.bench.generator import Cancellations, Run, Slo
-from weft.bench.http_client import StreamTimes
+from weft.bench.http_load import StreamTimes
 from weft.bench.serve import Point, ServeReport, ServeWork, Target, own_server, run_serve
 from weft.config import load
 from weft.errors import ConfigError, EngineFault, Overloaded, Unavailable
@@ -74,9 +74,9 @@ def test_tokens_are_the_servers_and_times_are_of_its_events(monkeypatch: pytest.
     first_step, *later = engine.script
     engine.script = [before_the_first, first_step, behind_the_first, *later]
     times = SimpleNamespace(perf_counter=clock, process_time=time.process_time)
-    monkeypatch.setattr(http_client, "time", times)
+    monkeypatch.setattr(http_load, "time", times)
     monkeypatch.setattr(generator, "time", times)
-    monkeypatch.setattr(http_client, "StreamTimes", Watched)
+    monkeypatch.setattr(http_load, "StreamTimes", Watched)
     report = measure(engine, "1x3:7:5", "2x6:7:5", runs=2)
     assert report.model == "scripted" and report.num_failures == 0
     alone, first = report.figures

@@ -22,7 +22,9 @@ BURSTINESS = 0.25
 class Load(Struct, frozen=True, kw_only=True):
     """A number of requests, and when each is sent."""
 
-    requests: int
+    requests: int = 0
+    seconds: float = 0.0
+    """In a closed loop, instead of a number of requests: none is begun later than this."""
     connections: int = 0
     """In a closed loop: so many ask, again and again. In an open loop: at most so many are open, and what comes
     meanwhile waits; 0: any number."""

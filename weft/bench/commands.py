@@ -15,23 +15,19 @@ from weft.backends.registry import engines_in_order
 from weft.bench import load_commands
 from weft.bench.arrivals import Size
 from weft.bench.datasets import DatasetSpec
+from weft.bench.generator import run
 from weft.bench.load_commands import JsonFile, RequiredFirstToken, RequiredSpeed, end_by, write
 from weft.bench.mixed import MixedReport, MixedWork, ModeReport, Verdict, run_mixed
 from weft.bench.mixed import num_runs as num_mixed_runs
 from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
 from weft.bench.offline import judge as judge_offline
-from weft.bench.progress import progress
+from weft.bench.progress_line import progress
 from weft.bench.report import Required
 from weft.errors import ConfigError
 from weft.options import Config
 
 if TYPE_CHECKING:
     from weft.bench.rpc import RpcReport
-
-try:
-    from uvloop import run
-except ImportError:  # not on Windows
-    from asyncio import run  # type: ignore[assignment]
 
 app = typer.Typer(help="Measure this machine.", no_args_is_help=True, add_completion=False)
 

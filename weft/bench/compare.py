@@ -43,7 +43,7 @@ METRICS = (
 )
 
 
-class Verdict(Struct, frozen=True, kw_only=True):
+class ComparedFigure(Struct, frozen=True, kw_only=True):
     """One figure of one point: the second measurement over the first."""
 
     point: str
@@ -58,7 +58,9 @@ class Verdict(Struct, frozen=True, kw_only=True):
     outcome: Outcome
 
 
-def compare(before: ServeReport, after: ServeReport, *, in_turns: bool, tolerance: float = 0.02) -> list[Verdict]:
+def compare(
+    before: ServeReport, after: ServeReport, *, in_turns: bool, tolerance: float = 0.02
+) -> list[ComparedFigure]:
     """Compare the points that both reports have. `in_turns`: runs of the same number were made one behind the other,
     so that what slowed one down slowed the other. A difference within the tolerance is none."""
     others = {figures.name: figures.runs for figures in after.figures}
@@ -78,7 +80,7 @@ def compare(before: ServeReport, after: ServeReport, *, in_turns: bool, toleranc
 
 def _verdict(
     point: str, metric: Metric, before: Sequence[Run], after: Sequence[Run], *, in_turns: bool, tolerance: float
-) -> Verdict | None:
+) -> ComparedFigure | None:
     """Return None for a figure that one of them does not have, as images have no first token."""
     ours, theirs = [metric.of(run) for run in before], [metric.of(run) for run in after]
     if min(*ours, *theirs, 1.0) <= 0:
@@ -88,7 +90,7 @@ def _verdict(
     half = _half_width(first, second, in_turns=in_turns)
     low, high = (math.exp(difference - (half or 0.0)), math.exp(difference + (half or 0.0)))
     ratio = math.exp(difference)
-    return Verdict(
+    return ComparedFigure(
         point=point,
         metric=metric.name,
         before=math.exp(statistics.fmean(first)),
@@ -131,7 +133,7 @@ def _outcome(
     return "better" if (ratio > 1) == more_is_better else "worse"
 
 
-def judged_worse(verdicts: Sequence[Verdict]) -> bool:
+def judged_worse(verdicts: Sequence[ComparedFigure]) -> bool:
     return any(verdict.outcome == "worse" for verdict in verdicts)
 
 

@@ -27,7 +27,7 @@ WORDS = (  # noqa: SIM905 - to be read
 ).split()
 
 
-class Turn(Struct, frozen=True, kw_only=True):
+class DialogueTurn(Struct, frozen=True, kw_only=True):
     """One request: its path and its body, but for the model and for what all requests of a load have."""
 
     path: str
@@ -36,10 +36,10 @@ class Turn(Struct, frozen=True, kw_only=True):
     """The answer has exactly so many tokens; 0: as many as it likes, up to its max_tokens."""
 
 
-class Conversation(Struct, frozen=True):
+class Dialogue(Struct, frozen=True):
     """Turns of which each is sent when the one before it is answered, with all that was said before."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[DialogueTurn]
 
 
 class DatasetSpec(Struct, frozen=True, kw_only=True):
@@ -74,8 +74,8 @@ class DatasetSpec(Struct, frozen=True, kw_only=True):
         return self.name
 
 
-def conversations(spec: DatasetSpec, chance: random.Random) -> Iterator[Conversation]:
-    """Yield conversations for ever."""
+def dialogues(spec: DatasetSpec, chance: random.Random) -> Iterator[Dialogue]:
+    """Yield dialogues for ever."""
     if spec.file:
         return _from_file(Path(spec.file))
     match spec.name:
@@ -93,13 +93,13 @@ def conversations(spec: DatasetSpec, chance: random.Random) -> Iterator[Conversa
             return _standard(spec)
 
 
-def _random_ids(spec: DatasetSpec, chance: random.Random) -> Iterator[Conversation]:
+def _random_ids(spec: DatasetSpec, chance: random.Random) -> Iterator[Dialogue]:
     """Prompts of random token ids, none of them twice, so that no cache can help."""
     while True:
         yield _completion(_ids(spec, spec.input_tokens.draw(chance), chance), spec.output_tokens.draw(chance))
 
 
-def _shared_prefixes(spec: DatasetSpec, chance: random.Random) -> Iterator[Conversation]:
+def _shared_prefixes(spec: DatasetSpec, chance: random.Random) -> Iterator[Dialogue]:
     prefixes = [_ids(spec, spec.prefix_tokens, chance) for _ in range(spec.groups)]
     while True:
         own = _ids(spec, spec.input_tokens.draw(chance), chance)
@@ -110,31 +110,31 @@ def _ids(spec: DatasetSpec, count: int, chance: random.Random) -> list[int]:
     return [chance.randrange(FIRST_TOKEN_ID, spec.vocabulary) for _ in range(count)]
 
 
-def _completion(prompt: list[int], output_tokens: int) -> Conversation:
+def _completion(prompt: list[int], output_tokens: int) -> Dialogue:
     body = {"prompt": prompt, "max_tokens": output_tokens, "ignore_eos": True}
-    return Conversation([Turn(path="/v1/completions", body=body, output_tokens=output_tokens)])
+    return Dialogue([DialogueTurn(path="/v1/completions", body=body, output_tokens=output_tokens)])
 
 
-def _chats(chance: random.Random) -> Iterator[Conversation]:
+def _chats(chance: random.Random) -> Iterator[Dialogue]:
     """Chats with lengths as people's have them: a median of 60 words, and of 150 tokens in the answer."""
     while True:
         words = log_normal(60, 1.0, 2_000, chance)
-        yield Conversation([_chat(_text(words, chance), log_normal(150, 0.8, 1_000, chance))])
+        yield Dialogue([_chat(_text(words, chance), log_normal(150, 0.8, 1_000, chance))])
 
 
-def _multi_turn(spec: DatasetSpec, chance: random.Random) -> Iterator[Conversation]:
+def _multi_turn(spec: DatasetSpec, chance: random.Random) -> Iterator[Dialogue]:
     while True:
         sizes = [(spec.input_tokens.draw(chance), spec.output_tokens.draw(chance)) for _ in range(spec.num_turns)]
-        yield Conversation([_chat(_text(words, chance), tokens) for words, tokens in sizes])
+        yield Dialogue([_chat(_text(words, chance), tokens) for words, tokens in sizes])
 
 
-def _chat(content: str, output_tokens: int) -> Turn:
+def _chat(content: str, output_tokens: int) -> DialogueTurn:
     body = {
         "messages": [{"role": "user", "content": content}],
         "max_completion_tokens": output_tokens,
         "ignore_eos": True,
     }
-    return Turn(path="/v1/chat/completions", body=body, output_tokens=output_tokens)
+    return DialogueTurn(path="/v1/chat/completions", body=body, output_tokens=output_tokens)
 
 
 def _text(words: int, chance: random.Random) -> str:
@@ -142,14 +142,14 @@ def _text(words: int, chance: random.Random) -> str:
     return " ".join(chance.choices(WORDS, k=words))
 
 
-def _images(spec: DatasetSpec, chance: random.Random) -> Iterator[Conversation]:
+def _images(spec: DatasetSpec, chance: random.Random) -> Iterator[Dialogue]:
     while True:
         body: dict[str, Any] = {"prompt": _text(8, chance), "seed": chance.randrange(1 << 31), "n": 1}
         if spec.image_size:
             body["size"] = spec.image_size
         if spec.image_steps:
             body["num_inference_steps"] = spec.image_steps
-        yield Conversation([Turn(path="/v1/images/generations", body=body)])
+        yield Dialogue([DialogueTurn(path="/v1/images/generations", body=body)])
 
 
 class StandardPrompt(Struct, frozen=True):
@@ -164,11 +164,11 @@ def standard_prompts() -> list[StandardPrompt]:
     return msgspec.json.decode(data, type=list[StandardPrompt])
 
 
-def _standard(spec: DatasetSpec) -> Iterator[Conversation]:
-    def chat(prompt: str) -> Conversation:
+def _standard(spec: DatasetSpec) -> Iterator[Dialogue]:
+    def chat(prompt: str) -> Dialogue:
         messages = [{"role": "user", "content": prompt}]
         body = {"messages": messages, "max_completion_tokens": spec.output_tokens.most}
-        return Conversation([Turn(path="/v1/chat/completions", body=body)])
+        return Dialogue([DialogueTurn(path="/v1/chat/completions", body=body)])
 
     return cycle([chat(each.prompt) for each in standard_prompts()])
 
@@ -179,7 +179,7 @@ class _FileRequest(Struct, forbid_unknown_fields=True):
     max_tokens: int | UnsetType = UNSET
 
 
-def _from_file(file: Path) -> Iterator[Conversation]:
+def _from_file(file: Path) -> Iterator[Dialogue]:
     try:
         lines = [line for line in file.read_bytes().splitlines() if line.strip()]
         asked = [msgspec.json.decode(line, type=_FileRequest) for line in lines]
@@ -188,5 +188,5 @@ def _from_file(file: Path) -> Iterator[Conversation]:
     if not asked or any((each.prompt is UNSET) == (each.messages is UNSET) for each in asked):
         raise ConfigError(f"{file}: every line needs either a prompt or messages.")
     paths = ("/v1/completions" if each.messages is UNSET else "/v1/chat/completions" for each in asked)
-    turns = [Turn(path=path, body=msgspec.to_builtins(each)) for path, each in zip(paths, asked, strict=True)]
-    return cycle([Conversation([turn]) for turn in turns])
+    turns = [DialogueTurn(path=path, body=msgspec.to_builtins(each)) for path, each in zip(paths, asked, strict=True)]
+    return cycle([Dialogue([turn]) for turn in turns])

@@ -9,23 +9,29 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import count, takewhile
 from typing import Protocol
 
 from msgspec import Struct
 
 from weft.bench.arrivals import Load
-from weft.bench.datasets import Conversation
-from weft.bench.http_client import Answer
+from weft.bench.datasets import Dialogue
+from weft.bench.http_load import MeasuredAnswer
 from weft.errors import ConfigError
+
+try:
+    from uvloop import run as run
+except ImportError:  # not on Windows
+    from asyncio import run as run  # type: ignore[assignment]
 
 MAX_REASONS = 20
 """Reasons of failures that a report keeps, the most frequent ones."""
 
 
 class Client(Protocol):
-    """Sends conversations to a server, by whatever protocol it speaks."""
+    """Sends dialogues to a server, by whatever protocol it speaks."""
 
-    async def converse(self, conversation: Conversation, leave_after: int = 0) -> list[Answer]: ...
+    async def converse(self, conversation: Dialogue, leave_after: int = 0) -> list[MeasuredAnswer]: ...
 
     def close(self) -> None: ...
 
@@ -84,7 +90,7 @@ class Slo(Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{text!r} is no SLO.", hint="Write ttft:200,itl:50,e2e:5000, in milliseconds.")
         return cls(**bounds)
 
-    def is_kept(self, answer: Answer) -> bool:
+    def is_kept(self, answer: MeasuredAnswer) -> bool:
         if not answer.is_whole:
             return False
         first_ms = 1000 * (answer.seconds if answer.first_s is None else answer.first_s)
@@ -160,7 +166,7 @@ class Generator:
     def __init__(
         self,
         client: Client,
-        source: Iterator[Conversation],
+        source: Iterator[Dialogue],
         chance: random.Random,
         *,
         slo: Slo = ANY,
@@ -175,13 +181,13 @@ class Generator:
     async def run(self, load: Load, tick: Callable[[], None] = lambda: None) -> Run:
         """Send every request of the load, wait until the last is answered, and return the figures."""
         # All are drawn before the first is sent: the generator must not be late because it makes up a prompt.
-        work = [(next(self._source), self._cancellations.draw(self._chance)) for _ in range(load.requests)]
+        work = [self._drawn() for _ in range(load.requests)]
         times = list(load.times(self._chance)) if load.rate else []
-        answers: list[Answer] = []
+        answers: list[MeasuredAnswer] = []
         began, cpu_began = time.perf_counter(), time.process_time()
 
         async def send(number: int, planned_s: float | None = None) -> None:
-            conversation, leave_after = work[number]
+            conversation, leave_after = work[number] if work else self._drawn()
             at = began_s = time.perf_counter() - began
             for answer in await self._client.converse(conversation, leave_after):
                 answer.began_s, at = at, at + answer.seconds
@@ -197,14 +203,22 @@ class Generator:
         seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
         return figures(answers, seconds, cpu_seconds / seconds, self._slo)
 
+    def _drawn(self) -> tuple[Dialogue, int]:
+        return next(self._source), self._cancellations.draw(self._chance)
+
     async def _closed_loop(self, load: Load, send: Send) -> None:
-        todo = iter(range(load.requests))
+        end = time.perf_counter() + load.seconds
+        todo = (
+            iter(range(load.requests)) if not load.seconds else takewhile(lambda _: time.perf_counter() < end, count())
+        )
 
         async def ask_until_done() -> None:
             for number in todo:
                 await send(number)
 
-        await asyncio.gather(*(ask_until_done() for _ in range(min(load.connections, load.requests))))
+        await asyncio.gather(
+            *(ask_until_done() for _ in range(min(load.connections, load.requests or load.connections)))
+        )
 
     async def _open_loop(self, load: Load, times: list[float], began: float, send: Send) -> None:
         capacity = asyncio.Semaphore(load.connections or load.requests)
@@ -219,7 +233,7 @@ class Generator:
                 group.create_task(send_in_turn(number, planned_s))
 
 
-def figures(answers: list[Answer], seconds: float, client_cpu_share: float, slo: Slo) -> Run:
+def figures(answers: list[MeasuredAnswer], seconds: float, client_cpu_share: float, slo: Slo) -> Run:
     whole = [answer for answer in answers if answer.is_whole]
     failed = [answer for answer in answers if answer.error]
     prompt_tokens = sum(answer.prompt_tokens for answer in whole)
@@ -248,7 +262,7 @@ def figures(answers: list[Answer], seconds: float, client_cpu_share: float, slo:
     )
 
 
-def timeline(answers: Sequence[Answer], seconds: float) -> list[Moment]:
+def timeline(answers: Sequence[MeasuredAnswer], seconds: float) -> list[Moment]:
     """Return, for every second, how many requests were open in it and how many events came."""
     num_open, events = [0] * (int(seconds) + 1), [0] * (int(seconds) + 1)
     last = len(num_open) - 1

@@ -9,7 +9,7 @@ from html import escape
 import msgspec
 from msgspec import Struct
 
-from weft.bench.compare import Verdict
+from weft.bench.compare import ComparedFigure
 from weft.bench.serve import PointFigures, ServeReport
 
 WIDTH, HEIGHT = 420, 240
@@ -35,7 +35,7 @@ class Line(Struct, frozen=True):
     points: Sequence[tuple[float, float]]
 
 
-def html_report(reports: Sequence[ServeReport], verdicts: Sequence[Verdict] = ()) -> str:
+def html_report(reports: Sequence[ServeReport], verdicts: Sequence[ComparedFigure] = ()) -> str:
     """Return the report of one measurement, or of two with what a comparison found."""
     title = " and ".join(f"{report.model} at {report.url}" for report in reports)
     parts = [f"<h1>{escape(title)}</h1>"]
@@ -70,7 +70,7 @@ def _figures_table(report: ServeReport) -> str:
     return _table(headings, rows)
 
 
-def _verdicts_table(verdicts: Sequence[Verdict]) -> str:
+def _verdicts_table(verdicts: Sequence[ComparedFigure]) -> str:
     rows = []
     for each in verdicts:
         cells = (escape(each.point), escape(each.metric), _short(each.before), _short(each.after))

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.bench.arrivals import Arrival, Load, Size
-from weft.bench.compare import Verdict, compare, judged_worse, read_report
+from weft.bench.compare import ComparedFigure, compare, judged_worse, read_report
 from weft.bench.datasets import DatasetName, DatasetSpec
-from weft.bench.generator import Cancellations, Slo
+from weft.bench.generator import Cancellations, Slo, run
 from weft.bench.html_report import html_report
-from weft.bench.progress import progress
+from weft.bench.progress_line import progress
 from weft.bench.report import Judged, Required
 from weft.bench.serve import (
     DEFAULT_POINTS,
@@ -31,11 +31,6 @@ from weft.bench.serve import (
     run_serve,
 )
 from weft.errors import ConfigError
-
-try:
-    from uvloop import run
-except ImportError:  # not on Windows
-    from asyncio import run  # type: ignore[assignment]
 
 _WORK = ServeWork()
 _DATASET = DatasetSpec()
@@ -77,7 +72,7 @@ Dataset = Annotated[
         "--dataset",
         rich_help_panel=DATA,
         help="random: token ids. chat: log-normal lengths. prefix: prompts that share their beginnings. multi-turn: "
-        "conversations. long: 16,000 token ids. images: /v1/images/generations. standard: three fixed prompts.",
+        "dialogues. long: 16,000 token ids. images: /v1/images/generations. standard: three fixed prompts.",
     ),
 ]
 DatasetFile = Annotated[
@@ -283,7 +278,7 @@ def serve(
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     reports: list[ServeReport]
-    verdicts: list[Verdict]
+    verdicts: list[ComparedFigure]
 
 
 def compare_command(
@@ -312,19 +307,20 @@ def compare_command(
     end_by_verdicts(verdicts)
 
 
-def end_by_verdicts(verdicts: Sequence[Verdict]) -> None:
+def end_by_verdicts(verdicts: Sequence[ComparedFigure]) -> None:
     """Print what a comparison found; exit with 1 where the second is worse in something."""
     if not verdicts:
         return
-    table = Table(caption="second over first, with its 95 % interval", box=None, pad_edge=False)
+    table = Table(caption="ratio: second over first", box=None, padding=(0, 1, 0, 0))
     table.add_column("load", no_wrap=True)
     table.add_column("figure", no_wrap=True)
-    for heading in ("first", "second", "ratio", "from", "to"):
+    for heading in ("first", "second", "ratio", "95 %"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("")
     styles = {"better": "green", "worse": "red", "unknown": "dim"}
     for each in verdicts:
-        values = (f"{each.before:,.1f}", f"{each.after:,.1f}", *(f"{v:.3f}" for v in (each.ratio, each.low, each.high)))
+        interval = f"{each.low:.2f}-{each.high:.2f}"
+        values = (f"{each.before:,.1f}", f"{each.after:,.1f}", f"{each.ratio:.3f}", interval)
         table.add_row(each.point, each.metric, *values, each.outcome, style=styles.get(each.outcome))
     Console().print(table)
     if judged_worse(verdicts):

@@ -12,14 +12,14 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from msgspec import Struct
 
 from weft.backends import start_engine
 from weft.backends.contract import Engine
+from weft.bench.processes import peak_mib, processes_below
 from weft.bench.report import Judged, Required, environment
 from weft.options import Config
 from weft.types import GenerationRequest, Output, Sample, SamplingParams
@@ -80,7 +80,7 @@ async def run_offline(config: Config, work: OfflineWork, tick: Tick = lambda nam
         while not engine.stats().prepared:
             await asyncio.sleep(0.05)
         figures = [await _measure(name, unit, once, work.runs, tick) for name, unit, once in bench.lines()]
-        peak = max(map(_peak_mib, _processes_below(os.getpid())), default=0.0)
+        peak = max(map(peak_mib, processes_below(os.getpid())), default=0.0)
     finally:
         await engine.close()
     return OfflineReport(
@@ -185,17 +185,3 @@ async def _measure(name: str, unit: str, once: Callable[[], Awaitable[float]], r
         tick(name)
     median = statistics.median(values)
     return Figure(name=name, value=median, unit=unit, spread=(max(values) - min(values)) / median, runs=values)
-
-
-def _processes_below(pid: int) -> Iterator[int]:
-    """Yield the processes that a process has started, and theirs; none where the system does not tell."""
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, listed.read_text().split()):
-            yield child
-            yield from _processes_below(child)
-
-
-def _peak_mib(pid: int) -> float:
-    """Return the peak memory of a process so far."""
-    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(lines["VmHWM"].split()[0]) / 1024 if "VmHWM" in lines else 0.0

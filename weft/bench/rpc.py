@@ -18,9 +18,9 @@ from weft.api.grpc.grpc_server import serve_rpc
 from weft.backends import start_engine
 from weft.backends.contract import Engine
 from weft.bench.arrivals import Load
-from weft.bench.datasets import DatasetSpec, conversations
+from weft.bench.datasets import DatasetSpec, dialogues
 from weft.bench.generator import Generator, Run
-from weft.bench.grpc_client import GrpcClient, open_channel
+from weft.bench.grpc_load import GrpcClient, open_channel
 from weft.bench.report import environment
 from weft.errors import EngineFault
 from weft.options import Config, LimitOptions
@@ -117,7 +117,7 @@ async def _pass(
     chance = random.Random(work.seed)
     async with _served(engine, config) as address, open_channel(address) as channel:
         client = GrpcClient(channel, {"temperature": 0.0}, keeps_text=True)
-        generator = Generator(client, conversations(work.dataset, chance), chance)
+        generator = Generator(client, dialogues(work.dataset, chance), chance)
         load = Load(requests=requests, connections=concurrency)
         run = await generator.run(load, lambda: tick(f"{concurrency} streams"))
     return run, sorted(client.texts)

@@ -21,10 +21,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.bench.arrivals import Load, Size
-from weft.bench.datasets import DatasetSpec, conversations
+from weft.bench.datasets import DatasetSpec, dialogues
 from weft.bench.generator import Cancellations, Distribution, Generator, Run, Slo
 from weft.bench.http import Address
-from weft.bench.http_client import HttpClient, first_models, get
+from weft.bench.http_load import HttpClient, first_models, get
 from weft.bench.report import Judged, Required, environment
 from weft.errors import ConfigError, EngineFault, Unavailable
 
@@ -202,7 +202,7 @@ class _Bench:
 
     def begin(self, point: Point) -> None:
         """Prepare the requests of a point."""
-        source = conversations(point.dataset, self._chance)
+        source = dialogues(point.dataset, self._chance)
         slo, cancellations = self._work.slo, self._work.cancellations
         self._generator = Generator(self._client, source, self._chance, slo=slo, cancellations=cancellations)
         self._runs.append((point, []))
@@ -267,9 +267,11 @@ def _median(all_runs: list[Distribution]) -> Distribution:
 
 
 @asynccontextmanager
-async def own_server(flags: Sequence[str]) -> AsyncIterator[tuple[str, float]]:
-    """Run `weft serve` on a free port; yield its address, and the seconds from its start until it was ready."""
-    command = [sys.executable, "-m", "weft", "serve", "--port", "0", "--no-grpc", "--log-level", "warning", *flags]
+async def own_server(flags: Sequence[str], *, grpc_socket: str = "") -> AsyncIterator[tuple[str, float]]:
+    """Run `weft serve` on a free port; yield its address, and the seconds from its start until it was ready.
+    `grpc_socket`: where it answers gRPC, too."""
+    rpc = ["--grpc-port", "0", "--grpc-socket", grpc_socket] if grpc_socket else ["--no-grpc"]
+    command = [sys.executable, "-m", "weft", "serve", "--port", "0", *rpc, "--log-level", "warning", *flags]
     began = time.perf_counter()
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:

@@ -22,14 +22,14 @@ from weft.types import GenerationRequest, Output, Sample, SamplingParams, check_
 
 GAP_WEIGHT = 0.25
 """The weight of the newest gap between two chunks in the usual one."""
-PATIENCE_GAPS = 1.5
+PATIENCE_GAPS = 2.5
+"""A chunk of a slow answer waits for so many usual gaps, in which two more come."""
 
 
 class ChunkBuffer:
     """The first chunk leaves at once. Later ones leave together: when `size` of them are held, when the oldest has
-    waited for `interval_s`, or at the end. Where chunks come more slowly than that, the oldest waits for the next one
-    all the same, half as long again as it usually takes to come, but no longer than `slowest_s`: a message then has two
-    chunks. One task puts, and one iterates over the texts to send.
+    waited for `interval_s`, or at the end. Where chunks come more slowly than that, the oldest waits for the next two
+    all the same, but no longer than `slowest_s`. One task puts, and one iterates over the texts to send.
     """
 
     def __init__(self, size: int, interval_s: float, slowest_s: float) -> None:

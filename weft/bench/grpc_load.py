@@ -18,8 +18,8 @@ from weft.api.grpc.ai_service_pb2 import (
     StreamPredictResponse,
 )
 from weft.api.grpc.inference import SERVICE_NAME
-from weft.bench.datasets import WORDS, Conversation, Turn
-from weft.bench.http_client import REQUEST_TIMEOUT_S, Answer
+from weft.bench.datasets import WORDS, Dialogue, DialogueTurn
+from weft.bench.http_load import REQUEST_TIMEOUT_S, MeasuredAnswer
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -31,7 +31,7 @@ def open_channel(address: str) -> grpc.aio.Channel:
 
 
 class GrpcClient:
-    """Sends the turns of conversations as predictions, each on a stream of its own, as the CY-LLM Engine's gateway
+    """Sends the turns of dialogues as predictions, each on a stream of its own, as the CY-LLM Engine's gateway
     does."""
 
     def __init__(
@@ -46,8 +46,8 @@ class GrpcClient:
         self.texts: list[tuple[str, str]] = []
         """The prompts and texts of whole answers, where they are kept."""
 
-    async def converse(self, conversation: Conversation, leave_after: int = 0) -> list[Answer]:
-        answers: list[Answer] = []
+    async def converse(self, conversation: Dialogue, leave_after: int = 0) -> list[MeasuredAnswer]:
+        answers: list[MeasuredAnswer] = []
         said = ""
         for turn in conversation.turns:
             said = f"{said}\n{prompt_of(turn)}".lstrip()
@@ -61,7 +61,7 @@ class GrpcClient:
     def close(self) -> None:
         """The channel is its owner's."""
 
-    async def _ask(self, prompt: str, max_tokens: int, leave_after: int) -> Answer:
+    async def _ask(self, prompt: str, max_tokens: int, leave_after: int) -> MeasuredAnswer:
         request = StreamPredictRequest(
             prompt=prompt,
             generation=GenerationParameters(
@@ -71,7 +71,7 @@ class GrpcClient:
             ),
             metadata=StreamMetadata(trace_id=uuid.uuid4().hex),
         )
-        answer = Answer(gaps_s=[])
+        answer = MeasuredAnswer(gaps_s=[])
         began = last = time.perf_counter()
         texts: list[str] = []
         ended = False
@@ -110,7 +110,7 @@ class GrpcClient:
         return answer
 
 
-def prompt_of(turn: Turn) -> str:
+def prompt_of(turn: DialogueTurn) -> str:
     """Return a turn's text; token ids, which gRPC does not take, become as many words."""
     if "messages" in turn.body:
         return str(turn.body["messages"][-1]["content"])

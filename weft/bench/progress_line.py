@@ -21,14 +21,14 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(total: int, first: str) -> Iterator[Advance]:
-    """Show how much of a total is done; `first`: what is done before anything counts."""
+    """Show how much of a total is done (0: nobody knows it); `first`: what is done before anything counts."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines(total)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(first, total=total)
+        task = bar.add_task(first, total=total or None)
 
         def advance(description: str, count: int = 1) -> None:
             bar.update(task, advance=count, description=description)
@@ -47,5 +47,6 @@ class _Lines:
         now = time.monotonic()
         if now - self._said >= LINE_SECONDS:
             self._said = now
-            sys.stderr.write(f"{now - self._began:.0f} s: {self._done} of {self._total}, {description}\n")
+            done = f"{self._done} of {self._total}" if self._total else f"{self._done}"
+            sys.stderr.write(f"{now - self._began:.0f} s: {done}, {description}\n")
             sys.stderr.flush()

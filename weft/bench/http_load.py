@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from weft.bench.datasets import Conversation, Turn
+from weft.bench.datasets import Dialogue, DialogueTurn
 from weft.bench.http import Address, Connection
 
 REQUEST_TIMEOUT_S = 600.0
 
 
-class Answer(Struct, kw_only=True):
+class MeasuredAnswer(Struct, kw_only=True):
     """How one request went. Times are in seconds."""
 
     began_s: float = 0.0
@@ -136,7 +136,8 @@ class StreamTimes:
                 self.usage = chunk.usage
             if not chunk.choices:
                 return
-            self.texts += [choice.delta.content or "" for choice in chunk.choices if choice.delta is not None]
+            for choice in chunk.choices:
+                self.texts.append(choice.text or (choice.delta.content if choice.delta is not None else "") or "")
         if self.first_s is None:
             # A chat's first event has the role alone, and is sent before there is a token.
             if b'"role"' in payload and b'"content":""' in payload.replace(b" ", b""):
@@ -150,25 +151,28 @@ class StreamTimes:
 
 
 class HttpClient:
-    """Sends the turns of conversations to a server, each measured."""
+    """Sends the turns of dialogues to a server, each measured."""
 
-    def __init__(self, address: Address, model: str, options: Mapping[str, Any]) -> None:
-        """`options`: fields that every request has, as those for sampling."""
+    def __init__(self, address: Address, model: str, options: Mapping[str, Any], *, keeps_text: bool = False) -> None:
+        """`options`: fields that every request has, as those for sampling. `keeps_text`: of every answer, not only of
+        those that a next turn repeats."""
+        self._keeps_text = keeps_text
         self._address = address
         self._model = model
         self._options = options
         self._idle: list[Connection] = []
 
-    async def converse(self, conversation: Conversation, leave_after: int = 0) -> list[Answer]:
+    async def converse(self, conversation: Dialogue, leave_after: int = 0) -> list[MeasuredAnswer]:
         """Send the turns one after the other, up to the first that fails; return how each went."""
-        answers: list[Answer] = []
+        answers: list[MeasuredAnswer] = []
         said: list[Mapping[str, Any]] = []
         for turn in conversation.turns:
             body = dict(turn.body)
             if len(conversation.turns) > 1:
                 said = [*said, *body["messages"]]
                 body["messages"] = said
-            answer = await self._ask(turn, body, keeps_text=len(conversation.turns) > 1, leave_after=leave_after)
+            keeps_text = self._keeps_text or len(conversation.turns) > 1
+            answer = await self._ask(turn, body, keeps_text=keeps_text, leave_after=leave_after)
             answers.append(answer)
             if not answer.is_whole:
                 break
@@ -180,7 +184,9 @@ class HttpClient:
             connection.close()
         self._idle.clear()
 
-    async def _ask(self, turn: Turn, body: dict[str, Any], *, keeps_text: bool, leave_after: int) -> Answer:
+    async def _ask(
+        self, turn: DialogueTurn, body: dict[str, Any], *, keeps_text: bool, leave_after: int
+    ) -> MeasuredAnswer:
         if turn.path == "/v1/images/generations":
             return await self._ask_whole(turn.path, {"model": self._model, **body})
         wanted = turn.output_tokens
@@ -198,7 +204,7 @@ class HttpClient:
         except (OSError, TimeoutError, ValueError) as problem:
             error, reason = _class_of(problem), f"{type(problem).__name__}: {problem}"
         usage = times.usage or _Usage()
-        return Answer(
+        return MeasuredAnswer(
             first_s=times.first_s,
             gaps_s=times.gaps_s,
             seconds=time.perf_counter() - times.began,
@@ -212,7 +218,7 @@ class HttpClient:
             was_cancelled=was_cancelled,
         )
 
-    async def _ask_whole(self, path: str, body: Mapping[str, Any]) -> Answer:
+    async def _ask_whole(self, path: str, body: Mapping[str, Any]) -> MeasuredAnswer:
         """Ask for an answer in one piece, whose bytes are not kept."""
         beginning = bytearray()
         began = time.perf_counter()
@@ -224,7 +230,7 @@ class HttpClient:
                 error, reason = f"HTTP {status}", f"status {status}: {beginning.decode(errors='replace')}"
         except (OSError, TimeoutError, ValueError) as problem:
             error, reason = _class_of(problem), f"{type(problem).__name__}: {problem}"
-        return Answer(seconds=time.perf_counter() - began, error=error, reason=reason)
+        return MeasuredAnswer(seconds=time.perf_counter() - began, error=error, reason=reason)
 
     def _streamed(self, body: Mapping[str, Any]) -> dict[str, Any]:
         return {

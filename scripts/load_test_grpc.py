@@ -1,0 +1,6 @@
+"""The same as `python -m weft.bench.scripts.load_test_grpc`."""
+
+from weft.bench.scripts.load_test_grpc import app
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,6 @@
+"""The same as `python -m weft.bench.scripts.test_api_compatibility`."""
+
+from weft.bench.scripts.test_api_compatibility import app
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,32 @@
+"""Compare two reports: `--before` and `--after`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.bench.compare import compare, read_report
+from weft.bench.load_commands import Comparison, end_by_verdicts, write
+from weft.bench.scripts.subject import Output, command
+
+
+def compare_reports(
+    before: Annotated[Path, typer.Option(help="A report of benchmark_token_speed or weft bench serve.")],
+    after: Annotated[Path, typer.Option(help="Another of the same load.")],
+    tolerance: Annotated[float, typer.Option(min=0, help="A difference of this share is none.")] = 0.02,
+    output: Output = None,
+) -> None:
+    """Compare two reports, figure by figure, with confidence intervals. The exit code is 1 where the second is
+    worse."""
+    reports = [read_report(before), read_report(after)]
+    verdicts = compare(*reports, in_turns=False, tolerance=tolerance)
+    write(Comparison(reports=reports, verdicts=verdicts), output)
+    end_by_verdicts(verdicts)
+
+
+app = command(compare_reports)
+
+if __name__ == "__main__":
+    app()
