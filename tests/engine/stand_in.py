@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -50,7 +51,9 @@ class StandIn:
         while (message := receive(self._theirs)) is not None:
             if isinstance(message, Start):
                 self.started_with = message
-                self.send(Ready(MODEL))
+                # A test may kill it while it starts.
+                with contextlib.suppress(BrokenPipeError):
+                    self.send(Ready(MODEL))
                 continue
             self.inbox.put(message)
             if isinstance(message, Shutdown):
