@@ -9,7 +9,7 @@ import typer
 
 from weft.bench.compare import compare, read_report
 from weft.bench.load_commands import Comparison, end_by_verdicts, write
-from weft.bench.scripts.subject import Output, command
+from weft.bench.scripts.subject import Output, command, main
 
 
 def compare_reports(
@@ -29,4 +29,4 @@ def compare_reports(
 app = command(compare_reports)
 
 if __name__ == "__main__":
-    app()
+    main(app)

@@ -14,7 +14,7 @@ from weft.bench.datasets import DatasetSpec, standard_prompts
 from weft.bench.generator import run
 from weft.bench.load_commands import end_by, measured, print_report, write
 from weft.bench.report import Required
-from weft.bench.scripts.subject import Engine, MaxTokens, Model, Output, Runs, Url, command, subject
+from weft.bench.scripts.subject import Engine, MaxTokens, Model, Output, Runs, Url, command, main, subject
 from weft.bench.serve import Point, ServeReport, ServeWork, judge
 
 FAILS_BELOW = 40.0
@@ -65,4 +65,4 @@ async def measure_alone(
 app = command(token_speed)
 
 if __name__ == "__main__":
-    app()
+    main(app)

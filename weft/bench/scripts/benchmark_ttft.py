@@ -10,7 +10,7 @@ from weft.bench.generator import run
 from weft.bench.load_commands import end_by, print_report, write
 from weft.bench.report import Required
 from weft.bench.scripts.benchmark_token_speed import measure_alone
-from weft.bench.scripts.subject import Engine, Model, Output, Runs, Url, command
+from weft.bench.scripts.subject import Engine, Model, Output, Runs, Url, command, main
 from weft.bench.serve import judge
 
 MAX_TTFT_MS = 200.0
@@ -40,4 +40,4 @@ def ttft(
 app = command(ttft)
 
 if __name__ == "__main__":
-    app()
+    main(app)

@@ -17,7 +17,8 @@ from weft.bench.grpc_load import GrpcClient, open_channel
 from weft.bench.load_commands import end_by, write
 from weft.bench.progress_line import progress
 from weft.bench.report import Judged, environment
-from weft.bench.scripts.subject import Duration, Engine, Grpc, MaxTokens, Model, Output, command, subject
+from weft.bench.scripts.subject import Duration, Engine, Grpc, MaxTokens, Model, Output, command, main, subject
+from weft.errors import Unavailable
 
 GOAL_REQUESTS_PER_S = 100.0
 
@@ -75,7 +76,9 @@ async def measure_grpc(
         open_channel(found.grpc_address) as channel,
     ):
         generator = Generator(GrpcClient(channel, {}), dialogues(dataset, chance), chance)
-        await generator.run(Load(requests=2, connections=1))
+        warmed_up = await generator.run(Load(requests=2, connections=1))
+        if warmed_up.failures:
+            raise Unavailable(f"The server does not answer as it should: {warmed_up.failures[0]}")
         with progress(0, "answers") as advance:
             measured = await generator.run(Load(seconds=duration, connections=concurrency), lambda: advance("answers"))
     return GrpcLoadReport(
@@ -106,4 +109,4 @@ def print_grpc(report: GrpcLoadReport) -> None:
 app = command(load_test)
 
 if __name__ == "__main__":
-    app()
+    main(app)

@@ -10,7 +10,7 @@ from weft.bench.generator import run
 from weft.bench.load_commands import end_by, write
 from weft.bench.report import Judged
 from weft.bench.scripts.load_test_grpc import measure_grpc, print_grpc
-from weft.bench.scripts.subject import Duration, Engine, Grpc, MaxTokens, Model, Output, command
+from weft.bench.scripts.subject import Duration, Engine, Grpc, MaxTokens, Model, Output, command, main
 
 MIN_SAVED = 0.5
 
@@ -41,4 +41,4 @@ def monitor(
 app = command(monitor)
 
 if __name__ == "__main__":
-    app()
+    main(app)

@@ -23,7 +23,8 @@ from weft.bench.load_commands import end_by, write
 from weft.bench.processes import open_files, own_mb, processes_below
 from weft.bench.progress_line import progress
 from weft.bench.report import Judged, environment
-from weft.bench.scripts.subject import Duration, Engine, MaxTokens, Model, Output, command, subject
+from weft.bench.scripts.subject import Duration, Engine, MaxTokens, Model, Output, command, main, subject
+from weft.errors import Unavailable
 
 SAMPLE_S = 5.0
 MAX_MB_A_MINUTE = 1.0
@@ -100,15 +101,18 @@ async def _stressed(
         open_channel(found.grpc_address) as channel,
     ):
         address = Address.parse(found.target.url)
+        rpc = GrpcClient(channel, {})
         http = HttpClient(address, (await first_models(address))[0], {})
+        for client in (http, rpc):
+            [answer, *_] = await client.converse(next(dialogues(dataset, chance)))
+            if answer.error:
+                raise Unavailable(f"The server does not answer as it should: {answer.reason}")
         watch = Watch()
         half = Load(seconds=duration, connections=concurrency // 2)
         with progress(0, "answers") as advance:
             over_http, over_grpc = await asyncio.gather(
                 Generator(http, dialogues(dataset, chance), chance).run(half, lambda: advance("over HTTP")),
-                Generator(GrpcClient(channel, {}), dialogues(dataset, chance), chance).run(
-                    half, lambda: advance("over gRPC")
-                ),
+                Generator(rpc, dialogues(dataset, chance), chance).run(half, lambda: advance("over gRPC")),
             )
         samples = watch.end()
         http.close()
@@ -163,4 +167,4 @@ def rise(samples: list[HeldMemory]) -> float:
 app = command(stress)
 
 if __name__ == "__main__":
-    app()
+    main(app)

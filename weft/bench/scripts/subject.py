@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ import typer
 from msgspec import Struct
 
 from weft.bench.serve import Target, own_server
+from weft.errors import ConfigError, WeftError
 
 Model = Annotated[str, typer.Option(help="What `weft serve` takes.", show_default="smollm2")]
 Engine = Annotated[
@@ -56,3 +58,12 @@ def command(function: object) -> typer.Typer:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(function)  # type: ignore[type-var]
     return app
+
+
+def main(app: typer.Typer) -> None:
+    """Run the command; an error meant for the user is a line, and never a traceback."""
+    try:
+        app()
+    except WeftError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

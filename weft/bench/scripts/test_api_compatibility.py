@@ -31,7 +31,7 @@ from weft.bench.http_load import first_models
 from weft.bench.load_commands import write
 from weft.bench.progress_line import progress
 from weft.bench.report import environment
-from weft.bench.scripts.subject import Engine, Grpc, Model, Output, Url, command, subject
+from weft.bench.scripts.subject import Engine, Grpc, Model, Output, Url, command, main, subject
 from weft.errors import WeftError
 
 
@@ -271,4 +271,4 @@ GRPC_CHECKS: dict[str, Callable[[grpc.aio.Channel], Awaitable[None]]] = {
 app = command(compatibility)
 
 if __name__ == "__main__":
-    app()
+    main(app)

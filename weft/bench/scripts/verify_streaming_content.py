@@ -17,7 +17,7 @@ from weft.bench.http import Address, Connection
 from weft.bench.http_load import HttpClient, first_models
 from weft.bench.load_commands import write
 from weft.bench.report import environment
-from weft.bench.scripts.subject import Engine, Grpc, MaxTokens, Model, Output, Url, command, subject
+from weft.bench.scripts.subject import Engine, Grpc, MaxTokens, Model, Output, Url, command, main, subject
 from weft.errors import ConfigError
 
 
@@ -122,4 +122,4 @@ async def _whole(address: Address, body: dict[str, Any]) -> str:
 app = command(verify)
 
 if __name__ == "__main__":
-    app()
+    main(app)
