@@ -17,6 +17,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from tests.e2e.tiny_server import TinyServer
+from weft.bench.commands import app as bench
 
 ROOT = Path(__file__).parents[2]
 NAMES = (
@@ -131,3 +132,13 @@ def test_memory_and_files_are_watched(tiny_model: Path, tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert report["http"]["succeeded"] and report["grpc"]["succeeded"]
     assert report["samples"][0]["megabytes"] > 10 and report["samples"][-1]["files"] > 3
+
+
+def test_a_server_is_put_under_load_over_grpc(server: tuple[str, str], tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    address = server[1].replace("unix:", "grpc://unix:")
+    words = ["serve", address, "--rate", "50", "--requests", "10", "--runs", "1", "--dataset", "standard"]
+    done = CliRunner().invoke(bench, [*words, "--output-tokens", "6", "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    [run] = json.loads(file.read_text())["figures"][0]["runs"]
+    assert run["succeeded"] == 10 and run["output_tokens"] == 60 and run["first_token_ms"]["p50"] > 0

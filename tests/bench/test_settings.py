@@ -16,7 +16,6 @@ from weft.options import Config
 
 RUNNERS = {
     "offline": "weft.bench.commands.run_offline",
-    "rpc": "weft.bench.rpc.run_rpc",
     "mixed": "weft.bench.commands.run_mixed",
 }
 FILE = """

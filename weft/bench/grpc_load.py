@@ -43,6 +43,7 @@ class GrpcClient:
         self._options = options
         self._metadata = [("authorization", f"Bearer {key}")] if key else []
         self._keeps_text = keeps_text
+        self._own_channel: grpc.aio.Channel | None = None
         self.texts: list[tuple[str, str]] = []
         """The prompts and texts of whole answers, where they are kept."""
 
@@ -58,8 +59,18 @@ class GrpcClient:
             said += answer.text
         return answers
 
-    def close(self) -> None:
-        """The channel is its owner's."""
+    @classmethod
+    def at(cls, address: str, options: Mapping[str, Any], key: str) -> GrpcClient:
+        """Return a client with a channel of its own."""
+        channel = open_channel(address)
+        client = cls(channel, options, key=key)
+        client._own_channel = channel
+        return client
+
+    async def close(self) -> None:
+        """Close its own channel; another is its owner's."""
+        if self._own_channel is not None:
+            await self._own_channel.close()
 
     async def _ask(self, prompt: str, max_tokens: int, leave_after: int) -> MeasuredAnswer:
         request = StreamPredictRequest(

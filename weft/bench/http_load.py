@@ -179,7 +179,7 @@ class HttpClient:
             said = [*said, {"role": "assistant", "content": answer.text}]
         return answers
 
-    def close(self) -> None:
+    async def close(self) -> None:
         for connection in self._idle:
             connection.close()
         self._idle.clear()

@@ -1,30 +1,24 @@
-"""Measures gRPC: how many messages and bytes answers take with their chunks joined and without, and any server under
-load.
+"""Measures what joining chunks saves over gRPC: how many messages and bytes answers take with it and without.
 
-The same greedy answers are asked for twice, through a server that sends every chunk by itself and one with the
-configured buffer. Messages and bytes are counted where they arrive, tokens where they are made; the texts are compared.
+The same greedy answers are asked for twice, of a server that sends every chunk by itself and of one as it is set.
+Messages and bytes are counted where they arrive, tokens where they are made; the texts are compared.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from weft.api.grpc.grpc_server import serve_rpc
-from weft.backends import start_engine
-from weft.backends.contract import Engine
 from weft.bench.arrivals import Load
 from weft.bench.datasets import DatasetSpec, dialogues
 from weft.bench.generator import Generator, Run
 from weft.bench.grpc_load import GrpcClient, open_channel
 from weft.bench.report import environment
-from weft.errors import EngineFault
-from weft.options import Config, LimitOptions
-from weft.serving.admission import Admission
+from weft.bench.serve import own_server
+from weft.errors import Unavailable
 
 Tick = Callable[[str], None]
 
@@ -48,96 +42,80 @@ class RpcFigures(Struct, frozen=True, kw_only=True):
     fewer: float
     """The share of the messages that joining saves."""
     fewer_bytes: float
+    per_token: float
+    """Messages with text for every token, where chunks are joined."""
     first_text_ms: float
     """How much later the first text comes where chunks are joined, in the median."""
     same_text: bool
 
 
 class RpcReport(Struct, frozen=True, kw_only=True):
-    model: str
-    buffer_size: int
-    flush_interval_ms: int
-    slowest_flush_ms: int
+    flags: list[str]
     figures: list[RpcFigures]
     environment: dict[str, object]
     work: RpcWork
 
     @property
-    def is_sound(self) -> bool:
-        return all(f.same_text and not f.alone.errors and not f.joined.errors for f in self.figures)
+    def num_failures(self) -> int:
+        return sum(sum(run.errors.values()) for figures in self.figures for run in (figures.alone, figures.joined))
+
+    @property
+    def same_text(self) -> bool:
+        return all(figures.same_text for figures in self.figures)
 
 
-async def run_rpc(config: Config, work: RpcWork, tick: Tick = lambda _: None) -> RpcReport:
-    """Start an engine, ask for the answers both ways, and end it."""
-    engine = await start_engine(config)
-    try:
-        alone_config = replace(config, grpc=replace(config.grpc, grpc_buffer_size=1))
-        # The first answers warm the engine up; they are not counted.
-        await _pass(engine, alone_config, work, 1, 2, tick)
-        figures = []
-        for concurrency in work.concurrencies:
-            requests = max(work.requests, concurrency)
-            alone, alone_texts = await _pass(engine, alone_config, work, concurrency, requests, tick)
-            joined, joined_texts = await _pass(engine, config, work, concurrency, requests, tick)
-            figures.append(_figures(concurrency, alone, joined, same_text=alone_texts == joined_texts))
-    finally:
-        await engine.close()
-    return RpcReport(
-        model=engine.model.name,
-        buffer_size=config.grpc.grpc_buffer_size,
-        flush_interval_ms=config.grpc.grpc_flush_interval_ms,
-        slowest_flush_ms=config.grpc.grpc_slowest_flush_ms,
-        figures=figures,
-        environment=environment(),
-        work=work,
-    )
+Texts = list[tuple[str, str]]
+
+
+async def run_rpc(flags: Sequence[str], work: RpcWork, tick: Tick = lambda _: None) -> RpcReport:
+    """Start a server both ways, one after the other, with these flags of `weft serve`, and ask each for the answers."""
+    alone = await _asked([*flags, "--grpc-buffer-size", "1"], work, tick)
+    joined = await _asked(flags, work, tick)
+    figures = [
+        _figures(concurrency, one, other)
+        for concurrency, one, other in zip(work.concurrencies, alone, joined, strict=True)
+    ]
+    return RpcReport(flags=list(flags), figures=figures, environment=environment(), work=work)
 
 
 def num_requests(work: RpcWork) -> int:
-    return 2 + 2 * sum(max(work.requests, concurrency) for concurrency in work.concurrencies)
+    return 2 * sum(max(work.requests, concurrency) for concurrency in work.concurrencies)
 
 
-def _figures(concurrency: int, alone: Run, joined: Run, *, same_text: bool) -> RpcFigures:
-    if not alone.messages or not alone.received_bytes:
-        raise EngineFault(f"No answer came: {alone.failures}")
+async def _asked(flags: Sequence[str], work: RpcWork, tick: Tick) -> list[tuple[Run, Texts]]:
+    """Return how the answers came at each concurrency, and their texts."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
+        socket = f"{folder}/grpc.sock"
+        unlimited = ("--max-concurrent-per-key", "0")
+        async with own_server([*flags, *unlimited], grpc_socket=socket), open_channel(f"unix:{socket}") as channel:
+            await _run(GrpcClient(channel, {}), work, 1, 2, lambda _: None)
+            for concurrency in work.concurrencies:
+                client = GrpcClient(channel, {}, keeps_text=True)
+                run = await _run(client, work, concurrency, max(work.requests, concurrency), tick)
+                if not run.output_tokens:
+                    raise Unavailable(f"No answer came: {', '.join(run.failures)}")
+                found.append((run, sorted(client.texts)))
+    return found
+
+
+async def _run(client: GrpcClient, work: RpcWork, concurrency: int, requests: int, tick: Tick) -> Run:
+    # Other prompts at every concurrency, so that no cache helps.
+    chance = random.Random(f"{work.seed} {concurrency}")
+    generator = Generator(client, dialogues(work.dataset, chance), chance)
+    return await generator.run(Load(requests=requests, connections=concurrency), lambda: tick(f"{concurrency} streams"))
+
+
+def _figures(concurrency: int, alone: tuple[Run, Texts], joined: tuple[Run, Texts]) -> RpcFigures:
+    (before, before_texts), (after, after_texts) = alone, joined
     return RpcFigures(
         concurrency=concurrency,
-        alone=alone,
-        joined=joined,
-        fewer=1 - joined.messages / alone.messages,
-        fewer_bytes=1 - joined.received_bytes / alone.received_bytes,
-        first_text_ms=joined.first_token_ms.p50 - alone.first_token_ms.p50,
-        same_text=same_text,
+        alone=before,
+        joined=after,
+        fewer=1 - after.messages / before.messages,
+        fewer_bytes=1 - after.received_bytes / before.received_bytes,
+        # The last message of an answer has no text.
+        per_token=(after.messages - after.succeeded) / after.output_tokens,
+        first_text_ms=after.first_token_ms.p50 - before.first_token_ms.p50,
+        same_text=before_texts == after_texts,
     )
-
-
-async def _pass(
-    engine: Engine, config: Config, work: RpcWork, concurrency: int, requests: int, tick: Tick
-) -> tuple[Run, list[tuple[str, str]]]:
-    chance = random.Random(work.seed)
-    async with _served(engine, config) as address, open_channel(address) as channel:
-        client = GrpcClient(channel, {"temperature": 0.0}, keeps_text=True)
-        generator = Generator(client, dialogues(work.dataset, chance), chance)
-        load = Load(requests=requests, connections=concurrency)
-        run = await generator.run(load, lambda: tick(f"{concurrency} streams"))
-    return run, sorted(client.texts)
-
-
-@asynccontextmanager
-async def _served(engine: Engine, config: Config) -> AsyncIterator[str]:
-    """Serve an engine over gRPC alone, on a free port of this machine, and yield the address."""
-    config = replace(
-        config,
-        server=replace(config.server, host="127.0.0.1", api_key=[], api_key_file=""),
-        limits=LimitOptions(max_concurrent_per_key=0),
-        grpc=replace(
-            config.grpc, grpc_port=0, grpc_socket="", grpc_tls_cert="", grpc_tls_key="", grpc_tls_client_ca=""
-        ),
-    )
-    admission = Admission(config)
-    admission.open(engine)
-    server = await serve_rpc(admission, config)
-    try:
-        yield f"127.0.0.1:{server.port}"
-    finally:
-        await server.stop(0)

@@ -22,12 +22,13 @@ from msgspec.structs import replace
 
 from weft.bench.arrivals import Load, Size
 from weft.bench.datasets import DatasetSpec, dialogues
-from weft.bench.generator import Cancellations, Distribution, Generator, Run, Slo
+from weft.bench.generator import Cancellations, Client, Distribution, Generator, Run, Slo
 from weft.bench.http import Address
 from weft.bench.http_load import HttpClient, first_models, get
 from weft.bench.report import Judged, Required, environment
 from weft.errors import ConfigError, EngineFault, Unavailable
 
+GRPC_SCHEME = "grpc://"
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 60.0
 PREPARE_TIMEOUT_S = 300.0
@@ -161,25 +162,30 @@ async def run_serve(
                     await bench.run(point, lambda point=point, number=number: tick(point, number))  # type: ignore[misc]
     finally:
         for bench in benches:
-            bench.close()
+            await bench.close()
     return [bench.report() for bench in benches]
 
 
 class _Bench:
     """The measurements of one server."""
 
-    def __init__(self, target: Target, address: Address, model: str, work: ServeWork) -> None:
+    def __init__(self, target: Target, client: Client, address: Address | None, model: str, work: ServeWork) -> None:
+        """`address`: where it answers HTTP; None: over gRPC alone."""
         self._target = target
         self._address = address
         self._model = model
         self._work = work
-        self._client = HttpClient(address, model, work.options)
+        self._client = client
         self._chance = random.Random(work.seed)
         self._runs: list[tuple[Point, list[Run]]] = []
         self._generator: Generator
 
     @classmethod
     async def open(cls, target: Target, work: ServeWork) -> _Bench:
+        if target.url.startswith(GRPC_SCHEME):
+            from weft.bench.grpc_load import GrpcClient  # gRPC's packages, which HTTP does without
+
+            return cls(target, GrpcClient.at(target.url, work.options, target.key), None, target.model, work)
         address = Address.parse(target.url, target.key)
         try:
             model = target.model or (await first_models(address))[0]
@@ -188,7 +194,7 @@ class _Bench:
                 f"There is no server with a model at {address.host}, port {address.port}: {error}.",
                 hint="Give the address of one that runs.",
             ) from error
-        return cls(target, address, model, work)
+        return cls(target, HttpClient(address, model, work.options), address, model, work)
 
     async def warm_up(self) -> None:
         """Send a few requests, one after the other. Raises what keeps the server from answering them."""
@@ -198,7 +204,8 @@ class _Bench:
             self._runs.clear()
             if run.failures:
                 raise Unavailable(f"The server does not answer as it should: {run.failures[0]}.")
-        await _until_prepared(self._address)
+        if self._address is not None:
+            await _until_prepared(self._address)
 
     def begin(self, point: Point) -> None:
         """Prepare the requests of a point."""
@@ -208,15 +215,27 @@ class _Bench:
         self._runs.append((point, []))
 
     async def run(self, point: Point, tick: Callable[[], None]) -> None:
-        before = await _server_cpu_seconds(self._address)
+        before = await self._server_cpu_seconds()
         run = await self._generator.run(point.load, tick)
-        after = await _server_cpu_seconds(self._address)
+        after = await self._server_cpu_seconds()
         if before is not None and after is not None and run.output_tokens:
             run = replace(run, server_cpu_us_per_token=1e6 * (after - before) / run.output_tokens)
         self._runs[-1][1].append(run)
 
-    def close(self) -> None:
-        self._client.close()
+    async def _server_cpu_seconds(self) -> float | None:
+        """The CPU time that the server's process has taken so far, as Prometheus' clients tell it; None: it does not
+        say, or is gone, which the requests' own failures tell."""
+        if self._address is None:
+            return None
+        try:
+            _, body = await get(self._address, "/metrics")
+        except OSError:
+            return None
+        found = re.search(rb"^process_cpu_seconds_total (\S+)$", body, re.MULTILINE)
+        return None if found is None else float(found[1])
+
+    async def close(self) -> None:
+        await self._client.close()
 
     def report(self) -> ServeReport:
         figures = [_figures(point, runs) for point, runs in self._runs]
@@ -307,14 +326,3 @@ async def _until_prepared(address: Address) -> None:
             return
         await asyncio.sleep(0.2)
     raise Unavailable(f"The server was still compiling after {PREPARE_TIMEOUT_S:.0f} s without a request.")
-
-
-async def _server_cpu_seconds(address: Address) -> float | None:
-    """The CPU time that the server's process has taken so far, as Prometheus' clients tell it; None: it does not say,
-    or is gone, which the requests' own failures tell."""
-    try:
-        _, body = await get(address, "/metrics")
-    except OSError:
-        return None
-    found = re.search(rb"^process_cpu_seconds_total (\S+)$", body, re.MULTILINE)
-    return None if found is None else float(found[1])

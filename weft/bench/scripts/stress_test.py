@@ -115,7 +115,7 @@ async def _stressed(
                 Generator(rpc, dialogues(dataset, chance), chance).run(half, lambda: advance("over gRPC")),
             )
         samples = watch.end()
-        http.close()
+        await http.close()
     return StressReport(
         duration_s=duration,
         concurrency=concurrency,

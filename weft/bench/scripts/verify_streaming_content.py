@@ -94,7 +94,7 @@ async def _checked(url: str, grpc_address: str, name: str, prompt: str, max_toke
         texts["whole"] = (await _whole(address, asked), 1)
         client = HttpClient(address, asked["model"], {}, keeps_text=True)
         [answer] = await client.converse(Dialogue([DialogueTurn(path="/v1/completions", body=body)]))
-        client.close()
+        await client.close()
         texts["streamed"] = (answer.text, answer.num_messages)
     if grpc_address:
         async with open_channel(grpc_address) as channel:
