@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weft.api.server import bind
+from weft.api.listening import bind
 
 
 @contextmanager

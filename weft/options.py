@@ -341,7 +341,14 @@ class GrpcOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """The gRPC server."""
 
     grpc: Annotated[bool, _doc("Answer gRPC as well, on the same --host.")] = True
-    grpc_port: Annotated[int, _doc("Port for gRPC; 0: any free one.", ge=0, le=65535)] = 50051
+    grpc_port: Annotated[
+        int,
+        _doc(
+            "Port for gRPC; 0: any free one; -1: 50051, or any free one while another program has that.",
+            ge=-1,
+            le=65535,
+        ),
+    ] = -1
     grpc_socket: Annotated[str, _doc("A unix socket for gRPC in addition to the port; empty: none.")] = ""
     grpc_buffer_size: Annotated[
         int, _doc("Chunks of text joined into one message at most; 1: every chunk is a message.", ge=1)

@@ -20,7 +20,7 @@ import pytest
 from tests.api.http import COMPLETIONS, PROMPT
 from tests.ports import reserved_port
 from tests.waiting import PATIENCE, wait_until
-from weft.api.server import bind
+from weft.api.listening import bind
 from weft.errors import ConfigError
 
 

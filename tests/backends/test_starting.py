@@ -15,6 +15,7 @@ from weft.backends import create_engine, registry, start_engine
 from weft.backends.contract import Engine
 from weft.backends.failover import FailoverEngine
 from weft.backends.registry import BUILT_IN
+from weft.backends.starting import chosen_engines
 from weft.config import load
 from weft.errors import ConfigError, ModelError, OutOfMemory, Unavailable
 from weft.options import Config
@@ -152,9 +153,9 @@ def test_only_vllm_runs_code_that_comes_with_a_model(
     add_engine: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of several, those that do not are passed over."""
-    for name in ("native", "remote"):
+    for name, url in (("native", ""), ("remote", "http://localhost:1/v1")):
         with pytest.raises(ConfigError, match=f"{name} cannot be used: only vLLM runs code that comes with a model"):
-            start(name, trust_remote_code=True, engine_url="http://localhost:1/v1")
+            start(name, trust_remote_code=True, engine_url=url)
     add_engine("bold", works, runs_model_code=True)
     assert start("native,bold", trust_remote_code=True) == ("bold", False)
     [said] = warnings(caplog)
@@ -221,3 +222,10 @@ def test_a_caller_that_waits_falls_back_alike(caplog: pytest.LogCaptureFixture) 
 def test_an_engine_finds_its_own_name_in_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     assert start("elsewhere,works", engine_url="http://localhost:1/v1")[0] == "elsewhere"
     assert start("missing,works-too,works")[0] == "works-too"
+
+
+def test_an_address_without_an_engine_elsewhere_is_refused() -> None:
+    for engine in ("native", "auto", "cpu-vllm,native"):
+        with pytest.raises(ConfigError, match="--engine-url is set"):
+            chosen_engines(load({"engine": engine, "engine_url": "http://127.0.0.1:9/v1"}, env={}))
+    chosen_engines(load({"engine": "native,remote", "engine_url": "http://127.0.0.1:9/v1"}, env={}))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import errno
 import gc
 import logging
 import resource
@@ -23,6 +22,7 @@ import uvicorn
 from weft import logs
 from weft.api.app import admission_app
 from weft.api.http_protocol import protocol_factory
+from weft.api.listening import bind
 from weft.api.middleware import check_origins, is_loopback
 from weft.backends.contract import ConfiguredModels
 from weft.errors import ConfigError, EngineFault, WeftError
@@ -107,30 +107,6 @@ def return_large_blocks() -> None:
     every thread, once such a block was freed in it."""
     with contextlib.suppress(OSError, AttributeError):  # another C library has no such setting
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"{host!r} is no address of this machine: {error.strerror}.", hint="Set --host.") from error
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"Port {port} of {host} is taken by another program.",
-                hint="Stop that one, or choose another port with --port (0: any free one).",
-            ) from error
-        raise ConfigError(
-            f"Cannot listen on {host}, port {port}: {error.strerror}.", hint="Set --host or --port."
-        ) from error
-    return listener
 
 
 class Certificate:

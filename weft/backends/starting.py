@@ -125,6 +125,11 @@ def chosen_engines(config: Config) -> tuple[EngineSpec, ...]:
     """Return the engines of a configuration, in order. Raises ConfigError for a setting that none can honour: where
     one of several holds the model here, it is for that one."""
     specs = engines_in_order(config.backend.engine, config.model.device)
+    if config.backend.engine_url and not any(spec.needs_url for spec in specs):
+        raise ConfigError(
+            f"--engine-url is set, and {', '.join(spec.name for spec in specs)} runs here, not there.",
+            hint="Add --engine remote, or leave the address away.",
+        )
     if are_elsewhere(specs):
         for setting, value in _held_here(config):
             # No image model is what there is.

@@ -151,6 +151,34 @@ def test_a_port_that_is_taken_is_explained() -> None:
     assert "--grpc-port" in error.hint
 
 
+def test_the_reason_is_the_one_reason() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "taken by another program" in refused_settings(grpc_port=taken.getsockname()[1]).message
+    assert "no address of this machine" in refused_settings(host="not.a.host.invalid").message
+
+
+def test_a_second_server_has_another_port_unless_one_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        usual = taken.getsockname()[1]
+        monkeypatch.setattr("weft.api.grpc.grpc_server.USUAL_PORT", usual)
+
+        async def scenario() -> None:
+            async with door(grpc_port=-1) as opened:
+                assert opened.server.port != usual
+                check_whole(await answer_to(opened, ask()))
+
+        asyncio.run(scenario())
+        assert f"Port {usual} is taken" in caplog.text
+    assert asyncio.run(port_of(grpc_port=-1)) == usual, "the usual one, when it is free"
+
+
+async def port_of(**settings: Any) -> int:
+    async with door(**settings) as opened:
+        return opened.server.port
+
+
 def test_two_servers_do_not_share_a_port() -> None:
     async def scenario() -> None:
         async with door() as opened:

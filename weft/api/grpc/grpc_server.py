@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import stat
@@ -24,6 +25,7 @@ from grpc_reflection.v1alpha import reflection
 from weft import logs
 from weft.api.grpc.inference import SERVICE_NAME, Inference
 from weft.api.grpc.status import RpcStatus, refuse
+from weft.api.listening import PortTaken, bind
 from weft.errors import ConfigError
 from weft.observe import traces
 from weft.observe.watchdog import name_task
@@ -31,24 +33,43 @@ from weft.options import Config, GrpcOptions
 from weft.serving.admission import Admission
 from weft.serving.auth import HOW, presented
 
+log = logging.getLogger(__name__)
+
+USUAL_PORT = 50051
+ANY_IF_TAKEN = -1
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def add_tcp(server: grpc.aio.Server, host: str, options: GrpcOptions) -> int:
-    """Listen on the port, and return which it is. Raises ConfigError when it cannot be had."""
-    address = f"[{host}]:{options.grpc_port}" if ":" in host else f"{host}:{options.grpc_port}"
+    """Listen on the port, and return which it is. Raises ConfigError with the reason why it cannot be had."""
     credentials = _credentials(options)
+    port = _checked_port(host, options.grpc_port)
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         if credentials is None:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        # gRPC tells the reason to standard error only.
+        # The port was free a moment ago.
         raise ConfigError(
-            f"Cannot listen for gRPC on {address}: the port is taken, the address is not of this machine, or the "
-            "certificate and its key do not fit.",
-            hint="Set --grpc-port (0: any free one), --host or --grpc-tls-cert, or leave gRPC away with --no-grpc.",
+            f"Cannot listen for gRPC on {address}: the certificate and its key do not fit."
+            if credentials is not None
+            else f"Cannot listen for gRPC on {address}: another program was quicker.",
+            hint="Set --grpc-tls-cert and --grpc-tls-key." if credentials is not None else "Try again.",
         ) from error
+
+
+def _checked_port(host: str, port: int) -> int:
+    """Return the port to listen on: the one that was asked for, or where none was asked for the usual one, or any free
+    one while another program has that. Raises ConfigError."""
+    try:
+        bind(host, USUAL_PORT if port == ANY_IF_TAKEN else port, "--grpc-port").close()
+    except PortTaken:
+        if port != ANY_IF_TAKEN:
+            raise
+        log.warning("Port %d is taken by another program: gRPC answers on another (--grpc-port).", USUAL_PORT)
+        return 0
+    return USUAL_PORT if port == ANY_IF_TAKEN else port
 
 
 def add_socket(server: grpc.aio.Server, path: Path) -> None:
