@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -26,9 +27,10 @@ from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.engine import client
 from weft.engine.process import EngineProcess, EngineThread, launch_engine
+from weft.engine.wire import Inbox, Started, StepOutput
 from weft.errors import EngineFault, ModelError, OutOfMemory, Overloaded
 from weft.hub.resolve import resolve
-from weft.types import FinishReason, ImageParams, Output, SamplingParams
+from weft.types import EngineStats, FinishReason, ImageParams, Output, SamplingParams
 
 MAX_TOKENS = 30
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -318,3 +320,36 @@ def test_a_thread_serves_like_a_process(tiny_files: ModelFiles) -> None:
         assert engine.client.state == "closed"
 
     asyncio.run(scenario())
+
+
+def test_the_figures_are_true_while_a_long_prompt_is_computed(
+    tiny_files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the engine said before the first token."""
+    seen: list[EngineStats] = []
+    read = Inbox.read
+
+    async def noting(inbox: Inbox) -> Any:
+        match message := await read(inbox):
+            case StepOutput(tokens=tokens, events=events, stats=stats) if not tokens and not events:
+                seen.append(stats)
+            case Started(stats=stats) if stats is not None:
+                seen.append(stats)
+        return message
+
+    monkeypatch.setattr(Inbox, "read", noting)
+    monkeypatch.setattr("weft.engine.loop.STATS_SECONDS", 0.0)
+
+    async def scenario() -> None:
+        async with serving(tiny_files, EngineThread, max_num_batched_tokens=32, num_blocks=64) as engine:
+            await until(lambda: engine.stats().prepared, "an engine with nothing to prepare")
+            seen.clear()
+            await answer(engine, [5] * 400, SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))
+
+    asyncio.run(scenario())
+    computing = [stats for stats in seen if stats.running]
+    assert len(computing) > 5, "one for every chunk of the prompt"
+    assert all(stats.prompt_tokens == 400 and stats.blocks_used > 0 for stats in computing)
+    assert not any(stats.generation_tokens for stats in computing)
+    rising = [stats.computed_tokens for stats in computing]
+    assert rising == sorted(rising) and rising[0] < rising[-1]

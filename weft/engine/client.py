@@ -357,7 +357,8 @@ class EngineClient:
                     case StepOutput():
                         connection.stats = message.stats
                         self._deliver(message)
-                    case Started(request_ids=request_ids):
+                    case Started(request_ids=request_ids, stats=stats):
+                        connection.stats = stats or connection.stats
                         self._journal.started(request_ids)
                     case Heartbeat(step_seconds=seconds) if seconds > self.config.engine.step_timeout_s:
                         connection.failure = f"a step took more than {self.config.engine.step_timeout_s:.0f} s"

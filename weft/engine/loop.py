@@ -69,6 +69,8 @@ class Recorder:
         return str(self._file)
 
 
+STATS_SECONDS = 0.25
+"""The api process is told how the engine stands at least so often, while it computes."""
 QUIET_SECONDS = 0.5
 """After so long without work the engine checks its books."""
 
@@ -81,12 +83,15 @@ def serve(start: Start, channel: Channel) -> None:
     gc.freeze()
     channel.send(Ready(worker.info))
     recorder = Recorder()
+    told = 0.0
     while _drain(core, channel, recorder):
         channel.step_began = time.monotonic()
-        brought = core.step(on_start=lambda request_ids: channel.send(Started(request_ids)))
-        channel.step_began = 0.0
-        if brought:
+        brought = core.step(on_start=lambda request_ids: channel.send(Started(request_ids, core.stats())))
+        # The steps of a long prompt bring nothing before the last of them.
+        if brought or channel.step_began - told > STATS_SECONDS:
+            told = channel.step_began
             channel.send(StepOutput(brought.tokens, brought.events, core.stats()))
+        channel.step_began = 0.0
 
 
 def _idle(core: EngineCore, channel: Channel) -> ToEngine | None:

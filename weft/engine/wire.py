@@ -88,6 +88,8 @@ class Started(Struct, frozen=True, tag=True):
     """The message that these requests are in the step that begins now: if the engine dies of it, one may be why."""
 
     request_ids: list[str]
+    stats: EngineStats | None = None
+    """How the engine stands now; None: it does not say."""
 
 
 class StepOutput(Struct, frozen=True, tag=True):
