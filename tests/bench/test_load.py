@@ -16,7 +16,7 @@ from weft.bench.datasets import DatasetName, DatasetSpec, dialogues
 from weft.bench.generator import ANY, Distribution, Run, figures
 from weft.bench.http_load import MeasuredAnswer
 from weft.bench.load_commands import points_of
-from weft.bench.serve import Point, PointFigures, ServeReport, ServeWork
+from weft.bench.serve import DEFAULT_POINTS, Point, PointFigures, ServeReport, ServeWork
 from weft.errors import ConfigError
 
 DATASETS: list[DatasetName] = ["random", "chat", "prefix", "multi-turn", "long", "images", "standard"]
@@ -94,7 +94,11 @@ def test_flags_make_sweeps() -> None:
     assert points(concurrency="1,8") == ["1x9:128:256", "8x9:128:256"]
     assert points(rate="2,4-8") == ["2/s poisson, 9:128:256", "4 to 8/s poisson, 9:128:256"]
     assert points(rate="2", concurrency="3") == ["2/s poisson, 3 open, 9:128:256"]
-    assert len(points()) == 5
+    assert points() == [str(point) for point in DEFAULT_POINTS]
+    larger = points_of(
+        work="", rate="", concurrency="", requests=9, arrival="poisson", dataset=DatasetSpec(vocabulary=99)
+    )
+    assert [str(point) for point in larger] == points() and {point.dataset.vocabulary for point in larger} == {99}
     for wrong in ({"rate": "x"}, {"rate": "0"}, {"concurrency": "0"}, {"work": "1x1:1:1", "rate": "2"}):
         with pytest.raises(ConfigError):
             points(**wrong)

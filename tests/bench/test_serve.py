@@ -312,3 +312,21 @@ def test_the_report_has_what_the_source_s_scripts_read_and_its_environment(tmp_p
     assert {"cpu", "memory", "devices", "driver", "cuda", "packages", "settings", "commit"} <= about.keys()
     assert about["packages"]["torch"] and "secret" not in file.read_text()
     assert CliRunner().invoke(bench, ["compare", str(file), str(file)]).exit_code == 0
+
+
+@pytest.mark.parametrize("content", ['""', "null"])
+def test_the_event_with_the_role_alone_is_no_first_token(content: str) -> None:
+    times = StreamTimes()
+    times.read(b'data: {"choices":[{"delta":{"role":"assistant","content":%s}}]}\n\n' % content.encode())
+    assert times.first_s is None
+    times.read(b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n')
+    assert times.first_s is not None and times.gaps_s == []
+    with_token = StreamTimes()
+    with_token.read(b'data: {"choices":[{"delta":{"role":"assistant","content":"a"}}]}\n\n')
+    assert with_token.first_s is not None
+
+
+def test_what_grpc_has_no_field_for_is_refused() -> None:
+    work = ServeWork(options={"temperature": 0, "logprobs": 3})
+    with pytest.raises(ConfigError, match="no logprobs"):
+        asyncio.run(run_serve([Target(url="grpc://127.0.0.1:9")], work))

@@ -96,7 +96,7 @@ def _client_id(scope: Scope) -> str | None:
 
 
 COMMON_LOOPBACKS = frozenset({"localhost", "127.0.0.1", "::1"})
-"""What nearly every request to this machine says: to parse an address takes long."""
+"""Nearly every request to this machine names one of these, and to parse an address takes long."""
 
 
 def is_loopback(host: str) -> bool:

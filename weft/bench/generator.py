@@ -68,7 +68,7 @@ class Distribution(Struct, frozen=True, kw_only=True):
 
 
 class Slo(Struct, frozen=True, kw_only=True):
-    """What a request must keep to count as good, in milliseconds; 0: no bound."""
+    """A request must keep these bounds to count as good. They are in milliseconds; 0: no bound."""
 
     ttft_ms: float = 0.0
     itl_ms: float = 0.0
@@ -135,7 +135,7 @@ class Run(Struct, frozen=True, kw_only=True):
     """Milliseconds between the events of a stream; a server may put several tokens in an event."""
     e2e_ms: Distribution
     late_ms: Distribution
-    """How much later than planned requests were sent, in an open loop."""
+    """Requests of an open loop were sent so much later than planned."""
     client_cpu_share: float
     """CPU seconds of the client over seconds: near 1, the client was the limit and not the server."""
     timeline: list[Moment]
@@ -188,12 +188,13 @@ class Generator:
 
         async def send(number: int, planned_s: float | None = None) -> None:
             conversation, leave_after = work[number] if work else self._drawn()
-            at = began_s = time.perf_counter() - began
-            for answer in await self._client.converse(conversation, leave_after):
-                answer.began_s, at = at, at + answer.seconds
-                answers.append(answer)
+            at = time.perf_counter() - began
+            turns = await self._client.converse(conversation, leave_after)
             if planned_s is not None:
-                answers[-1].late_s = max(0.0, began_s - planned_s)
+                turns[0].late_s = max(0.0, at - planned_s)
+            for answer in turns:
+                answer.began_s, at = at, at + answer.seconds
+            answers.extend(turns)
             tick()
 
         if load.rate:

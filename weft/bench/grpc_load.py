@@ -20,6 +20,7 @@ from weft.api.grpc.ai_service_pb2 import (
 from weft.api.grpc.inference import SERVICE_NAME
 from weft.bench.datasets import WORDS, Dialogue, DialogueTurn
 from weft.bench.http_load import REQUEST_TIMEOUT_S, MeasuredAnswer
+from weft.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 64 << 20
 
@@ -35,8 +36,16 @@ class GrpcClient:
     does."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, options: Mapping[str, Any], *, key: str = "", keeps_text: bool = False
+        self,
+        channel: grpc.aio.Channel,
+        options: Mapping[str, Any],
+        *,
+        key: str = "",
+        model: str = "",
+        keeps_text: bool = False,
     ) -> None:
+        """`model`: one of the server's; empty: its default."""
+        self._model = model
         self._predict = channel.stream_stream(
             f"/{SERVICE_NAME}/StreamPredict", StreamPredictRequest.SerializeToString, StreamPredictResponse.FromString
         )
@@ -60,10 +69,12 @@ class GrpcClient:
         return answers
 
     @classmethod
-    def at(cls, address: str, options: Mapping[str, Any], key: str) -> GrpcClient:
-        """Return a client with a channel of its own."""
+    def at(cls, address: str, options: Mapping[str, Any], *, key: str, model: str) -> GrpcClient:
+        """Return a client with a channel of its own. Raises ConfigError for what gRPC's requests have no field for."""
+        if unknown := sorted(options.keys() - {"temperature", "top_p"}):
+            raise ConfigError(f"A request over gRPC has no {', '.join(unknown)}.", hint="Measure that over HTTP.")
         channel = open_channel(address)
-        client = cls(channel, options, key=key)
+        client = cls(channel, options, key=key, model=model)
         client._own_channel = channel
         return client
 
@@ -74,6 +85,7 @@ class GrpcClient:
 
     async def _ask(self, prompt: str, max_tokens: int, leave_after: int) -> MeasuredAnswer:
         request = StreamPredictRequest(
+            model_id=self._model,
             prompt=prompt,
             generation=GenerationParameters(
                 max_new_tokens=max_tokens,

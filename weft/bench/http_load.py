@@ -18,12 +18,12 @@ REQUEST_TIMEOUT_S = 600.0
 
 
 class MeasuredAnswer(Struct, kw_only=True):
-    """How one request went. Times are in seconds."""
+    """The measurement of one request. Times are in seconds."""
 
     began_s: float = 0.0
     """Since the load began."""
     late_s: float = 0.0
-    """How much later than planned it was sent, because too many were open."""
+    """It was sent so much later than planned, because too many were open."""
     first_s: float | None = None
     """To the first event with content."""
     gaps_s: list[float] = []
@@ -40,7 +40,7 @@ class MeasuredAnswer(Struct, kw_only=True):
     error: str = ""
     """The class of what went wrong; empty: nothing."""
     reason: str = ""
-    """What went wrong, in full."""
+    """The failure in full."""
     was_cancelled: bool = False
     """The client left, as it was meant to."""
 
@@ -49,14 +49,21 @@ class MeasuredAnswer(Struct, kw_only=True):
         return not self.error and not self.was_cancelled
 
 
-class _Details(Struct):
+class _Delta(Struct):
+    role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    tool_calls: msgspec.Raw | None = None
+
+    @property
+    def is_role_alone(self) -> bool:
+        """True for the first event of a chat, which is sent before there is a token."""
+        return bool(self.role) and not (self.content or self.reasoning_content or self.tool_calls)
 
 
 class _Choice(Struct):
     text: str | None = None
-    delta: _Details | None = None
+    delta: _Delta | None = None
 
 
 class _Usage(Struct):
@@ -139,8 +146,8 @@ class StreamTimes:
             for choice in chunk.choices:
                 self.texts.append(choice.text or (choice.delta.content if choice.delta is not None else "") or "")
         if self.first_s is None:
-            # A chat's first event has the role alone, and is sent before there is a token.
-            if b'"role"' in payload and b'"content":""' in payload.replace(b" ", b""):
+            choices = _chunk_decoder.decode(payload).choices
+            if choices and all(choice.delta is not None and choice.delta.is_role_alone for choice in choices):
                 return
             self.first_s = now - self.began
         else:
@@ -263,18 +270,18 @@ def _class_of(problem: Exception) -> str:
             return "not HTTP"
 
 
-async def get(address: Address, path: str) -> tuple[int, bytes]:
-    """Return the status and the body of a GET."""
-    body = bytearray()
+async def exchange(address: Address, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
+    """Send one request on a connection of its own, and return the status and the body of its answer."""
+    answer = bytearray()
     connection = await Connection.open(address)
-    status = await connection.ask(address.request("GET", path), body.extend)
+    status = await connection.ask(address.request(method, path, body), answer.extend)
     connection.close()
-    return status, bytes(body)
+    return status, bytes(answer)
 
 
 async def first_models(address: Address) -> Sequence[str]:
     """Return the names of a server's models."""
-    status, body = await get(address, "/v1/models")
+    status, body = await exchange(address, "GET", "/v1/models")
     if status != 200:
         raise ConnectionError(f"GET /v1/models was answered {status}: {body.decode(errors='replace')[:200]}")
     return [card["id"] for card in msgspec.json.decode(body)["data"]]

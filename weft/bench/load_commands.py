@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -34,6 +35,7 @@ from weft.errors import ConfigError
 
 _WORK = ServeWork()
 _DATASET = DatasetSpec()
+DEFAULT_WORK = ",".join(map(str, DEFAULT_POINTS))
 CLIENT_AT_ITS_LIMIT = 0.9
 """A client that computes for more than this share of the time may be what was measured."""
 
@@ -44,7 +46,7 @@ Work = Annotated[
     typer.Option(
         rich_help_panel=LOAD,
         help="Closed loops: connections x requests : prompt tokens : output tokens, several with commas.",
-        show_default=",".join(map(str, DEFAULT_POINTS)),
+        show_default=DEFAULT_WORK,
     ),
 ]
 Rate = Annotated[
@@ -62,7 +64,9 @@ Concurrency = Annotated[
         help="Connections of a closed loop, several with commas; with --rate, the most requests that are open.",
     ),
 ]
-Requests = Annotated[int, typer.Option(min=1, rich_help_panel=LOAD, help="Requests of a run, with --rate or so.")]
+Requests = Annotated[
+    int, typer.Option(min=1, rich_help_panel=LOAD, help="Requests of a run, with --rate or --concurrency.")
+]
 Runs = Annotated[int, typer.Option(min=1, rich_help_panel=LOAD, help="Each figure is the median of so many runs.")]
 WarmUp = Annotated[int, typer.Option(min=0, rich_help_panel=LOAD, help="Requests before anything is measured.")]
 Seed = Annotated[int, typer.Option(rich_help_panel=LOAD, help="Seed of prompts and arrivals.")]
@@ -120,6 +124,10 @@ HtmlFile = Annotated[
     Path | None, typer.Option("--html", rich_help_panel=REPORT, help="Write a report with plots, in one file.")
 ]
 
+Tolerance = Annotated[
+    float, typer.Option(min=0, rich_help_panel=REPORT, help="Of a comparison: a difference of this share is none.")
+]
+
 LONG_PROMPT = "16000"
 
 
@@ -133,11 +141,10 @@ def points_of(
     """Return the points that the flags mean. Raises ConfigError."""
     if work and (rate or concurrency):
         raise ConfigError("--work says connections and requests itself.", hint="Give it, or --rate and --concurrency.")
+    has_usual_sizes = dataset == replace(_DATASET, vocabulary=dataset.vocabulary)
     if not rate and not concurrency:
-        if work:
-            return tuple(Point.parse(text, dataset) for text in work.split(","))
-        if dataset == _DATASET:
-            return DEFAULT_POINTS
+        if work or has_usual_sizes:
+            return tuple(Point.parse(text, dataset) for text in (work or DEFAULT_WORK).split(","))
         concurrency = "1,8,32"
     open_at_most = [_number(text) for text in concurrency.split(",")] if concurrency else [0]
     if not rate:
@@ -220,6 +227,7 @@ def serve(
     against: Annotated[
         str, typer.Option(rich_help_panel=REPORT, help="Another server, measured in turns with the first and compared.")
     ] = "",
+    tolerance: Tolerance = 0.02,
     require_first_token_ms: RequiredFirstToken = None,
     require_tokens_per_s: RequiredSpeed = None,
     json_file: JsonFile = None,
@@ -264,7 +272,7 @@ def serve(
             return await measured([Target(url=own_url, key=key, startup_seconds=seconds), *others], asked)
 
     reports = run(measure())
-    verdicts = compare(*reports, in_turns=True) if against else []
+    verdicts = compare(*reports, in_turns=True, tolerance=tolerance) if against else []
     for report in reports:
         print_report(report)
     write(Comparison(reports=reports, verdicts=verdicts) if against else reports[0], json_file)
@@ -285,7 +293,7 @@ def compare_command(
     context: typer.Context,
     before: Annotated[str, typer.Argument(help="A report of `weft bench serve --json`, or a server's address.")],
     after: Annotated[str, typer.Argument(help="Another of the same kind.")],
-    tolerance: Annotated[float, typer.Option(min=0, help="A difference of this share is none; of reports.")] = 0.02,
+    tolerance: Tolerance = 0.02,
     json_file: JsonFile = None,
     html_file: HtmlFile = None,
 ) -> None:
@@ -294,12 +302,21 @@ def compare_command(
         parent = context.parent
         assert parent is not None and isinstance(parent.command, typer.core.TyperGroup)
         command = parent.command.commands["serve"]
-        with command.make_context("serve", [before, "--against", after, *files, *context.args], parent) as measuring:
+        with command.make_context(
+            "serve", [before, "--against", after, "--tolerance", str(tolerance), *files, *context.args], parent
+        ) as measuring:
             command.invoke(measuring)
         return
     if context.args:
         raise ConfigError(f"{' '.join(context.args)}: what was measured already takes no settings.")
-    reports = [read_report(Path(before)), read_report(Path(after))]
+    compare_files(Path(before), Path(after), tolerance, json_file, html_file)
+
+
+def compare_files(
+    before: Path, after: Path, tolerance: float, json_file: Path | None, html_file: Path | None = None
+) -> None:
+    """Compare two reports that were written; exit with 1 where the second is worse in something."""
+    reports = [read_report(before), read_report(after)]
     verdicts = compare(*reports, in_turns=False, tolerance=tolerance)
     write(Comparison(reports=reports, verdicts=verdicts), json_file)
     if html_file is not None:

@@ -1,4 +1,4 @@
-"""What the processes under this one hold. On systems that do not tell, there are none."""
+"""Tells what the processes under this one hold. On systems that do not tell, there are none."""
 
 from __future__ import annotations
 

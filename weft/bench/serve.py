@@ -24,7 +24,7 @@ from weft.bench.arrivals import Load, Size
 from weft.bench.datasets import DatasetSpec, dialogues
 from weft.bench.generator import Cancellations, Client, Distribution, Generator, Run, Slo
 from weft.bench.http import Address
-from weft.bench.http_load import HttpClient, first_models, get
+from weft.bench.http_load import HttpClient, exchange, first_models
 from weft.bench.report import Judged, Required, environment
 from weft.errors import ConfigError, EngineFault, Unavailable
 
@@ -185,7 +185,13 @@ class _Bench:
         if target.url.startswith(GRPC_SCHEME):
             from weft.bench.grpc_load import GrpcClient  # gRPC's packages, which HTTP does without
 
-            return cls(target, GrpcClient.at(target.url, work.options, target.key), None, target.model, work)
+            return cls(
+                target,
+                GrpcClient.at(target.url, work.options, key=target.key, model=target.model),
+                None,
+                target.model,
+                work,
+            )
         address = Address.parse(target.url, target.key)
         try:
             model = target.model or (await first_models(address))[0]
@@ -228,7 +234,7 @@ class _Bench:
         if self._address is None:
             return None
         try:
-            _, body = await get(self._address, "/metrics")
+            _, body = await exchange(self._address, "GET", "/metrics")
         except OSError:
             return None
         found = re.search(rb"^process_cpu_seconds_total (\S+)$", body, re.MULTILINE)
@@ -321,7 +327,7 @@ async def _until_prepared(address: Address) -> None:
     """Wait until a Weft that is ready no longer compiles and captures in its idle gaps; other servers do not say."""
     began = time.perf_counter()
     while time.perf_counter() - began < PREPARE_TIMEOUT_S:
-        _, body = await get(address, "/metrics")
+        _, body = await exchange(address, "GET", "/metrics")
         if not re.search(rb"^weft_prepared\{[^}]*\} 0", body, re.MULTILINE):
             return
         await asyncio.sleep(0.2)

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weft.bench.compare import compare, read_report
-from weft.bench.load_commands import Comparison, end_by_verdicts, write
+from weft.bench.load_commands import compare_files
 from weft.bench.scripts.subject import Output, command, main
 
 
@@ -20,10 +19,7 @@ def compare_reports(
 ) -> None:
     """Compare two reports, figure by figure, with confidence intervals. The exit code is 1 where the second is
     worse."""
-    reports = [read_report(before), read_report(after)]
-    verdicts = compare(*reports, in_turns=False, tolerance=tolerance)
-    write(Comparison(reports=reports, verdicts=verdicts), output)
-    end_by_verdicts(verdicts)
+    compare_files(before, after, tolerance, output)
 
 
 app = command(compare_reports)

@@ -26,8 +26,8 @@ from weft.api.grpc.inference import SERVICE_NAME
 from weft.backends import DEFAULT_ENGINE_PRIORITY, BaseEngine, EngineFactory, check_engine_available, create_engine
 from weft.bench.generator import run
 from weft.bench.grpc_load import open_channel
-from weft.bench.http import Address, Connection
-from weft.bench.http_load import first_models
+from weft.bench.http import Address
+from weft.bench.http_load import exchange, first_models
 from weft.bench.load_commands import write
 from weft.bench.progress_line import progress
 from weft.bench.report import environment
@@ -150,12 +150,7 @@ class _Http:
         self._address = address
 
     async def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
-        answer = bytearray()
-        connection = await Connection.open(self._address)
-        data = msgspec.json.encode(body) if body is not None else b""
-        status = await connection.ask(self._address.request(method, path, data), answer.extend)
-        connection.close()
-        return status, bytes(answer)
+        return await exchange(self._address, method, path, b"" if body is None else msgspec.json.encode(body))
 
     async def model(self) -> str:
         return (await first_models(self._address))[0]

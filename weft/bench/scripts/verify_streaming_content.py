@@ -13,8 +13,8 @@ from rich.table import Table
 from weft.bench.datasets import Dialogue, DialogueTurn, standard_prompts
 from weft.bench.generator import run
 from weft.bench.grpc_load import GrpcClient, open_channel
-from weft.bench.http import Address, Connection
-from weft.bench.http_load import HttpClient, first_models
+from weft.bench.http import Address
+from weft.bench.http_load import HttpClient, exchange, first_models
 from weft.bench.load_commands import write
 from weft.bench.report import environment
 from weft.bench.scripts.subject import Engine, Grpc, MaxTokens, Model, Output, Url, command, main, subject
@@ -110,13 +110,8 @@ async def _checked(url: str, grpc_address: str, name: str, prompt: str, max_toke
 
 
 async def _whole(address: Address, body: dict[str, Any]) -> str:
-    answer = bytearray()
-    connection = await Connection.open(address)
-    request = address.request("POST", "/v1/completions", msgspec.json.encode(body))
-    status = await connection.ask(request, answer.extend)
-    connection.close()
-    read = msgspec.json.decode(answer)
-    return str(read["choices"][0]["text"]) if status == 200 else f"status {status}"
+    status, answer = await exchange(address, "POST", "/v1/completions", msgspec.json.encode(body))
+    return str(msgspec.json.decode(answer)["choices"][0]["text"]) if status == 200 else f"status {status}"
 
 
 app = command(verify)
