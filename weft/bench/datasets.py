@@ -1,4 +1,4 @@
-"""Datasets say what the requests of a load ask for. A seed draws the same again, so that two servers are asked the same."""
+"""Datasets say what the requests of a load ask for. A seed draws the same again: two servers are asked the same."""
 
 from __future__ import annotations
 
