@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.payloads import NO_TEXTS, GivenTexts
 from weft.types import (
+    ChunkSize,
     Embed,
     GenerateImage,
     GenerationRequest,
@@ -20,10 +21,10 @@ def sample(
     params: SamplingParams | None = None,
     *,
     markers: tuple[str, ...] = (),
-    rechunk: bool = True,
+    chunk_size: ChunkSize | None = None,
     **fields: object,
 ) -> GenerationRequest:
-    task = Sample(params=params or SamplingParams(), markers=markers, rechunk=rechunk)
+    task = Sample(params=params or SamplingParams(), markers=markers, chunk_size=chunk_size)
     return GenerationRequest(prompt=prompt, task=task, **fields)
 
 

@@ -107,8 +107,13 @@ class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
         bool, _doc("Try again with less where the memory does not hold what was asked; without it: fail, and say what.")
     ] = True
     stream_chunk_size: Annotated[
-        int, _doc("Tokens in a piece of an answer, where an engine gives it in larger ones; below 1 it is 1.")
-    ] = 4
+        int,
+        _doc(
+            "Tokens in a piece of a streamed answer, after the first token, which comes alone and at once; 0: as they "
+            "are made.",
+            ge=0,
+        ),
+    ] = 0
 
 
 class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):

@@ -284,14 +284,21 @@ Prompt = list[int] | str | Conversation
 """Token ids for an engine that computes with tokens; text or a conversation for one that does not know them."""
 
 
+class ChunkSize(Struct):
+    """The tokens in a piece of an answer, after the first token, which comes alone. It may change while answers run."""
+
+    tokens: int = 0
+    """0: they come as they are made."""
+
+
 class Sample(Struct, frozen=True, kw_only=True):
     """The task to generate tokens."""
 
     params: SamplingParams
     markers: tuple[str, ...] = ()
     """Texts of special tokens that are shown whatever `skip_special_tokens` says, because a parser needs them."""
-    rechunk: bool = True
-    """False: large pieces of text come as the engine gives them, not in those of --stream-chunk-size."""
+    chunk_size: ChunkSize | None = None
+    """The size of the answer's pieces, where the caller has one of its own; None: the engine's."""
 
 
 class Embed(Struct, frozen=True):
@@ -368,7 +375,13 @@ class StopProfile(Struct, frozen=True, tag=True):
     """The control message to write what was recorded. It is answered with the file."""
 
 
-ControlMessage = LoadLora | UnloadLora | ResetPrefixCache | StartProfile | StopProfile
+class SetChunkSize(Struct, frozen=True, tag=True):
+    """The control message to set the tokens in a piece of an answer, of answers that run too; 0: as they are made."""
+
+    tokens: int
+
+
+ControlMessage = LoadLora | UnloadLora | ResetPrefixCache | StartProfile | StopProfile | SetChunkSize
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True, gc=False):

@@ -23,6 +23,7 @@ from weft.errors import ContextTooLong, InvalidRequest, ModelError, Overloaded, 
 from weft.payloads import GivenTexts
 from weft.types import (
     Adapter,
+    ChunkSize,
     ControlMessage,
     Embed,
     EngineStats,
@@ -108,6 +109,7 @@ class Submitted(Struct, frozen=True):
     adapter: str | None
     sibling_of: str
     markers: tuple[str, ...]
+    chunk_size: ChunkSize | None
 
 
 class Embedded(Struct, frozen=True):
@@ -256,6 +258,7 @@ class ScriptedEngine:
                 request.adapter,
                 request.sibling_of,
                 task.markers,
+                task.chunk_size,
             )
         )
         return _Play(self, request_id, iter(self.script))

@@ -20,10 +20,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from tests.backends.one_piece import behind, give_in_one_piece
 from tests.processes import descendants
 from tests.waiting import PATIENCE, wait_until
 from weft.backends import BaseEngine, InferMetrics, create_engine
+from weft.backends.contract import Engine
 from weft.checkpoint.model_files import ModelFiles
 from weft.compat.hosted import HostedEngine
 from weft.engine.wire import StepOutput
@@ -34,6 +34,11 @@ SETTINGS = {"kv_cache_memory_mb": 128, "max_model_len": 1024, "image_model": "no
 PROMPT = "The capital of France is"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 16, "repetition_penalty": 1}
 ENDLESS: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
+
+
+def behind(engine: HostedEngine) -> Engine:
+    assert engine._blocking is not None
+    return engine._blocking.engine
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +119,13 @@ def test_tc_001_tc_002_it_streams_text_as_tokens_come(
     assert metrics.tokens_per_second == pytest.approx(100 / metrics.generation_seconds)
 
 
-@pytest.mark.parametrize(("size", "num_pieces"), [(1, 16), (4, 4), (0, 16), (100, 1)])
-def test_tc_003_the_size_of_pieces_takes_effect(
-    engine: HostedEngine, text: str, size: int, num_pieces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    give_in_one_piece(engine, monkeypatch)
-    monkeypatch.setattr(engine, "stream_chunk_size", size)
+@pytest.mark.parametrize(("size", "num_pieces"), [(1, 16), (4, 5), (0, 16), (100, 2)])
+def test_tc_003_the_size_of_pieces_takes_effect(engine: HostedEngine, text: str, size: int, num_pieces: int) -> None:
+    """The first token comes alone, then so many at a time, then the rest: 1 + 4 + 4 + 4 + 3."""
+    engine.stream_chunk_size = size
     chunks = list(engine.infer(PROMPT, **GREEDY))
     assert "".join(chunks) == text and len(chunks) == num_pieces
+    engine.stream_chunk_size = 1
 
 
 def test_tc_007_many_threads_and_tasks_at_once(engine: HostedEngine, text: str) -> None:

@@ -71,7 +71,7 @@ async def serving(
 
 def test_what_the_class_has_to_write_is_enough_for_callers_that_wait() -> None:
     parrot = Parrot()
-    assert not parrot.health_check() and not parrot.is_async and parrot.stream_chunk_size == 4
+    assert not parrot.health_check() and not parrot.is_async and parrot.stream_chunk_size == 0
     parrot.load_model("some/bird")
     assert parrot.health_check()
     assert parrot.infer_batch(["a", "b"]) == ["a a", "b b"]

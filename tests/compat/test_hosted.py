@@ -17,7 +17,6 @@ from tests.api.scripted_engine import ScriptedEngine, Step, answer
 from tests.waiting import PATIENCE, until, wait_until
 from weft.backends import BaseEngine, InferMetrics, create_engine
 from weft.backends.contract import Abilities
-from weft.backends.rechunk import split_words
 from weft.checkpoint.adapter_files import adapter_paths
 from weft.compat import hosted
 from weft.compat.hosted import HostedEngine
@@ -94,14 +93,14 @@ def test_the_signatures_are_those_that_callers_know() -> None:
 def test_infer_is_a_generator_and_async_infer_an_asynchronous_one(engine: BaseEngine) -> None:
     chunks = engine.infer("hi")
     assert inspect.isgenerator(chunks)
-    assert list(chunks) == ["Hell", "o", ", ", "worl", "d"], "a token is a byte here, and 4 make a piece"
+    assert list(chunks) == ["Hello", ", ", "world"], "as they come"
 
     async def scenario() -> list[str]:
         chunks = engine.async_infer("hi")
         assert inspect.isasyncgen(chunks)
         return [chunk async for chunk in chunks]
 
-    assert asyncio.run(scenario()) == ["Hell", "o", ", ", "worl", "d"]
+    assert asyncio.run(scenario()) == ["Hello", ", ", "world"]
     assert engine.is_async
 
 
@@ -177,48 +176,15 @@ def test_a_prompt_that_cannot_be_never_reaches_the_engine(stage: Stage, engine: 
     assert not stage.engine.submitted
 
 
-def in_one_piece(text: str, num_tokens: int) -> list[Any]:
-    ids = list(range(num_tokens))
-    usage = Usage(prompt_tokens=2, completion_tokens=num_tokens)
-    return [Output(text=text, token_ids=ids, finish=FinishReason.STOP, usage=usage)]
-
-
-def test_a_large_piece_is_cut_and_the_pieces_are_the_text(stage: Stage, engine: BaseEngine) -> None:
-    stage.engine.script = in_one_piece("abcdefghij", 10)
-    assert engine.stream_chunk_size == 4
-    assert list(engine.infer("hi")) == ["abcd", "efgh", "ij"]
-    for size, pieces in (
-        (1, list("abcdefghij")),
-        (0, list("abcdefghij")),
-        (-3, list("abcdefghij")),
-        (99, ["abcdefghij"]),
-    ):
+def test_the_size_of_pieces_is_the_callers_own(stage: Stage, engine: BaseEngine) -> None:
+    """The engine is told with every request, and sees it change."""
+    assert engine.stream_chunk_size == 0
+    list(engine.infer("hi"))
+    told = stage.engine.submitted[-1].chunk_size
+    assert told is not None and told.tokens == 0
+    for size in (99, 1, 0, -3):
         engine.stream_chunk_size = size
-        assert list(engine.infer("hi")) == pieces
-    assert engine.stream_chunk_size == 99
-    engine.stream_chunk_size = -1
-    assert engine.stream_chunk_size == 1
-
-
-def test_the_size_of_the_pieces_may_change_within_an_answer(stage: Stage, engine: BaseEngine) -> None:
-    stage.engine.script = in_one_piece("abcdefghij", 10)
-    chunks = engine.infer("hi")
-    first = next(chunks)
-    engine.stream_chunk_size = 2
-    assert [first, *chunks] == ["abcd", "ef", "gh", "ij"]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("text", ["", "x", "天气很好🌊", "a" * 503, "\n\n"])
-def test_joined_the_pieces_are_the_text_whatever_the_tokens(
-    stage: Stage, engine: BaseEngine, text: str, size: int
-) -> None:
-    engine.stream_chunk_size = size
-    for num_tokens in (0, 1, 5, 125, 2000):
-        stage.engine.script = in_one_piece(text, num_tokens)
-        chunks = list(engine.infer("hi"))
-        assert "".join(chunks) == text and "" not in chunks
-        assert len(chunks) <= -(-(num_tokens or len(split_words(text))) // size)
+        assert engine.stream_chunk_size == told.tokens == max(1, size)
 
 
 class Clock:

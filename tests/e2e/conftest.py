@@ -12,7 +12,7 @@ from weft.checkpoint.model_files import ModelFiles
 @pytest.fixture(scope="session")
 def locked(smollm2_files: ModelFiles) -> Iterator[Server]:
     """The server of the public clients, which has a key. tests/conftest.py keeps their files in one worker."""
-    with Server("--tool-style", "hermes", "--api-key", "sesame") as server:
+    with Server("--tool-style", "hermes", "--api-key", "sesame", "--admin-key", "boss") as server:
         yield server
 
 

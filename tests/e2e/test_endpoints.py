@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import grpc
@@ -45,6 +46,53 @@ def test_both_doors_are_closed_without_the_key(locked: Server) -> None:
     with pytest.raises(grpc.RpcError) as refused:
         predict(locked, authorization="Bearer sesam")
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def streamed(server: Server, path: str, **body: object) -> list[str]:
+    """The texts of the events of a streamed answer."""
+    texts = []
+    body = {"model": "smollm2", "temperature": 0, "stream": True, **body}
+    with httpx.stream("POST", server.url + path, json=body, headers=KEY, timeout=PATIENCE) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            choice = next(iter(event.get("choices", ())), {})
+            delta = event.get("delta", {}) if isinstance(event.get("delta"), (dict, str)) else {}
+            text = delta if isinstance(delta, str) else delta.get("text")
+            texts.append(text or choice.get("text") or choice.get("delta", {}).get("content") or "")
+    return [text for text in texts if text]
+
+
+def test_pieces_have_as_many_tokens_as_the_operator_says_at_every_endpoint(locked: Server) -> None:
+    """The first token comes alone, then four at a time, then the rest: 1 + 4 + 4 + 3."""
+    messages = [{"role": "user", "content": "Count to ten."}]
+    asked: list[tuple[str, dict[str, object]]] = [
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 12}),
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 12}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 12}),
+        ("/v1/responses", {"input": messages, "max_output_tokens": 12}),
+    ]
+
+    def set_size(tokens: int) -> None:
+        answer = httpx.post(
+            locked.url + "/admin/stream-chunk-size",
+            json={"tokens": tokens},
+            headers={"authorization": "Bearer boss"},
+            timeout=PATIENCE,
+        )
+        assert answer.json() == {"tokens": tokens}
+
+    whole = ["".join(streamed(locked, path, **body)) for path, body in asked]
+    predicted = predict(locked, **KEY)
+    set_size(4)
+    try:
+        pieces = [streamed(locked, path, **body) for path, body in asked]
+        assert predict(locked, **KEY) == predicted == whole[0]
+    finally:
+        set_size(0)
+    assert ["".join(texts) for texts in pieces] == whole
+    assert [len(texts) for texts in pieces] == [4] * len(asked)
 
 
 def test_tokens_and_text(locked: Server) -> None:

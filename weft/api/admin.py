@@ -18,7 +18,7 @@ from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, 
 from weft.serving.admission import DRAINING, Admission, RequestContext
 from weft.serving.model_slot import ModelSlot
 from weft.serving.served_model import ServedModel
-from weft.types import LoadLora, ResetPrefixCache, StartProfile, StopProfile, UnloadLora
+from weft.types import LoadLora, ResetPrefixCache, SetChunkSize, StartProfile, StopProfile, UnloadLora
 
 ENDED = "The operator ended this request."
 
@@ -44,6 +44,13 @@ class UnloadAdapter(Fields):
     """POST /admin/lora/unload"""
 
     lora_name: str
+
+
+class StreamChunkSize(Fields):
+    """POST /admin/stream-chunk-size"""
+
+    tokens: int = Field(ge=0, le=1_000_000)
+    """Tokens in a piece of an answer; 0: as they are made."""
 
 
 class OpenRequest(Struct, frozen=True, kw_only=True):
@@ -116,6 +123,12 @@ def _add_engine(app: FastAPI, admission: Admission) -> None:
             except WeftError as error:
                 refused[served.model_name] = str(error)
         return JsonResponse(CacheReset(num_blocks, refused))
+
+    @app.post("/admin/stream-chunk-size", include_in_schema=False)
+    async def set_chunk_size(request: Request, model: str = "") -> Response:
+        wanted = await read(request, StreamChunkSize, admission)
+        await _served(admission, model).engine.control(SetChunkSize(wanted.tokens))
+        return JsonResponse({"tokens": wanted.tokens})
 
     @app.post("/admin/profile/start", include_in_schema=False)
     async def start_profile(model: str = "") -> Response:

@@ -34,6 +34,7 @@ from weft.types import (
     Output,
     Request,
     Sample,
+    SetChunkSize,
     UnloadLora,
 )
 
@@ -212,6 +213,8 @@ class FailoverEngine:
         self._waiting = 0
         """Requests that wait for the next engine."""
         self._past = EngineStats()
+        self._chunk_size: SetChunkSize | None = None
+        """The size of pieces that the operator has set; None: the configured one."""
         """The counters of the engines before this one."""
         self._look = asyncio.Event()
         self._turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -265,6 +268,8 @@ class FailoverEngine:
                     raise
 
     async def control(self, message: ControlMessage) -> str:
+        if isinstance(message, SetChunkSize):
+            self._chunk_size = message
         return await self._engine.control(message)
 
     async def close(self) -> None:
@@ -338,6 +343,8 @@ class FailoverEngine:
         log.warning("The engine %s has taken over from %s.", self._engine.name, old.name)
         self._past = replace(counted, restarts=counted.restarts + 1).with_counters_of(self._past)
         await self._bring_adapters(old.adapters)
+        if self._chunk_size is not None:
+            await self._engine.control(self._chunk_size)
 
     async def _start_next(self, lost: Engine) -> tuple[Engine, Sequence[EngineSpec]]:
         if not self._others:

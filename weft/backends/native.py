@@ -26,6 +26,7 @@ from weft.text.grammars.specs import vocabulary_of
 from weft.types import (
     Adapter,
     Arrival,
+    ChunkSize,
     ControlMessage,
     Embed,
     EngineStats,
@@ -40,6 +41,7 @@ from weft.types import (
     Request,
     Sample,
     SamplingParams,
+    SetChunkSize,
     UnloadLora,
     Usage,
     check_priority,
@@ -132,11 +134,12 @@ class ImageOutputs:
 class NativeStream(Stream):
     """The outputs of one request, which is queued when this is made."""
 
-    def __init__(self, client: EngineClient, request: Request, reader: OutputMaker) -> None:
+    def __init__(self, client: EngineClient, request: Request, reader: OutputMaker, chunk_size: ChunkSize) -> None:
         self._client = client
         self._reader = reader
+        self._chunk_size = chunk_size
+        self._has_begun = False
         self._entry = client.submit(request)
-        self._take_arrived = self._entry.take if request.image is None else self._entry.take_first
         self._loop = asyncio.get_running_loop()
         self._arrival: asyncio.Future[None]
 
@@ -145,7 +148,7 @@ class NativeStream(Stream):
 
     async def __anext__(self) -> Output:
         while not self._reader.ended:
-            if self._entry.arrived:
+            if self._is_due:
                 if (output := self._read()) is not None:
                     return output
                 continue
@@ -172,7 +175,7 @@ class NativeStream(Stream):
             if enough.done():
                 return
             try:
-                while self._entry.arrived and not self._reader.ended:
+                while self._is_due and not self._reader.ended:
                     output = self._read()
                     taking = None if output is None else take(output)
                     if taking is not None:
@@ -195,9 +198,19 @@ class NativeStream(Stream):
         if not self._arrival.done():
             self._arrival.set_result(None)
 
+    @property
+    def _is_due(self) -> bool:
+        """True when enough has arrived for an output: with a chunk size, so many tokens, or the first or the last."""
+        arrived, size = self._entry.arrived, self._chunk_size.tokens
+        if size <= 1 or not self._has_begun or not arrived or len(arrived) >= size:
+            return bool(arrived)
+        return isinstance(last := arrived[-1], Event) and last.finish is not None
+
     def _read(self) -> Output | None:
-        """Return what has arrived as an output; None when it is nothing that can be shown yet."""
-        output = self._reader.push(self._take_arrived())
+        """Return what is due as an output; None when it is nothing that can be shown yet."""
+        size = self._chunk_size.tokens
+        output = self._reader.push(self._entry.take(size if self._has_begun else min(size, 1)))
+        self._has_begun = self._has_begun or output is not None
         if self._reader.ended:
             self._abort()
         return output
@@ -208,6 +221,9 @@ class NativeStream(Stream):
             self._client.abort(self._entry.id)
 
 
+AS_MADE = ChunkSize()
+ONE_EVENT = ChunkSize(1)
+"""The size of the pieces in which an image's events come."""
 EMBED_PARAMS = SamplingParams(temperature=0, seed=0, max_tokens=1, ignore_eos=True)
 IMAGE_PARAMS = SamplingParams(temperature=0, seed=0, max_tokens=1)
 LORA_TRIAL_PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -222,6 +238,7 @@ class NativeEngine:
     def __init__(self, client: EngineClient, text: ModelText, adapters: Adapters) -> None:
         self.client = client
         self.text = text
+        self.chunk_size = ChunkSize(client.config.backend.stream_chunk_size)
         self._adapters = adapters
 
     @property
@@ -242,10 +259,11 @@ class NativeEngine:
                 sampled = self._engine_request(request, params)
                 if params.grammar:
                     await self._load_vocabulary()
-                return NativeStream(self.client, sampled, OutputText(self.text.tokenizer, sampled, markers))
+                chunk_size = request.task.chunk_size or self.chunk_size
+                return NativeStream(self.client, sampled, OutputText(self.text.tokenizer, sampled, markers), chunk_size)
             case Embed(pooling=pooling):
                 embedded = replace(self._engine_request(request, EMBED_PARAMS), pooling=pooling)
-                return NativeStream(self.client, embedded, OutputText(self.text.tokenizer, embedded))
+                return NativeStream(self.client, embedded, OutputText(self.text.tokenizer, embedded), AS_MADE)
             case GenerateImage():
                 return await self._submit_image(request, request.task)
 
@@ -258,6 +276,9 @@ class NativeEngine:
                 return ""
             case UnloadLora(name=name):
                 self._adapters.remove(name)
+                return ""
+            case SetChunkSize(tokens=tokens):
+                self.chunk_size.tokens = tokens
                 return ""
         return await self.client.control(message)
 
@@ -317,7 +338,8 @@ class NativeEngine:
         if conditioning != NO_TEXTS:
             # To look at every value takes a while: other streams go on meanwhile.
             await asyncio.to_thread(drawn.check_given, max_rows=model.max_prompt_tokens, width=model.text_width)
-        return NativeStream(self.client, drawn, ImageOutputs(drawn, model.num_tokens * params.passes_per_step))
+        outputs = ImageOutputs(drawn, model.num_tokens * params.passes_per_step)
+        return NativeStream(self.client, drawn, outputs, ONE_EVENT)
 
     def _image_model(self, prompt_token_ids: list[int], params: ImageParams) -> ImageModelInfo:
         """Return the model that can generate this image; raises InvalidRequest when none can."""

@@ -32,6 +32,7 @@ from weft.errors import InvalidRequest
 from weft.options import Config, settings
 from weft.types import (
     Adapter,
+    ChunkSize,
     ControlMessage,
     EngineStats,
     FinishReason,
@@ -42,6 +43,7 @@ from weft.types import (
     ResetPrefixCache,
     Sample,
     SamplingParams,
+    SetChunkSize,
     StartProfile,
     StopProfile,
     UnloadLora,
@@ -161,7 +163,7 @@ class AdaptedEngine:
         ]
         self.abilities = replace(ABILITIES, lora=bool(paths))
         self.text = UnknownText(self)
-        self._chunk_size = config.backend.stream_chunk_size
+        self._chunk_size = ChunkSize(config.backend.stream_chunk_size)
         self._noted_silence = False
         self.open: set[AdaptedStream] = set()
         info = inner.get_model_info()
@@ -197,13 +199,15 @@ class AdaptedEngine:
         keywords["request_id"] = request.request_id or uuid.uuid4().hex
         if request.adapter is not None and self.adapters:
             keywords["lora_name"] = request.adapter
-        stream = AdaptedStream(self, prompt, keywords)
-        return RechunkedStream(stream, self._chunk_size) if task.rechunk else stream
+        return RechunkedStream(AdaptedStream(self, prompt, keywords), task.chunk_size or self._chunk_size)
 
     async def control(self, message: ControlMessage) -> str:
         match message:
             case LoadLora() | UnloadLora():
                 raise not_taken(self.name, "adapter")
+            case SetChunkSize(tokens=tokens):
+                self._chunk_size.tokens = tokens
+                return ""
             case ResetPrefixCache():
                 raise cannot(self.name, "forget prompts")
             case StartProfile() | StopProfile():

@@ -37,15 +37,15 @@ class InferMetrics(Struct, frozen=True, kw_only=True):
 
 
 class BaseEngine(ABC):
-    _chunk_size = 4
+    _chunk_size = 0
     last_metrics: InferMetrics | None = None
     """The metrics of the request that ended last, with the `request_id` of `infer`: the endpoints show what is left
     here. `HostedEngine.infer(..., on_metrics=f)` calls f with those of that request."""
 
     @property
     def stream_chunk_size(self) -> int:
-        """Tokens in a piece of an answer, where an engine gives larger ones. May be set at any time; below 1 it is 1.
-        The pieces joined are the text, always."""
+        """Tokens in a piece of an answer, after the first token, which comes alone; 0, until it is set: as they are
+        made. May be set at any time; below 1 it is 1 then. The pieces joined are the text, always."""
         return self._chunk_size
 
     @stream_chunk_size.setter

@@ -20,7 +20,6 @@ from weft.backends.contract import Engine, not_taken, text_prompt, unknown_adapt
 from weft.backends.failover import start_engine
 from weft.backends.model_text import check_prompt
 from weft.backends.preflight import check_engine
-from weft.backends.rechunk import cut_text
 from weft.backends.safe_loading import LoadStage, Start, load_safely
 from weft.backends.starting import Load
 from weft.checkpoint.adapter_files import DEFAULT_ADAPTER, adapter_settings
@@ -29,7 +28,7 @@ from weft.compat.keywords import GenerationKeywords, LoadKeywords, generation_ke
 from weft.errors import InvalidRequest, Unavailable
 from weft.machine.memory import GIB
 from weft.options import Config
-from weft.types import FinishReason, GenerationRequest, Output, Sample
+from weft.types import ChunkSize, FinishReason, GenerationRequest, Output, Sample
 
 
 class HostedEngine(BaseEngine):
@@ -42,11 +41,20 @@ class HostedEngine(BaseEngine):
         self._blocking: BlockingEngine | None = None
         self._stage = LoadStage("resolve")
         self._loading = threading.Lock()
+        self._chunks = ChunkSize()
         self._configure({})
 
     @property
     def is_async(self) -> bool:
         return True
+
+    @property
+    def stream_chunk_size(self) -> int:
+        return self._chunks.tokens
+
+    @stream_chunk_size.setter
+    def stream_chunk_size(self, tokens: int) -> None:
+        self._chunks.tokens = max(1, tokens)
 
     # The model.
 
@@ -69,9 +77,11 @@ class HostedEngine(BaseEngine):
         adapters = keywords.adapters | ({DEFAULT_ADAPTER: adapter_path} if adapter_path else {})
         if adapters:
             chosen["adapter"] = [*chosen.get("adapter", ()), *adapter_settings(adapters)]
+        if "stream_chunk_size" in chosen and isinstance(chosen["stream_chunk_size"], int):
+            chosen["stream_chunk_size"] = max(1, chosen["stream_chunk_size"])
         config = configuration.load(chosen)
         if not given or "stream_chunk_size" in given:
-            self.stream_chunk_size = config.backend.stream_chunk_size
+            self._chunks.tokens = config.backend.stream_chunk_size
         return keywords, config
 
     def _note(self, stage: LoadStage) -> None:
@@ -129,26 +139,23 @@ class HostedEngine(BaseEngine):
         """Stream the answer to a prompt. What cannot be answered is refused here; the request begins with the first
         piece that is read."""
         blocking = self._loaded()
-        return self._stream(blocking, _call_of(blocking.engine, prompt, kwargs))
+        return self._stream(blocking, _call_of(blocking.engine, prompt, kwargs, self._chunks))
 
     def _stream(self, blocking: BlockingEngine, call: _Call) -> Generator[str, None, None]:
         with (
             self._timed(call) as timer,
             closing(blocking.follow(call.request, timer.observe)) as outputs,
         ):
-            count = _TokenCount()
-            for output in outputs:
-                yield from self._pieces(output.text, count.added_by(output))
+            yield from (output.text for output in outputs if output.text)
 
     async def async_infer(self, prompt: str, **kwargs: Any) -> AsyncGenerator[str, None]:
         blocking = self._loaded()
-        call = await asyncio.to_thread(_call_of, blocking.engine, prompt, kwargs)
+        call = await asyncio.to_thread(_call_of, blocking.engine, prompt, kwargs, self._chunks)
         with self._timed(call) as timer:
-            count = _TokenCount()
             async with aclosing(blocking.follow_async(call.request, timer.observe)) as outputs:
                 async for output in outputs:
-                    for piece in self._pieces(output.text, count.added_by(output)):
-                        yield piece
+                    if output.text:
+                        yield output.text
 
     def infer_batch(self, prompts: Sequence[str], **kwargs: Any) -> list[str]:
         """Answer several prompts at once. Their `request_id` is numbered: id-0, id-1. `abort` ends one of them by that,
@@ -156,7 +163,9 @@ class HostedEngine(BaseEngine):
         blocking = self._loaded()
         given = kwargs.get("request_id")
         calls = [
-            _call_of(blocking.engine, prompt, kwargs | ({"request_id": f"{given}-{number}"} if given else {}))
+            _call_of(
+                blocking.engine, prompt, kwargs | ({"request_id": f"{given}-{number}"} if given else {}), self._chunks
+            )
             for number, prompt in enumerate(prompts)
         ]
         timers = [_CallTimer(call.keywords) for call in calls]
@@ -178,9 +187,6 @@ class HostedEngine(BaseEngine):
         if blocking is None:
             raise Unavailable("No model is loaded.", hint="Call load_model first.")
         return blocking
-
-    def _pieces(self, text: str, num_tokens: int) -> Iterator[str]:
-        return cut_text(text, num_tokens, lambda: self.stream_chunk_size)
 
     @contextmanager
     def _timed(self, call: _Call) -> Iterator[_CallTimer]:
@@ -211,7 +217,7 @@ class _Call(Struct, frozen=True):
     keywords: GenerationKeywords
 
 
-def _call_of(engine: Engine, text: str, given: dict[str, Any]) -> _Call:
+def _call_of(engine: Engine, text: str, given: dict[str, Any], chunk_size: ChunkSize) -> _Call:
     """Return the call for a prompt and keywords. Raises InvalidRequest for what this engine cannot answer."""
     if not text:
         raise InvalidRequest("The prompt is empty.", param="prompt")
@@ -227,7 +233,7 @@ def _call_of(engine: Engine, text: str, given: dict[str, Any]) -> _Call:
         raise unknown_adapter(keywords.lora_name, engine.adapters)
     request = GenerationRequest(
         prompt=prompt,
-        task=Sample(params=keywords.params, rechunk=False),
+        task=Sample(params=keywords.params, chunk_size=chunk_size),
         request_id=keywords.request_id,
         cache_salt=keywords.cache_salt,
         priority=keywords.priority,

@@ -115,14 +115,12 @@ class Entry:
         if self.listener is not None:
             self.listener()
 
-    def take(self) -> list[Arrival]:
-        """Return all that arrived since the last call."""
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-    def take_first(self) -> list[Arrival]:
-        """Return the oldest arrival that was not taken yet, if there is one."""
-        arrived, self.arrived = self.arrived[:1], self.arrived[1:]
+    def take(self, most: int = 0) -> list[Arrival]:
+        """Return what arrived and was not taken yet: all of it, or the oldest `most`."""
+        if most:
+            arrived, self.arrived = self.arrived[:most], self.arrived[most:]
+        else:
+            arrived, self.arrived = self.arrived, []
         return arrived
 
 

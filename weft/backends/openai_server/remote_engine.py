@@ -43,6 +43,7 @@ from weft.errors import EngineFault, RequestTimeout, Unavailable
 from weft.text.detokenizer import OutputText
 from weft.types import (
     Adapter,
+    ChunkSize,
     ControlMessage,
     Conversation,
     Embed,
@@ -57,6 +58,7 @@ from weft.types import (
     ResetPrefixCache,
     Sample,
     SamplingParams,
+    SetChunkSize,
     StartProfile,
     StopProfile,
     UnloadLora,
@@ -156,7 +158,7 @@ class RemoteEngine:
     def __init__(
         self, name: str, client: PeerClient, peer: Peer, model: ModelInfo, text: ModelText | None, *, chunk_size: int
     ) -> None:
-        """Use the peer. An answer that comes as text is cut into pieces of `chunk_size` tokens."""
+        """Use the peer. Answers come in pieces of `chunk_size` tokens; 0: as the peer gives them."""
         self.name = name
         self.model = model
         self.abilities = abilities_of(peer.kind, tokens=text is not None)
@@ -164,7 +166,7 @@ class RemoteEngine:
         self._client = client
         self._peer = peer
         self._model_text = text
-        self._chunk_size = chunk_size
+        self._chunk_size = ChunkSize(chunk_size)
         self._writer = PeerRequestWriter(name, peer.kind, peer.model)
         self._watch = PeerWatch(client, peer.health_path)
         self._num_open = 0
@@ -190,6 +192,9 @@ class RemoteEngine:
         match message:
             case LoadLora() | UnloadLora():
                 raise not_taken(self.name, "adapter")
+            case SetChunkSize(tokens=tokens):
+                self._chunk_size.tokens = tokens
+                return ""
             case ResetPrefixCache():
                 raise cannot(self.name, "reset its peer's cache")
             case StartProfile() | StopProfile():
@@ -229,9 +234,7 @@ class RemoteEngine:
             self._num_open -= 1
             raise
         stream = RemoteStream(asked, events, answer, self._open, self._ended)
-        if self.abilities.answer_tokens or not task.rechunk:
-            return stream
-        return RechunkedStream(stream, self._chunk_size)
+        return RechunkedStream(stream, task.chunk_size or self._chunk_size)
 
     async def _embed(self, request: GenerationRequest, task: Embed) -> Output:
         body: Body = {
