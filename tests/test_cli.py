@@ -131,7 +131,7 @@ def local() -> Iterator[LocalEngine]:
 
 
 def test_generate_writes_the_answer_alone(local: LocalEngine, capsys: pytest.CaptureFixture[str]) -> None:
-    terminal.generate(local, "hi", SamplingParams(), raw=False)
+    terminal.generate(local, "hi", {}, raw=False)
     assert capsys.readouterr().out == "Hello, world\n"
 
 
@@ -144,7 +144,7 @@ def test_a_conversation_remembers_until_it_is_cleared(local: LocalEngine, capsys
         asked.append([message["content"] for message in local.engine.messages])  # type: ignore[attr-defined]
         return next(lines)
 
-    terminal.converse(local, SamplingParams(), console, system="be brief", read_line=read)
+    terminal.converse(local, {}, console, system="be brief", read_line=read)
     hello = "Hello, world"
     assert asked[4] == ["be brief", "one", hello, "two", hello][:4]
     assert asked[-1] == ["be brief", "three"]
@@ -155,7 +155,7 @@ def test_a_question_that_is_refused_is_taken_back(local: LocalEngine) -> None:
     local.engine.refuse = InvalidRequest("too long")  # type: ignore[attr-defined]
     console = Console(file=io.StringIO())
     lines = iter(["one", "two"])
-    terminal.converse(local, SamplingParams(), console, system="", read_line=lambda _: next(lines, "/exit"))
+    terminal.converse(local, {}, console, system="", read_line=lambda _: next(lines, "/exit"))
     assert [message["content"] for message in local.engine.messages] == ["two"]  # type: ignore[attr-defined]
 
 

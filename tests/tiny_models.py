@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import json
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -207,13 +209,17 @@ def tokenizer_json() -> str:
     return tokenizer.to_str()
 
 
-def save_gguf(name: str, path: Path, type_name: str = "F32") -> Path:
-    """The model as one GGUF file: matrices of the type asked for, vectors as F32."""
+def save_gguf(
+    name: str, path: Path, type_name: str = "F32", sampling: Mapping[str, float] = MappingProxyType({})
+) -> Path:
+    """The model as one GGUF file: matrices of the type asked for, vectors as F32. `sampling` is further metadata."""
     spec = SPECS[name]
     kind = gguf.GGMLQuantizationType[type_name]
     writer = gguf.GGUFWriter(path, spec.gguf_arch)
     _write_geometry(writer, spec)
     _write_tokenizer(writer)
+    for key, value in sampling.items():
+        writer.add_int32(key, value) if isinstance(value, int) else writer.add_float32(key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[spec.gguf_arch.upper()], spec.layers)
     for tensor_name, tensor in state(name).items():
         data = tensor.numpy()

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from weft.backends.configured_models import ModelsFromFile
     from weft.backends.contract import Engine
-    from weft.types import SamplingParams
 
 EPILOG = "Every setting is also an environment variable (WEFT_MAX_NUM_SEQS) and a line of the --config file."
 
@@ -109,39 +108,24 @@ def _model_argument() -> inspect.Parameter:
 
 
 MaxTokens = Annotated[int | None, typer.Option(help="Longest answer, in tokens; else up to the context's end.")]
-Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
-TopP = Annotated[float, typer.Option(help="Choose among the likeliest tokens that have this share together.")]
-TopK = Annotated[int, typer.Option(help="Choose among so many tokens; 0: all.")]
-MinP = Annotated[float, typer.Option(help="Leave out tokens less likely than this share of the likeliest.")]
-RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: tokens that were there become less likely.")]
+Temperature = Annotated[float | None, typer.Option(help="0 always takes the likeliest token; else the model's own.")]
+TopP = Annotated[float | None, typer.Option(help="Choose among the likeliest tokens that have this share together.")]
+TopK = Annotated[int | None, typer.Option(help="Choose among so many tokens; 0: all.")]
+MinP = Annotated[float | None, typer.Option(help="Leave out tokens less likely than this share of the likeliest.")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: tokens that were there become less likely.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End the answer at this text; may be repeated.")]
 
 
-def _sampling(
-    max_tokens: int | None,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    min_p: float,
-    repetition_penalty: float,
-    seed: int | None,
-    stop: list[str] | None,
-) -> SamplingParams:
+def _sampling(stop: list[str] | None, **given: float | None) -> dict[str, Any]:
+    """Return the sampling parameters that were given to a command. Raises InvalidRequest for one that no model could
+    honour, before one is loaded."""
     from weft.types import SamplingParams
 
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        stop=tuple(stop or ()),
-    )
-    params.check()
-    return params
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    chosen["stop"] = tuple(stop or ())
+    SamplingParams(**chosen).check()
+    return chosen
 
 
 @app.command(epilog=EPILOG)
@@ -171,11 +155,11 @@ def generate(
         bool, typer.Option("--raw/--chat", help="Continue the text itself, or answer it as a chat.")
     ] = False,
     max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.2,
-    top_p: TopP = 0.9,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
     seed: Seed = None,
     stop: Stop = None,
 ) -> None:
@@ -183,11 +167,20 @@ def generate(
     from weft import logs, terminal
     from weft.backends.blocking import BlockingEngine
 
-    params = _sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
+    sampling = _sampling(
+        stop,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
     text = sys.stdin.read() if prompt == "-" else prompt
     logs.set_up("warning")
     with BlockingEngine(lambda: _start(config)) as local:
-        terminal.generate(local, text, params, raw=raw)
+        terminal.generate(local, text, sampling, raw=raw)
 
 
 @app.command(epilog=EPILOG)
@@ -196,11 +189,11 @@ def chat(
     config: Config,
     system: Annotated[str, typer.Option(help="The system message before the conversation.")] = "",
     max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.2,
-    top_p: TopP = 0.9,
-    top_k: TopK = 0,
-    min_p: MinP = 0.0,
-    repetition_penalty: RepetitionPenalty = 1.0,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
     seed: Seed = None,
     stop: Stop = None,
 ) -> None:
@@ -208,10 +201,19 @@ def chat(
     from weft import logs, terminal
     from weft.backends.blocking import BlockingEngine
 
-    params = _sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
+    sampling = _sampling(
+        stop,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
     logs.set_up("warning")
     with BlockingEngine(lambda: _start(config)) as local:
-        terminal.converse(local, params, _console(), system=system, read_line=input)
+        terminal.converse(local, sampling, _console(), system=system, read_line=input)
 
 
 @app.command(epilog=EPILOG)

@@ -97,7 +97,7 @@ class LLM:
         self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Iterator[Output]:
         """Return the answer to one prompt or conversation, as it comes. Leaving the iterator early ends the request."""
-        return self._blocking.follow(self._request_of(self._prompt_of(prompt), params or SamplingParams(), adapter))
+        return self._blocking.follow(self._request_of(self._prompt_of(prompt), params or self._usual, adapter))
 
     def draw(
         self,
@@ -131,6 +131,11 @@ class LLM:
         [request] = image_requests(options, self._engine)
         return self._blocking.wait(generate_image(self._engine, request))
 
+    @property
+    def _usual(self) -> SamplingParams:
+        """The parameters of a request without any: those that the model's files recommend."""
+        return self._engine.text.sampling_defaults.params()
+
     def close(self) -> None:
         self._blocking.close()
 
@@ -159,7 +164,7 @@ class LLM:
         adapter: str | None,
     ) -> list[Answer]:
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [params or self._usual] * len(prompts)
         if len(params) != len(prompts):
             raise InvalidRequest(f"{len(params)} sampling parameters for {len(prompts)} prompts.")
         requests = [self._request_of(prompt, each, adapter) for prompt, each in zip(prompts, params, strict=True)]

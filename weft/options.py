@@ -55,6 +55,13 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Annotated[
         int, _doc("Longest prompt plus output, in tokens; 0: what the model allows and the memory holds.", ge=0)
     ] = 0
+    generation_config: Annotated[
+        Literal["auto", "none", "vllm"],
+        _doc(
+            "auto: requests that leave out temperature, top_p, top_k, min_p, repetition_penalty or max_tokens get what "
+            "the model's generation_config.json or GGUF metadata says; none (or vllm, as vLLM calls it): neutral ones."
+        ),
+    ] = "auto"
     tool_style: Annotated[
         Literal["auto", "none", "hermes", "llama3", "mistral", "mistral-args"],
         _doc("How the model writes tool calls; auto: as its chat template shows."),

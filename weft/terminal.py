@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -30,8 +31,10 @@ HELP = "/clear forgets the conversation, /exit leaves, Ctrl-C stops an answer."
 Messages = list[dict[str, str]]
 
 
-def generate(local: LocalEngine, prompt: str, params: SamplingParams, *, raw: bool) -> None:
-    """Write the answer to standard output as it comes, and nothing else."""
+def generate(local: LocalEngine, prompt: str, sampling: Mapping[str, Any], *, raw: bool) -> None:
+    """Write the answer to standard output as it comes, and nothing else. `sampling` are the parameters that were given;
+    others are the model's own."""
+    params = _params(local.engine, sampling)
     if raw:
         given = text_prompt(local.engine, prompt)
     else:
@@ -42,9 +45,10 @@ def generate(local: LocalEngine, prompt: str, params: SamplingParams, *, raw: bo
 
 
 def converse(
-    local: LocalEngine, params: SamplingParams, console: Console, *, system: str, read_line: Callable[[str], str]
+    local: LocalEngine, sampling: Mapping[str, Any], console: Console, *, system: str, read_line: Callable[[str], str]
 ) -> None:
-    """Read a line, answer it, until the end of input or /exit."""
+    """Read a line, answer it, until the end of input or /exit. `sampling` is as in `generate`."""
+    params = _params(local.engine, sampling)
     first: Messages = [{"role": "system", "content": system}] if system else []
     messages = list(first)
     console.print(f"{local.engine.model.name}. {HELP}", style="dim", highlight=False)
@@ -65,6 +69,10 @@ def converse(
                 console.print(HELP, style="dim", highlight=False)
             case _:
                 _answer(local, messages, line, params, console)
+
+
+def _params(engine: Engine, given: Mapping[str, Any]) -> SamplingParams:
+    return replace(engine.text.sampling_defaults.params(), **given)
 
 
 def check_image_file(path: Path) -> None:

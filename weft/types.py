@@ -116,6 +116,28 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
             check_token_ids(ids, logits_width, param)
 
 
+class SamplingDefaults(Struct, frozen=True, kw_only=True):
+    """The sampling parameters of requests that leave them out: a model's own, where its files have some."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    """None: up to the end of the context, which an answer never exceeds."""
+
+    def params(self) -> SamplingParams:
+        """Return the parameters of a request that gives none. The engine resolves `max_tokens`."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+
 def check_token_ids(ids: Collection[int], logits_width: int, param: str) -> None:
     if not ids:
         return
@@ -615,4 +637,6 @@ class TextAssets(Struct, frozen=True, kw_only=True):
     unk_token_id: int | None = None
     eos_token_ids: list[int] = []
     """Every id that ends an answer: the tokenizer's, and those of the generation config."""
+    sampling: dict[str, Any] = {}
+    """What the files recommend for fields of `SamplingDefaults`, unchecked."""
     chat_template: str | None = None

@@ -38,6 +38,7 @@ from weft.types import (
     Pooling,
     ResetPrefixCache,
     Sample,
+    SamplingDefaults,
     SamplingParams,
     StartProfile,
     StopProfile,
@@ -208,6 +209,7 @@ class ScriptedEngine:
         self.tools: Sequence[Mapping[str, Any]] | None = None
         self.continue_final_message = False
         self.styles = ChatStyles()
+        self.sampling_defaults = SamplingDefaults()
         self.add_generation_prompt = True
         self.closed = False
         self.adapters: list[Adapter] = []

@@ -454,15 +454,19 @@ def _params(
     grammar: str,
     engine: Engine,
 ) -> SamplingParams:
+    usual = engine.text.sampling_defaults
+    top_k = usual.top_k if request.top_k is None else request.top_k
     params = SamplingParams(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=0 if request.top_k == -1 else request.top_k,
-        min_p=request.min_p,
+        temperature=usual.temperature if request.temperature is None else request.temperature,
+        top_p=usual.top_p if request.top_p is None else request.top_p,
+        top_k=0 if top_k == -1 else top_k,
+        min_p=usual.min_p if request.min_p is None else request.min_p,
         seed=request.seed,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
-        repetition_penalty=request.repetition_penalty,
+        repetition_penalty=(
+            usual.repetition_penalty if request.repetition_penalty is None else request.repetition_penalty
+        ),
         logit_bias={_token_id(key): bias for key, bias in request.logit_bias.items()},
         max_tokens=max_tokens,
         min_tokens=request.min_tokens,

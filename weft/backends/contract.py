@@ -26,6 +26,7 @@ from weft.types import (
     Output,
     Prompt,
     Sample,
+    SamplingDefaults,
     SamplingParams,
 )
 
@@ -196,6 +197,9 @@ class EngineText(Protocol):
     @property
     def styles(self) -> ChatStyles: ...
 
+    @property
+    def sampling_defaults(self) -> SamplingDefaults: ...
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -217,6 +221,7 @@ class UnknownText:
     """The text of an engine that is given text and not tokens: everything that needs the tokens is refused."""
 
     styles = ChatStyles()
+    sampling_defaults = SamplingDefaults()
 
     def __init__(self, engine: Able) -> None:
         self._engine = engine

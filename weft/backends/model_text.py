@@ -8,12 +8,13 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from weft.backends.contract import ChatPrompt, ChatStyles, tokens_of
 from weft.checkpoint.model_files import ModelFiles
 from weft.checkpoint.tokenizer_assets import text_assets
-from weft.errors import ContextTooLong, InvalidRequest
+from weft.errors import ContextTooLong, InvalidRequest, ModelError
 from weft.options import ModelOptions
 from weft.text.chat_template import ChatTemplate, without_tools
 from weft.text.parsers.styles import reasoning_style, tool_style
@@ -23,7 +24,9 @@ from weft.types import (
     GenerationRequest,
     ModelInfo,
     Request,
+    SamplingDefaults,
     SamplingParams,
+    TextAssets,
     check_priority,
     check_token_ids,
 )
@@ -35,9 +38,16 @@ TOLD_STYLE = "hermes"
 class ModelText:
     """The tokenizer and the chat template of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, styles: ChatStyles) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        styles: ChatStyles,
+        sampling_defaults: SamplingDefaults,
+    ) -> None:
         self.tokenizer = tokenizer
         self.styles = styles
+        self.sampling_defaults = sampling_defaults
         self._template = template
 
     def close(self) -> None:
@@ -82,13 +92,14 @@ class ModelText:
         check_prompt(model, prompt_token_ids, params)
         check_priority(request.priority)
         most = model.max_model_len - len(prompt_token_ids)
+        usual = max(self.sampling_defaults.max_tokens or most, params.min_tokens)
         ends = () if params.ignore_eos else self.tokenizer.eos_token_ids
         return Request(
             request_id=request.request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt_token_ids,
             params=replace(
                 params,
-                max_tokens=min(params.max_tokens or most, most),
+                max_tokens=min(params.max_tokens or usual, most),
                 seed=secrets.randbits(63) if params.seed is None else params.seed,
             ),
             stop_token_ids=list(dict.fromkeys((*ends, *params.stop_token_ids))),
@@ -105,7 +116,7 @@ def open_model_text(files: ModelFiles, options: ModelOptions) -> ModelText:
     assets = text_assets(files)
     tokenizer = Tokenizer.from_assets(assets)
     template = ChatTemplate.from_assets(assets, tokenizer) if assets.chat_template else None
-    return ModelText(tokenizer, template, _styles_of(options, template))
+    return ModelText(tokenizer, template, _styles_of(options, template), _sampling_of(options, files, assets))
 
 
 def check_prompt(model: ModelInfo, prompt_token_ids: list[int], params: SamplingParams) -> None:
@@ -133,6 +144,24 @@ def check_prompt(model: ModelInfo, prompt_token_ids: list[int], params: Sampling
             f"min_tokens is {params.min_tokens}; the context has room for {model.max_model_len - length} more.",
             param="min_tokens",
         )
+
+
+def _sampling_of(options: ModelOptions, files: ModelFiles, assets: TextAssets) -> SamplingDefaults:
+    """Return the defaults that the model's files recommend. Raises ModelError for such as no request could have."""
+    if options.generation_config != "auto":
+        return SamplingDefaults()
+    given = {**files.sampling, **assets.sampling}
+    if given.get("top_k") == -1:
+        given["top_k"] = 0
+    try:
+        defaults = msgspec.convert(given, SamplingDefaults)
+        replace(defaults.params(), max_tokens=defaults.max_tokens).check()
+    except (msgspec.ValidationError, InvalidRequest) as error:
+        raise ModelError(
+            f"{files.path}: the sampling parameters that the model recommends cannot be used: {error}",
+            hint="--generation-config none serves it with neutral ones.",
+        ) from error
+    return defaults
 
 
 def _styles_of(options: ModelOptions, template: ChatTemplate | None) -> ChatStyles:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -14,6 +15,14 @@ T = TypeVar("T")
 
 KINDS = ("gpt2", "llama")
 CONTROL = 3
+SAMPLING_KEYS = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+"""The sampling parameters in a GGUF file's metadata, and what they are called here."""
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endofturn|>", "<|eot|>")
 """Tokens that end an answer where a model's chat template writes them."""
 
@@ -53,7 +62,13 @@ def gguf_text_assets(file: GgufFile) -> TextAssets:
         unk_token_id=keys.token("unknown_token_id", len(tokens), 0 if kind == "llama" else None),
         eos_token_ids=_unique([*ends, *_turn_ends(tokens, token_types, template)]),
         chat_template=template,
+        sampling=recommended_sampling(file.metadata, SAMPLING_KEYS),
     )
+
+
+def recommended_sampling(given: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return what a model's files recommend, by our names; `keys` are theirs."""
+    return {ours: given[theirs] for theirs, ours in keys.items() if given.get(theirs) is not None}
 
 
 class _Keys:

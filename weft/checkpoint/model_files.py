@@ -27,6 +27,8 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     weight_files: list[Path]
     revision: str = ""
     """The commit of a hub model, the version of a catalogue model; empty for a path."""
+    sampling: dict[str, float] = {}
+    """What is recommended for fields of `SamplingDefaults`, where its files recommend nothing."""
 
 
 def dummy_files(path: Path) -> ModelFiles:

@@ -6,11 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from weft.checkpoint.gguf import GgufFile, read_gguf
-from weft.checkpoint.gguf_tokenizer import gguf_text_assets
+from weft.checkpoint.gguf_tokenizer import gguf_text_assets, recommended_sampling
 from weft.checkpoint.json_file import parse_object, read_object, read_object_if_there, read_text
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ModelError
 from weft.types import TextAssets
+
+GENERATION_KEYS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+"""The sampling parameters in a generation_config.json, and what they are called here."""
 
 
 def directory_text_assets(folder: Path) -> TextAssets:
@@ -26,10 +36,11 @@ def directory_text_assets(folder: Path) -> TextAssets:
     names = {**read_object_if_there(folder / "special_tokens_map.json"), **settings}
     ids = _token_ids(tokenizer)
     bos, eos, unk = (ids.get(_text(names.get(f"{role}_token"))) for role in ("bos", "eos", "unk"))
+    generation = read_object_if_there(folder / "generation_config.json")
     ends = [
         *([eos] if eos is not None else []),
         *_configured_ends(read_object_if_there(folder / "config.json")),
-        *_configured_ends(read_object_if_there(folder / "generation_config.json")),
+        *_configured_ends(generation),
     ]
     return TextAssets(
         kind="json",
@@ -41,6 +52,7 @@ def directory_text_assets(folder: Path) -> TextAssets:
         unk_token_id=unk,
         eos_token_ids=list(dict.fromkeys(ends)),
         chat_template=_chat_template(folder, settings),
+        sampling=recommended_sampling(generation, GENERATION_KEYS),
     )
 
 

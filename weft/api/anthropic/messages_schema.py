@@ -9,7 +9,7 @@ import pydantic_core
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BeforeValidator, Field, model_validator
 
-from weft.api.openai.openai_schema import TOOL_NAME, Fields, Items, Name, NotYet
+from weft.api.openai.openai_schema import MODEL_S_OWN, TOOL_NAME, Fields, Items, Name, NotYet
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
 from weft.types import Usage
@@ -210,9 +210,9 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: int
     stop_sequences: Items[str] = Field([])
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = Field(0, description="Keep the k likeliest tokens; 0 or -1: all.")
+    temperature: float | None = Field(None, description=MODEL_S_OWN)
+    top_p: float | None = Field(None, description=MODEL_S_OWN)
+    top_k: int | None = Field(None, description=f"Keep the k likeliest tokens; 0 or -1: all. {MODEL_S_OWN}")
     stream: bool = False
     metadata: RequestMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description="There is one tier.")

@@ -8,6 +8,8 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 
+from msgspec.structs import replace
+
 from weft.api.body import off_loop
 from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 from weft.api.translate import LONG_PROMPT
@@ -18,7 +20,7 @@ from weft.serving.admission import RequestContext
 from weft.serving.generation import Generation
 from weft.serving.request import requests_like
 from weft.serving.served_model import ServedModel
-from weft.types import GenerationRequest, Output, Sample, SamplingParams, check_cache_salt
+from weft.types import GenerationRequest, Output, Sample, SamplingDefaults, SamplingParams, check_cache_salt
 
 GAP_WEIGHT = 0.25
 """The weight of the newest gap between two chunks in the usual one."""
@@ -184,7 +186,7 @@ async def parse_prediction(
     if not request.prompt:
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     check_cache_salt(request.cache_salt)
-    task = Sample(params=params_of(request.generation))
+    task = Sample(params=params_of(request.generation, served.engine.text.sampling_defaults))
     prompt = await off_loop(len(request.prompt) > LONG_PROMPT, text_prompt, served.engine, request.prompt)
     common = GenerationRequest(
         prompt=prompt,
@@ -199,8 +201,8 @@ async def parse_prediction(
     return requests_like(common, [prompt])
 
 
-def params_of(generation: GenerationParameters) -> SamplingParams:
+def params_of(generation: GenerationParameters, usual: SamplingDefaults) -> SamplingParams:
     given = {ours: getattr(generation, theirs) for theirs, ours in PARAMETERS.items() if generation.HasField(theirs)}
-    params = SamplingParams(**given)
+    params = replace(usual.params(), **given)
     params.check()
     return params

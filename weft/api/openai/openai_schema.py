@@ -293,14 +293,17 @@ _LOGPROBS = _within(0, MAX_LOGPROBS)
 _POSITIVE = _within(1, 2**31 - 1)
 
 
+MODEL_S_OWN = "Without it: what the model's files recommend, else a neutral one."
+
+
 class SamplingFields(Fields):
     """What chat and plain completions have in common."""
 
     model: Name
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float = Field(1.0, json_schema_extra=_within(0, 100))
-    top_p: float = Field(1.0, json_schema_extra=_within(0, 1, open_low=True))
+    temperature: float | None = Field(None, description=MODEL_S_OWN, json_schema_extra=_within(0, 100))
+    top_p: float | None = Field(None, description=MODEL_S_OWN, json_schema_extra=_within(0, 1, open_low=True))
     n: int = Field(1, description="Answers to each prompt.", json_schema_extra=_within(1))
     seed: int | None = Field(None, json_schema_extra=_within(-(2**63), 2**63 - 1))
     stop: Annotated[tuple[str, ...], PlainValidator(stop_strings, json_schema_input_type=str | list[str] | None)] = ()
@@ -309,15 +312,19 @@ class SamplingFields(Fields):
     logit_bias: dict[str, float] = Field({}, description="Token ids, as strings, and what is added to their logits.")
     user: str | None = Field(None, description="Accepted, and without meaning here.")
 
-    top_k: int = Field(
-        0, description="Keep the k likeliest tokens; 0 or -1: all.", json_schema_extra=_within(-1, 2**31 - 1)
+    top_k: int | None = Field(
+        None,
+        description=f"Keep the k likeliest tokens; 0 or -1: all. {MODEL_S_OWN}",
+        json_schema_extra=_within(-1, 2**31 - 1),
     )
-    min_p: float = Field(
-        0.0,
-        description="Keep tokens at least this likely, as a share of the likeliest one.",
+    min_p: float | None = Field(
+        None,
+        description=f"Keep tokens at least this likely, as a share of the likeliest one. {MODEL_S_OWN}",
         json_schema_extra=_within(0, 1),
     )
-    repetition_penalty: float = Field(1.0, json_schema_extra=_within(0, 100, open_low=True))
+    repetition_penalty: float | None = Field(
+        None, description=MODEL_S_OWN, json_schema_extra=_within(0, 100, open_low=True)
+    )
     stop_token_ids: Items[int] = []
     min_tokens: int = Field(0, json_schema_extra=_within(0, 2**31 - 1))
     ignore_eos: bool = Field(False, description="Go on behind the model's end of sequence.")

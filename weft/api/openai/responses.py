@@ -50,7 +50,7 @@ from weft.serving.output_reader import (
     OutputBlocks,
 )
 from weft.serving.request import unique_id
-from weft.types import FinishReason, GenerationRequest, Output, Usage
+from weft.types import FinishReason, GenerationRequest, Output, SamplingDefaults, Usage
 
 Keep = Callable[[bytes, Sequence[OutputBlock]], None]
 """Takes the finished answer, in JSON and as its blocks."""
@@ -198,7 +198,7 @@ async def responses_endpoint(
     served = await context.choose(request.model)
     served.check_model(request.model)
     before = store.messages_of(request.previous_response_id) if request.previous_response_id else []
-    begun = _begun(request)
+    begun = _begun(request, served.engine.text.sampling_defaults)
 
     def read() -> tuple[ChatMessages, ChatRequest, list[dict[str, Any]]]:
         conversation = [*before, *chat_messages(request.input)]
@@ -219,7 +219,7 @@ async def responses_endpoint(
     return chat.requests, ResponsesWriter(begun, chat, served.engine, keep, stream=request.stream)
 
 
-def _begun(request: ResponsesRequest) -> ResponseAnswer:
+def _begun(request: ResponsesRequest, usual: SamplingDefaults) -> ResponseAnswer:
     choice = request.tool_choice
     return ResponseAnswer(
         id=f"resp_{uuid.uuid4().hex}",
@@ -228,8 +228,8 @@ def _begun(request: ResponsesRequest) -> ResponseAnswer:
         instructions=request.instructions,
         previous_response_id=request.previous_response_id,
         max_output_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
+        temperature=usual.temperature if request.temperature is None else request.temperature,
+        top_p=usual.top_p if request.top_p is None else request.top_p,
         # Clients expect `strict` even when the request did not give it.
         tools=[{"strict": None, **_dumped(tool)} for tool in request.tools],
         tool_choice=choice if isinstance(choice, str) else _dumped(choice),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from msgspec import Struct
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from weft.api.openai.openai_schema import TOOL_NAME, Fields, Items, Metadata, Name, NotYet
+from weft.api.openai.openai_schema import MODEL_S_OWN, TOOL_NAME, Fields, Items, Metadata, Name, NotYet
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
 
@@ -221,8 +221,8 @@ class ResponsesRequest(Fields):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Without it: up to the end of the context."
     )
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = Field(None, description=MODEL_S_OWN)
+    top_p: float | None = Field(None, description=MODEL_S_OWN)
     stream: bool = False
     stream_options: ResponsesStreamOptions | None = None
     tools: Items[FunctionTool] = Field([])
@@ -243,7 +243,7 @@ class ResponsesRequest(Fields):
     prompt_cache_key: str | None = Field(None, description="Accepted, and without meaning here.")
     safety_identifier: str | None = Field(None, description="Accepted, and without meaning here.")
 
-    top_k: int = Field(0, description="Keep the k likeliest tokens; 0 or -1: all.")
+    top_k: int | None = Field(None, description=f"Keep the k likeliest tokens; 0 or -1: all. {MODEL_S_OWN}")
     seed: int | None = None
     priority: int = Field(0, description="Of a key's waiting requests those of a lower number go first.")
     cache_salt: str = Field("", max_length=256, description="Cached prompts are shared only with the same salt.")

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import time
 
+from msgspec.structs import replace
+
 from weft.backends.contract import Engine
 from weft.backends.model_text import ModelText, open_model_text
 from weft.backends.openai_server.chunks import PeerModel, PeerModels, read
@@ -116,7 +118,9 @@ async def _health_path(client: PeerClient) -> str:
 def _model_text(config: Config) -> ModelText | None:
     if not config.backend.tokenizer:
         return None
-    return open_model_text(resolve(config.backend.tokenizer), config.model)
+    # The peer has the model, and its sampling defaults.
+    options = replace(config.model, generation_config="none")
+    return open_model_text(resolve(config.backend.tokenizer), options)
 
 
 def _context_length(config: Config, card: PeerModel) -> int:
