@@ -84,7 +84,9 @@ def test_the_default_model_has_defaults_at_which_it_makes_sense(smollm2_files: M
 def test_the_usual_length_ends_with_the_context_and_gives_way_to_what_is_asked(model: Path) -> None:
     recommend(model, max_new_tokens=64)
     text = text_of(model_at(model))
-    info = ModelInfo(name="m", max_model_len=100, logits_width=96, num_blocks=9, block_size=16, device="cpu", dtype="float32")
+    info = ModelInfo(
+        name="m", max_model_len=100, logits_width=96, num_blocks=9, block_size=16, device="cpu", dtype="float32"
+    )
 
     def longest(prompt: int, **asked: Any) -> int | None:
         params = SamplingParams(**asked)

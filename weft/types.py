@@ -537,6 +537,10 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     """Times that the engine process was replaced."""
     open_requests: int = 0
     """Requests that were submitted and have not ended."""
+    memory_allocated: int = 0
+    """Bytes in use on the engine's device: of tensors on a GPU, of its processes on CPU; 0: unknown."""
+    memory_reserved: int = 0
+    """Bytes that the engine keeps of its device, those in use among them; 0: unknown."""
 
     def with_counters_of(self, past: EngineStats) -> EngineStats:
         """Counters go on from where they were; gauges are as of now."""

@@ -210,6 +210,8 @@ class ScriptedEngine:
         self.continue_final_message = False
         self.styles = ChatStyles()
         self.sampling_defaults = SamplingDefaults()
+        self.memory = (0, 0)
+        """Allocated and reserved bytes."""
         self.add_generation_prompt = True
         self.closed = False
         self.adapters: list[Adapter] = []
@@ -306,6 +308,7 @@ class ScriptedEngine:
         return EngineStats(
             running=len(self.open), waiting=2, blocks_total=10, blocks_used=5, prompt_tokens=7, generation_tokens=8,
             prefix_queries=9, prefix_hits=4, preemptions=3, restarts=1, open_requests=len(self.open),
+            memory_allocated=self.memory[0], memory_reserved=self.memory[1],
         )  # fmt: skip
 
     async def control(self, message: ControlMessage) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.machine.hardware import inspect_machine, oom_kills, read_cpu, read_memory
+from weft.machine.hardware import MemoryGauge, inspect_machine, oom_kills, read_cpu, read_memory, resident_bytes
 
 GIB = 2**30
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1048576 kB\nMemAvailable:   25165824 kB\n"
@@ -235,3 +235,19 @@ def test_torch_is_not_needed_to_look() -> None:
     script = f"{look}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_the_memory_of_a_process(tmp_path: Path) -> None:
+    pages = machine(tmp_path, {"proc/77/statm": "5000 3000 1000 1 0 4000 0\n"})
+    assert resident_bytes(77, pages) == 3000 * os.sysconf("SC_PAGE_SIZE")
+    assert resident_bytes(78, pages) == 0, "it has ended"
+    assert resident_bytes(os.getpid()) > 2**20
+
+
+def test_memory_is_not_read_more_often_than_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, readings = [100.0], iter([(1, 2), (3, 4)])
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    gauge = MemoryGauge(lambda: next(readings))
+    assert gauge.now() == gauge.now() == (1, 2)
+    clock[0] += 1
+    assert gauge.now() == (3, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import virtual_time
@@ -12,7 +13,7 @@ from weft.api.app import build_app
 from weft.config import load
 from weft.errors import Overloaded
 from weft.observe.metrics import Histogram, Metrics, exposition
-from weft.types import FinishReason, Output
+from weft.types import FinishReason, MemoryLedger, Output
 
 CONTRACT = {
     "weft_num_requests_running": "gauge",
@@ -22,6 +23,7 @@ CONTRACT = {
     "weft_images_running": "gauge",
     "weft_images_waiting": "gauge",
     "weft_embedding_bytes": "gauge",
+    "weft_memory_bytes": "gauge",
     "weft_prompt_tokens_total": "counter",
     "weft_generation_tokens_total": "counter",
     "weft_prefix_cache_queries_total": "counter",
@@ -45,9 +47,12 @@ CONTRACT = {
 }
 
 
-WEFT_ALONE = {"weft_prepared", "weft_engine_restarts_total", "weft_num_requests_rejected_total"} | {
-    name for name in CONTRACT if "image" in name or "denoise" in name or "embedding" in name
-}
+WEFT_ALONE = {
+    "weft_prepared",
+    "weft_memory_bytes",
+    "weft_engine_restarts_total",
+    "weft_num_requests_rejected_total",
+} | {name for name in CONTRACT if "image" in name or "denoise" in name or "embedding" in name}
 
 
 def samples(text: str) -> dict[str, float]:
@@ -72,6 +77,7 @@ def test_names_types_and_labels() -> None:
         for sample in family.samples:
             extra = {"le"} if sample.name.endswith("_bucket") else set()
             extra |= {"finished_reason"} if family.name.endswith("request_success") else set()
+            extra |= {"kind"} if family.name == "weft_memory_bytes" else set()
             assert sample.labels.keys() == {"model_name"} | extra
             assert sample.labels["model_name"] == "m"
 
@@ -205,3 +211,13 @@ def test_the_lowest_buckets_are_fine_enough_for_small_models() -> None:
     # What vLLM's own dashboards ask for is there as well.
     for bound in ("0.01", "0.025", "0.05", "0.1", "1.0", "5.0"):
         assert f"vllm:inter_token_latency_seconds_bucket{{'le': '{bound}'}}" in found
+
+
+def test_memory_is_told_by_its_kind() -> None:
+    engine = ScriptedEngine()
+    engine.memory = (3 << 20, 4 << 20)
+    engine.model = replace(engine.model, memory=MemoryLedger(total=9 << 20, weights=2 << 20, kv=1 << 20))
+    found = samples(exposition([Metrics("m", engine)]).decode())
+    kinds = ("allocated", "reserved", "weights", "kv", "activations", "total")
+    told = [found[f"weft_memory_bytes{{'kind': '{kind}'}}"] / 2**20 for kind in kinds]
+    assert told == [3, 4, 2, 1, 0, 9]

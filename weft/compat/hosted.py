@@ -116,17 +116,16 @@ class HostedEngine(BaseEngine):
         }
 
     def get_memory_usage(self) -> dict[str, float]:
-        """Return what the engine told when the model was loaded; all 0 without a model, or where it does not tell."""
+        """Return what the engine's device has in use now; all 0 without a model, or where the engine does not tell."""
         blocking = self._blocking
         if blocking is None or not blocking.is_started:
             return dict.fromkeys(("allocated_gb", "reserved_gb", "total_gb", "utilization"), 0.0)
-        memory = blocking.engine.model.memory
-        allocated = memory.weights + memory.kv
+        stats, total = blocking.engine.stats(), blocking.engine.model.memory.total
         return {
-            "allocated_gb": allocated / GIB,
-            "reserved_gb": (allocated + memory.activations + memory.graphs) / GIB,
-            "total_gb": memory.total / GIB,
-            "utilization": allocated / memory.total if memory.total else 0.0,
+            "allocated_gb": stats.memory_allocated / GIB,
+            "reserved_gb": stats.memory_reserved / GIB,
+            "total_gb": total / GIB,
+            "utilization": stats.memory_allocated / total if total else 0.0,
         }
 
     def health_check(self) -> bool:

@@ -289,6 +289,7 @@ class EngineClient:
             await self._reap(connection)
             raise
         if isinstance(said, Ready):
+            connection.stats = said.stats
             self._connection = connection
             return said.model
         raise self._start_error(said, await self._reap(connection))

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from weft.engine.pending_resources import PendingResources
 from weft.engine.wire import Vocabulary
 from weft.errors import InvalidRequest
+from weft.machine.hardware import MemoryGauge
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
 from weft.types import EngineStats, Event, FinishReason, Request, StepEvents
@@ -24,17 +25,21 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PENDING_WAIT_SECONDS = 0.01
 """How long an engine with nothing else to do waits for a grammar, or an adapter, before it reads its messages."""
+UNKNOWN_MEMORY = MemoryGauge(lambda: (0, 0))
 
 
 class EngineCore:
     """The core steps a scheduler and a runner. With `overlap` a step is launched before the last one is read."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool = False) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: Runner, *, overlap: bool = False, memory: MemoryGauge = UNKNOWN_MEMORY
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self._depth = 1 if overlap else 0
         self._under_way: deque[Pending | Deferred] = deque()
         self._pending = PendingResources(runner)
+        self._memory = memory
         self.prepared = False
         """True when nothing is left that would make later steps faster."""
 
@@ -104,7 +109,10 @@ class EngineCore:
         check_integrity(self.scheduler)
 
     def stats(self) -> EngineStats:
-        return replace(self.scheduler.stats(), prepared=self.prepared)
+        allocated, reserved = self._memory.now()
+        return replace(
+            self.scheduler.stats(), prepared=self.prepared, memory_allocated=allocated, memory_reserved=reserved
+        )
 
     def _take_pending(self, brought: StepEvents) -> None:
         """Queue the requests whose resources are there, and refuse those that cannot have theirs."""

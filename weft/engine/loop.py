@@ -78,10 +78,11 @@ QUIET_SECONDS = 0.5
 def serve(start: Start, channel: Channel) -> None:
     """Load the model and serve one api process until it says Shutdown or is gone."""
     worker = Worker(start.config, start.files)
-    core = EngineCore(Scheduler(worker.limits), worker.runner, overlap=worker.info.device != "cpu" and is_on("overlap"))
+    overlap = worker.info.device != "cpu" and is_on("overlap")
+    core = EngineCore(Scheduler(worker.limits), worker.runner, overlap=overlap, memory=worker.memory)
     gc.collect()
     gc.freeze()
-    channel.send(Ready(worker.info))
+    channel.send(Ready(worker.info, core.stats()))
     recorder = Recorder()
     told = 0.0
     while _drain(core, channel, recorder):

@@ -74,6 +74,7 @@ ToEngine = Start | Vocabulary | Submit | Abort | Shutdown | ControlCall
 
 class Ready(Struct, frozen=True, tag=True):
     model: ModelInfo
+    stats: EngineStats = EngineStats(prepared=False)
 
 
 class Failed(Struct, frozen=True, tag=True):

@@ -8,13 +8,38 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from msgspec import Struct
 
 from weft.machine.devices import ROOT, Device, ascend_devices, cuda_devices
+
+
+class MemoryGauge:
+    """Reads how much memory is in use (allocated and reserved bytes), but not more often than four times a second."""
+
+    def __init__(self, read: Callable[[], tuple[int, int]]) -> None:
+        self._read = read
+        self._usage = (0, 0)
+        self._read_at = -math.inf
+
+    def now(self) -> tuple[int, int]:
+        if time.monotonic() - self._read_at > GAUGE_SECONDS:
+            self._usage = self._read()
+            self._read_at = time.monotonic()
+        return self._usage
+
+
+GAUGE_SECONDS = 0.25
+
+
+def resident_bytes(pid: int, root: Path = ROOT) -> int:
+    """Return the memory that a process has now; 0 where it has ended, or the kernel does not tell."""
+    lines = _lines(root / f"proc/{pid}/statm")
+    return int(lines[0].split()[1]) * os.sysconf("SC_PAGE_SIZE") if lines else 0
 
 
 class _Mount(NamedTuple):

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from weft.types import EngineStats, FinishReason
+from weft.types import EngineStats, FinishReason, ModelInfo
 
 
 class Histogram:
@@ -78,6 +78,8 @@ GAUGES: tuple[tuple[str, str, StatReader], ...] = (
     ),
 )
 
+LEDGER_KINDS = ("weights", "kv", "activations", "graphs", "others", "total")
+
 COUNTERS: tuple[tuple[str, str, StatReader], ...] = (
     ("weft_prompt_tokens", "Prompt tokens of requests taken.", lambda stats: stats.prompt_tokens),
     ("weft_generation_tokens", "Tokens generated.", lambda stats: stats.generation_tokens),
@@ -101,6 +103,7 @@ WEFT_ALONE = frozenset(
         "weft_images_running",
         "weft_images_waiting",
         "weft_embedding_bytes",
+        "weft_memory_bytes",
         "weft_denoise_steps",
         "weft_image_encode_seconds",
         "weft_image_denoise_seconds",
@@ -111,6 +114,9 @@ WEFT_ALONE = frozenset(
 
 class StatsSource(Protocol):
     """The part of an engine that is read when the metrics are scraped."""
+
+    @property
+    def model(self) -> ModelInfo: ...
 
     def stats(self) -> EngineStats: ...
 
@@ -152,6 +158,7 @@ class Metrics(Collector):
             gauge = GaugeMetricFamily(name, doc, labels=["model_name"])
             gauge.add_metric([self._model_name], read(stats))
             yield gauge
+        yield self._memory(stats)
         for name, doc, read in COUNTERS:
             yield self._counter(name, doc, read(stats))
         yield self._counter("weft_engine_restarts", "Times the engine process was replaced.", stats.restarts)
@@ -175,6 +182,18 @@ class Metrics(Collector):
             ("weft_request_prompt_tokens", "Tokens of a request's prompt.", self.request_prompt_tokens),
             ("weft_request_generation_tokens", "Tokens of a request's answer.", self.request_generation_tokens),
         )
+
+    def _memory(self, stats: EngineStats) -> Metric:
+        """Return what is in use now (allocated, reserved), and what the engine planned or measured at its start."""
+        gauge = GaugeMetricFamily(
+            "weft_memory_bytes", "Memory of the engine's device, by kind.", labels=["model_name", "kind"]
+        )
+        gauge.add_metric([self._model_name, "allocated"], stats.memory_allocated)
+        gauge.add_metric([self._model_name, "reserved"], stats.memory_reserved)
+        ledger = self._source.model.memory
+        for kind in LEDGER_KINDS:
+            gauge.add_metric([self._model_name, kind], getattr(ledger, kind))
+        return gauge
 
     def _counter(self, name: str, doc: str, value: float) -> Metric:
         counter = CounterMetricFamily(name, doc, labels=["model_name"])

@@ -4,12 +4,13 @@ measure what it takes."""
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 from msgspec.structs import replace
 
 from weft.errors import OutOfMemory
-from weft.machine.hardware import read_memory
+from weft.machine.hardware import read_memory, resident_bytes
 from weft.machine.memory import GIB, DeviceMemory, Shape, safe_share
 from weft.model.dense import DenseModel
 from weft.options import CacheOptions
@@ -30,6 +31,15 @@ def cache_shape(config: Shape, num_blocks: int, block_size: int) -> tuple[int, .
 def available_cpu_bytes() -> int:
     """Return the bytes that this process may still take: the machine's free memory, or what a lower limit leaves."""
     return read_memory().available
+
+
+def memory_usage(device: torch.device) -> tuple[int, int]:
+    """Return the bytes that are in use now, and those that this process keeps: by the device's allocator, or the
+    kernel."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    resident = resident_bytes(os.getpid())
+    return resident, resident
 
 
 def gpu_share(cache: CacheOptions) -> float:

@@ -15,6 +15,7 @@ from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ConfigError
 from weft.kernels import ops_for
 from weft.kernels.cpu import native_step
+from weft.machine.hardware import MemoryGauge
 from weft.machine.memory import DeviceMemory, MemoryPlan, graphs_bytes, num_parameters, plan_memory
 from weft.machine.model_size import adapters_bytes
 from weft.model.dense import DenseConfig, DenseModel
@@ -26,7 +27,14 @@ from weft.types import ModelInfo
 from weft.worker.diffusion.load import load_image_model
 from weft.worker.forward_step import FastStep, Stepper
 from weft.worker.graphs import StepGraphs, graph_shapes
-from weft.worker.memory_profile import available_cpu_bytes, cache_shape, gpu_share, ledger_table, measured
+from weft.worker.memory_profile import (
+    available_cpu_bytes,
+    cache_shape,
+    gpu_share,
+    ledger_table,
+    measured,
+    memory_usage,
+)
 from weft.worker.rows import RowTable
 from weft.worker.runner import Runner, WarmUp
 
@@ -37,7 +45,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class Worker:
-    """The worker loads a model and offers what an engine needs to drive it: `limits`, `info` and `runner`."""
+    """The worker loads a model and offers what an engine needs to drive it: `limits`, `info`, `memory` and `runner`."""
 
     def __init__(self, config: Config, files: ModelFiles) -> None:
         began = time.perf_counter()
@@ -86,6 +94,7 @@ class Worker:
         if not on_cpu:
             for line in ledger_table(ledger).splitlines():
                 log.info("GPU memory: %s", line)
+        self.memory = MemoryGauge(partial(memory_usage, device))
         self.info = ModelInfo(
             name=config.model.served_model_name or files.name,
             max_model_len=plan.max_model_len,

@@ -14,6 +14,7 @@ from weft.backends.vllm.open_requests import OpenRequests
 from weft.backends.vllm.stats import VllmStats
 from weft.engine.wire import FromEngine, Started, StepOutput
 from weft.errors import EngineFault, InvalidRequest
+from weft.machine.hardware import MemoryGauge
 from weft.types import Event, FinishReason, Request, SamplingParams, TokenLogprob
 
 
@@ -21,7 +22,7 @@ class Sent(OpenRequests):
     """Keeps what it would send."""
 
     def __init__(self, max_running: int = 2) -> None:
-        super().__init__(None, VllmStats(), max_running)  # type: ignore[arg-type]
+        super().__init__(None, VllmStats(MemoryGauge(lambda: (0, 0))), max_running)  # type: ignore[arg-type]
         self.sent: list[FromEngine] = []
 
     def send(self, message: FromEngine) -> None:
@@ -185,7 +186,7 @@ def test_only_events_that_tell_of_a_token_alone_are_sent_as_a_token() -> None:
 
 
 def stats_of(**stats: Any) -> VllmStats:
-    vllm_stats = VllmStats()
+    vllm_stats = VllmStats(MemoryGauge(lambda: (0, 0)))
     vllm_stats.logger(Named(cache_config=Named(num_gpu_blocks=200)), 0)
     vllm_stats.record(Named(**stats["scheduler"]), Named(**stats["iteration"]))
     return vllm_stats

@@ -30,7 +30,7 @@ from weft import logs
 from weft.backends.vllm.arguments import DriverOptions, VllmKind, arguments_of
 from weft.backends.vllm.failure_causes import FailureCause, load_failure, logging_config, noted
 from weft.backends.vllm.open_requests import OpenRequests
-from weft.backends.vllm.stats import VllmStats, model_info
+from weft.backends.vllm.stats import VllmStats, memory_reader, model_info
 from weft.backends.vllm.vllm_process import end_group
 from weft.engine.wire import (
     HEARTBEAT_SECONDS,
@@ -48,7 +48,7 @@ from weft.engine.wire import (
     receive_from,
 )
 from weft.errors import ConfigError, EngineFault, OutOfMemory, WeftError
-from weft.machine.hardware import inspect_machine, oom_kills
+from weft.machine.hardware import MemoryGauge, inspect_machine, oom_kills
 from weft.machine.planner import plan_load
 from weft.options import Config
 from weft.types import Request, ResetPrefixCache, StartProfile, StopProfile
@@ -100,12 +100,13 @@ async def _serve(
     _import_vllm(start.config, options, causes)
     plan = plan_load(start.config, start.files, inspect_machine(), engine=options.kind.name)
     arguments = arguments_of(start.config, start.files, options.kind)
-    stats = VllmStats()
+    stats = VllmStats(MemoryGauge(memory_reader(options.kind.device)))
     open_requests = OpenRequests(writer, stats, arguments["max_num_seqs"])
     vllm_config = _configured(arguments, options.kind)
     driver = _load(vllm_config, stats, open_requests, options.kind, causes)
     name, seconds = arguments["served_model_name"], time.monotonic() - began
-    open_requests.send(Ready(model_info(name, vllm_config, options.kind.device, plan, seconds)))
+    info = model_info(name, vllm_config, options.kind.device, plan, seconds)
+    open_requests.send(Ready(info, stats.stats(0)))
     listening = asyncio.create_task(_listen(reader, driver, open_requests))
     heartbeats = asyncio.create_task(_send_heartbeats(driver, open_requests))
     ends: set[asyncio.Future[Any]] = {listening, open_requests.death}

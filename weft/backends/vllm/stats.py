@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from weft.machine.devices import cuda_devices
+from weft.machine.hardware import MemoryGauge, resident_bytes
 from weft.machine.planner import Plan
 from weft.types import EngineStats, MemoryLedger, ModelInfo
 
@@ -25,10 +31,38 @@ def model_info(name: str, vllm_config: Any, device: str, plan: Plan, load_second
     )
 
 
+def memory_reader(device: str) -> Callable[[], tuple[int, int]]:
+    """Return what reads the memory that vLLM has: of its processes on CPU, and on a GPU what came to be used since now.
+    Its allocators are in other processes, which tell nothing of them."""
+    if device == "cpu":
+        return _read_resident
+    before = _used_of_devices()
+    return lambda: (max(0, _used_of_devices() - before),) * 2
+
+
+def _read_resident() -> tuple[int, int]:
+    resident = sum(resident_bytes(pid) for pid in _own_group())
+    return resident, resident
+
+
+def _own_group() -> Iterator[int]:
+    """Yield the processes of vLLM: they are the group of this one."""
+    own = os.getpgrp()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError):
+            if os.getpgid(int(folder.name)) == own:
+                yield int(folder.name)
+
+
+def _used_of_devices() -> int:
+    return sum(device.total - device.free for device in cuda_devices())
+
+
 class VllmStats:
     """A stat logger of vLLM, which calls it after every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: MemoryGauge) -> None:
+        self._memory = memory
         self._num_blocks = 0
         self._counted = EngineStats()
         self._running = 0
@@ -70,7 +104,10 @@ class VllmStats:
     def stats(self, num_open: int) -> EngineStats:
         """Return the stats now. vLLM tells nothing between steps: where no request is open, none runs."""
         running, usage = (self._running, self._usage) if num_open else (0, 0.0)
+        allocated, reserved = self._memory.now()
         now = EngineStats(
+            memory_allocated=allocated,
+            memory_reserved=reserved,
             running=min(running, num_open),
             blocks_total=self._num_blocks,
             blocks_used=round(usage * self._num_blocks),
