@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "llm": {"backends", "serving", "api", "checkpoint"},
     "bench": {"backends", "serving", "api", "machine", "terminal"},
     "cli": {
+        "model",
         "api",
         "serving",
         "backends",

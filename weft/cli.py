@@ -355,10 +355,17 @@ def plan(
 
     It ends with 1 where the model does not fit as asked.
     """
-    from weft.backends.preflight import planned
+    from weft.backends.preflight import files_here, planned
     from weft.machine.planner import plan_table
 
-    made = planned(config, memory_gib)
+    files = files_here(config)
+    made = planned(config, files, memory_gib)
+    if made.engine == "native":
+        from weft.model.loader import open_model
+
+        # Raises ModelError for a model that Weft's own engine does not compute.
+        with open_model(files):
+            pass
     _console().print(plan_table(made), soft_wrap=True)
     if made.problem is not None:
         raise typer.Exit(1)
@@ -373,7 +380,7 @@ def doctor(config: Config) -> None:
     """
     from rich.table import Table
 
-    from weft.backends.preflight import Finding, findings, planned
+    from weft.backends.preflight import Finding, files_here, findings, planned
     from weft.checkpoint.model_files import home
     from weft.hub.snapshots import list_models
     from weft.machine.planner import plan_table
@@ -390,7 +397,7 @@ def doctor(config: Config) -> None:
     _console().print(table)
     _console().print()
     try:
-        _console().print(plan_table(planned(config)), soft_wrap=True)
+        _console().print(plan_table(planned(config, files_here(config))), soft_wrap=True)
     except WeftError as error:
         _console().print(f"There is no plan for a model: {error}", markup=False, highlight=False, soft_wrap=True)
 

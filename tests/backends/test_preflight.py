@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from weft import cli
 from weft.backends import preflight
 from weft.backends.preflight import findings, machine_findings
 from weft.backends.registry import EngineInfo, list_engines
-from weft.errors import ConfigError
+from weft.checkpoint.model_files import ModelFiles, dummy_files
+from weft.errors import ConfigError, ModelError
 from weft.machine.devices import Device
 from weft.machine.hardware import Cpu, Machine, Memory, MemoryLimit
 from weft.machine.memory import GIB
@@ -97,7 +99,7 @@ def test_the_doctor_shows_the_plan_of_a_model_that_is_here(shape: Path, monkeypa
         "python",
         "engine native",
         "by native on CPU, 4 cores",
-        "largest context of one request: 8192 tokens",
+        "largest context of one request, with the largest cache: 8192 tokens",
     ):
         assert words in named.output
     monkeypatch.setenv("WEFT_MODEL", str(shape))
@@ -120,7 +122,7 @@ def test_a_plan_is_shown_for_a_machine_that_is_elsewhere(shape: Path) -> None:
     shown = weft_plan(str(shape), "--device", "cuda", "--memory-gib", "80")
     assert shown.exit_code == 0, shown.output
     assert "by native on a GPU of 80 GiB" in shown.output and "fits, with a context of 8192 tokens" in shown.output
-    assert "largest context of one request: 8192 tokens" in shown.output
+    assert "largest context of one request, with the largest cache: 8192 tokens" in shown.output
 
 
 def test_what_does_not_fit_ends_with_1(shape: Path) -> None:
@@ -130,10 +132,11 @@ def test_what_does_not_fit_ends_with_1(shape: Path) -> None:
 
 def test_the_engine_is_the_one_that_was_asked_for(shape: Path) -> None:
     model = ModelOptions(model=str(shape), load_format="dummy", image_model="none", device="cuda")
-    made = preflight.planned(Config(model=model, backend=BackendOptions(engine="remote,cuda-vllm")), 80)
+    files = dummy_files(shape)
+    made = preflight.planned(Config(model=model, backend=BackendOptions(engine="remote,cuda-vllm")), files, 80)
     assert made.engine == "cuda-vllm"
     with pytest.raises(ConfigError, match="nothing to plan"):
-        preflight.planned(Config(model=model, backend=BackendOptions(engine="remote")), 80)
+        preflight.planned(Config(model=model, backend=BackendOptions(engine="remote")), files, 80)
 
 
 @pytest.mark.parametrize(
@@ -151,5 +154,35 @@ def test_the_engine_says_what_the_device_is_that_has_the_memory(
 
 def test_memory_of_another_size_without_a_gpu(shape: Path) -> None:
     model = ModelOptions(model=str(shape), load_format="dummy", image_model="none", device="cpu")
-    made = preflight.planned(Config(model=model), 16)
+    made = preflight.planned(Config(model=model), dummy_files(shape), 16)
     assert made.place == "cpu" and made.memory.total == 16 * GIB and made.is_final
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["--quantization", "awq"], "--quantization cannot be awq"),
+        (["--tensor-parallel-size", "2"], "--tensor-parallel-size cannot be 2"),
+        (["--max-num-batched-tokens", "8"], "below --max-num-seqs"),
+    ],
+)
+def test_a_plan_refuses_the_settings_that_serve_would_refuse(shape: Path, settings: list[str], reason: str) -> None:
+    refused = weft_plan(str(shape), "--engine", "native", "--device", "cpu", *settings)
+    assert refused.exit_code != 0 and isinstance(refused.exception, ConfigError) and reason in str(refused.exception)
+
+
+def test_a_plan_refuses_a_model_that_the_engine_does_not_compute(shape: Path) -> None:
+    file = shape / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "mamba"}))
+    refused = weft_plan(str(shape), "--engine", "native", "--device", "cpu", "--memory-gib", "80")
+    assert isinstance(refused.exception, ModelError) and "'mamba' are not supported" in str(refused.exception)
+
+
+def test_the_requests_side_by_side_are_those_of_the_cache_that_there_would_be(shape: Path) -> None:
+    shown = weft_plan(str(shape), "--device", "cpu", "--memory-gib", "80", "--max-model-len", "1000")
+    assert re.search(r"tokens side by side: 2; \d+ with --kv-cache-memory-mb \d+", shown.output), shown.output
+
+
+def test_weights_that_are_unpacked_are_told_so(smollm2_files: ModelFiles) -> None:
+    shown = CliRunner().invoke(cli.app, ["plan", "smollm2", "--device", "cpu", "--image-model", "none"])
+    assert "0.09 GiB quantised, unpacked to float32" in " ".join(shown.output.split())

@@ -16,7 +16,7 @@ from weft.backends.registry import engine_named, engines_in_order, list_engines,
 from weft.backends.safe_loading import Start, check_load, in_daemon_thread
 from weft.backends.starting import chosen_engines, refusal_of, start_first
 from weft.checkpoint.adapter_files import adapter_paths
-from weft.checkpoint.model_files import dummy_files
+from weft.checkpoint.model_files import ModelFiles, dummy_files
 from weft.errors import ConfigError
 from weft.hub.resolve import find_model, resolve
 from weft.machine.devices import Device
@@ -101,15 +101,19 @@ def _torch(machine: Machine) -> Iterator[Finding]:
     yield Finding("torch", f"{torch.__version__}{'' if can_use else ', which cannot use the GPU'}", good=can_use)
 
 
-def planned(config: Config, memory_gib: float = 0) -> Plan:
-    """For the engine that would be taken here, and this machine, or one whose device has so much memory and nothing in
-    it. Nothing is fetched."""
+def files_here(config: Config) -> ModelFiles:
+    """Return the files of the model, where they are on this machine; nothing is fetched. Raises ModelError."""
     model = config.model
     if model.load_format == "dummy":
-        files = dummy_files(Path(model.model))
-    else:
-        files = resolve(model.model, model.revision, allow_pull=False, progress=False)
+        return dummy_files(Path(model.model))
+    return resolve(model.model, model.revision, allow_pull=False, progress=False)
+
+
+def planned(config: Config, files: ModelFiles, memory_gib: float = 0) -> Plan:
+    """Return a plan for the engine that would be taken here, and this machine, or one whose device has so much memory
+    and nothing in it. Raises what that engine would refuse."""
     engine, machine = _engine(config), inspect_machine()
+    refusal_of(engine_named(engine))(replace(config, backend=replace(config.backend, engine=engine)), files)
     if memory_gib:
         machine = _pretended(machine, config, engine, int(memory_gib * GIB))
     return plan_load(config, files, machine, engine=engine)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from weft.errors import OutOfMemory
+from weft.errors import ConfigError, OutOfMemory
 from weft.options import CacheOptions
 from weft.types import MemoryLedger
 
@@ -218,6 +218,15 @@ def graphs_bytes(config: Shape, dtype: NumberType, shapes: Sequence[GraphShape])
     activations = activations_bytes(config, dtype, max(shape.num_tokens for shape in shapes))
     logits = config.vocab_size * sum(shape.samples for shape in shapes) * dtype.itemsize
     return activations + logits + GRAPH_SLACK_BYTES
+
+
+def check_step(max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    """Raise ConfigError for a step that could not hold one token of every running request."""
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens {max_num_batched_tokens} is below --max-num-seqs {max_num_seqs}: "
+            "a step could not hold one token of every running request."
+        )
 
 
 def safe_share(cache: CacheOptions) -> float:

@@ -31,6 +31,7 @@ from weft.machine.memory import (
     MemoryPlan,
     activations_bytes,
     adapter_bytes,
+    check_step,
     kv_bytes_per_token,
     plan_memory,
     safe_share,
@@ -122,7 +123,13 @@ class Plan(Struct, frozen=True, kw_only=True):
     largest_context: int
     """The longest context of one request, with the largest possible cache; 0 for none, or where it is not known."""
     largest_batch: int
-    """Requests of `max_model_len` tokens that the same cache holds at once."""
+    """Requests of `max_model_len` tokens that the cache holds at once."""
+    unpacked_bytes: int = 0
+    """Bytes that the files hold as quantised weights, which the engine unpacks; 0: none."""
+    more_cache_mb: int = 0
+    """A --kv-cache-memory-mb with which more of them would fit; 0: there is no memory for more."""
+    more_batch: int = 0
+    """Requests of `max_model_len` tokens that such a cache would hold."""
     problem: OutOfMemory | None = None
     """Why the model cannot be loaded with these settings."""
     is_final: bool = False
@@ -183,6 +190,7 @@ class _Planning:
         self.weights = self._held_weights()
         self.seqs = config.scheduler.max_num_seqs or MAX_NUM_SEQS[self.place]
         self.budget = config.scheduler.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[self.place]
+        check_step(self.budget, self.seqs)
 
     def plan(self) -> Plan:
         config, geometry = self.config, self.planner.size.geometry
@@ -197,6 +205,7 @@ class _Planning:
             dtype=self.dtype.name,
             memory=memory,
             weights=self.weights,
+            unpacked_bytes=0 if self.profile.keeps_packed else self.planner.size.weights.packed_bytes,
             kv=0,
             kv_per_token=0,
             num_blocks=0,
@@ -237,13 +246,17 @@ class _Planning:
         problem = problem or self._share_not_free(plan, known)
         if made is not None:
             context = -(-made.max_model_len // block_size) * block_size
+            batch, more = (made.num_blocks - 1) * block_size // context, max(0, free_tokens) // context
             plan = replace(
                 plan,
                 kv=made.kv_bytes,
                 num_blocks=made.num_blocks,
                 max_model_len=made.max_model_len,
-                largest_batch=max(0, free_tokens) // context,
+                largest_batch=batch,
             )
+            if more > batch:
+                cache_mb = -(-(more * context + block_size) * per_token // MIB)
+                plan = replace(plan, more_batch=more, more_cache_mb=cache_mb)
         asked = self.config.model.max_model_len
         is_final = asked != 0 and not 2 <= asked <= geometry.max_position
         return replace(plan, problem=problem, warning=warning, is_final=is_final)
@@ -302,11 +315,17 @@ class _Planning:
         return device.name if self.parts == 1 else f"{device.name}, each of {self.parts}"
 
     def _too_heavy(self, known: DeviceMemory) -> OutOfMemory:
-        smaller = " or held as --dtype bfloat16" if self.dtype.itemsize == 4 else ""
+        ways = ["Serve a smaller model"]
+        if self.profile.keeps_packed:
+            ways.append("one that is quantised")
+        if self.dtype.itemsize == 4:
+            ways.append("set --dtype bfloat16")
+        packed = self.planner.size.weights.packed_bytes if not self.profile.keeps_packed else 0
+        unpacked = f", unpacked from {packed / GIB:.1f} GiB of quantised ones," if packed else ""
         return OutOfMemory(
-            f"The weights of {self.planner.files.name} take {self.weights / GIB:.1f} GiB as {self.dtype.name}; "
-            f"{(known.total - known.others) / GIB:.1f} GiB are free.",
-            hint=f"Serve a smaller model, one that is quantised{smaller}, or free memory: no other setting helps.",
+            f"The weights of {self.planner.files.name}{unpacked} take {self.weights / GIB:.1f} GiB as "
+            f"{self.dtype.name}; {(known.total - known.others) / GIB:.1f} GiB are free.",
+            hint=f"{', '.join(ways)}, or free memory: no other setting helps.",
         )
 
     def _share_not_free(self, plan: Plan, known: DeviceMemory) -> OutOfMemory | None:
@@ -353,7 +372,7 @@ def plan_table(plan: Plan) -> RenderableType:
     table.add_column("share", justify="right")
     table.add_column("how it is known")
     for name, size, source in (
-        ("weights", ledger.weights, f"by the files, held as {plan.dtype}"),
+        ("weights", ledger.weights, _weights_source(plan)),
         ("KV cache", ledger.kv, _cache_source(plan)),
         ("activations", ledger.activations, f"estimated: {plan.max_num_batched_tokens} tokens a step"),
         ("graphs", ledger.graphs, f"estimated: {plan.max_num_seqs} requests at a time"),
@@ -379,6 +398,12 @@ def _title(plan: Plan) -> str:
     return f"{plan.model} by {plan.engine} on {plan.device}"
 
 
+def _weights_source(plan: Plan) -> str:
+    if not plan.unpacked_bytes:
+        return f"by the files, held as {plan.dtype}"
+    return f"by the files: {plan.unpacked_bytes / GIB:.2f} GiB quantised, unpacked to {plan.dtype}"
+
+
 def _cache_source(plan: Plan) -> str:
     if not plan.num_blocks:
         return "not known" if plan.problem is None else "does not fit"
@@ -392,9 +417,10 @@ def _spare_source(plan: Plan) -> str:
 def _verdict(plan: Plan) -> list[str]:
     lines = []
     if plan.kv_per_token:
-        lines.append(f"largest context of one request: {plan.largest_context} tokens")
+        lines.append(f"largest context of one request, with the largest cache: {plan.largest_context} tokens")
         if plan.num_blocks:
-            lines.append(f"requests of {plan.max_model_len} tokens side by side: {plan.largest_batch}")
+            more = f"; {plan.more_batch} with --kv-cache-memory-mb {plan.more_cache_mb}" if plan.more_batch else ""
+            lines.append(f"requests of {plan.max_model_len} tokens side by side: {plan.largest_batch}{more}")
     if plan.problem is not None:
         return [*lines, f"does not fit: {plan.problem}"]
     return [*lines, plan.warning or f"fits, with a context of {plan.max_model_len} tokens"]

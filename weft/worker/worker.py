@@ -16,7 +16,7 @@ from weft.errors import ConfigError
 from weft.kernels import ops_for
 from weft.kernels.cpu import native_step
 from weft.machine.hardware import MemoryGauge
-from weft.machine.memory import DeviceMemory, MemoryPlan, graphs_bytes, num_parameters, plan_memory
+from weft.machine.memory import DeviceMemory, MemoryPlan, check_step, graphs_bytes, num_parameters, plan_memory
 from weft.machine.model_size import adapters_bytes
 from weft.model.dense import DenseConfig, DenseModel
 from weft.model.loader import load_weights, open_model
@@ -148,11 +148,7 @@ def _limits(config: Config, plan: MemoryPlan, vocab_size: int, device: torch.dev
     on_cpu = device.type == "cpu"
     max_num_seqs = options.max_num_seqs or (32 if on_cpu else 256)
     budget = options.max_num_batched_tokens or (2048 if on_cpu else 8192)
-    if budget < max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens {budget} is below --max-num-seqs {max_num_seqs}: "
-            "a step could not hold one token of every running request."
-        )
+    check_step(budget, max_num_seqs)
     return Limits(
         num_blocks=plan.num_blocks,
         block_size=config.cache.block_size,
