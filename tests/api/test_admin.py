@@ -319,7 +319,8 @@ def test_the_only_model_is_unloaded_and_loaded_again() -> None:
         [card] = (await client.get("/v1/models", headers=USER)).json()["data"]
         assert (card["id"], card["state"]) == ("scripted", "unloaded")
         assert (await client.get("/health", headers=USER)).json() == {"status": "ready"}
-        assert (await tell("load", model="scripted")).json()["state"] == "loaded"
+        loaded = (await tell("load", model="scripted")).json()
+        assert loaded["state"] == "loaded" and loaded["idle_s"] < PATIENCE
         assert (await tell("reload")).json()["state"] == "loaded" and len(engines) == 2
         await gate.close()
 

@@ -205,9 +205,12 @@ class ModelPool:
 
         async def load_again(slot: ModelSlot) -> ServedModel:
             assert restart is not None
-            return self._open_served(self._config, await restart())
+            engine = await restart()
+            slot.need, slot.holds_memory = _measured(Need(), engine), True
+            return self._open_served(self._config, engine)
 
         slot = ModelSlot(entry, self._options, load_again, self._memory.changed)
+        slot.need, slot.holds_memory = _measured(Need(), engine), True
         slot.adopt(served, slot.entry)
         self._slots = {slot.name: slot}
         if restart is not None:
