@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from weft.config import RESERVED_ENV, load, nearest
+from weft.cli import app
+from weft.config import FORMATS, RESERVED_ENV, load, nearest, template
 from weft.errors import ConfigError
 from weft.options import Config, settings
 
@@ -61,11 +65,11 @@ def test_every_value_can_come_from_every_place(tmp_path: Path) -> None:
     [
         ({"max_num_seq": 1}, {}, "", "--max-num-seq", "max_num_seqs"),
         ({}, {"WEFT_MAX_NUM_SEQ": "1"}, "", "WEFT_MAX_NUM_SEQ", "WEFT_MAX_NUM_SEQS"),
-        ({}, {}, "[scheduler]\nmax_num_seq = 1", "[scheduler] max_num_seq", "max_num_seqs"),
+        ({}, {}, "[scheduler]\nmax_num_seq = 1", "weft.toml:2, [scheduler] max_num_seq", "max_num_seqs"),
         ({}, {}, "[schedular]\nmax_num_seqs = 1", "[schedular]", "scheduler"),
         ({}, {}, "[cache]\nmax_num_seqs = 1", "[cache]", "[scheduler]"),
         ({}, {}, "max_num_seqs = 1", "max_num_seqs", ""),
-        ({}, {}, "[scheduler", "not valid TOML", ""),
+        ({}, {}, "[scheduler", "weft.toml:1: not valid TOML", ""),
         ({"device": "gpu"}, {}, "", "--device", "cpu"),
         ({}, {"WEFT_DTYPE": "float23"}, "", "WEFT_DTYPE", "float32"),
         ({"max_num_seqs": -1}, {}, "", "--max-num-seqs", ""),
@@ -118,3 +122,112 @@ def test_a_key_in_a_wrong_place_is_not_shown(tmp_path: Path, name: str) -> None:
             load(**place, env={})  # type: ignore[arg-type]
         assert "is refused: Expected" in refused.value.message
         assert "sesame" not in str(refused.value)
+
+
+SAME = {
+    "toml": "[scheduler]\nmax_num_seqs = 7\n[server]\nport = 81\napi_key = ['a', 'b']\n",
+    "yaml": "scheduler:\n  max_num_seqs: 7\n  max_loras:\nserver:\n  port: 81\n  api_key: [a, b]\ncache:\n",
+    "json": '{"scheduler": {"max_num_seqs": 7, "max_loras": null},\n "server": {"port": 81, "api_key": ["a", "b"]}}',
+}
+"""The same settings in every format; null stands for what is not given."""
+
+
+@pytest.mark.parametrize(("form", "text"), SAME.items())
+def test_a_file_says_the_same_in_every_format(tmp_path: Path, form: str, text: str) -> None:
+    for suffix in FORMATS[form]:
+        file = tmp_path / f"weft{suffix}"
+        file.write_text(text)
+        config = load(file=file, env={})
+        assert (config.scheduler.max_num_seqs, config.server.port, config.server.api_key) == (7, 81, ["a", "b"])
+        assert config.scheduler.max_loras == Config().scheduler.max_loras
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "weft.yaml",
+            "server:\n  prt: 1\n",
+            "weft.yaml:2, [server] prt: there is no setting 'prt'. Did you mean 'port'",
+        ),
+        ("weft.json", '{"server":\n {"port": "x"}}', "weft.json:2, [server] port: 'x' is refused: Expected `int`"),
+        ("weft.json", '{"server": {"port": 1,\n "port": 2}}', "weft.json:2: 'port' is there twice: first in line 1"),
+        ("weft.yaml", "server: [", "weft.yaml:1: not valid YAML"),
+        ("weft.json", "[]", "this is no table of sections"),
+        ("weft.yaml", "server: 3", "weft.yaml:1: there is no section [server]"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_line(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load(file=tmp_path / name, env={})
+
+
+def test_a_file_without_a_telling_suffix_is_toml(tmp_path: Path) -> None:
+    file = tmp_path / "weft.conf"
+    file.write_text("[server]\nport = 9\n")
+    assert load(file=file, env={}).server.port == 9
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "weft.json"
+    file.write_text(" " * (1 << 20) + "{}")
+    with pytest.raises(ConfigError, match="larger than 1 MiB"):
+        load(file=file, env={})
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_of_all_settings_changes_nothing_commented_out_or_not(tmp_path: Path, form: str) -> None:
+    file = tmp_path / f"weft.{form}"
+    text = template(form)
+    names = "|".join(setting.name for setting in settings())
+    live = re.sub(rf"^( *)# ((?:{names})(?: =|:) .+)$", r"\1\2", text, flags=re.MULTILINE)
+    for written in (text, live):
+        file.write_text(written)
+        assert load(file=file, env={}) == Config()
+    for setting in settings():
+        assert re.search(rf'^ *"?{setting.name}"?(?: =|:) ', live, re.MULTILINE)
+        assert form == "json" or setting.doc in text
+
+
+def test_init_writes_a_file_once(tmp_path: Path) -> None:
+    file = tmp_path / "weft.json"
+    run = CliRunner().invoke
+    assert "JSON has no comments" in run(app, ["config", "init", str(file)]).output
+    assert json.loads(file.read_text())["server"]["port"] == 8000
+    file.write_text("kept")
+    with pytest.raises(ConfigError, match="is there already"):
+        run(app, ["config", "init", str(file)], catch_exceptions=False)
+    assert file.read_text() == "kept"
+    assert run(app, ["config", "init", str(file), "--force"]).exit_code == 0
+    with pytest.raises(ConfigError, match="would be read as json, and --format is yaml"):
+        run(app, ["config", "init", str(file), "--format", "yaml", "--force"], catch_exceptions=False)
+
+
+def test_check_shows_what_differs_and_no_key(tmp_path: Path) -> None:
+    file = toml(tmp_path, '[server]\nport = 8123\napi_key = ["sesame"]\n')
+    env = {"WEFT_MAX_NUM_SEQS": "3", "COLUMNS": "400"}
+    done = CliRunner().invoke(app, ["config", "check", str(file)], env=env)
+    assert done.exit_code == 0, done.output
+    words = [line.split() for line in done.output.splitlines()]
+    assert any(line[:4] == ["server", "port", "8123", "8000"] and f"{file}:2," in line for line in words)
+    assert any(line[:4] == ["scheduler", "max_num_seqs", "3", "0"] and "WEFT_MAX_NUM_SEQS" in line for line in words)
+    assert "api_key" in done.output and "sesame" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[server]\nprt = 1", "Did you mean 'port'?"),
+        ("[server]\nhost = '0.0.0.0'", "no API key is set"),
+        ("[server]\napi_key_file = '/no/keys'", "/no/keys: No such file"),
+        ("[grpc]\ngrpc_tls_cert = 'a.pem'", "TLS needs a certificate and its key"),
+        ("[backend]\nengine = 'cuda-vlm'", "Did you mean 'cuda-vllm'?"),
+        ("[backend]\nengine = 'native'\nengine_url = 'http://a/v1'", "--engine-url is set"),
+        ("[fleet]\nmodels_file = '/no/models.json'", "/no/models.json: No such file"),
+    ],
+)
+def test_check_ends_with_1_where_serve_would_not_start(tmp_path: Path, text: str, said: str) -> None:
+    done = CliRunner().invoke(app, ["config", "check", str(toml(tmp_path, text))])
+    assert done.exit_code == 1
+    assert said in done.output

@@ -16,7 +16,10 @@ import pytest
 import weft
 
 PACKAGE = Path(weft.__file__).parent
-GROUND = {"types", "plan", "errors", "config", "options", "switches", "logs", "payloads", "compile_cache", "__init__"}
+GROUND = {
+    *("types", "plan", "errors", "config", "options", "switches", "logs", "payloads", "compile_cache", "__init__"),
+    "migration",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": set(),
     "kernels": set(),
@@ -67,7 +70,7 @@ CORE = [
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "yaml.load", "os.system"}
 
-MAX_FILES = 260
+MAX_FILES = 261
 MAX_LINES = 44_000
 SMALL_LINES = 80
 SMALL_ON_PURPOSE = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from weft import __version__
-from weft.config import load
+from weft.config import FORMATS, differences, load, shown_value, template
 from weft.errors import ConfigError, Unavailable, WeftError
 from weft.options import Config, Setting, settings
 
@@ -40,11 +40,15 @@ def main() -> None:
     try:
         app()
     except WeftError as error:
-        console = _console(stderr=True)
-        console.print(error.message, style="red", markup=False, highlight=False, soft_wrap=True)
-        if error.hint:
-            console.print(error.hint, markup=False, highlight=False, soft_wrap=True)
+        _show_error(error)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+
+
+def _show_error(error: WeftError) -> None:
+    console = _console(stderr=True)
+    console.print(error.message, style="red", markup=False, highlight=False, soft_wrap=True)
+    if error.hint:
+        console.print(error.hint, markup=False, highlight=False, soft_wrap=True)
 
 
 def configured(*sections: str, positional_model: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -98,7 +102,7 @@ def _flag(setting: Setting) -> inspect.Parameter:
 
 
 def _config_file() -> inspect.Parameter:
-    option = typer.Option(None, "--config", help="A TOML file with sections as below.", metavar="FILE")
+    option = typer.Option(None, "--config", help="A TOML, YAML or JSON file with sections as below.", metavar="FILE")
     return _parameter("config_file", Path | None, option)
 
 
@@ -400,6 +404,78 @@ def doctor(config: Config) -> None:
         _console().print(plan_table(planned(config, files_here(config))), soft_wrap=True)
     except WeftError as error:
         _console().print(f"There is no plan for a model: {error}", markup=False, highlight=False, soft_wrap=True)
+
+
+config_app = typer.Typer(help="Write or check a file of settings.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+
+@config_app.command("init")
+def init_config(
+    path: Annotated[Path | None, typer.Argument(help="The file to write.", show_default="weft.toml")] = None,
+    form: Annotated[
+        str, typer.Option("--format", help="Without it, by the end of PATH.", metavar="|".join(FORMATS))
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+) -> None:
+    """Write a file with every setting, its documentation and its default.
+
+    All are commented out, by section. JSON has no comments: there every setting is written with its default.
+    """
+    if form and form not in FORMATS:
+        raise ConfigError(f"There is no format {form!r}.", hint=f"Possible: {', '.join(FORMATS)}.")
+    path = path or Path(f"weft.{form or 'toml'}")
+    by_name = next((name for name, suffixes in FORMATS.items() if path.suffix.lower() in suffixes), "toml")
+    if form not in ("", by_name):
+        raise ConfigError(f"{path} would be read as {by_name}, and --format is {form}.", hint="Give PATH its suffix.")
+    try:
+        with path.open("w" if force else "x") as file:
+            file.write(template(by_name))
+    except FileExistsError as error:
+        raise ConfigError(f"{path} is there already.", hint="--force overwrites it.") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}.") from error
+    written = "JSON has no comments: every setting is written with its default." if by_name == "json" else ""
+    typer.echo(f"{path} is written. {written}".rstrip())
+
+
+@config_app.command("check")
+def check_config(path: Annotated[Path, typer.Argument(help="What --config would be given.")]) -> None:
+    """Check a file as `weft serve --config` reads it, with the environment, and show what differs from the defaults.
+
+    Keys, certificates and the models file that it names are read too; no model is looked for or loaded.
+    It ends with 1 where a server would not start with it.
+    """
+    from rich.table import Table
+
+    from weft.api.server import check_server
+    from weft.backends.configured_models import ModelsFromFile
+    from weft.backends.starting import chosen_engines
+
+    places: dict[str, str] = {}
+    try:
+        config = load(file=path, places=places)
+        check_server(config)
+        if config.fleet.models_file:
+            ModelsFromFile(config)
+        else:
+            chosen_engines(config)
+    except WeftError as error:
+        _show_error(error)
+        raise typer.Exit(1) from error
+    table = Table("section", "setting", box=None, pad_edge=False)
+    for column in ("value", "default", "from"):
+        table.add_column(column, overflow="fold")
+    for setting, value in differences(config):
+        table.add_row(
+            setting.section,
+            setting.name,
+            shown_value(setting.name, value),
+            shown_value(setting.name, setting.default),
+            places[setting.name],
+        )
+    console = _console()
+    console.print(table if table.row_count else "Every setting is at its default.", markup=False, soft_wrap=True)
 
 
 @app.command()

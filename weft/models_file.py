@@ -6,180 +6,24 @@ registry are understood as well (OLD_KEYS).
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import time
-import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.checkpoint.adapter_files import DEFAULT_ADAPTER, adapter_settings
 from weft.checkpoint.model_files import SOURCES
-from weft.config import nearest, refusal
-from weft.errors import ConfigError
+from weft.config import Located, locate, nearest, read_located, refusal
+from weft.errors import ConfigError, shown
 from weft.hub.hub_api import HUB_ID
-from weft.options import Config, LoadMode, ModelEntry, Setting, settings
-
-MAX_BYTES = 1 << 20
-MAX_DEPTH = 4
-KeyPath = tuple[str, ...]
-
-
-class Located(Struct, frozen=True):
-    file: Path
-    value: Any
-    lines: dict[KeyPath, int]
-
-    def place(self, *path: str) -> str:
-        """Return file:line of a key, or of the nearest key around it."""
-        while path and path not in self.lines:
-            path = path[:-1]
-        return f"{self.file}:{self.lines.get(path, 1)}"
-
-
-def read_located(file: Path) -> Located:
-    """Read a file and the line of every key. Raises ConfigError for one that is unreadable or has a key twice."""
-    parse = _PARSERS.get(file.suffix.lower())
-    if parse is None:
-        raise ConfigError(f"{file}: the suffix does not tell the format.", hint=f"Known: {', '.join(_PARSERS)}.")
-    try:
-        with file.open("rb") as opened:
-            text = opened.read(MAX_BYTES + 1).decode()
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 text.") from error
-    if len(text) > MAX_BYTES:
-        raise ConfigError(f"{file}: larger than {MAX_BYTES >> 20} MiB.")
-    value, lines = parse(file, text)
-    return Located(file, value, lines)
-
-
-class _Lines:
-    """The line of every key; a key that is there twice is refused."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.by_path: dict[KeyPath, int] = {}
-
-    def put(self, path: KeyPath, line: int) -> None:
-        if path in self.by_path:
-            raise ConfigError(f"{self.file}:{line}: {path[-1]!r} is there twice: first in line {self.by_path[path]}.")
-        self.by_path[path] = line
-
-
-_JSON_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\]:,]')
-
-
-def _json(file: Path, text: str) -> tuple[Any, dict[KeyPath, int]]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file}:{error.lineno}: not valid JSON: {error.msg}.") from error
-    except RecursionError as error:
-        raise ConfigError(f"{file}: not valid JSON: nested too deep.") from error
-    # The text is valid JSON: a string before a colon is a key of the innermost open object.
-    lines = _Lines(file)
-    path: list[str] = []
-    line, counted_to = 1, 0
-    string, string_line, key = "", 1, ""
-    for token in _JSON_TOKEN.finditer(text):
-        line += text.count("\n", counted_to, token.start())
-        counted_to = token.start()
-        match token[0]:
-            case "{" | "[":
-                # Items of a list are told apart by where they begin.
-                path.append(key or str(token.start()))
-                key = ""
-            case "}" | "]":
-                path.pop()
-            case ":":
-                key = json.loads(string)
-                lines.put((*path[1:], key), string_line)
-            case ",":
-                key = ""
-            case _:
-                string, string_line = token[0], line
-    return value, lines.by_path
-
-
-def _toml(file: Path, text: str) -> tuple[Any, dict[KeyPath, int]]:
-    try:
-        value = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        at = re.search(r"line (\d+)", str(error))
-        raise ConfigError(f"{file}:{at[1] if at else 1}: not valid TOML: {error}.") from error
-    # The text is valid TOML: the fewest lines that are valid by themselves are one statement.
-    lines: dict[KeyPath, int] = {}
-    table: KeyPath = ()
-    statement, first = "", 1
-    for number, line in enumerate(text.split("\n"), 1):
-        statement += line + "\n"
-        try:
-            said = tomllib.loads(statement)
-        except tomllib.TOMLDecodeError:
-            continue
-        paths = list(_paths(said))
-        if statement.lstrip().startswith("["):
-            table = paths[-1]
-            lines |= {path: first for path in paths if path not in lines}
-        else:
-            lines |= {(*table, *path): first for path in paths}
-        statement, first = "", number + 1
-    return value, lines
-
-
-def _paths(value: Any) -> list[KeyPath]:
-    """Return the path of every key in a value, outer keys first."""
-    if isinstance(value, list):
-        return [path for item in value for path in _paths(item)]
-    if not isinstance(value, dict):
-        return []
-    return [path for key, inner in value.items() for path in ((key,), *((key, *rest) for rest in _paths(inner)))]
-
-
-def _yaml(file: Path, text: str) -> tuple[Any, dict[KeyPath, int]]:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError(
-            f"{file}: reading YAML needs PyYAML, which is not installed.",
-            hint="Run `pip install 'weft[yaml]'`, or write the file as TOML or JSON.",
-        ) from error
-    lines = _Lines(file)
-
-    def walk(node: Any, path: KeyPath) -> None:
-        # Deeper keys are never looked up, and aliases could make the walk endless.
-        if isinstance(node, yaml.MappingNode) and len(path) < MAX_DEPTH:
-            for key, value in node.value:
-                inner = (*path, str(key.value))
-                lines.put(inner, key.start_mark.line + 1)
-                walk(value, inner)
-
-    try:
-        walk(yaml.compose(text, yaml.SafeLoader), ())
-        return yaml.safe_load(text), lines.by_path
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{file}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem}.") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file}: not valid YAML: {str(error) or type(error).__name__}.") from error
-
-
-_PARSERS: dict[str, Callable[[Path, str], tuple[Any, dict[KeyPath, int]]]] = {
-    ".json": _json,
-    ".toml": _toml,
-    ".yaml": _yaml,
-    ".yml": _yaml,
-}
-
+from weft.migration import PREFERRED_BACKEND, KeyPath
+from weft.options import BackendOptions, Config, LoadMode, ModelEntry, Setting, settings
 
 log = logging.getLogger(__name__)
 
@@ -212,6 +56,8 @@ MEANINGLESS = (
 files are always checked, and only safetensors and GGUF are read. One warning names them all. `load_model` knows them
 too (compat/keywords)."""
 FOUR_BIT = "bitsandbytes"
+SEVERAL_ENGINES = ("auto", "hybrid", "nvidia", "cuda", "ascend", "npu")
+"""Names that stand for engines in an order, with vLLM's among them."""
 POLL_SECONDS = 1.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,199}")
 
@@ -221,13 +67,14 @@ class ModelRegistry:
 
     def __init__(
         self,
-        file: Path,
+        file: Path | str,
         config: Config,
         *,
         engines: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engines` are the names that an entry's engine may have; with none, they are not checked here.
+        """`file` may be the JSON text itself. `engines` are the names that an entry's engine may have; with none, they
+        are not checked here.
 
         Raises ConfigError that names every mistake in the file."""
         self._file = file
@@ -260,6 +107,8 @@ class ModelRegistry:
         log.info("the models were read again: %s", ", ".join(self.entries))
 
     def _state(self) -> tuple[int, int, int] | None:
+        if isinstance(self._file, str):
+            return None
         try:
             status = self._file.stat()
         except OSError:
@@ -267,9 +116,16 @@ class ModelRegistry:
         return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def read_registry(file: Path, config: Config, *, engines: Collection[str] = ()) -> dict[str, ModelEntry]:
+def models_source(models_file: str) -> Path | str:
+    """Return what --models-file names: a file, or the JSON text that it is itself."""
+    return models_file if models_file.lstrip().startswith("{") else Path(models_file).expanduser()
+
+
+def read_registry(file: Path | str, config: Config, *, engines: Collection[str] = ()) -> dict[str, ModelEntry]:
     """Return the entries by name. Raises ConfigError that names every mistake, each with its line."""
-    notes = _Notes(read_located(file))
+    located = read_located(file) if isinstance(file, Path) else locate(Path("--models-file"), file, ".json")
+    notes = _Notes(located)
+    config = _with_preferred_backend(notes, config, engines)
     entries = {path[-1]: _Entry(notes, path, config, engines).read(table) for path, table in _tables(notes)}
     notes.report()
     return entries
@@ -300,12 +156,26 @@ class _Notes:
             log.warning("%s", text)
 
 
+def _with_preferred_backend(notes: _Notes, config: Config, engines: Collection[str]) -> Config:
+    """Return the server's configuration with the engine that a CY-LLM configuration prefers for models that name none,
+    unless the server was told one."""
+    top = notes.located.value
+    if not isinstance(top, dict) or "models" not in top or top.get(PREFERRED_BACKEND) is None:
+        return config
+    preferred = top[PREFERRED_BACKEND]
+    if not isinstance(preferred, str) or (engines and preferred not in engines):
+        notes.wrong((PREFERRED_BACKEND,), f"there is no engine {shown(preferred)}.", nearest(str(preferred), engines))
+    elif config.backend.engine == BackendOptions().engine:
+        return replace(config, backend=replace(config.backend, engine=preferred))
+    return config
+
+
 def _tables(notes: _Notes) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
     """Yield the entries of a file: under `models`, or the whole of it."""
     top = notes.located.value
     path: KeyPath = ()
     if isinstance(top, dict) and "models" in top:
-        for key in top.keys() - {"models"}:
+        for key in top.keys() - {"models", PREFERRED_BACKEND}:
             notes.wrong((str(key),), f"there is no key {key!r} beside models.")
         top, path = top["models"], ("models",)
     if not isinstance(top, dict) or not top:
@@ -407,7 +277,7 @@ class _Entry:
         for name in names if self._engines and "engine" in backend else ():
             if name != "auto" and name not in self._engines:
                 self._wrong("engine", f"there is no engine {name!r}.", nearest(name, self._engines))
-        may_be_vllm = any(name in ("auto", "hybrid") or "vllm" in name for name in names)
+        may_be_vllm = any(name in SEVERAL_ENGINES or "vllm" in name for name in names)
         if backend.get("trust_remote_code") and not may_be_vllm:
             self._wrong("trust_remote_code", "only vLLM ever runs code that comes with a model.")
 

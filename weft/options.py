@@ -1,6 +1,6 @@
 """The settings of Weft are a few frozen structs, each field with its line of documentation.
 
-Flags, environment variables and TOML keys are generated from these fields, so a setting exists in all
+Flags, environment variables and the keys of files are generated from these fields, so a setting exists in all
 three or in none.
 """
 
@@ -84,7 +84,7 @@ class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
         str,
         _doc(
             "A name from `weft engines`, several in the order in which they are tried (a,b), or auto: the best for "
-            "this machine that is installed."
+            "this machine that is installed. vllm: this machine's; cuda, nvidia, ascend, npu: the best for those."
         ),
     ] = "auto"
     engine_url: Annotated[
@@ -388,7 +388,11 @@ class ModelPoolOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """Several models behind one server."""
 
     models_file: Annotated[
-        str, _doc("A file that names the models to serve: JSON, TOML or YAML; read again whenever it changes.")
+        str,
+        _doc(
+            "A file that names the models to serve: JSON, TOML or YAML; read again whenever it changes. Or the JSON "
+            "itself, which begins with {."
+        ),
     ] = ""
     preload: Annotated[list[str], _doc("Models of the file to load at start; others are when they are asked for.")] = []
     max_loaded_models: Annotated[

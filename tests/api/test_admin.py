@@ -299,3 +299,29 @@ def test_keys_are_read_again(tmp_path: Path) -> None:
         assert (await client.get("/v1/models", headers={"x-api-key": "two"})).status_code == 200
 
     run(scenario, config=config)
+
+
+def test_the_only_model_is_unloaded_and_loaded_again() -> None:
+    async def scenario(client: httpx.AsyncClient, gate: Admission, engine: ScriptedEngine) -> None:
+        async def tell(what: str, **body: str) -> httpx.Response:
+            return await client.post(f"/admin/models/{what}", json=body, headers=ADMIN)
+
+        assert (await tell("unload")).status_code == 409, "nothing could load it again"
+        engines: list[ScriptedEngine] = []
+
+        async def start() -> ScriptedEngine:
+            engines.append(ScriptedEngine())
+            return engines[-1]
+
+        gate.open(engine, start)
+        assert (await tell("unload", model="other")).status_code == 404
+        assert (await tell("unload")).json()["state"] == "unloaded" and engine.closed
+        [card] = (await client.get("/v1/models", headers=USER)).json()["data"]
+        assert (card["id"], card["state"]) == ("scripted", "unloaded")
+        assert (await client.get("/health", headers=USER)).json() == {"status": "ready"}
+        loaded = (await tell("load", model="scripted")).json()
+        assert loaded["state"] == "loaded" and loaded["idle_s"] < PATIENCE
+        assert (await tell("reload")).json()["state"] == "loaded" and len(engines) == 2
+        await gate.close()
+
+    run(scenario, answer("Hello"))

@@ -24,9 +24,17 @@ from weft.backends import (
     list_engines,
     registry,
 )
-from weft.backends.registry import BUILT_IN, PREFERENCE, engine_named, engines_in_order, why_unavailable
+from weft.backends.registry import (
+    BUILT_IN,
+    PLATFORM_NAMES,
+    PREFERENCE,
+    engine_named,
+    engines_in_order,
+    why_unavailable,
+)
 from weft.config import load
 from weft.errors import ConfigError, Unavailable
+from weft.machine.devices import Accelerator
 
 pytestmark = pytest.mark.usefixtures("no_weft_environment")
 
@@ -55,15 +63,22 @@ def test_the_docs_have_the_same_table() -> None:
         assert f"{kind}: {', '.join(names)}" in text
 
 
-def test_old_names_say_which_to_use_now() -> None:
-    for old, new in (
-        ("nvidia", "cuda-vllm-async"),
-        ("cuda", "native"),
-        ("ascend", "ascend-vllm"),
-        ("npu", "ascend-vllm"),
-    ):
-        with pytest.raises(ConfigError, match=f"no engine '{old}' any more.*{new}"):
-            engine_named(old)
+@pytest.mark.parametrize("machine", ["cuda", "ascend", "cpu"])
+def test_names_of_the_source_system_stand_for_engines(monkeypatch: pytest.MonkeyPatch, machine: Accelerator) -> None:
+    monkeypatch.setattr(registry, "accelerator", lambda: machine)
+    names = {old: tuple(spec.name for spec in engines_in_order(old)) for old in (*PLATFORM_NAMES, "vllm")}
+    assert names["nvidia"] == names["cuda"] == PREFERENCE["cuda"]
+    assert names["ascend"] == names["npu"] == PREFERENCE["ascend"]
+    assert names["vllm"] == ({"cuda": "cuda-vllm-async", "ascend": "ascend-vllm", "cpu": "cpu-vllm"}[machine],)
+    assert [spec.name for spec in engines_in_order("vllm,native")] == [*names["vllm"], "native"]
+
+
+def test_an_engine_of_ones_own_keeps_its_name(add_engine: Callable[..., None]) -> None:
+    add_engine("nvidia", "weft.backends.native:start_native")
+    assert [spec.name for spec in engines_in_order("nvidia")] == ["nvidia"]
+
+
+def test_a_name_that_is_not_there_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'cuda-vllm'"):
         engines_in_order("native,cuda-vlm")
     with pytest.raises(ConfigError, match="''"):
@@ -235,8 +250,8 @@ def test_an_engine_that_would_not_be_taken_is_not_named(monkeypatch: pytest.Monk
 
 
 def test_a_name_that_is_not_there_is_two_lines_and_exit_code_2() -> None:
-    done = weft_command("generate", "hi", "--engine", "nvidia")
+    done = weft_command("generate", "hi", "--engine", "nvidja")
     assert done.returncode == 2
-    assert done.stderr == "There is no engine 'nvidia' any more.\nSay cuda-vllm-async (vLLM) or native.\n"
+    assert done.stderr == "There is no engine 'nvidja'.\nDid you mean 'nvidia'?\n"
     done = weft_command("generate", "hi", env={"CY_LLM_ENGINE": "remote"})
     assert done.returncode == 2 and "remote cannot be used: it needs --engine-url" in done.stderr

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import wire_costs
 from weft.engine.wire import (
     Abort,
     BrokenFrame,
@@ -102,3 +103,11 @@ def test_an_engine_on_an_event_loop_reads_the_same_frames() -> None:
     for data in NO_MESSAGES:
         with pytest.raises(BrokenFrame):
             read_to_the_end(data)
+
+
+def test_the_command_behind_the_decision_s_figures_measures_every_encoding() -> None:
+    measured = wire_costs.measure(seconds=0, repeat=1)
+    assert measured.keys() == wire_costs.MESSAGES.keys()
+    for costs in measured.values():
+        assert costs["msgspec, msgpack"].num_bytes == min(cost.num_bytes for cost in costs.values())
+        assert all(cost.encode_us > 0 and cost.decode_us > 0 for cost in costs.values())

@@ -204,7 +204,7 @@ class NamedModel(Fields):
     """POST /admin/models/load, …/unload, …/reload"""
 
     model: str = ""
-    """Empty, to reload: all that the file names."""
+    """Empty: the only one; of several, to reload, all that the file names."""
 
 
 class Resident(Struct, frozen=True, kw_only=True):
@@ -250,15 +250,13 @@ def add_model_admin(app: FastAPI, admission: Admission) -> None:
     @app.post("/admin/models/reload", include_in_schema=False)
     async def reload(request: Request) -> Response:
         name = (await read(request, NamedModel, admission)).model
-        if name:
+        if name or not pool.has_many:
             slot = _slot(admission, name)
-            await slot.unload()
-            slot.forgive()
-            await pool.load(slot)
+            await pool.load_anew(slot)
             return JsonResponse(_shown_model(slot))
         try:
             pool.reload()
-        except (ConfigError, InvalidRequest) as error:
+        except ConfigError as error:
             raise Conflict(f"The models stay as they were: {error}") from error
         return _all(admission)
 

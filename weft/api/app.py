@@ -284,8 +284,9 @@ def _add_health(app: FastAPI, admission: Admission) -> None:
 
 def _all_cards(admission: Admission) -> list[ModelCard]:
     admission.check_open()
-    if not admission.pool.has_many:
-        return [card for served in admission.pool.served_models() for card in _cards(served)]
+    loaded = admission.pool.served_models()
+    if loaded and not admission.pool.has_many:
+        return [card for served in loaded for card in _cards(served)]
     cards: list[ModelCard] = []
     for slot in admission.pool.slots:
         if slot.served is not None:

@@ -28,7 +28,7 @@ from weft.backends.contract import ConfiguredModels
 from weft.errors import ConfigError, EngineFault, WeftError
 from weft.options import Config, ServerOptions
 from weft.serving.admission import Admission
-from weft.serving.auth import POLL_S, file_state
+from weft.serving.auth import POLL_S, Keys, file_state
 from weft.serving.model_pool import StartEngine
 
 if TYPE_CHECKING:
@@ -70,14 +70,29 @@ def serve_models(models: ConfiguredModels, config: Config) -> None:
 
 def _serve(start: StartAdmission, config: Config, models: ConfiguredModels | None = None) -> None:
     logs.set_up(config.server.log_level, form=config.server.log_format)
-    check_reach(config.server)
-    check_origins(config.server)
+    check_server(config)
     allow_many_connections()
     return_large_blocks()
     with bind(config.server.host, config.server.port) as listener:
         life = _Life(config, listener, models)
         with asyncio.Runner(loop_factory=life.loop_factory) as runner:
             runner.run(life.live(start))
+
+
+def check_server(config: Config) -> None:
+    """Raise ConfigError for settings with which no server starts, as far as they and the files of keys and certificates
+    tell."""
+    options = config.server
+    check_reach(options)
+    check_origins(options)
+    Keys(options.api_key, options.api_key_file)
+    Keys(options.admin_key, options.admin_key_file)
+    if options.ssl_certfile or options.ssl_keyfile:
+        Certificate(options)
+    if config.grpc.grpc:
+        from weft.api.grpc.grpc_server import tls_credentials
+
+        tls_credentials(config.grpc)
 
 
 def check_reach(options: ServerOptions) -> None:

@@ -11,16 +11,16 @@ from msgspec.structs import replace
 from weft.backends.contract import Engine, FreeMemory, Need, StageReport
 from weft.backends.failover import start_engine
 from weft.backends.preflight import check_engine
-from weft.backends.registry import ALIASES, ORDERED_LIST, engines, engines_in_order, obstacle
+from weft.backends.registry import engine_names, engines_in_order, obstacle
 from weft.backends.safe_loading import LoadStage, Start, load_safely, plan_safely
 from weft.backends.starting import are_elsewhere, without_servers_own
 from weft.config import nearest
-from weft.errors import ConfigError, OutOfMemory, WeftError
+from weft.errors import ConfigError, OutOfMemory, WeftError, shortened
 from weft.hub.resolve import resolve
 from weft.machine.hardware import inspect_machine
 from weft.machine.memory import GIB
 from weft.machine.planner import MEMORY_PROFILES
-from weft.models_file import ModelRegistry
+from weft.models_file import ModelRegistry, models_source
 from weft.options import Config, ModelEntry, ModelOptions
 
 
@@ -41,12 +41,12 @@ class ModelsFromFile:
             raise ConfigError(
                 "--served-model-name and --models-file are both set.", hint="Models are called as the file says."
             )
-        names = (*engines(), *ALIASES, *ORDERED_LIST)
-        self._registry = ModelRegistry(Path(config.fleet.models_file).expanduser(), config, engines=names)
+        self._registry = ModelRegistry(models_source(config.fleet.models_file), config, engines=engine_names())
         for name in (*config.fleet.preload, *self._asked):
             if name not in self.entries:
                 raise ConfigError(
-                    f"There is no model {name!r} in {config.fleet.models_file}.", hint=nearest(name, self.entries)
+                    f"There is no model {name!r} in {shortened(config.fleet.models_file)}.",
+                    hint=nearest(name, self.entries),
                 )
         self.memory_limit = _limit_bytes(config.fleet.max_models_memory)
 

@@ -163,14 +163,6 @@ BUILT_IN: dict[str, EngineSpec] = {
 
 ALIASES = {"cpu": "native"}
 
-OLD_NAMES = {
-    "nvidia": "cuda-vllm-async (vLLM) or native",
-    "cuda": "cuda-vllm-async (vLLM) or native",
-    "ascend": "ascend-vllm",
-    "npu": "ascend-vllm",
-}
-"""Names that the CY-LLM Engine had for engines that are not here, and what to say instead."""
-
 PREFERENCE: dict[Accelerator, tuple[str, ...]] = {
     "cuda": ("cuda-vllm-async", "cuda-vllm", "native"),
     "ascend": ("ascend-vllm", "ascend-mindie", "native"),
@@ -184,6 +176,13 @@ DEVICES = {"cuda": "CUDA device", "ascend": "Ascend device"}
 
 ORDERED_LIST = ("auto", "hybrid")
 """Names that stand for the machine's order of preference."""
+
+PLATFORM_NAMES: dict[str, Accelerator] = {"nvidia": "cuda", "cuda": "cuda", "ascend": "ascend", "npu": "ascend"}
+"""Names of the CY-LLM Engine that stand for a platform's order of preference."""
+
+VLLM = "vllm"
+VLLM_ENGINES: dict[Accelerator, str] = {"cuda": "cuda-vllm-async", "ascend": "ascend-vllm", "cpu": "cpu-vllm"}
+"""The engine that `vllm` alone stands for on a machine."""
 
 _registered: dict[str, EngineSpec] = {}
 
@@ -207,18 +206,30 @@ def engine_named(name: str) -> EngineSpec:
     spec = table.get(ALIASES.get(name, name))
     if spec is not None:
         return spec
-    if name in OLD_NAMES:
-        raise ConfigError(f"There is no engine {name!r} any more.", hint=f"Say {OLD_NAMES[name]}.")
-    raise ConfigError(f"There is no engine {name!r}.", hint=nearest(name, [*table, *ALIASES, "auto"]))
+    raise ConfigError(f"There is no engine {name!r}.", hint=nearest(name, engine_names()))
+
+
+def engine_names() -> tuple[str, ...]:
+    """Return every name that `--engine` may have."""
+    return (*engines(), *ALIASES, *ORDERED_LIST, *PLATFORM_NAMES, VLLM)
 
 
 def engines_in_order(names: str, device: str = "auto") -> tuple[EngineSpec, ...]:
     """Return the engines of `--engine`: a name, several with commas between, or auto; `device` as in `--device`."""
-    preferred = PREFERENCE["cpu" if device == "cpu" else accelerator()]
+    place: Accelerator = "cpu" if device == "cpu" else accelerator()
     chosen: list[EngineSpec] = []
     for name in map(str.strip, names.split(",")):
-        chosen += map(engine_named, preferred if name in ORDERED_LIST else (name,))
+        chosen += map(engine_named, _meant(name, place))
     return tuple(chosen)
+
+
+def _meant(name: str, place: Accelerator) -> tuple[str, ...]:
+    """Return the names of the engines that a name stands for on a machine; a registered engine is what it is called."""
+    if name in ORDERED_LIST:
+        return PREFERENCE[place]
+    if name in PLATFORM_NAMES and name not in engines():
+        return PREFERENCE[PLATFORM_NAMES[name]]
+    return (VLLM_ENGINES[place],) if name == VLLM and name not in engines() else (name,)
 
 
 def obstacle(spec: EngineSpec, config: Config | None = None) -> str:
@@ -241,10 +252,16 @@ def why_unavailable(name: str, config: Config | None = None) -> str:
     """Return why an engine cannot be used on this machine with this configuration; empty: it can. Imports what it
     stands on, in another process."""
     try:
-        spec = engine_named(name)
+        specs = engines_in_order(name)
     except ConfigError as error:
         return str(error)
-    return obstacle(spec, config) or _import_failure(*_modules(spec))
+    reasons = []
+    for spec in specs:
+        why_not = obstacle(spec, config) or _import_failure(*_modules(spec))
+        if not why_not:
+            return ""
+        reasons.append(why_not if len(specs) == 1 else f"{spec.name}: {why_not}")
+    return "; ".join(reasons)
 
 
 def check_engine_available(name: str) -> bool:

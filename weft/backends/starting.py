@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from weft.backends.contract import Engine
 from weft.backends.registry import EngineSpec, Refuse, engines_in_order, obstacle
 from weft.backends.safe_loading import Start
+from weft.config import differences
 from weft.errors import ConfigError, OutOfMemory, Unavailable
 from weft.machine.memory import as_out_of_memory
 from weft.options import Config, Setting, settings
@@ -157,7 +158,4 @@ def without_servers_own(config: Config, server: Config) -> Config:
 
 def _held_here(config: Config) -> Iterator[tuple[Setting, object]]:
     """Return those of these settings that are set."""
-    for setting in settings("model", "backend", "cache", "scheduler"):
-        value = getattr(getattr(config, setting.section), setting.name)
-        if setting.name in HELD_HERE and value != setting.default:
-            yield setting, value
+    return ((setting, value) for setting, value in differences(config) if setting.name in HELD_HERE)

@@ -36,7 +36,7 @@ _WORK = OfflineWork()
 _MIXED = MixedWork()
 
 Model = Annotated[str | None, typer.Argument(help="What `weft serve` takes.", show_default="smollm2")]
-ConfigFile = Annotated[Path | None, typer.Option(help="A TOML file with settings.")]
+ConfigFile = Annotated[Path | None, typer.Option(help="A TOML, YAML or JSON file with settings.")]
 EngineName = Annotated[str | None, typer.Option(help="One of `weft engines`.", show_default="native")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_default="auto")]
 Dtype = Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.", show_default="auto")]

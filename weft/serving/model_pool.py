@@ -1,6 +1,6 @@
 """The models of a server by their names: which is meant, which are loaded, and what changes when their file does.
 
-A server of one model has a pool of one, whose model was loaded before it came in and goes only with its engine.
+A server of one model has a pool of one, whose model was loaded before it came in.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class PoolMemory:
 
 
 WATCH_S = 1.0
-ONE_MODEL = "This server has the model that it was started with, and cannot load, unload or replace it while it runs."
+NO_START = "This server was given its model loaded, and could not load it again."
+NO_FILE = "There is no file of models to read again."
 
 OpenServedModel = Callable[[Config, Engine], ServedModel]
 StartEngine = Callable[[], Awaitable[Engine]]
@@ -105,6 +106,8 @@ class ModelPool:
         self._config = config
         self._open_served = open_served
         self._models = models
+        self._restart: StartEngine | None = None
+        """Starts the engine of a pool of one again."""
         self._slots: dict[str, ModelSlot] = {}
         self._going: set[ModelSlot] = set()
         """Slots that were taken away, but are not yet unloaded."""
@@ -162,9 +165,12 @@ class ModelPool:
         return with_images[0] if name is None and with_images else self.find(name)
 
     def named(self, name: str) -> ModelSlot:
-        """Find a model by its own name alone. Raises ModelNotFound, and InvalidRequest in a pool of one."""
+        """Find a model by its own name alone, to load or unload it; in a pool of one, no name is that one's. Raises
+        ModelNotFound, and InvalidRequest where it could not be loaded again."""
         if not self.has_many:
-            raise InvalidRequest(ONE_MODEL)
+            name = name or self.default().name
+            if self._restart is None:
+                raise InvalidRequest(NO_START)
         if name not in self._slots:
             raise ModelNotFound(f"There is no model {name!r:.200} here; there are {', '.join(self._slots)}.")
         return self._slots[name]
@@ -177,7 +183,8 @@ class ModelPool:
             return Health(False, "starting")
         if not self.has_many:
             [slot] = self.slots
-            return slot.served.engine.health() if slot.served is not None else Health(False, slot.trouble or slot.state)
+            # One that was unloaded is loaded again for the next request.
+            return slot.served.engine.health() if slot.served is not None else Health(not slot.trouble, slot.trouble)
         troubles = self.troubles()
         if len(troubles) < len(self._slots):
             return Health(True)
@@ -190,16 +197,20 @@ class ModelPool:
     # Its life.
 
     def adopt(self, engine: Engine, restart: StartEngine | None = None) -> ServedModel:
-        """Take in the one model of a pool of one, which is loaded. With `restart` it is watched over, and loaded anew
-        where the server is to go on without an engine."""
+        """Take in the one model of a pool of one, which is loaded. With `restart` it is watched over, can be unloaded,
+        and is loaded anew where the server is to go on without an engine."""
+        self._restart = restart
         served = self._open_served(self._config, engine)
         entry = ModelEntry(name=served.model_name, config=self._config, preload=True)
 
         async def load_again(slot: ModelSlot) -> ServedModel:
             assert restart is not None
-            return self._open_served(self._config, await restart())
+            engine = await restart()
+            slot.need, slot.holds_memory = _measured(Need(), engine), True
+            return self._open_served(self._config, engine)
 
         slot = ModelSlot(entry, self._options, load_again, self._memory.changed)
+        slot.need, slot.holds_memory = _measured(Need(), engine), True
         slot.adopt(served, slot.entry)
         self._slots = {slot.name: slot}
         if restart is not None:
@@ -241,10 +252,16 @@ class ModelPool:
         finally:
             slot.end_claim()
 
+    async def load_anew(self, slot: ModelSlot) -> None:
+        """Unload a model and load it again, from its files as they are now."""
+        await slot.unload()
+        slot.forgive()
+        await self.load(slot)
+
     def reload(self) -> None:
         """Read the file now. Raises ConfigError, and nothing has changed then."""
         if self._models is None:
-            raise InvalidRequest(ONE_MODEL)
+            raise InvalidRequest(NO_FILE)
         self._models.reload()
         self._take_in(self._models.entries)
 

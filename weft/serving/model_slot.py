@@ -211,6 +211,7 @@ class ModelSlot:
     def adopt(self, served: ServedModel, entry: ModelEntry) -> None:
         """Take in what was loaded, by this entry."""
         self.served, self._loaded_entry, self.failure = served, entry, None
+        self.last_used = self._clock()
         image_model = served.engine.model.images
         self.image_model_name = image_model.name if image_model is not None else ""
 
@@ -272,7 +273,6 @@ class ModelSlot:
         else:
             self.adopt(served, entry)
             self._load_s = self._clock() - self._began
-            self.last_used = self._clock()
             self.num_loads += 1
             log.info("the model %s is loaded (%.1f s)", self.name, self._load_s)
         finally:

@@ -8,14 +8,16 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from tests.api.grpc.calls import answer_to, ask, check_whole, door, refused, text_of
+from tests.api.grpc.calls import Client, answer_to, ask, check_whole, door, refused, text_of
 from tests.waiting import until
 from weft.api.grpc.prediction import ChunkBuffer
+from weft.backends.failover import start_engine
 from weft.backends.native import NativeEngine, start_native
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
@@ -148,3 +150,25 @@ def test_a_stream_survives_the_death_of_the_engine(run: Run, own: Answers) -> No
             assert health.healthy and health.metrics["engine_restarts"] == "1"
 
     run(scenario)
+
+
+def test_unloading_the_only_model_ends_its_process(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        settings: dict[str, Any] = {"model": str(tiny_model), "engine": "native", "kv_cache_memory_mb": 16}
+        config = load(settings | {"image_model": "none"}, env={})
+
+        async def start() -> Any:
+            return await start_engine(config)
+
+        async with door(opened=False, admin_key=["root"]) as opened:
+            engine = await start()
+            opened.gate.open(engine, start)
+            pid = engine.client.engine_pid
+            before = await answer_to(opened, ask(generation={"temperature": 0, "max_new_tokens": 4}))
+            await Client(opened.channel, "root").control("unload_model")
+            assert not Path(f"/proc/{pid}").exists()
+            after = await answer_to(opened, ask(generation={"temperature": 0, "max_new_tokens": 4}))
+            assert text_of(after) == text_of(before)
+            await opened.gate.close()
+
+    asyncio.run(scenario())

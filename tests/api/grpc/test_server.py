@@ -26,7 +26,7 @@ from weft.api.grpc.ai_service_pb2 import DESCRIPTOR
 from weft.api.grpc.grpc_server import SERVICES, serve_rpc
 from weft.backends.contract import Health
 from weft.config import load
-from weft.errors import ConfigError
+from weft.errors import ConfigError, ModelError
 from weft.serving.admission import Admission
 from weft.types import Output
 
@@ -341,6 +341,14 @@ def test_a_message_that_is_too_large_is_refused_and_the_door_stays_open() -> Non
     asyncio.run(scenario())
 
 
+def test_a_message_of_a_hundred_megabytes_comes_in_where_the_flag_says_so() -> None:
+    async def scenario() -> None:
+        async with door(grpc_max_message_mb=100) as opened:
+            assert (await opened.control("ping", payload={"x": "y" * 100_000_000})).payload["message"] == "pong"
+
+    asyncio.run(scenario())
+
+
 def test_a_stream_too_many_is_refused_and_probes_are_not() -> None:
     async def scenario() -> None:
         async with door(grpc_max_streams=2) as opened:
@@ -387,13 +395,71 @@ def test_control() -> None:
             )  # fmt: skip
             models = await opened.control("list_models")
             assert models.trace_id
-            assert dict(models.payload) == {"status": "ok", "models": "scripted"}
+            assert dict(models.payload) == {"status": "ok", "models": "scripted", "loaded": "scripted"}
             for command in ("unload_model", "reload_registry", "explode", ""):
                 answered = await opened.control(command, payload={"model_id": "scripted"})
                 assert answered.command == f"{command}_response"
                 assert answered.payload["status"] == "error" and answered.payload["message"]
             # Refused is refused: the model is still there.
             check_whole(await answer_to(opened, ask()))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["", "default", "scripted"])
+def test_control_unloads_and_loads_the_only_model(name: str) -> None:
+    async def scenario() -> None:
+        engines: list[ScriptedEngine] = []
+
+        async def start() -> ScriptedEngine:
+            engines.append(ScriptedEngine())
+            return engines[-1]
+
+        async with door(opened=False, admin_key=["root"]) as opened:
+            opened.gate.open(await start(), start)
+            operator, payload = Client(opened.channel, "root"), {"model_id": name} if name else {}
+            for command in ("load_model", "unload_model", "reload", "reload_registry"):
+                refused = await opened.control(command, payload=payload)
+                assert refused.payload["status"] == "error" and "--admin-key" in refused.payload["message"]
+            gone = await operator.control("unload_model", payload=payload)
+            assert dict(gone.payload) == {"status": "ok", "state": "unloaded"}
+            assert engines[0].closed
+            assert dict((await opened.control("list_models")).payload)["loaded"] == ""
+            assert (await opened.health()).healthy, "the next request is answered"
+            check_whole(await answer_to(opened, ask()))
+            assert len(engines) == 2
+            await operator.control("unload_model", payload=payload)
+            back = await operator.control("load_model", payload=payload)
+            assert dict(back.payload) == {"status": "ok", "state": "loaded"} and len(engines) == 3
+            for number, command in enumerate(("reload", "reload_registry"), 4):
+                assert (await operator.control(command, payload=payload)).payload["state"] == "loaded"
+                assert len(engines) == number and engines[-2].closed and not engines[-1].closed
+            other = await operator.control("unload_model", payload={"model_id": "other"})
+            assert other.payload["status"] == "error" and "no model 'other'" in other.payload["message"]
+            await opened.gate.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_load_that_fails_is_told_and_can_be_tried_again() -> None:
+    async def scenario() -> None:
+        faults: list[Exception] = []
+
+        async def start() -> ScriptedEngine:
+            if faults:
+                raise faults.pop()
+            return ScriptedEngine()
+
+        async with door(opened=False, admin_key=["root"]) as opened:
+            opened.gate.open(await start(), start)
+            operator = Client(opened.channel, "root")
+            faults.append(ModelError("It is damaged."))
+            failed_load = await operator.control("reload")
+            assert failed_load.payload["status"] == "error" and "It is damaged." in failed_load.payload["message"]
+            assert not (await opened.health()).healthy
+            assert (await operator.control("load_model")).payload["state"] == "loaded"
+            assert (await opened.health()).healthy
+            await opened.gate.close()
 
     asyncio.run(scenario())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import stat
 import tempfile
 from functools import partial
@@ -16,7 +17,7 @@ from tests.backends.vllm.real import config_of, eager, needs_vllm
 from tests.waiting import PATIENCE
 from weft.backends.failover import start_engine
 from weft.backends.vllm.arguments import CPU, CUDA_ASYNC
-from weft.backends.vllm.vllm_engine import start
+from weft.backends.vllm.vllm_engine import TRIED, start, warn_of_untried
 from weft.backends.vllm.vllm_process import VllmProcess
 from weft.config import load
 from weft.engine.client import EngineClient
@@ -47,6 +48,25 @@ def test_an_import_that_fails_is_told_by_the_process_that_tried(tiny_model: Path
 
     asyncio.run(scenario())
     assert leftovers() == before
+
+
+def test_a_version_that_was_not_tried_leaves_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for installed in ("0.26.0", "0.26.0+cu129", ""):
+        warn_of_untried(installed, "cuda")
+    assert not caplog.records
+    for _ in range(2):
+        warn_of_untried("0.99.1", "cuda")
+    [record] = caplog.records
+    assert record.getMessage().startswith("vLLM 0.99.1 was not tried with Weft on cuda, but 0.26.0")
+    warn_of_untried("0.26.0", "cpu")
+    assert "on cpu, but 0.32.0" in caplog.records[-1].getMessage()
+
+
+def test_the_page_has_the_versions_that_were_tried() -> None:
+    page = (Path(__file__).parents[3] / "docs/engines/vllm.md").read_text()
+    rows = re.findall(r"^\| ([\w. ]+) \| (.+) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    for column, tried in enumerate(TRIED.values(), 1):
+        assert tuple(row[0] for row in rows if row[column].startswith("**tried**")) == tried
 
 
 def test_a_gguf_model_is_refused_before_anything_is_started(tiny_gguf: object) -> None:

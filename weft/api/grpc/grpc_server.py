@@ -42,7 +42,7 @@ OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 def add_tcp(server: grpc.aio.Server, host: str, options: GrpcOptions) -> int:
     """Listen on the port, and return which it is. Raises ConfigError with the reason why it cannot be had."""
-    credentials = _credentials(options)
+    credentials = tls_credentials(options)
     port = _checked_port(host, options.grpc_port)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
@@ -117,7 +117,8 @@ def _private_files() -> Iterator[None]:
         os.umask(before)
 
 
-def _credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
+def tls_credentials(options: GrpcOptions) -> grpc.ServerCredentials | None:
+    """Read the files for TLS; None: none are named. Raises ConfigError."""
     certificate, key, client_ca = options.grpc_tls_cert, options.grpc_tls_key, options.grpc_tls_client_ca
     if not certificate and not key and not client_ca:
         return None

