@@ -9,6 +9,7 @@
 #   make soak    serve a mixed load for an hour: memory, files and latencies must stay (ARGS="--minutes 5")
 #   make check   lint, format, types and tests: what a change must pass
 #   make bench   measure this machine
+#   make perf    the performance suite, with bounds (ARGS="--min-tokens-per-s 40 --max-ttft-ms 200") and --benchmark-json FILE
 #   make lock    write requirements/ anew: the versions that are installed, with the hashes of their wheels
 #   make audit   tell which locked packages have known vulnerabilities (ADVISORIES: a folder of advisories)
 #   make release  a wheel, a bill of materials and checksums in dist/
@@ -33,7 +34,7 @@ ADVISORIES ?= build/advisories
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench lock audit release proto show-vllm-bench show-vllm-engine show-remote-peers clean
+.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release proto show-vllm-bench show-vllm-engine show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -73,6 +74,10 @@ check: lint test
 
 bench: .venv/installed
 	@$(BIN)/weft bench offline $(ARGS)
+
+perf: .venv/installed-dev
+	@$(BIN)/weft pull smollm2
+	$(BIN)/python -m pytest tests/performance -m performance --benchmark-only $(ARGS)
 
 lock: .venv/installed-dev
 	$(BIN)/python tools/lock.py
