@@ -21,6 +21,7 @@ from weft.text.tokenizer import Tokenizer, num_chars
 from weft.types import (
     Adapter,
     GenerationRequest,
+    MixedPrompt,
     ModelInfo,
     Request,
     SamplingParams,
@@ -97,6 +98,7 @@ class ModelText:
             tenant=request.tenant,
             sibling_of=request.sibling_of,
             adapter=adapter,
+            embeds=request.prompt.embeds if isinstance(request.prompt, MixedPrompt) else [],
         )
 
 

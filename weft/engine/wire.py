@@ -142,9 +142,12 @@ class BrokenFrame(Exception):
     """The other side sent something that is no message."""
 
 
-def frame(message: ToEngine | FromEngine) -> bytes:
-    body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)) + body
+def frame(message: ToEngine | FromEngine) -> bytearray:
+    # Encoded in its place: a tensor is copied once.
+    whole = bytearray(_LENGTH.size)
+    _encoder.encode_into(message, whole, _LENGTH.size)
+    _LENGTH.pack_into(whole, 0, len(whole) - _LENGTH.size)
+    return whole
 
 
 def receive(sock: socket.socket) -> ToEngine | None:
