@@ -32,6 +32,7 @@ from weft.types import (
     ImageModelInfo,
     ImageParams,
     LoadLora,
+    MixedPrompt,
     ModelInfo,
     Output,
     Pooling,
@@ -99,7 +100,7 @@ class ScriptedTokenizer:
 
 
 class Submitted(Struct, frozen=True):
-    prompt: list[int]
+    prompt: list[int] | MixedPrompt
     params: SamplingParams
     request_id: str
     cache_salt: str
@@ -174,6 +175,7 @@ class ScriptedEngine:
         refuse: WeftError | None = None,
         images: ImageModelInfo | None = None,
         tokenizer: ScriptedTokenizer | None = None,
+        embeds_width: int = 0,
     ) -> None:
         self.model = ModelInfo(
             name="scripted",
@@ -184,6 +186,7 @@ class ScriptedEngine:
             device="cpu",
             dtype="float32",
             images=images,
+            embeds_width=embeds_width,
         )
         self.tokenizer: Any = tokenizer or ScriptedTokenizer()
         self.script = list(script or answer("Hello", ", ", "world"))

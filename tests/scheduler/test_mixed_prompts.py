@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 from msgspec.structs import replace
 
@@ -145,6 +147,22 @@ def test_images_and_prompts_share_the_bytes_for_tensors() -> None:
     assert simulation.progress["i"] == [1, 2, 3]
     for one in prompts:
         assert simulation.outputs[one.request_id] == expected_output(one, 64)
+
+
+def test_payloads_that_exceed_the_budget_together_wait_for_each_other() -> None:
+    """Four payloads of 30 MB in a budget of 100 MB."""
+    width, rows = 150_000, 50
+    simulation = Simulation(taking(embeds_width=width, max_embedding_bytes=100_000_000, num_blocks=80))
+    for i in range(4):
+        data = memoryview(struct.pack("<f", i) * (width * rows))
+        large = PromptEmbeds(data=data, shape=(rows, width), dtype="float32")
+        simulation.add(request(f"r{i}", mixed([1], large, [2]), 3))
+    most = 0
+    while simulation.step():
+        most = max(most, simulation.scheduler.stats().embedding_bytes)
+    assert most == 90_000_000 and simulation.scheduler.stats().embedding_bytes == 0
+    assert simulation.admissions() == ["r0", "r1", "r2", "r3"]
+    assert [len(tokens) for tokens in simulation.outputs.values()] == [3] * 4
 
 
 # What is refused.
