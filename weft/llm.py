@@ -26,7 +26,7 @@ from weft.checkpoint.adapter_files import adapter_settings
 from weft.errors import InvalidRequest
 from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.serving.image_request import Image, ImageOptions, check_allowed, generate_image, image_requests, sides
-from weft.serving.mixed_prompt import PromptPart, check_embeds_taken, mixed_prompt
+from weft.serving.request import PromptPart, check_embeds_taken, mixed_prompt
 from weft.types import (
     FinishReason,
     FlowSampler,

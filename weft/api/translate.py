@@ -20,6 +20,7 @@ from weft.api.openai.openai_schema import (
     NamedTool,
     SamplingFields,
     Tool,
+    tensor_fields,
 )
 from weft.backends.contract import (
     ENCODED_CONTEXTS,
@@ -33,10 +34,16 @@ from weft.backends.contract import (
     tokens_unknown,
 )
 from weft.errors import ContextTooLong, InvalidRequest
-from weft.payloads import not_with_embeds
-from weft.serving.mixed_prompt import MarkedTensors, PromptPart, check_embeds_taken, mixed_prompt
+from weft.payloads import PromptEmbeds, not_with_embeds
 from weft.serving.output_reader import ReaderOptions
-from weft.serving.request import requests_like
+from weft.serving.request import (
+    MarkedTensors,
+    NamedEmbeds,
+    PromptPart,
+    check_embeds_taken,
+    mixed_prompt,
+    requests_like,
+)
 from weft.serving.served_model import ServedModel
 from weft.text.grammars.specs import (
     ChoiceSpec,
@@ -373,7 +380,7 @@ def _marked(message: Message, field: str, tensors: MarkedTensors) -> str | None:
         if isinstance(part, str):
             written += f"\n{part}" if after_text else part
         else:
-            written += tensors.mark(*part.named_embeds(f"{field}[{place}]"))
+            written += tensors.mark(*_named_embeds(part, f"{field}[{place}]"))
         after_text = isinstance(part, str)
     return written
 
@@ -410,7 +417,7 @@ def _reader_options(
 def _prompts(request: CompletionRequest, engine: Engine) -> list[Prompt]:
     """Return the prompts of a completion: first those that are prompt embeds, as vLLM has it."""
     rows: list[Prompt] = [
-        mixed_prompt([embeds.named_embeds(f"prompt_embeds[{number}]")], engine)
+        mixed_prompt([_named_embeds(embeds, f"prompt_embeds[{number}]")], engine)
         for number, embeds in enumerate(request.prompt_embeds)
     ]
     if rows and request.prompt == [""]:
@@ -420,6 +427,10 @@ def _prompts(request: CompletionRequest, engine: Engine) -> list[Prompt]:
         _prompt(given, f"prompt[{number}]" if several else "prompt", engine)
         for number, given in enumerate(request.prompt)
     ]
+
+
+def _named_embeds(part: EmbedsPart, field: str) -> NamedEmbeds:
+    return field, PromptEmbeds(**tensor_fields(part, field))
 
 
 def _prompt(given: GivenPrompt, field: str, engine: Engine) -> Prompt:
@@ -435,7 +446,7 @@ def _prompt(given: GivenPrompt, field: str, engine: Engine) -> Prompt:
             parts.append(given_tokens(part, engine, "prompt"))
             at += len(part)
         else:
-            parts.append(part.named_embeds(f"{field}[{at}]"))
+            parts.append(_named_embeds(part, f"{field}[{at}]"))
             at += 1
     return mixed_prompt(parts, engine)
 

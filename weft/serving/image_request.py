@@ -24,9 +24,8 @@ from weft.payloads import (
     entry_field,
     given_texts,
 )
-from weft.serving.mixed_prompt import check_tensors_allowed
 from weft.serving.output_reader import CollectedOutput
-from weft.serving.request import requests_like
+from weft.serving.request import check_tensors_allowed, requests_like
 from weft.text.tokenizer import Tokenizer
 from weft.types import (
     MAX_IMAGE_TEXT,

@@ -10,7 +10,7 @@ from msgspec import Struct
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from weft.api.openai.openai_schema import Fields, Items, Name, NotYet, Pairs, TensorField, at_most
+from weft.api.openai.openai_schema import Fields, Items, Name, NotYet, Pairs, TensorField, at_most, tensor_fields
 from weft.options import LimitOptions
 from weft.payloads import (
     MAX_VALUES,
@@ -171,7 +171,7 @@ async def tensors_of(
     embeds, information = request.prompt_embeds, request.additional_information
     check_allowed(limits, prompt_embeds=embeds, additional_information=information)
     return (
-        None if embeds is None else PromptEmbeds(**await asyncio.to_thread(embeds.parts, "prompt_embeds")),
+        None if embeds is None else PromptEmbeds(**await asyncio.to_thread(tensor_fields, embeds, "prompt_embeds")),
         None if information is None else await asyncio.to_thread(_information, information),
     )
 
@@ -179,6 +179,6 @@ async def tensors_of(
 def _information(given: AdditionalInformationField) -> AdditionalInformation:
     entries = {}
     for name, entry in given.entries.items():
-        tensor = None if entry.tensor is None else Tensor(**entry.tensor.parts(f"{entry_field(name)}.tensor"))
+        tensor = None if entry.tensor is None else Tensor(**tensor_fields(entry.tensor, f"{entry_field(name)}.tensor"))
         entries[name] = InfoEntry(tensor=tensor, values=None if entry.values is None else [*entry.values])
     return AdditionalInformation(entries=entries)

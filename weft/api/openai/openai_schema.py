@@ -23,7 +23,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from typing_extensions import TypedDict
 
 from weft.errors import InvalidRequest, shown
-from weft.payloads import MAX_BYTES, MAX_DIMENSIONS, PromptEmbeds
+from weft.payloads import MAX_BYTES, MAX_DIMENSIONS
 from weft.types import MAX_LOGPROBS
 
 MAX_NAME_CHARS = 64
@@ -223,30 +223,28 @@ class TensorField(Fields):
     dtype: Literal["float32", "float16", "bfloat16"]
     sha256: str = Field("", description="Of the bytes, in hexadecimal; checked when it is given.")
 
-    def parts(self, field: str) -> dict[str, Any]:
-        """Return the fields of a `payloads.Tensor`, decoded and not checked. It takes a while."""
-        if len(self.data) > (most := -(-MAX_BYTES // 3) * 4):
-            raise InvalidRequest(
-                f"{field}.data: it has {len(self.data)} characters; at most {most}, which are {MAX_BYTES} bytes.",
-                param=f"{field}.data",
-            )
-        data = bytearray()
-        try:
-            # In pieces: one call would hold the interpreter to its end.
-            for at in range(0, len(self.data), PIECE_CHARS):
-                data += base64.b64decode(self.data[at : at + PIECE_CHARS], validate=True)
-        except ValueError as error:
-            raise InvalidRequest(f"{field}.data: it is not base64.", param=f"{field}.data") from error
-        return {"data": memoryview(data), "shape": tuple(self.shape), "dtype": self.dtype, "sha256": self.sha256}
+
+def tensor_fields(given: TensorField, field: str) -> dict[str, Any]:
+    """Return the fields of a `payloads.Tensor`, decoded and not checked. It takes a while."""
+    if len(given.data) > (most := -(-MAX_BYTES // 3) * 4):
+        raise InvalidRequest(
+            f"{field}.data: it has {len(given.data)} characters; at most {most}, which are {MAX_BYTES} bytes.",
+            param=f"{field}.data",
+        )
+    data = bytearray()
+    try:
+        # In pieces: one call would hold the interpreter to its end.
+        for at in range(0, len(given.data), PIECE_CHARS):
+            data += base64.b64decode(given.data[at : at + PIECE_CHARS], validate=True)
+    except ValueError as error:
+        raise InvalidRequest(f"{field}.data: it is not base64.", param=f"{field}.data") from error
+    return {"data": memoryview(data), "shape": tuple(given.shape), "dtype": given.dtype, "sha256": given.sha256}
 
 
 class EmbedsPart(TensorField):
     """Rows of prompt embeds that stand in the place of tokens."""
 
     type: Literal["prompt_embeds"] = "prompt_embeds"
-
-    def named_embeds(self, field: str) -> tuple[str, PromptEmbeds]:
-        return field, PromptEmbeds(**self.parts(field))
 
 
 GivenPrompt = str | list[int] | tuple[list[int] | EmbedsPart, ...]
