@@ -44,7 +44,7 @@ def expected(driven: Driven) -> list[int]:
 
 
 def rows_of(driven: Driven, token_ids: list[int]) -> Tensor:
-    return driven.runner.stepper.model.weights.embedding[token_ids]
+    return driven.runner.stepper.model.weights.embedding[token_ids].cpu()
 
 
 def mixed(driven: Driven, places: list[tuple[int, int]], dtype: str = "float32", change: float = 0) -> MixedPrompt:
