@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import struct
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.scheduler.simulation import request
 from weft.engine.wire import (
     Abort,
     BrokenFrame,
@@ -20,11 +22,15 @@ from weft.engine.wire import (
     Shutdown,
     Started,
     StepOutput,
+    Submit,
     ToEngine,
     frame,
+    receive,
     receive_from,
+    write_frame,
 )
-from weft.types import EngineStats, Event, ResetPrefixCache, StartProfile
+from weft.payloads import PromptEmbeds
+from weft.types import EngineStats, Event, MixedPrompt, ResetPrefixCache, StartProfile
 
 MESSAGES: list[FromEngine] = [
     Heartbeat(0.5),
@@ -102,3 +108,20 @@ def test_an_engine_on_an_event_loop_reads_the_same_frames() -> None:
     for data in NO_MESSAGES:
         with pytest.raises(BrokenFrame):
             read_to_the_end(data)
+
+
+def test_a_message_with_tensors_arrives_whole() -> None:
+    rows = PromptEmbeds(data=memoryview(bytes(range(250)) * 16_000), shape=(1000, 1000), dtype="float32")
+    asked = request("r", MixedPrompt.of([[1], rows]))
+
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        transport, _ = await asyncio.get_running_loop().create_unix_connection(Inbox, sock=ours)
+        write_frame(transport, Submit([asked]))
+        write_frame(transport, Abort(["r"]))
+        received = [await asyncio.to_thread(receive, theirs) for _ in range(2)]
+        assert received == [Submit([asked]), Abort(["r"])]
+        transport.close()
+        theirs.close()
+
+    asyncio.run(scenario())

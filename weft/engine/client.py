@@ -37,7 +37,7 @@ from weft.engine.wire import (
     Submit,
     ToEngine,
     Vocabulary,
-    frame,
+    write_frame,
 )
 from weft.errors import EngineFault, InvalidRequest, Overloaded, Unavailable, WeftError
 from weft.options import Config, SchedulerOptions, ServerOptions
@@ -126,7 +126,7 @@ class _Connection(Struct):
         return end in OUTSIDE_ENDS and num_oom_kills() == self.oom_kills
 
     def send(self, message: ToEngine) -> None:
-        self.transport.write(frame(message))
+        write_frame(self.transport, message)
 
 
 class EngineClient:

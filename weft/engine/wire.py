@@ -23,6 +23,7 @@ from weft.options import Config
 from weft.types import EngineStats, Event, ModelInfo, Request, ResetPrefixCache, StartProfile, StopProfile
 
 MAX_FRAME_BYTES = 256 * 2**20
+LARGE_BYTES = 2**20
 _LENGTH = struct.Struct("<I")
 
 M = TypeVar("M")
@@ -142,12 +143,20 @@ class BrokenFrame(Exception):
     """The other side sent something that is no message."""
 
 
-def frame(message: ToEngine | FromEngine) -> bytearray:
-    # Encoded in its place: a tensor is copied once.
-    whole = bytearray(_LENGTH.size)
-    _encoder.encode_into(message, whole, _LENGTH.size)
-    _LENGTH.pack_into(whole, 0, len(whole) - _LENGTH.size)
-    return whole
+def frame(message: ToEngine | FromEngine) -> bytes:
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def write_frame(transport: asyncio.WriteTransport, message: ToEngine) -> None:
+    """Write a message to an engine. A large one, which has tensors, is not copied once more to stand behind its
+    length."""
+    body = _encoder.encode(message)
+    if len(body) < LARGE_BYTES:
+        transport.write(_LENGTH.pack(len(body)) + body)
+    else:
+        transport.write(_LENGTH.pack(len(body)))
+        transport.write(body)
 
 
 def receive(sock: socket.socket) -> ToEngine | None:
