@@ -148,7 +148,7 @@ class LLM:
         if isinstance(prompt, str):
             return text_prompt(self._engine, prompt)
         if _is_rows(prompt):
-            prompt = [prompt]
+            return self._mixed_prompt([prompt])
         if not isinstance(prompt, Iterable):
             raise InvalidRequest(f"{prompt!r:.200} is no prompt: {PROMPTS}")
         parts: list[Any] = list(prompt)

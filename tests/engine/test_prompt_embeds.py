@@ -33,7 +33,7 @@ from weft.hub.resolve import resolve
 from weft.options import SchedulerOptions
 from weft.payloads import GivenTexts, PromptEmbeds
 from weft.plan import KeptHiddenStates
-from weft.types import EngineStats, Event, FinishReason, Request
+from weft.types import EngineStats, Event, FinishReason, MixedPrompt, Request
 from weft.worker.diffusion.denoiser import PromptEmbedsTable
 
 WIDTH = 96
@@ -51,8 +51,10 @@ def test_a_step_without_memory_changes_no_text(where: str, overlap: bool, failin
         *(drawing(f"i{i}", [1, 2, 3], 4, negative=[4], seed=i) for i in range(2)),
         drawing("given", given=embeds(1, 2), negative=[4], steps=5),
         request("chat", [1, 2], 6),
+        request("rows", MixedPrompt.of([[1], embeds(1, 2, 3, 4), [2]]), 6),
     ]
-    events, _, runner = serve(asked, lambda number, plan: number in failing, where, overlap=overlap)
+    shape = replace(ROOMY, embeds_width=2)
+    events, _, runner = serve(asked, lambda number, plan: number in failing, where, overlap=overlap, shape=shape)
     assert_undisturbed(asked, events)
     assert runner.failures == len(failing)
 
