@@ -26,6 +26,7 @@ from weft.checkpoint.adapter_files import adapter_settings
 from weft.errors import InvalidRequest
 from weft.payloads import AdditionalInformation, PromptEmbeds
 from weft.serving.image_request import Image, ImageOptions, check_allowed, generate_image, image_requests, sides
+from weft.serving.request import PromptPart, check_embeds_taken, mixed_prompt
 from weft.types import (
     FinishReason,
     FlowSampler,
@@ -39,10 +40,12 @@ from weft.types import (
 )
 from weft.types import Prompt as EnginePrompt
 
-Prompt = str | Sequence[int] | NDArray[np.integer[Any]]
-"""Text or token ids."""
+Rows = NDArray[np.floating[Any]] | PromptEmbeds
+"""Prompt embeds: a row of the model's hidden size for each token; an array has float32 or float16."""
+Prompt = str | Sequence[int] | NDArray[np.integer[Any]] | Rows | Sequence[int | Rows]
+"""Text, token ids, prompt embeds, or a list of token ids with prompt embeds among them."""
 Message = Mapping[str, Any]
-PROMPTS = "a prompt is text, token ids (whole numbers) or messages."
+PROMPTS = "a prompt is text, token ids (whole numbers), prompt embeds (an array of rows) or messages."
 
 
 class Answer(Struct, frozen=True, kw_only=True):
@@ -79,7 +82,8 @@ class LLM:
         *,
         adapter: str | None = None,
     ) -> list[Answer]:
-        """Continue every prompt (text or token ids); the answers come in the order of the prompts."""
+        """Continue every prompt (text, token ids, or prompt embeds, which may stand among token ids and are taken with
+        `allow_prompt_embeds`); the answers come in the order of the prompts. An array of rows is one prompt."""
         return self._answer_all([self._prompt_of(prompt) for prompt in _as_batch(prompts)], params, adapter)
 
     def chat(
@@ -148,14 +152,31 @@ class LLM:
     def _prompt_of(self, prompt: Prompt | Sequence[Message]) -> EnginePrompt:
         if isinstance(prompt, str):
             return text_prompt(self._engine, prompt)
+        if _is_rows(prompt):
+            return self._mixed_prompt([prompt])
         if not isinstance(prompt, Iterable):
             raise InvalidRequest(f"{prompt!r:.200} is no prompt: {PROMPTS}")
         parts: list[Any] = list(prompt)
         is_chat = bool(parts) and isinstance(parts[0], Mapping)
+        if not is_chat and any(map(_is_rows, parts)):
+            return self._mixed_prompt(parts)
         for part in parts:
             if not (isinstance(part, Mapping) if is_chat else _is_token_id(part)):
                 raise InvalidRequest(f"{part!r:.200} is no {'message' if is_chat else 'token id'}: {PROMPTS}")
         return chat_prompt(self._engine, parts) if is_chat else [int(token) for token in parts]
+
+    def _mixed_prompt(self, parts: list[Any]) -> EnginePrompt:
+        check_embeds_taken(self._engine, self._limits, "prompt_embeds")
+        joined: list[PromptPart] = []
+        for place, part in enumerate(parts):
+            if isinstance(part, PromptEmbeds | np.ndarray):
+                embeds = part if isinstance(part, PromptEmbeds) else PromptEmbeds.of(part)
+                joined.append((f"prompt[{place}]", embeds))
+            elif _is_token_id(part):
+                joined.append([int(part)])
+            else:
+                raise InvalidRequest(f"{part!r:.200} is no token id: {PROMPTS}")
+        return mixed_prompt(joined, self._engine)
 
     def _answer_all(
         self,
@@ -195,7 +216,17 @@ def _is_token_id(part: object) -> bool:
     return isinstance(part, Integral) and not isinstance(part, bool)
 
 
+def _is_rows(part: object) -> bool:
+    return isinstance(part, PromptEmbeds) or (
+        isinstance(part, np.ndarray) and part.ndim == 2 and np.issubdtype(part.dtype, np.floating)
+    )
+
+
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
+    """Return prompts as a list. Rows alone are a prompt each, and rows among token ids belong to one."""
+    if isinstance(prompts, str | PromptEmbeds) or _is_rows(prompts):
+        return [prompts]  # type: ignore[list-item]
+    begins_one = len(prompts) > 0 and (isinstance(prompts[0], Integral) or _is_rows(prompts[0]))
+    if begins_one and any(isinstance(part, Integral) for part in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)

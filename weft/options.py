@@ -170,7 +170,12 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 0
     max_embedding_mb: Annotated[
-        int, _doc("MiB that images may hold in all: latents, hidden states of prompts, and tensors of clients.", ge=1)
+        int,
+        _doc(
+            "MiB that images may hold in all: latents, hidden states of prompts, and tensors of clients, among them "
+            "the prompt embeds of requests for text. Requests with more of them wait, up to as much again.",
+            ge=1,
+        ),
     ] = 1024
     max_queued_requests: Annotated[
         int,
@@ -345,7 +350,8 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 256
     allow_prompt_embeds: Annotated[
-        bool, _doc("Take tensors from clients: encoded prompts, and other conditioning of a model.")
+        bool,
+        _doc("Take tensors from clients: prompt embeds, of text and images, and other conditioning of a model."),
     ] = False
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct
@@ -15,7 +15,7 @@ from msgspec import Struct
 from weft.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from numpy.typing import ArrayLike, NDArray
 
 MAX_BYTES = 100_000_000
 MAX_ENTRIES = 100
@@ -85,6 +85,55 @@ class PromptEmbeds(Tensor, frozen=True, kw_only=True):
         if given_width != width:
             raise _wrong(f"{field}.shape", f"this model's rows have {width} values")
         self._check_data(field)
+
+    @classmethod
+    def of(cls, rows: ArrayLike) -> PromptEmbeds:
+        """Return the prompt embeds of an array of rows, of float32 or float16."""
+        import numpy as np
+
+        array = np.asarray(rows)
+        values = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("<"), copy=False))
+        return cls(data=memoryview(values.tobytes()), shape=array.shape, dtype=array.dtype.name)
+
+    def row_digests(self) -> bytes:
+        """Return a digest of each row of a tensor that was checked, one after the other."""
+        size = self.data.nbytes // self.shape[0]
+        kind = self.dtype.encode()
+        rows = (self.data[start : start + size] for start in range(0, self.data.nbytes, size))
+        return b"".join(hashlib.blake2b(row, digest_size=DIGEST_BYTES, key=kind).digest() for row in rows)
+
+
+DIGEST_BYTES = 32
+
+
+def check_total_bytes(tensors: Sequence[PromptEmbeds], field: str = "prompt_embeds") -> None:
+    """Raise InvalidRequest for the tensors of one prompt that are too large together."""
+    if (num_bytes := sum(embeds.data.nbytes for embeds in tensors)) > MAX_BYTES:
+        raise _wrong(field, f"the tensors of a prompt have {num_bytes} bytes together; at most {MAX_BYTES}")
+
+
+def not_with_embeds(field: str) -> InvalidRequest:
+    """Return the error for a field of a request that needs the token ids of the whole prompt."""
+    return InvalidRequest(f"{field} cannot go with prompt embeds: their rows have no token ids.", param=field)
+
+
+class EmbedsSegment(Struct, frozen=True):
+    """Rows of prompt embeds that stand in the place of a prompt's tokens."""
+
+    start: int
+    """The position of the first row in the prompt."""
+    embeds: PromptEmbeds
+    digests: bytes
+    """A digest of each row: the prefix cache tells rows apart by these."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.embeds.shape[0]
+
+    def digests_within(self, start: int, stop: int) -> bytes:
+        """Return the digests of the rows at these positions of the prompt; empty: there are none."""
+        first, last = max(start - self.start, 0), max(stop - self.start, 0)
+        return self.digests[first * DIGEST_BYTES : last * DIGEST_BYTES]
 
 
 class InfoEntry(Struct, frozen=True, kw_only=True):

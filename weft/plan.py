@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from weft.payloads import PromptEmbeds
+from weft.payloads import EmbedsSegment, PromptEmbeds
 from weft.types import ImageParams, Pooling, SamplingParams, TokenLogprob
 
 
@@ -66,6 +66,15 @@ class Limits(Struct, frozen=True, kw_only=True):
     force_preempt_every: int = 0
     image: ImageLimits | None = None
     """None: there is no image model."""
+    embeds_width: int = 0
+    """Values of a row of prompt embeds; 0: prompts have none."""
+    max_embedding_bytes: int = 0
+    """Bytes for tensors of clients where there is no image model."""
+
+    @property
+    def max_client_bytes(self) -> int:
+        """Bytes for tensors of clients, of prompts and of images together."""
+        return self.max_embedding_bytes if self.image is None else self.image.max_client_bytes
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -84,6 +93,8 @@ class RowAdmission(Struct, frozen=True):
     adapter: int | None = None
     """The number of its LoRA adapter, which the worker has loaded by now."""
     request_id: str = ""
+    embeds: list[EmbedsSegment] = []
+    """Rows that the client sent in the place of token ids."""
 
 
 class PromptLogprobs(Struct, frozen=True):

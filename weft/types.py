@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.errors import InvalidRequest
-from weft.payloads import GivenTexts
+from weft.payloads import EmbedsSegment, GivenTexts, PromptEmbeds
 
 
 class FinishReason(enum.StrEnum):
@@ -251,6 +251,7 @@ class Request(Struct, frozen=True, kw_only=True):
 
     request_id: str
     prompt_token_ids: list[int]
+    """One id for each position; PLACEHOLDER_ID where a row of prompt embeds stands."""
     params: SamplingParams
     """`seed` and `max_tokens` are set."""
     stop_token_ids: list[int] = []
@@ -273,6 +274,18 @@ class Request(Struct, frozen=True, kw_only=True):
     """Hidden states that the client of an image sent instead of prompts."""
     adapter: Adapter | None = None
     """None: the model as it is."""
+    embeds: list[EmbedsSegment] = []
+    """Rows that enter the model in the place of the embeddings of token ids, in the order of their positions."""
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of the tensors that the client sent."""
+        return self.given.num_bytes + sum(segment.embeds.data.nbytes for segment in self.embeds)
+
+    @property
+    def prompt_digest(self) -> tuple[list[int], list[tuple[int, bytes]]]:
+        """What tells two prompts apart: token ids, and digests of rows with their positions."""
+        return self.prompt_token_ids, [(segment.start, segment.digests) for segment in self.embeds]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -302,8 +315,48 @@ class Conversation(Struct, frozen=True, kw_only=True):
     template_variables: Mapping[str, Any] = {}
 
 
-Prompt = list[int] | str | Conversation
-"""Token ids for an engine that computes with tokens; text or a conversation for one that does not know them."""
+PLACEHOLDER_ID = 0
+"""The token id that stands in a prompt where a row of prompt embeds does. It is never looked up."""
+
+
+class MixedPrompt(Struct, frozen=True):
+    """A prompt of token ids and of rows of prompt embeds."""
+
+    token_ids: list[int]
+    """One id for each position; PLACEHOLDER_ID where a row stands."""
+    embeds: list[EmbedsSegment]
+
+    @classmethod
+    def of(cls, parts: Iterable[Sequence[int] | PromptEmbeds]) -> MixedPrompt:
+        """Join token ids and tensors that were checked. It takes a while: every row is hashed."""
+        token_ids: list[int] = []
+        segments: list[EmbedsSegment] = []
+        for part in parts:
+            if isinstance(part, PromptEmbeds):
+                segments.append(EmbedsSegment(len(token_ids), part, part.row_digests()))
+                token_ids += [PLACEHOLDER_ID] * part.shape[0]
+            else:
+                token_ids += part
+        return cls(token_ids, segments)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def parts(self) -> Iterator[list[int] | PromptEmbeds]:
+        """Return what it was joined of."""
+        at = 0
+        for segment in self.embeds:
+            if at < segment.start:
+                yield self.token_ids[at : segment.start]
+            yield segment.embeds
+            at = segment.stop
+        if at < len(self.token_ids):
+            yield self.token_ids[at:]
+
+
+Prompt = list[int] | MixedPrompt | str | Conversation
+"""Token ids, and prompt embeds among them, for an engine that computes with tokens; text or a conversation for one that
+does not know them."""
 
 
 class ChunkSize(Struct):
@@ -525,7 +578,7 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     images_running: int = 0
     images_waiting: int = 0
     embedding_bytes: int = 0
-    """Bytes that images hold: their latents, the hidden states of their prompts, and tensors of clients."""
+    """Bytes that images hold, their latents and the hidden states of their prompts, and those of clients' tensors."""
     images: int = 0
     """Images that were finished."""
     denoise_steps: int = 0
@@ -618,6 +671,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     load_seconds: float = 0.0
     images: ImageModelInfo | None = None
     """The model that draws beside this one, from its hidden states."""
+    embeds_width: int = 0
+    """Values of a row of prompt embeds; 0: prompts have none."""
 
 
 class TextAssets(Struct, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ from weft.types import (
     ImageModelInfo,
     ImageParams,
     LoadLora,
+    MixedPrompt,
     ModelInfo,
     Output,
     Pooling,
@@ -101,7 +102,7 @@ class ScriptedTokenizer:
 
 
 class Submitted(Struct, frozen=True):
-    prompt: list[int]
+    prompt: list[int] | MixedPrompt
     params: SamplingParams
     request_id: str
     cache_salt: str
@@ -177,6 +178,7 @@ class ScriptedEngine:
         refuse: WeftError | None = None,
         images: ImageModelInfo | None = None,
         tokenizer: ScriptedTokenizer | None = None,
+        embeds_width: int = 0,
     ) -> None:
         self.model = ModelInfo(
             name="scripted",
@@ -187,6 +189,7 @@ class ScriptedEngine:
             device="cpu",
             dtype="float32",
             images=images,
+            embeds_width=embeds_width,
         )
         self.tokenizer: Any = tokenizer or ScriptedTokenizer()
         self.script = list(script or answer("Hello", ", ", "world"))

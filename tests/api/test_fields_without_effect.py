@@ -122,6 +122,7 @@ FULL: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
     (COMPLETIONS, SAMPLING | {"max_tokens": 9, "best_of": 2}),
     (COMPLETIONS, {"echo": True, "logprobs": 1, "prompt_logprobs": 1}),
+    (COMPLETIONS, {"prompt_embeds": TENSOR}),
     *((COMPLETIONS, {"structured_outputs": form}) for form in FORMS),
     (
         "/v1/messages",
@@ -233,7 +234,7 @@ def engine_for(path: str, body: Mapping[str, Any]) -> ScriptedEngine:
         engine = ScriptedEngine(with_logprobs("ab"))
     else:
         engine = model_that_says("ab")
-    engine.model = replace(engine.model, images=PAINTER)
+    engine.model = replace(engine.model, images=PAINTER, embeds_width=2)
     asyncio.run(engine.control(LoadLora("red", "/loras/red")))
     return engine
 

@@ -33,7 +33,7 @@ from weft.hub.resolve import resolve
 from weft.options import SchedulerOptions
 from weft.payloads import GivenTexts, PromptEmbeds
 from weft.plan import KeptHiddenStates
-from weft.types import EngineStats, Event, FinishReason, Request
+from weft.types import EngineStats, Event, FinishReason, MixedPrompt, Request
 from weft.worker.diffusion.denoiser import PromptEmbedsTable
 
 WIDTH = 96
@@ -51,8 +51,10 @@ def test_a_step_without_memory_changes_no_text(where: str, overlap: bool, failin
         *(drawing(f"i{i}", [1, 2, 3], 4, negative=[4], seed=i) for i in range(2)),
         drawing("given", given=embeds(1, 2), negative=[4], steps=5),
         request("chat", [1, 2], 6),
+        request("rows", MixedPrompt.of([[1], embeds(1, 2, 3, 4), [2]]), 6),
     ]
-    events, _, runner = serve(asked, lambda number, plan: number in failing, where, overlap=overlap)
+    shape = replace(ROOMY, embeds_width=2)
+    events, _, runner = serve(asked, lambda number, plan: number in failing, where, overlap=overlap, shape=shape)
     assert_undisturbed(asked, events)
     assert runner.failures == len(failing)
 
@@ -75,13 +77,14 @@ def with_tensor(name: str, num_bytes: int) -> Request:
 
 
 def test_tensors_of_open_requests_are_bounded() -> None:
+    """As many bytes as may be held by requests that run may wait for them."""
     limits = SchedulerOptions(max_embedding_mb=1)
-    half = with_tensor("half", 2**19)
-    check_tensor_capacity(2**19, half, limits)
-    check_tensor_capacity(2**20, drawing("none"), limits)
-    with pytest.raises(Overloaded, match=r"1048576 bytes.*--max-embedding-mb"):
-        check_tensor_capacity(2**20, with_tensor("more", 4), limits)
-    check_tensor_capacity(0, with_tensor("too large for all", 2**21), limits)
+    whole = with_tensor("whole", 2**20)
+    check_tensor_capacity(2**20, whole, limits)
+    check_tensor_capacity(2**21, drawing("none"), limits)
+    with pytest.raises(Overloaded, match=r"2097152 bytes.*--max-embedding-mb"):
+        check_tensor_capacity(2**21, with_tensor("more", 4), limits)
+    check_tensor_capacity(0, with_tensor("too large for all", 2**22), limits)
 
 
 def test_the_client_keeps_tensors_for_the_next_engine_and_lets_in_no_more_than_it_may() -> None:
@@ -89,7 +92,7 @@ def test_the_client_keeps_tensors_for_the_next_engine_and_lets_in_no_more_than_i
         launch = StandIns()
         client = EngineClient(load({"max_embedding_mb": 1}, env={}), FILES, launch)
         await client.start()
-        asked = [with_tensor(f"r{i}", 2**19) for i in range(2)]
+        asked = [with_tensor(f"r{i}", 2**20) for i in range(2)]
         for one in asked:
             client.submit(one)
         with pytest.raises(Overloaded):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import struct
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import wire_costs
+from tests.scheduler.simulation import request
 from weft.engine.wire import (
     Abort,
     BrokenFrame,
@@ -21,11 +23,15 @@ from weft.engine.wire import (
     Shutdown,
     Started,
     StepOutput,
+    Submit,
     ToEngine,
     frame,
+    receive,
     receive_from,
+    write_frame,
 )
-from weft.types import EngineStats, Event, ResetPrefixCache, StartProfile
+from weft.payloads import PromptEmbeds
+from weft.types import EngineStats, Event, MixedPrompt, ResetPrefixCache, StartProfile
 
 MESSAGES: list[FromEngine] = [
     Heartbeat(0.5),
@@ -111,3 +117,20 @@ def test_the_command_behind_the_decision_s_figures_measures_every_encoding() -> 
     for costs in measured.values():
         assert costs["msgspec, msgpack"].num_bytes == min(cost.num_bytes for cost in costs.values())
         assert all(cost.encode_us > 0 and cost.decode_us > 0 for cost in costs.values())
+
+
+def test_a_message_with_tensors_arrives_whole() -> None:
+    rows = PromptEmbeds(data=memoryview(bytes(range(250)) * 16_000), shape=(1000, 1000), dtype="float32")
+    asked = request("r", MixedPrompt.of([[1], rows]))
+
+    async def scenario() -> None:
+        ours, theirs = socket.socketpair()
+        transport, _ = await asyncio.get_running_loop().create_unix_connection(Inbox, sock=ours)
+        write_frame(transport, Submit([asked]))
+        write_frame(transport, Abort(["r"]))
+        received = [await asyncio.to_thread(receive, theirs) for _ in range(2)]
+        assert received == [Submit([asked]), Abort(["r"])]
+        transport.close()
+        theirs.close()
+
+    asyncio.run(scenario())

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from weft.payloads import GivenTexts, PromptEmbeds
+from weft.payloads import EmbedsSegment, GivenTexts, PromptEmbeds
 from weft.plan import (
     Denoise,
     DenoiseAdmission,
@@ -32,7 +32,7 @@ from weft.plan import (
 )
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
-from weft.types import Event, ImageParams, Pooling, Request, SamplingParams, StepEvents, TokenLogprob
+from weft.types import Event, ImageParams, MixedPrompt, Pooling, Request, SamplingParams, StepEvents, TokenLogprob
 
 VOCAB = 50
 STOP_TOKEN = 7
@@ -111,7 +111,7 @@ def drawing(
 
 def request(
     name: str,
-    prompt: list[int],
+    prompt: list[int] | MixedPrompt,
     max_tokens: int | None = 8,
     *,
     salt: str = "",
@@ -125,7 +125,8 @@ def request(
 ) -> Request:
     return Request(
         request_id=name,
-        prompt_token_ids=prompt,
+        prompt_token_ids=prompt.token_ids if isinstance(prompt, MixedPrompt) else prompt,
+        embeds=prompt.embeds if isinstance(prompt, MixedPrompt) else [],
         params=SamplingParams(seed=0, max_tokens=max_tokens, **params),
         stop_token_ids=[STOP_TOKEN] if stop else [],
         output_token_ids=list(output),
@@ -143,6 +144,17 @@ def events_of(brought: StepEvents) -> list[Event]:
     return plain + brought.events
 
 
+def contents(token_ids: Sequence[int], embeds: Sequence[EmbedsSegment]) -> list[int]:
+    """What a model reads: token ids, and for rows of prompt embeds numbers that no token has."""
+    read = list(token_ids)
+    for segment in embeds:
+        data, size = bytes(segment.embeds.data), segment.embeds.data.nbytes // segment.embeds.shape[0]
+        for row in range(segment.embeds.shape[0]):
+            values = hashlib.blake2b(data[row * size : row * size + size], digest_size=3).digest()
+            read[segment.start + row] = VOCAB + int.from_bytes(values, "little")
+    return read
+
+
 def digest(parent: bytes, token: int) -> bytes:
     return hashlib.blake2b(parent + token.to_bytes(4, "little"), digest_size=8).digest()
 
@@ -158,7 +170,7 @@ def next_token(tokens: list[int]) -> int:
 def expected_output(request: Request, max_model_len: int) -> list[int]:
     """The whole answer of an undisturbed run: what a request already has, and what is still to come."""
     num_prompt = len(request.prompt_token_ids)
-    tokens = [*request.prompt_token_ids, *request.output_token_ids]
+    tokens = contents([*request.prompt_token_ids, *request.output_token_ids], request.embeds)
     limit = min(max_model_len, num_prompt + (request.params.max_tokens or max_model_len))
     while len(tokens) < limit:
         tokens.append(next_token(tokens))
@@ -241,7 +253,7 @@ class SimulatedWorker:
         assert plan.rows or plan.denoise, "an empty step"
         for admission in plan.admit:
             assert admission.row not in self.rows, "a row was given to two requests"
-            self.rows[admission.row] = (list(admission.token_ids), [])
+            self.rows[admission.row] = (contents(admission.token_ids, admission.embeds), [])
         assert len({row.row for row in plan.rows}) == len(plan.rows), "a row is planned twice"
         self.largest_batch = max(self.largest_batch, len(plan.rows))
         sampled, row_outputs = [], []

@@ -12,12 +12,13 @@ from tests.scheduler.simulation import (
     VOCAB,
     Simulation,
     assert_prompt_logprobs,
+    embeds,
     expected_output,
     expected_vector,
     limits,
     request,
 )
-from weft.types import FinishReason, Pooling
+from weft.types import FinishReason, MixedPrompt, Pooling
 
 SHARED = [i % VOCAB for i in range(40)]
 
@@ -38,6 +39,8 @@ def workloads(draw: st.DrawFn) -> dict[str, object]:
             enable_prefix_caching=draw(st.booleans()),
             max_preemptions=draw(st.integers(0, 3)),
             force_preempt_every=draw(st.sampled_from([0, 0, 1, 2, 3, 7])),
+            embeds_width=2,
+            max_embedding_bytes=4 * draw(st.integers(max_model_len, 3 * max_model_len)),
         ),
         "delay": draw(st.integers(0, 2)),
         "num_requests": draw(st.integers(1, 14)),
@@ -45,6 +48,15 @@ def workloads(draw: st.DrawFn) -> dict[str, object]:
         "abort_share": draw(st.sampled_from([0.0, 0.1, 0.5])),
         "seed": draw(st.integers(0, 2**32)),
     }
+
+
+def with_rows(prompt: list[int], rnd: random.Random) -> MixedPrompt:
+    """The prompt with prompt embeds, often the same ones, in the place of some of its tokens."""
+    start = rnd.randrange(len(prompt))
+    stop = rnd.randint(start + 1, len(prompt))
+    first = rnd.choice([1, 1, 2])
+    rows = embeds(*(first + i % 3 for i in range(2 * (stop - start))))
+    return MixedPrompt.of([prompt[:start], rows, prompt[stop:]])
 
 
 @settings(max_examples=120 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -57,7 +69,9 @@ def test_every_request_ends_once_with_its_own_tokens(load: dict) -> None:
     for i in range(load["num_requests"]):
         length = rnd.randint(1, max_model_len - 1)
         prompt = SHARED[:length] if rnd.random() < 0.5 else [rnd.randrange(VOCAB) for _ in range(length)]
-        pooling = rnd.choice([None, None, None, Pooling.MEAN, Pooling.LAST])
+        if rnd.random() < 0.3:
+            prompt = with_rows(prompt, rnd)
+        pooling = rnd.choice([None, None, None, Pooling.MEAN, Pooling.LAST]) if isinstance(prompt, list) else None
         to_come.append(
             request(
                 f"r{i}",
@@ -68,7 +82,7 @@ def test_every_request_ends_once_with_its_own_tokens(load: dict) -> None:
                 priority=rnd.choice([0, 0, -1]),
                 tenant=rnd.choice("xyz"),
                 pooling=pooling,
-                prompt_logprobs=rnd.choice([None, 1]) if pooling is None else None,
+                prompt_logprobs=rnd.choice([None, 1]) if pooling is None and isinstance(prompt, list) else None,
             )
         )
     asked = {r.request_id: r for r in to_come}
@@ -84,6 +98,7 @@ def test_every_request_ends_once_with_its_own_tokens(load: dict) -> None:
             break
     assert not simulation.scheduler.has_work
     assert simulation.scheduler.pool.num_free == simulation.scheduler.pool.num_usable
+    assert simulation.scheduler.stats().embedding_bytes == 0
     for name, asked_for in asked.items():
         if asked_for.pooling is not None:
             assert name in aborted or simulation.ends[name].embedding == expected_vector(asked_for)

@@ -315,7 +315,12 @@ def _cards(served: ServedModel) -> list[ModelCard]:
         id=served.model_name,
         created=served.created,
         max_model_len=model.max_model_len or UNSET,
-        capabilities=["chat", "completions", *(["embeddings"] if served.engine.abilities.embeddings else [])],
+        capabilities=[
+            "chat",
+            "completions",
+            *(["embeddings"] if served.engine.abilities.embeddings else []),
+            *(["prompt_embeds"] if model.embeds_width else []),
+        ],
     )
     adapted = [
         replace(writes, id=name, parent=served.model_name, root=served.model_name) for name in served.adapter_names

@@ -38,13 +38,18 @@ def _length(value: Any) -> int:
     return len(value) if isinstance(value, list | dict) else 0
 
 
+def _items(value: Any) -> int:
+    """Count the items of a list; anything else is one."""
+    return len(value) if isinstance(value, list) else 1
+
+
 def _number(value: Any) -> int:
     return value if type(value) is int else 0
 
 
 def _prompts(value: Any) -> int:
-    """Count the prompts; a list of numbers is one, in token ids."""
-    return _length(value) if isinstance(value, list) and value and not isinstance(value[0], int) else 1
+    """Count the prompts; a list of numbers, or of objects among them, is one, in token ids."""
+    return _items(value) if isinstance(value, list) and value and not isinstance(value[0], int | dict) else 1
 
 
 CAPS = (
@@ -52,6 +57,7 @@ CAPS = (
     Cap("tools", _length, lambda limits: limits.max_tools, "--max-tools"),
     Cap("functions", _length, lambda limits: limits.max_tools, "--max-tools"),
     Cap("prompt", _prompts, lambda limits: limits.max_prompts, "--max-prompts"),
+    Cap("prompt_embeds", _items, lambda limits: limits.max_prompts, "--max-prompts"),
     Cap("input", _prompts, lambda limits: limits.max_messages, "--max-messages"),
     Cap("n", _number, lambda limits: limits.max_n, "--max-n"),
     Cap("best_of", _number, lambda limits: limits.max_n, "--max-n"),

@@ -11,10 +11,19 @@ from msgspec import Struct
 
 from weft.api.body import off_loop
 from weft.api.openai.logprobs import FIGURE_BYTES
-from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, Message, NamedTool, SamplingFields, Tool
+from weft.api.openai.openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    EmbedsPart,
+    GivenPrompt,
+    Message,
+    NamedTool,
+    SamplingFields,
+    Tool,
+    tensor_fields,
+)
 from weft.backends.contract import (
     ENCODED_CONTEXTS,
-    ChatPrompt,
     ChatStyles,
     Engine,
     max_encoded_tokens,
@@ -25,8 +34,16 @@ from weft.backends.contract import (
     tokens_unknown,
 )
 from weft.errors import ContextTooLong, InvalidRequest
+from weft.payloads import PromptEmbeds, not_with_embeds
 from weft.serving.output_reader import ReaderOptions
-from weft.serving.request import requests_like
+from weft.serving.request import (
+    MarkedTensors,
+    NamedEmbeds,
+    PromptPart,
+    check_embeds_taken,
+    mixed_prompt,
+    requests_like,
+)
 from weft.serving.served_model import ServedModel
 from weft.text.grammars.specs import (
     ChoiceSpec,
@@ -179,13 +196,12 @@ async def parse_chat(
     _check_tokens(request, engine)
     tools = toolbox(request, engine.text.styles, is_read=not engine.abilities.tokens)
     prompt: Prompt
+    if (field := _embeds_field(request)) is not None:
+        _check_embeds(request, served, field)
     if engine.abilities.tokens:
         # The template is rendered by another process, and its answer waited for.
-        chat = await asyncio.to_thread(_chat_prompt, request, tools, engine)
-        prompt, reader_options = (
-            chat.token_ids,
-            _reader_options(request, tools, chat.text, engine.text.styles.reasoning),
-        )
+        text, prompt = await asyncio.to_thread(_chat_prompt, request, tools, engine)
+        reader_options = _reader_options(request, tools, text, engine.text.styles.reasoning)
     else:
         prompt, reader_options = _conversation(request, tools), _reader_options(request, tools)
     shape = chat_shape(request, tools, served.options.max_schema_kb)
@@ -221,7 +237,12 @@ async def parse_completion(
         grammar=grammar,
         engine=engine,
     )
-    given = await off_loop(sum(map(len, request.prompt)) > LONG_PROMPT, _prompts, request.prompt, engine)
+    field = "prompt_embeds" if request.prompt_embeds else "prompt"
+    has_embeds = bool(request.prompt_embeds) or any(isinstance(one, tuple) for one in request.prompt)
+    if has_embeds:
+        _check_embeds(request, served, field)
+    is_long = has_embeds or sum(map(len, request.prompt)) > LONG_PROMPT
+    given = await off_loop(is_long, _prompts, request, engine)
     if not all(given):
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     prompts, truncated = _truncated(given, request, params, engine)
@@ -229,19 +250,23 @@ async def parse_completion(
     return ParsedRequest(requests=requests, n=request.n, truncated_tokens=truncated)
 
 
-def template_message(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates read it: the arguments of calls are no JSON text but what it says."""
-    fields = passed_message(message)
+def template_message(message: Message, content: str | None = None) -> dict[str, Any]:
+    """Return a message as chat templates read it: the arguments of calls are no JSON text but what it says. `content`
+    takes the place of the message's own."""
+    fields = passed_message(message, content)
     for call in fields.get("tool_calls", ()):
         call["function"]["arguments"] = _arguments(call["function"]["arguments"])
     return fields
 
 
-def passed_message(message: Message) -> dict[str, Any]:
+def passed_message(message: Message, content: str | None = None) -> dict[str, Any]:
+    text = message.content if content is None else content
+    if isinstance(text, list):
+        raise InvalidRequest("Prompt embeds are no text, and have no tokens.", param="messages")
     # Chat templates, and many a server, know the developer by the older name.
     fields: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": message.content or "",
+        "content": text or "",
     }
     if message.name is not None:
         fields["name"] = message.name
@@ -289,6 +314,29 @@ def _check_tokens(request: SamplingFields, engine: Engine) -> None:
         raise tokens_unknown(engine, field, field) if helps else not_taken(engine.name, field)
 
 
+def _embeds_field(request: ChatRequest) -> str | None:
+    """Return the place of the first prompt embeds in a chat; None: it has none."""
+    for number, message in enumerate(request.messages):
+        if isinstance(message.content, list):
+            place = next(at for at, part in enumerate(message.content) if isinstance(part, EmbedsPart))
+            return f"messages[{number}].content[{place}]"
+    return None
+
+
+def _check_embeds(request: SamplingFields, served: ServedModel, field: str) -> None:
+    """Raise InvalidRequest for prompt embeds that are not taken here, and for a field that cannot go with them."""
+    check_embeds_taken(served.engine, served.limits, field)
+    asked = {
+        "prompt_logprobs": request.prompt_logprobs is not None,
+        "return_token_ids": request.return_token_ids,
+        "truncate_prompt_tokens": request.truncate_prompt_tokens is not None,
+        "echo": isinstance(request, CompletionRequest) and request.echo,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise not_with_embeds(name)
+
+
 def _check_continued(request: ChatRequest) -> None:
     continues = request.continue_final_message
     if continues and request.messages[-1].role != "assistant":
@@ -305,15 +353,36 @@ def _begins_answer(request: ChatRequest) -> bool:
     return not request.continue_final_message if asked is None else asked
 
 
-def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> ChatPrompt:
-    return engine.text.encode_chat(
-        [template_message(message) for message in request.messages],
+def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> tuple[str, Prompt]:
+    """Return a chat as the model's template writes it, and the prompt that this is."""
+    tensors = MarkedTensors()
+    messages = [
+        template_message(message, _marked(message, f"messages[{number}].content", tensors))
+        for number, message in enumerate(request.messages)
+    ]
+    chat = engine.text.encode_chat(
+        messages,
         tools=template_tools(tools.offered) or None,
         add_generation_prompt=_begins_answer(request),
         continue_final_message=request.continue_final_message,
         template_variables=request.chat_template_kwargs,
         max_tokens=max_encoded_tokens(engine),
     )
+    return chat.text, tensors.prompt_of(chat.text, engine) if tensors else chat.token_ids
+
+
+def _marked(message: Message, field: str, tensors: MarkedTensors) -> str | None:
+    """Return the content of a message with a mark for each of its prompt embeds; None: it has none."""
+    if not isinstance(message.content, list):
+        return None
+    written, after_text = "", False
+    for place, part in enumerate(message.content):
+        if isinstance(part, str):
+            written += f"\n{part}" if after_text else part
+        else:
+            written += tensors.mark(*_named_embeds(part, f"{field}[{place}]"))
+        after_text = isinstance(part, str)
+    return written
 
 
 def _conversation(request: ChatRequest, tools: Toolbox) -> Conversation:
@@ -345,11 +414,41 @@ def _reader_options(
     )
 
 
-def _prompts(prompts: list[str | list[int]], engine: Engine) -> list[Prompt]:
-    return [
-        given_tokens(given, engine, "prompt") if isinstance(given, list) else text_prompt(engine, given)
-        for given in prompts
+def _prompts(request: CompletionRequest, engine: Engine) -> list[Prompt]:
+    """Return the prompts of a completion: first those that are prompt embeds, as vLLM has it."""
+    rows: list[Prompt] = [
+        mixed_prompt([_named_embeds(embeds, f"prompt_embeds[{number}]")], engine)
+        for number, embeds in enumerate(request.prompt_embeds)
     ]
+    if rows and request.prompt == [""]:
+        return rows
+    several = len(request.prompt) > 1
+    return rows + [
+        _prompt(given, f"prompt[{number}]" if several else "prompt", engine)
+        for number, given in enumerate(request.prompt)
+    ]
+
+
+def _named_embeds(part: EmbedsPart, field: str) -> NamedEmbeds:
+    return field, PromptEmbeds(**tensor_fields(part, field))
+
+
+def _prompt(given: GivenPrompt, field: str, engine: Engine) -> Prompt:
+    match given:
+        case str():
+            return text_prompt(engine, given)
+        case list():
+            return given_tokens(given, engine, "prompt")
+    parts: list[PromptPart] = []
+    at = 0
+    for part in given:
+        if isinstance(part, list):
+            parts.append(given_tokens(part, engine, "prompt"))
+            at += len(part)
+        else:
+            parts.append(_named_embeds(part, f"{field}[{at}]"))
+            at += 1
+    return mixed_prompt(parts, engine)
 
 
 def given_tokens(token_ids: list[int], engine: Engine, param: str) -> list[int]:

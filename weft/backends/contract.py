@@ -22,6 +22,7 @@ from weft.types import (
     FinishReason,
     GenerateImage,
     GenerationRequest,
+    MixedPrompt,
     ModelInfo,
     Output,
     Prompt,
@@ -42,10 +43,12 @@ class Health(Struct, frozen=True):
 
 
 def tokens_of(prompt: Prompt) -> list[int]:
-    """Return the token ids of a prompt. It is text only where another engine was in use when the prompt was made, which
-    raises Unavailable."""
+    """Return the token ids of a prompt, with placeholders for prompt embeds. It is text only where another engine was
+    in use when the prompt was made, which raises Unavailable."""
     if isinstance(prompt, list):
         return prompt
+    if isinstance(prompt, MixedPrompt):
+        return prompt.token_ids
     raise Unavailable("The engine has changed while this request was on its way.", hint="Send it again.")
 
 
@@ -85,7 +88,7 @@ def unknown_adapter(name: str, adapters: Iterable[Adapter]) -> InvalidRequest:
 
 def num_tokens(prompt: Prompt) -> int:
     """Return how many tokens a prompt has, as far as is known on this side: 0 for text."""
-    return len(prompt) if isinstance(prompt, list) else 0
+    return len(prompt) if isinstance(prompt, list | MixedPrompt) else 0
 
 
 Take = Callable[[Output], Awaitable[None] | None]
@@ -185,6 +188,8 @@ class Abilities(Struct, frozen=True, kw_only=True):
     embeddings: bool = True
     images: bool = True
     lora: bool = True
+    prompt_embeds: bool = True
+    """Rows of a client may stand in the place of a prompt's tokens."""
 
 
 class EngineText(Protocol):
@@ -437,9 +442,23 @@ def check_abilities(engine: Able, request: GenerationRequest) -> None:
                     if rule.ability in abilities.with_tokenizer:
                         raise tokens_unknown(engine, rule.field, rule.field)
                     raise not_taken(engine.name, rule.field)
+    if isinstance(request.prompt, MixedPrompt):
+        check_takes_embeds(engine)
+        if not isinstance(request.task, Sample):
+            raise InvalidRequest("Only requests for tokens have prompt embeds in the prompt.", param="prompt_embeds")
     for field, ability in (("priority", "priority"), ("cache_salt", "cache_salt"), ("adapter", "lora")):
         if getattr(request, field) and not getattr(abilities, ability):
             raise not_taken(engine.name, field)
+
+
+def check_takes_embeds(engine: Able, field: str = "prompt_embeds") -> None:
+    """Raise InvalidRequest where rows of a client cannot stand in the place of a prompt's tokens."""
+    if not engine.abilities.prompt_embeds:
+        raise InvalidRequest(
+            f"{field}: the engine {engine.name} takes no prompt embeds.",
+            hint="Send the prompt as text or token ids; the operator can serve the model with --engine native.",
+            param=field,
+        )
 
 
 def cannot(engine_name: str, what: str) -> NotSupported:

@@ -22,6 +22,7 @@ from weft.text.tokenizer import Tokenizer, num_chars
 from weft.types import (
     Adapter,
     GenerationRequest,
+    MixedPrompt,
     ModelInfo,
     Request,
     SamplingDefaults,
@@ -108,6 +109,7 @@ class ModelText:
             tenant=request.tenant,
             sibling_of=request.sibling_of,
             adapter=adapter,
+            embeds=request.prompt.embeds if isinstance(request.prompt, MixedPrompt) else [],
         )
 
 

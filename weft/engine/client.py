@@ -37,7 +37,7 @@ from weft.engine.wire import (
     Submit,
     ToEngine,
     Vocabulary,
-    frame,
+    write_frame,
 )
 from weft.errors import EngineFault, InvalidRequest, Overloaded, Unavailable, WeftError
 from weft.options import Config, SchedulerOptions, ServerOptions
@@ -65,10 +65,11 @@ def check_capacity(waiting: Waiting, tenant: str, num_tokens: int, limits: Sched
 
 def check_tensor_capacity(held: int, request: Request, limits: SchedulerOptions) -> None:
     """Raise Overloaded where the `held` bytes of clients' tensors, kept for open requests in case that an engine dies,
-    would become too many. A tensor that is too large by itself is for the engine to refuse."""
-    if held and held + request.given.num_bytes > limits.max_embedding_mb << 20:
+    would become too many: those that run may have the limit, and as many more may wait for them. A tensor that is too
+    large by itself is for the engine to refuse."""
+    if held and held + request.tensor_bytes > MOST * limits.max_embedding_mb << 20:
         raise Overloaded(
-            f"Images with tensors of {held} bytes are open already.", hint="Try again later (--max-embedding-mb)."
+            f"Requests with tensors of {held} bytes are open already.", hint="Try again later (--max-embedding-mb)."
         )
 
 
@@ -125,7 +126,7 @@ class _Connection(Struct):
         return end in OUTSIDE_ENDS and num_oom_kills() == self.oom_kills
 
     def send(self, message: ToEngine) -> None:
-        self.transport.write(frame(message))
+        write_frame(self.transport, message)
 
 
 class EngineClient:
@@ -180,7 +181,7 @@ class EngineClient:
         if request.request_id in self._journal:
             raise InvalidRequest(f"There is a request {request.request_id!r} already.", param="request_id")
         self.check_capacity(request.tenant, queued_tokens(request))
-        if request.given.num_bytes:
+        if request.tensor_bytes:
             check_tensor_capacity(self._journal.tensor_bytes, request, self.config.scheduler)
         entry = self._journal.open(request)
         try:

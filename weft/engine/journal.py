@@ -146,7 +146,7 @@ class Journal:
     def open(self, request: Request) -> Entry:
         entry = Entry(request)
         self._entries[entry.id] = entry
-        self.tensor_bytes += request.given.num_bytes
+        self.tensor_bytes += request.tensor_bytes
         self._count(entry)
         return entry
 
@@ -156,7 +156,7 @@ class Journal:
         if entry is not None:
             entry.is_open = False
             self._discount(entry)
-            self.tensor_bytes -= entry.request.given.num_bytes
+            self.tensor_bytes -= entry.request.tensor_bytes
         return entry
 
     def send(self) -> list[Entry]:

@@ -23,6 +23,7 @@ from weft.options import Config
 from weft.types import EngineStats, Event, ModelInfo, Request, ResetPrefixCache, StartProfile, StopProfile
 
 MAX_FRAME_BYTES = 256 * 2**20
+LARGE_BYTES = 2**20
 _LENGTH = struct.Struct("<I")
 
 M = TypeVar("M")
@@ -146,6 +147,17 @@ class BrokenFrame(Exception):
 def frame(message: ToEngine | FromEngine) -> bytes:
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
+
+
+def write_frame(transport: asyncio.WriteTransport, message: ToEngine) -> None:
+    """Write a message to an engine. A large one, which has tensors, is not copied once more to stand behind its
+    length."""
+    body = _encoder.encode(message)
+    if len(body) < LARGE_BYTES:
+        transport.write(_LENGTH.pack(len(body)) + body)
+    else:
+        transport.write(_LENGTH.pack(len(body)))
+        transport.write(body)
 
 
 def receive(sock: socket.socket) -> ToEngine | None:

@@ -1,4 +1,4 @@
-"""The shapes that attention kernels share, on every device."""
+"""The inputs of a step that kernels share, on every device."""
 
 from __future__ import annotations
 
@@ -54,3 +54,12 @@ class AttentionBatch(NamedTuple):
     """[tokens] int64: the cache slot (block * block size + offset) of each new token."""
     is_one_prompt: bool = False
     """True when the step is one sequence, from its first token on."""
+
+
+class GivenRows(NamedTuple):
+    """Rows that enter the model in the place of the embeddings of some of a step's tokens."""
+
+    at: Tensor
+    """[rows] int64: their places among the step's tokens."""
+    values: Tensor
+    """[rows, hidden size], of the model's dtype."""

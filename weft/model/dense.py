@@ -7,7 +7,7 @@ from typing import NamedTuple
 from msgspec import Struct
 from torch import Tensor
 
-from weft.kernels import AttentionBatch, HeadShape, Ops
+from weft.kernels import AttentionBatch, GivenRows, HeadShape, Ops
 from weft.kernels.weights import DecoderWeights
 from weft.model.rope import RopeScaling, rotations
 
@@ -58,15 +58,28 @@ class DenseModel:
             config.head_dim, config.rope_theta, config.rope_scaling, max_model_len, weights.rope_factors
         ).to(device)
 
+    def embed(self, tokens: Tensor, given: GivenRows | None = None) -> Tensor:
+        """Return the embeddings of tokens, and the given rows in the place of some."""
+        embedded = self.weights.embedding[tokens]
+        if given is not None:
+            embedded[given.at] = given.values
+        return embedded
+
     def forward(
-        self, tokens: Tensor, positions: Tensor, kv_cache: Tensor, batch: AttentionBatch, last: LastTokens | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        batch: AttentionBatch,
+        last: LastTokens | None = None,
+        given: GivenRows | None = None,
     ) -> Tensor:
         """Return the final hidden states of the step's tokens, or of the `last` ones only: the last layer then computes
         no others. Writes the keys and values of all tokens to the cache [layers, blocks, block size, 2, kv heads, head
         dim]."""
         ops, eps, heads = self.ops, self.config.norm_eps, self.config.heads
         rotation = self.rotations[positions]
-        residual = self.weights.embedding[tokens]
+        residual = self.embed(tokens, given)
         slots = batch.slots
         for layer, kv in zip(self.weights.layers, kv_cache, strict=True):
             qkv = ops.norm_linear(residual, layer.attention_norm, eps, layer.qkv, layer.qkv_bias)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels import AttentionBatch
+from weft.kernels import AttentionBatch, GivenRows
 from weft.kernels.reference import silu_mul
 from weft.kernels.weights import AdapterWeights, LowRank
 from weft.model.dense import DenseModel
@@ -33,11 +33,12 @@ def forward_adapted(
     kv_cache: Tensor,
     batch: AttentionBatch,
     adapted: Sequence[AdaptedTokens],
+    given: GivenRows | None = None,
 ) -> Tensor:
     """Compute `DenseModel.forward` with adapters."""
     ops, eps, heads = model.ops, model.config.norm_eps, model.config.heads
     rotation = model.rotations[positions]
-    residual = model.weights.embedding[tokens]
+    residual = model.embed(tokens, given)
     for i, (layer, kv) in enumerate(zip(model.weights.layers, kv_cache, strict=True)):
         parts = [(one.at, one.weights.layers[i]) for one in adapted]
         qkv = ops.norm_linear(residual, layer.attention_norm, eps, layer.qkv, layer.qkv_bias)

@@ -73,7 +73,7 @@ GAUGES: tuple[tuple[str, str, StatReader], ...] = (
     ("weft_images_waiting", "Images in the engine's queue.", lambda stats: stats.images_waiting),
     (
         "weft_embedding_bytes",
-        "Held by images: their latents and the hidden states of their prompts.",
+        "Held by images, their latents and the hidden states of their prompts, and by tensors of clients.",
         lambda stats: stats.embedding_bytes,
     ),
 )

@@ -21,6 +21,7 @@ from typing import TypeGuard
 
 from msgspec import Struct
 
+from weft.payloads import EmbedsSegment
 from weft.plan import (
     Denoise,
     DenoiseAdmission,
@@ -45,23 +46,32 @@ def root_key(cache_salt: str, adapter: Adapter | None = None) -> bytes:
     return hashlib.blake2b(repr((cache_salt, number)).encode(), digest_size=32).digest()
 
 
-def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=32).digest()
+def block_key(parent: bytes, tokens: Sequence[int], rows: bytes = b"") -> bytes:
+    """Return the key of a block; `rows` tells what prompt embeds stand in it, and where."""
+    return hashlib.blake2b(parent + array("q", tokens).tobytes() + rows, digest_size=32).digest()
 
 
 class KeyChain:
     """The chain holds the keys of a sequence's full blocks, each computed once, when its tokens are known."""
 
-    def __init__(self, root: bytes, block_size: int) -> None:
+    def __init__(self, root: bytes, block_size: int, embeds: Sequence[EmbedsSegment] = ()) -> None:
         self._keys = [root]
         self._block_size = block_size
+        self._embeds = embeds
 
     def of(self, tokens: Sequence[int], block: int) -> bytes:
         """Return the key of a sequence's block, counted from 0; its tokens and all before them must be known."""
         while len(self._keys) < block + 2:
             start = (len(self._keys) - 1) * self._block_size
-            self._keys.append(block_key(self._keys[-1], tokens[start : start + self._block_size]))
+            stop = start + self._block_size
+            rows = self._rows_within(start, stop) if self._embeds else b""
+            self._keys.append(block_key(self._keys[-1], tokens[start:stop], rows))
         return self._keys[block + 1]
+
+    def _rows_within(self, start: int, stop: int) -> bytes:
+        """Return the digests of the rows at these positions, each run with its position and its length."""
+        runs = [(max(start, part.start), part.digests_within(start, stop)) for part in self._embeds]
+        return b"".join(array("q", (at, len(digests))).tobytes() + digests for at, digests in runs if digests)
 
 
 class GenerateTokens(Struct, frozen=True):
@@ -107,6 +117,7 @@ class ScarceResource(enum.Enum):
     PROMPT_LOGPROBS = "budget for the log probabilities of prompt tokens"
     LATENT_SLOT = "a latent slot"
     CLIENT_TENSORS = "a latent slot, and bytes for a client's tensors"
+    PROMPT_EMBEDS = "bytes for the prompt embeds of a client"
 
 
 class Cursor(ABC):
@@ -123,6 +134,8 @@ class Cursor(ABC):
         self.denoise_cursor: DenoiseCursor | None = None
         """The cursor of an image's last stage, which holds the image's memory; None for other requests."""
 
+        self.tensor_bytes = 0
+        """Bytes of prompt embeds that it holds; a preemption leaves them to it."""
         self.computed = 0
         """Units of work that are done, or will be after the steps that are under way."""
         self.preemptions = 0
@@ -159,6 +172,11 @@ class Cursor(ABC):
     def begin(self, memory: ImageMemory, now: float) -> None:
         """Begin a stage that needs no row."""
 
+    def release(self, memory: ImageMemory) -> None:
+        """Give back what the request holds from its first admission to its end."""
+        memory.client_bytes -= self.tensor_bytes
+        self.tensor_bytes = 0
+
     def next_stage(self, memory: ImageMemory, limits: Limits) -> Cursor:
         """Return the cursor of the stage that comes next; the cursor itself when none is left before it."""
         return self
@@ -187,7 +205,7 @@ class RowCursor(Cursor):
         self.row = -1
         """The worker's row; -1 while the request waits."""
         self.blocks: list[Block] = []
-        self.keys = KeyChain(root_key(request.cache_salt, request.adapter), block_size)
+        self.keys = KeyChain(root_key(request.cache_salt, request.adapter), block_size, request.embeds)
         self.holds_all = False
         """True when `blocks` can hold `limit` tokens: such a request is never preempted again."""
         self.prompt_logprobs: list[TokenLogprob] = []
@@ -200,7 +218,7 @@ class RowCursor(Cursor):
     def begin(self, memory: ImageMemory, now: float) -> None:
         raise AssertionError(f"{self} begins in a row")
 
-    def enter_row(self, row: int, now: float) -> None:
+    def enter_row(self, row: int, memory: ImageMemory, now: float) -> None:
         self.row = row
         if self.preemptions == 0:
             self.queue_seconds = now - self.arrived_at
@@ -290,10 +308,20 @@ class TokenCursor(RowCursor):
 
     @property
     def scarce_resource(self) -> ScarceResource | None:
+        if self.request.embeds:
+            return ScarceResource.PROMPT_EMBEDS
         return None if self.request.params.prompt_logprobs is None else ScarceResource.PROMPT_LOGPROBS
 
     def can_begin(self, prompt_logprobs_budget: int, memory: ImageMemory) -> bool:
+        if self.request.embeds and not self.tensor_bytes:
+            return memory.has_bytes_for(self.request)
         return not self.scores_prompt or prompt_logprobs_budget > 0
+
+    def enter_row(self, row: int, memory: ImageMemory, now: float) -> None:
+        super().enter_row(row, memory, now)
+        if self.request.embeds and not self.tensor_bytes:
+            self.tensor_bytes = self.request.tensor_bytes
+            memory.client_bytes += self.tensor_bytes
 
     @property
     def todo(self) -> int:
@@ -398,8 +426,8 @@ class PromptEmbedsCursor(EncodeCursor):
     def begin(self, memory: ImageMemory, now: float) -> None:
         self.ended = True
 
-    def enter_row(self, row: int, now: float) -> None:
-        super().enter_row(row, now)
+    def enter_row(self, row: int, memory: ImageMemory, now: float) -> None:
+        super().enter_row(row, memory, now)
         self.slot.is_being_encoded = True
 
     def leave_row(self) -> None:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from weft.plan import Denoise, ImageLimits, StepPlan
+from weft.plan import Denoise, Limits, StepPlan
 from weft.scheduler.cursors import Cursor, DenoiseCursor
 from weft.scheduler.policy import Throttle, denoise_credit
 from weft.scheduler.prompt_embeds import ImageMemory
@@ -36,8 +36,8 @@ class Images:
     """All requests for images. Those that wait for admission, or encode one of their prompts, are in the waiting queue
     or in rows like any other request; the rest are here."""
 
-    def __init__(self, limits: ImageLimits | None, throttle: Throttle, tenants: Tenants) -> None:
-        self._limits = limits
+    def __init__(self, limits: Limits, throttle: Throttle, tenants: Tenants) -> None:
+        self._limits = limits.image
         self._throttle = throttle
         self._tenants = tenants
         self.memory = ImageMemory(limits)
@@ -79,14 +79,14 @@ class Images:
         return ready
 
     def closed(self, cursor: Cursor) -> None:
-        """Forget an image that has ended, whatever its stage."""
+        """Forget an image that has ended, whatever its stage, and take back what any request holds."""
         image = cursor.denoise_cursor
+        (image or cursor).release(self.memory)
         if image is None:
             return
         for place in (self.denoising, self.awaiting_embeds):
             if image in place:
                 place.remove(image)
-        image.release(self.memory)
         self.num_open -= 1
 
     # One step.

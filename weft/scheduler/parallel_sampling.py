@@ -73,7 +73,7 @@ def shared_blocks(cursor: RowCursor, relative: RowCursor) -> list[Block]:
         cursor.family != relative.family
         or relative.settled < num_shared(cursor) * cursor.block_size
         or (ours.cache_salt, ours.adapter) != (theirs.cache_salt, theirs.adapter)
-        or ours.prompt_token_ids != theirs.prompt_token_ids
+        or ours.prompt_digest != theirs.prompt_digest
     ):
         return []
     return relative.blocks[: num_shared(cursor)]

@@ -1,4 +1,5 @@
-"""What images hold in the worker's memory: latent slots, and the prompt embeds that their denoise steps read.
+"""What images hold in the worker's memory: latent slots, and the prompt embeds that their denoise steps read; and the
+bytes of all tensors that clients sent, for images or in the place of a prompt's tokens.
 
 Prompt embeds are the hidden states of a prompt, kept in a slot. Images of the same prompt share the slot, and it stays
 cached after the last of them until another prompt needs it. Prompt embeds that a client sent belong to one image.
@@ -11,7 +12,7 @@ from collections import OrderedDict
 from msgspec import Struct
 
 from weft.payloads import PromptEmbeds
-from weft.plan import ImageLimits, PlacedEmbeds
+from weft.plan import Limits, PlacedEmbeds
 from weft.types import Request
 
 
@@ -128,12 +129,14 @@ class EmbedsCache:
 
 
 class ImageMemory:
-    """The latent slots, the prompt embeds and the bytes of client tensors that images hold."""
+    """The latent slots and the prompt embeds that images hold, and the bytes of client tensors of all requests."""
 
-    def __init__(self, limits: ImageLimits | None) -> None:
+    def __init__(self, of_all: Limits) -> None:
+        limits = of_all.image
         if limits is not None and limits.max_client_bytes < 0:
             raise ValueError(f"latent slots and prompt embeds take more than {limits.max_embedding_bytes} bytes")
         self._limits = limits
+        self._max_client_bytes = of_all.max_client_bytes
         self.free_latent_slots = list(range(limits.max_num_images - 1, -1, -1)) if limits is not None else []
         self.num_latent_slots = 0
         """Latent slots in use."""
@@ -146,7 +149,7 @@ class ImageMemory:
     @property
     def num_bytes(self) -> int:
         if self._limits is None:
-            return 0
+            return self.client_bytes
         latents = self.num_latent_slots * self._limits.latent_slot_bytes
         return latents + self.embeds.num_used * self._limits.embeds_bytes + self.client_bytes
 
@@ -155,8 +158,11 @@ class ImageMemory:
         if self._limits is None or not self.free_latent_slots:
             return False
         num_embeds = sum(source is not None for source in embeds_sources(request))
-        has_bytes = self.client_bytes + request.given.num_bytes <= self._limits.max_client_bytes
-        return has_bytes and num_embeds <= len(self.embeds.unused)
+        return self.has_bytes_for(request) and num_embeds <= len(self.embeds.unused)
+
+    def has_bytes_for(self, request: Request) -> bool:
+        """Return whether there are bytes for the tensors of a request."""
+        return self.client_bytes + request.tensor_bytes <= self._max_client_bytes
 
     def take(self, request: Request) -> tuple[int, EmbedsPair]:
         """Return a latent slot and the slots of an image's prompt embeds: all at once, so that no two images wait for

@@ -40,7 +40,7 @@ class Scheduler:
         self.siblings = Siblings()
         self.running: list[RowCursor] = []
         """Requests that have a row, in the order of admission."""
-        self.images = Images(limits.image, self.throttle, self.waiting.tenants)
+        self.images = Images(limits, self.throttle, self.waiting.tenants)
         self.cursors: dict[str, Cursor] = {}
         """Every request that has not ended, by id."""
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
@@ -270,7 +270,7 @@ class Scheduler:
         fresh = target if whole else self.limits.blocks_for(cursor.computed + count) - len(found)
         cursor.blocks = found + self.pool.allocate(fresh)
         cursor.holds_all = whole
-        cursor.enter_row(self.free_rows.pop(), self._clock())
+        cursor.enter_row(self.free_rows.pop(), self.images.memory, self._clock())
         self.running.append(cursor)
         request = cursor.request
         if cursor.preemptions == 0 and cursor.takes_cached and not request.sibling_of:
@@ -285,6 +285,7 @@ class Scheduler:
                 request.stop_token_ids,
                 request.adapter.number if request.adapter is not None else None,
                 cursor.id,
+                request.embeds,
             )
         )
         self._plan_row(cursor, count, cursor.blocks, step)

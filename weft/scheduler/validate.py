@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from weft.errors import InvalidRequest
-from weft.payloads import GivenTexts
+from weft.payloads import DIGEST_BYTES, GivenTexts, check_total_bytes, not_with_embeds
 from weft.plan import ImageLimits, Limits
 from weft.scheduler.cursors import Cursor
 from weft.types import ImageParams, Request, check_priority, check_token_ids
@@ -27,7 +27,9 @@ def check_request(request: Request, limits: Limits, cursors: Mapping[str, Cursor
     if request.pooling is not None and wants_tokens:
         raise InvalidRequest("A request for a vector has no tokens, and no log probabilities.", param="pooling")
     if request.image is None and request.given != GivenTexts():
-        raise InvalidRequest("Only requests for images take prompt embeds.", param="prompt_embeds")
+        raise InvalidRequest("Only requests for images have conditioning.", param="prompt_embeds")
+    if request.embeds:
+        _check_embeds(request, limits)
     if request.image is not None:
         if wants_tokens or request.pooling is not None or request.sibling_of or request.params.grammar:
             raise InvalidRequest("A request for an image has no tokens, no vector and no siblings.", param="image")
@@ -42,8 +44,8 @@ def _check_sibling(request: Request, leader: Cursor | None) -> None:
     if leader is None:
         return
     theirs = leader.request
-    ours = (request.prompt_token_ids, request.cache_salt, request.adapter)
-    if ours != (theirs.prompt_token_ids, theirs.cache_salt, theirs.adapter):
+    ours = (request.prompt_digest, request.cache_salt, request.adapter)
+    if ours != (theirs.prompt_digest, theirs.cache_salt, theirs.adapter):
         raise InvalidRequest(
             f"{request.request_id!r} is no sibling of {leader.id!r}: prompt, cache salt or adapter differ.",
             param="sibling_of",
@@ -63,6 +65,29 @@ def _check_length(request: Request, limits: Limits) -> None:
     max_output = min(request.params.max_tokens or limits.max_model_len, limits.max_model_len - length)
     if len(request.output_token_ids) >= max_output:
         raise InvalidRequest("The request has all its tokens already.", param="max_tokens")
+
+
+def _check_embeds(request: Request, limits: Limits) -> None:
+    """Raise InvalidRequest for rows that this engine cannot put in the place of a prompt's tokens."""
+    if request.image is not None or request.pooling is not None:
+        raise InvalidRequest("Only requests for tokens have prompt embeds among token ids.", param="prompt_embeds")
+    if request.params.prompt_logprobs is not None:
+        raise not_with_embeds("prompt_logprobs")
+    check_total_bytes([segment.embeds for segment in request.embeds])
+    stop = 0
+    for segment in request.embeds:
+        segment.embeds.check(max_rows=limits.max_model_len - 1, width=limits.embeds_width)
+        if not stop <= segment.start <= segment.stop <= len(request.prompt_token_ids):
+            raise InvalidRequest("prompt_embeds: its rows are not at positions of the prompt.", param="prompt_embeds")
+        if len(segment.digests) != segment.embeds.shape[0] * DIGEST_BYTES:
+            raise InvalidRequest("prompt_embeds: it has not a digest of each row.", param="prompt_embeds")
+        stop = segment.stop
+    if (given := request.tensor_bytes) > limits.max_client_bytes:
+        raise InvalidRequest(
+            f"The prompt embeds have {given} bytes; there are {limits.max_client_bytes} for those of all requests "
+            "(--max-embedding-mb).",
+            param="prompt_embeds",
+        )
 
 
 def _check_image(request: Request, image: ImageParams, limits: Limits, image_limits: ImageLimits) -> None:

@@ -15,6 +15,7 @@ from weft import logs
 from weft.backends.contract import Stream, failure_of
 from weft.errors import EngineFault, Overloaded, RequestTimeout, Unavailable
 from weft.observe.traces import RequestOutcome
+from weft.payloads import PromptEmbeds
 from weft.serving.admission import ClientGone, RequestContext
 from weft.serving.rate_limits import Reservation
 from weft.serving.timing import FREE, Cost, RequestTimer, cost_of
@@ -24,6 +25,7 @@ from weft.types import (
     FinishReason,
     GenerateImage,
     GenerationRequest,
+    MixedPrompt,
     Output,
     Prompt,
     Sample,
@@ -231,8 +233,15 @@ class Generation:
                 return prompt
             case Conversation():
                 return prompt.messages
+            case MixedPrompt():
+                return [*map(self._shown_part, prompt.parts())]
             case _:
-                return self._served.engine.text.tokenizer.decode(prompt, skip_special_tokens=False)
+                return self._shown_part(prompt)
+
+    def _shown_part(self, part: list[int] | PromptEmbeds) -> str:
+        if isinstance(part, PromptEmbeds):
+            return f"({part.shape[0]} rows of prompt embeds)"
+        return self._served.engine.text.tokenizer.decode(part, skip_special_tokens=False)
 
     def _outcome(self, model_name: str) -> RequestOutcome:
         timers = self._timers.values()

@@ -25,7 +25,7 @@ from weft.payloads import (
     given_texts,
 )
 from weft.serving.output_reader import CollectedOutput
-from weft.serving.request import requests_like
+from weft.serving.request import check_tensors_allowed, requests_like
 from weft.text.tokenizer import Tokenizer
 from weft.types import (
     MAX_IMAGE_TEXT,
@@ -112,12 +112,8 @@ def check_image_model(name: str | None, served_name: str, engine: Engine) -> Non
 def check_allowed(limits: LimitOptions, *, prompt_embeds: object, additional_information: object) -> None:
     """Raise InvalidRequest for tensors where none are taken, before they are decoded; None: not given."""
     for field, value in (("prompt_embeds", prompt_embeds), ("additional_information", additional_information)):
-        if value is not None and not limits.allow_prompt_embeds:
-            raise InvalidRequest(
-                f"{field}: this server takes no tensors from clients.",
-                hint="The operator's setting is --allow-prompt-embeds.",
-                param=field,
-            )
+        if value is not None:
+            check_tensors_allowed(limits, field)
 
 
 def image_requests(

@@ -29,15 +29,18 @@ class Detokenizer:
         prompt_token_ids: Sequence[int],
         skip_special_tokens: bool = True,
         shown: Collection[str] = (),
+        *,
+        continues: bool = False,
     ) -> None:
-        """`shown` are special tokens that are not skipped, whatever `skip_special_tokens` says."""
+        """`shown` are special tokens that are not skipped, whatever `skip_special_tokens` says; `continues`: something
+        stands before the prompt's token ids."""
         self._token_bytes = tokenizer.token_bytes
         self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
         if shown and self._hidden:
             self._hidden -= {token_id for token_id in self._hidden if tokenizer.token_text(token_id) in shown}
         self._utf8 = _utf8_decoder(errors="replace")
         self._utf8.decode(self._end_of(prompt_token_ids))
-        self._strip_space = tokenizer.strips_leading_space and not self._has_bytes(prompt_token_ids)
+        self._strip_space = tokenizer.strips_leading_space and not (continues or self._has_bytes(prompt_token_ids))
         self._between_characters = self._nothing_pending()
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -165,13 +168,20 @@ class OutputText:
 
     def __init__(self, tokenizer: Tokenizer, request: Request, markers: Collection[str] = ()) -> None:
         params = request.params
-        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens, markers)
+        token_ids = request.prompt_token_ids
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            token_ids[request.embeds[-1].stop :] if request.embeds else token_ids,
+            params.skip_special_tokens,
+            markers,
+            continues=bool(request.embeds),
+        )
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output) if params.stop else None
         self._matched: str | None = None
         """The stop string that was found."""
         self._own_stop_ids = params.stop_token_ids
         """The stop token ids that the request asked for; the model's own end token is not reported."""
-        self._num_prompt = len(request.prompt_token_ids)
+        self._num_prompt = len(token_ids)
         self._num_output = 0
         self._num_cached = 0
         self.ended = False

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from weft.kernels import AttentionBatch
+from weft.kernels import AttentionBatch, GivenRows
 from weft.kernels.weights import AdaptedRun
 from weft.model.dense import DenseModel, LastTokens
 from weft.model.dense_lora import forward_adapted
@@ -28,6 +28,7 @@ class FastStep(Protocol):
         batch: AttentionBatch,
         rows: Tensor,
         adapted: Sequence[AdaptedRun] = (),
+        given: GivenRows | None = None,
     ) -> Tensor:
         """Return the logits of the tokens at `rows`, and write the cache as the model's own forward pass does."""
 
@@ -39,6 +40,7 @@ class FastStep(Protocol):
         rows: Tensor,
         hidden_rows: Tensor,
         adapted: Sequence[AdaptedRun] = (),
+        given: GivenRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the same, and the final hidden states of the tokens at `hidden_rows`."""
 
@@ -87,6 +89,7 @@ class Stepper:
         longest: int,
         requested: RequestedTokens | None = None,
         adapted: Sequence[AdaptedRun] = (),
+        given: GivenRows | None = None,
     ) -> ForwardOutput:
         """Compute a step in which no sequence is longer than `longest`. It neither waits for the device nor reads from
         it."""
@@ -102,11 +105,14 @@ class Stepper:
             is_one_prompt=shape.decodes == 0 and shape.prompts == 1 and shape.prompt_tokens == longest,
         )
         tokens = table.tokens[inputs.token_rows, positions]
+        if given is not None:
+            # Where a row is given there is no token: any will do.
+            tokens = tokens.clamp(min=0)
         states = None
         if requested is None:
-            logits = self._logits(shape, inputs, tokens, batch, width, adapted)
+            logits = self._logits(shape, inputs, tokens, batch, width, adapted, given)
         else:
-            logits, states = self._requested(requested, inputs, tokens, batch, adapted)
+            logits, states = self._requested(requested, inputs, tokens, batch, adapted, given)
         best, peaks = self.model.ops.greedy(logits)
         table.tokens[inputs.sample_rows, inputs.sample_positions + 1] = best
         return ForwardOutput(logits, best, peaks, states)
@@ -118,27 +124,33 @@ class Stepper:
         tokens: Tensor,
         batch: AttentionBatch,
         adapted: Sequence[AdaptedRun],
+        given: GivenRows | None,
     ) -> tuple[Tensor, RequestedStates]:
         """Return the logits that are sampled from, and the states that rows request."""
         at = torch.cat([inputs.sample_at, requested.logits_at])
         if self.fast_step is not None:
             logits, hidden = self.fast_step.with_hidden(
-                tokens, inputs.positions, batch, at, requested.hidden_at, adapted
+                tokens, inputs.positions, batch, at, requested.hidden_at, adapted, given
             )
         else:
-            states = self._states(tokens, inputs.positions, batch, adapted)
+            states = self._states(tokens, inputs.positions, batch, adapted, given)
             logits, hidden = self.model.logits(states[at]), states[requested.hidden_at]
         sampled, others = torch.split(logits, [len(inputs.sample_at), len(requested.logits_at)])
         return sampled, RequestedStates(others, hidden)
 
     def _states(
-        self, tokens: Tensor, positions: Tensor, batch: AttentionBatch, adapted: Sequence[AdaptedRun]
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        adapted: Sequence[AdaptedRun],
+        given: GivenRows | None,
     ) -> Tensor:
         """Return the final hidden states of all the step's tokens."""
         if not adapted:
-            return self.model.forward(tokens, positions, self.kv_cache, batch)
+            return self.model.forward(tokens, positions, self.kv_cache, batch, given=given)
         by_adapter = tokens_of(adapted, self.table.device)
-        return forward_adapted(self.model, tokens, positions, self.kv_cache, batch, by_adapter)
+        return forward_adapted(self.model, tokens, positions, self.kv_cache, batch, by_adapter, given)
 
     def _logits(
         self,
@@ -148,16 +160,14 @@ class Stepper:
         batch: AttentionBatch,
         width: int,
         adapted: Sequence[AdaptedRun],
+        given: GivenRows | None,
     ) -> Tensor:
         if self.fast_step is not None:
-            return self.fast_step(tokens, inputs.positions, batch, inputs.sample_at, adapted)
+            return self.fast_step(tokens, inputs.positions, batch, inputs.sample_at, adapted, given)
         model = self.model
-        if adapted:
-            return model.logits(self._states(tokens, inputs.positions, batch, adapted)[inputs.sample_at])
-        if shape.samples_all:
-            return model.logits(model.forward(tokens, inputs.positions, self.kv_cache, batch))
-        if not is_on("last-tokens"):
-            return model.logits(model.forward(tokens, inputs.positions, self.kv_cache, batch)[inputs.sample_at])
+        if adapted or shape.samples_all or not is_on("last-tokens"):
+            states = self._states(tokens, inputs.positions, batch, adapted, given)
+            return model.logits(states if shape.samples_all else states[inputs.sample_at])
         last = AttentionBatch(
             num_decodes=shape.samples,
             query_starts=torch.arange(shape.samples + 1, device=tokens.device),
@@ -165,5 +175,6 @@ class Stepper:
             block_tables=self.table.blocks[inputs.sample_rows, :width],
             slots=batch.slots[inputs.sample_at],
         )
-        hidden = model.forward(tokens, inputs.positions, self.kv_cache, batch, LastTokens(inputs.sample_at, last))
+        last_tokens = LastTokens(inputs.sample_at, last)
+        hidden = model.forward(tokens, inputs.positions, self.kv_cache, batch, last_tokens, given)
         return model.logits(hidden)

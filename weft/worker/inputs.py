@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.kernels import GivenRows
+from weft.payloads import BFLOAT16, PromptEmbeds
 from weft.plan import Row
-from weft.worker.rows import Ints, runs
+from weft.worker.rows import Ints, RowTable, runs
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -154,3 +156,20 @@ def to_device(arrays: list[Ints], device: torch.device) -> list[Tensor]:
 
 def views(packed: Tensor, shape: StepShape) -> StepInputs:
     return StepInputs(*torch.split(packed, section_sizes(shape)))
+
+
+def host_rows(embeds: PromptEmbeds, start: int = 0, stop: int | None = None) -> Tensor:
+    """Return rows of a client's tensor, in its dtype."""
+    values = torch.from_numpy(embeds.array()[start:stop].copy())
+    return values.view(torch.bfloat16) if embeds.dtype == BFLOAT16 else values
+
+
+def given_rows(layout: Layout, table: RowTable, dtype: torch.dtype) -> GivenRows:
+    """Return the prompt embeds at the positions that a step computes, and their places among its tokens."""
+    firsts, parts = list[int](), list[Tensor]()
+    for row, first in zip(layout.rows, layout.firsts.tolist(), strict=True):
+        for start, stop, segment in table.embeds_within(row):
+            firsts.append(first + start - row.start)
+            parts.append(host_rows(segment.embeds, start - segment.start, stop - segment.start).to(dtype))
+    (at,) = to_device([runs(firsts, [len(part) for part in parts])], table.device)
+    return GivenRows(at, sent(torch.cat(parts), table.device))

@@ -13,11 +13,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.plan import StepPlan
+from weft.payloads import EmbedsSegment
+from weft.plan import Row, StepPlan
 from weft.worker.grammar_masks import Constraints
 from weft.worker.sampling_rows import SamplingSettings
 
 Ints = NDArray[np.int64]
+
+NO_TOKEN = -1
+"""The token of a position in the table at which a row of prompt embeds stands."""
 
 
 class RowWrites(NamedTuple):
@@ -45,6 +49,8 @@ class RowTable:
         """Number of blocks of every admitted row."""
         self.settings = SamplingSettings(num_rows + 1)
         self.constraints = Constraints()
+        self.embeds: dict[int, list[EmbedsSegment]] = {}
+        """The prompt embeds of the rows that have some."""
 
     def take_in(self, plan: StepPlan) -> RowWrites:
         """Take in a plan's releases and admissions; the writes must reach the device before its step is computed."""
@@ -52,11 +58,20 @@ class RowTable:
             self.num_blocks.pop(released, None)
             self.settings.release(released)
             self.constraints.release(released)
-        for admission in plan.admit:
+            self.embeds.pop(released, None)
+        lengths = [len(admission.token_ids) for admission in plan.admit]
+        tokens = _ints([token for admission in plan.admit for token in admission.token_ids])
+        first = 0
+        for admission, length in zip(plan.admit, lengths, strict=True):
             self.num_blocks[admission.row] = 0
             self.settings.admit(admission)
             self.constraints.admit(admission)
-        lengths = [len(admission.token_ids) for admission in plan.admit]
+            self.embeds.pop(admission.row, None)
+            if admission.embeds:
+                self.embeds[admission.row] = admission.embeds
+            for segment in admission.embeds:
+                tokens[first + segment.start : first + segment.stop] = NO_TOKEN
+            first += length
         grown = [row for row in plan.rows if row.new_blocks]
         counts = [len(row.new_blocks) for row in grown]
         firsts = []
@@ -66,11 +81,22 @@ class RowTable:
         return RowWrites(
             token_rows=np.repeat(_ints([admission.row for admission in plan.admit]), lengths),
             token_positions=runs([0] * len(lengths), lengths),
-            tokens=_ints([token for admission in plan.admit for token in admission.token_ids]),
+            tokens=tokens,
             block_rows=np.repeat(_ints([row.row for row in grown]), counts),
             block_positions=runs(firsts, counts),
             blocks=_ints([block for row in grown for block in row.new_blocks]),
         )
+
+    def embeds_within(self, row: Row) -> list[tuple[int, int, EmbedsSegment]]:
+        """Return the prompt embeds at the positions that a row computes, each with the first of its positions
+        there and the one behind the last."""
+        end = row.start + row.count
+        runs = [(max(row.start, part.start), min(end, part.stop), part) for part in self.embeds.get(row.row, ())]
+        return [(start, stop, part) for start, stop, part in runs if start < stop]
+
+    def has_embeds(self, rows: list[Row]) -> bool:
+        """Return whether a step of these rows computes prompt embeds."""
+        return bool(self.embeds) and any(self.embeds_within(row) for row in rows)
 
     def write(
         self, token_rows: Tensor, token_positions: Tensor, tokens: Tensor, block_rows: Tensor, block_positions: Tensor,

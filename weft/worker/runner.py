@@ -14,7 +14,7 @@ from weft.worker.diffusion.denoiser import DenoiseOutputBatch, Denoiser
 from weft.worker.forward_step import ForwardOutput, Stepper
 from weft.worker.grammar_masks import Constraint, Constraints, Masks, followed, masks_of
 from weft.worker.graphs import StepGraphs
-from weft.worker.inputs import exact_shape, lay_out, to_device, views
+from weft.worker.inputs import exact_shape, given_rows, lay_out, to_device, views
 from weft.worker.lora_rows import MAX_ADAPTERS, LoraRows
 from weft.worker.prompt_outputs import PromptOutputs, RowOutputBatch
 from weft.worker.sampler import SampledBatch, sample, warm_up_sampler
@@ -113,16 +113,16 @@ class Runner:
         self.adapters.take_in(plan)
         denoised = self._denoised(plan)
         table = self.stepper.table
+        new = table.take_in(plan)
         if not plan.rows:
-            table.take_in(plan)
             self.prompt_outputs.forget(plan.release)
             return Pending(plan, [], None, SideOutputs(denoise=denoised))
         exact = exact_shape(plan.rows)
-        has_requests = any(row.request is not None for row in plan.rows)
-        is_plain = not has_requests and not self.adapters.are_used_by(plan)
+        has_requests, has_embeds = any(row.request is not None for row in plan.rows), table.has_embeds(plan.rows)
+        is_plain = not has_requests and not has_embeds and not self.adapters.are_used_by(plan)
         captured = self.graphs.shape_for(exact) if self.graphs is not None and is_plain else None
         layout = lay_out(plan.rows, captured or exact, table.padding_row)
-        packed, *writes = to_device([layout.packed, *table.take_in(plan)], table.device)
+        packed, *writes = to_device([layout.packed, *new], table.device)
         table.write(*writes)
         self.prompt_outputs.forget(plan.release)
         requests = self.prompt_outputs.request(layout) if has_requests else None
@@ -130,7 +130,8 @@ class Runner:
             output = self.graphs.replay(captured, packed)
         else:
             tokens, adapted = requests.tokens if requests else None, self.adapters.runs_in(layout)
-            output = self.stepper.step(exact, views(packed, exact), layout.longest, tokens, adapted)
+            given = given_rows(layout, table, self.stepper.model.weights.embedding.dtype) if has_embeds else None
+            output = self.stepper.step(exact, views(packed, exact), layout.longest, tokens, adapted, given)
         rows = self.prompt_outputs.collect(requests, output.requested) if requests and output.requested else None
         side = SideOutputs(rows, denoised)
         if constrained := table.constraints.among(layout.sampling):

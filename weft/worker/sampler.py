@@ -62,10 +62,11 @@ def add(logits: Tensor, places: Tensor, sums: Tensor) -> None:
 
 def penalise_repetition(logits: Tensor, at: Tensor, histories: Tensor, lengths: Tensor, penalties: Tensor) -> None:
     """Divide the positive logits of the tokens in a history by its penalty, and multiply the others. No history is
-    empty."""
-    inside = torch.arange(histories.shape[1], device=logits.device) < lengths[:, None]
-    tokens = torch.where(inside, histories, histories[:, :1])
-    rows, by = at[:, None], penalties[:, None]
+    empty; where it has NO_TOKEN, there is nothing to penalise."""
+    inside = (torch.arange(histories.shape[1], device=logits.device) < lengths[:, None]) & (histories >= 0)
+    first = inside.int().argmax(1, keepdim=True)
+    tokens = torch.where(inside, histories, histories.gather(1, first)).clamp(min=0)
+    rows, by = at[:, None], torch.where(inside.any(1), penalties, 1)[:, None]
     before = logits[rows, tokens]
     logits[rows, tokens] = torch.where(before > 0, before / by, before * by)
 
@@ -84,6 +85,7 @@ def penalise_counts(
     place = torch.arange(histories.shape[1], device=logits.device)
     answered = (place >= num_prompt[:, None]) & (place < lengths[:, None])
     counts = torch.zeros(len(at), logits.shape[1], dtype=torch.int32, device=logits.device)
+    histories = histories.clamp(min=0)  # NO_TOKEN stands in prompts alone, which do not count
     times = counts.scatter_add_(1, histories, answered.int()).gather(1, histories)
     logits[at[:, None], histories] -= presence[:, None] * (times > 0) + frequency[:, None] * times
 

@@ -69,7 +69,10 @@ class Worker:
             # What cannot fit is refused before anything large is allocated.
             plan = plan_for(room, weights_bytes=num_parameters(geometry) * dtype.itemsize + beside_bytes)
             self.limits = replace(
-                _limits(config, plan, geometry.vocab_size, device), image=images.limits if images is not None else None
+                _limits(config, plan, geometry.vocab_size, device),
+                image=images.limits if images is not None else None,
+                embeds_width=geometry.hidden_size if config.limits.allow_prompt_embeds else 0,
+                max_embedding_bytes=config.scheduler.max_embedding_mb << 20,
             )
             weights = load_weights(files, geometry, source, dtype=dtype, device=device)
         model = DenseModel(geometry, weights, ops_for(device.type), plan.max_model_len)
@@ -106,6 +109,7 @@ class Worker:
             memory=ledger,
             load_seconds=time.perf_counter() - began,
             images=images.info if images is not None else None,
+            embeds_width=self.limits.embeds_width,
         )
 
 

@@ -32,7 +32,10 @@ FIELDS = {
     "StreamPredictRequest": {
         "model_id": (1, STRING), "prompt": (2, STRING), "adapter": (3, STRING), "priority": (4, INT32),
         "generation": (5, MESSAGE), "metadata": (6, MESSAGE), "worker_hint": (7, STRING), "cache_salt": (8, STRING),
+        "segments": (9, MESSAGE),
     },
+    "PromptSegment": {"text": (1, STRING), "token_ids": (2, MESSAGE), "prompt_embeds": (3, MESSAGE)},
+    "TokenIds": {"ids": (1, UINT32)},
     "GenerationParameters": {
         "max_new_tokens": (1, UINT32), "temperature": (2, DOUBLE), "top_p": (3, DOUBLE),
         "repetition_penalty": (4, DOUBLE),

@@ -17,7 +17,9 @@ from tests.generation import sample
 from weft.backends.contract import FIELD_RULES, Abilities, ParsedOutput, check_abilities
 from weft.backends.openai_server.requests import PeerRequestWriter
 from weft.backends.openai_server.servers import KINDS, OTHER, ServerKind, abilities_of, kind_of
+from weft.backends.vllm.vllm_engine import ABILITIES as VLLM_ABILITIES
 from weft.errors import InvalidRequest
+from weft.payloads import PromptEmbeds
 from weft.text.grammars.specs import (
     ChoiceSpec,
     JsonObjectSpec,
@@ -28,7 +30,7 @@ from weft.text.grammars.specs import (
     encode_spec,
 )
 from weft.text.parsers.pieces import ParsedAnswer, collect
-from weft.types import Conversation, FinishReason, Output, SamplingParams
+from weft.types import Conversation, FinishReason, MixedPrompt, Output, SamplingParams
 
 EXCHANGES = Path(__file__).parent / "exchanges"
 RECORDED = ("recorded/vllm", "recorded/llama_cpp")
@@ -262,6 +264,13 @@ def test_what_a_kind_does_not_take_is_refused(kind: ServerKind, tokens: bool) ->
         assert ("--tokenizer" in str(refusal.value)) is abilities_of(kind, tokens=True).logprobs, "where it would help"
 
 
+def test_prompt_embeds_are_refused_by_name_and_told_where_they_are_taken() -> None:
+    rows = PromptEmbeds(data=memoryview(bytes(8)), shape=(1, 2), dtype="float32")
+    for abilities in (VLLM_ABILITIES, *(abilities_of(kind, tokens=True) for kind in KINDS)):
+        with pytest.raises(InvalidRequest, match=r"the engine other takes no prompt embeds.*--engine native"):
+            check_abilities(Able(name="other", abilities=abilities), sample(MixedPrompt.of([[1], rows])))
+
+
 def test_every_ability_of_sampling_is_asked_about() -> None:
     beside = {
         "tokens",
@@ -273,6 +282,7 @@ def test_every_ability_of_sampling_is_asked_about() -> None:
         "embeddings",
         "images",
         "lora",
+        "prompt_embeds",
     }
     assert {rule.ability for rule in FIELD_RULES} | beside == set(Abilities.__struct_fields__)
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eweft/api/grpc/ai_service.proto\x12\x06\x63y.llm\"\xe0\x01\n\x14StreamPredictRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x30\n\ngeneration\x18\x05 \x01(\x0b\x32\x1c.cy.llm.GenerationParameters\x12(\n\x08metadata\x18\x06 \x01(\x0b\x32\x16.cy.llm.StreamMetadata\x12\x13\n\x0bworker_hint\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\"\xc6\x01\n\x14GenerationParameters\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x04 \x01(\x01H\x03\x88\x01\x01\x42\x11\n\x0f_max_new_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penalty\"\xb5\x01\n\x0eStreamMetadata\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tplayer_id\x18\x03 \x01(\t\x12\x0e\n\x06locale\x18\x04 \x01(\t\x12\x30\n\x05\x65xtra\x18\x05 \x03(\x0b\x32!.cy.llm.StreamMetadata.ExtraEntry\x1a,\n\nExtraEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb9\x01\n\x15StreamPredictResponse\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\r\n\x05\x63hunk\x18\x02 \x01(\t\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\x12\r\n\x05index\x18\x04 \x01(\r\x12\x0f\n\x07ttft_ms\x18\x05 \x01(\x02\x12\x16\n\x0etokens_per_sec\x18\x06 \x01(\x02\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x08 \x01(\r\"\x99\x01\n\x0e\x43ontrolMessage\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63ommand\x18\x02 \x01(\t\x12\x34\n\x07payload\x18\x03 \x03(\x0b\x32#.cy.llm.ControlMessage.PayloadEntry\x1a.\n\x0cPayloadEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\'\n\x13WorkerHealthRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\"\x93\x01\n\x14WorkerHealthResponse\x12\x0f\n\x07healthy\x18\x01 \x01(\x08\x12:\n\x07metrics\x18\x02 \x03(\x0b\x32).cy.llm.WorkerHealthResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb2\x04\n\x14GenerateImageRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x01(\t\x12\x17\n\x0fnegative_prompt\x18\x04 \x01(\t\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\x05steps\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0eguidance_scale\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05width\x18\x08 \x01(\rH\x03\x88\x01\x01\x12\x13\n\x06height\x18\t \x01(\rH\x04\x88\x01\x01\x12\x0f\n\x07sampler\x18\n \x01(\t\x12\x10\n\x08previews\x18\x0b \x01(\r\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12+\n\rprompt_embeds\x18\r \x01(\x0b\x32\x14.cy.llm.ClientTensor\x12W\n\x16\x61\x64\x64itional_information\x18\x0e \x03(\x0b\x32\x37.cy.llm.GenerateImageRequest.AdditionalInformationEntry\x12\x12\n\ncache_salt\x18\x0f \x01(\t\x1aV\n\x1a\x41\x64\x64itionalInformationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.cy.llm.InformationEntry:\x02\x38\x01\x42\x07\n\x05_seedB\x08\n\x06_stepsB\x11\n\x0f_guidance_scaleB\x08\n\x06_widthB\t\n\x07_height\"J\n\x0c\x43lientTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06sha256\x18\x04 \x01(\t\"o\n\x10InformationEntry\x12&\n\x06tensor\x18\x01 \x01(\x0b\x32\x14.cy.llm.ClientTensorH\x00\x12+\n\x06values\x18\x02 \x01(\x0b\x32\x19.cy.llm.InformationValuesH\x00\x42\x06\n\x04\x66orm\"=\n\x11InformationValues\x12(\n\x06values\x18\x01 \x03(\x0b\x32\x18.cy.llm.InformationValue\"`\n\x10InformationValue\x12\x0f\n\x05truth\x18\x01 \x01(\x08H\x00\x12\x11\n\x07integer\x18\x02 \x01(\x03H\x00\x12\x10\n\x06number\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind\"\x9b\x01\n\x13GenerateImageUpdate\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\r\x12\r\n\x05image\x18\x05 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x06 \x01(\x08\x12\x12\n\nelapsed_ms\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x03\x32\xad\x02\n\x0b\x41iInference\x12P\n\rStreamPredict\x12\x1c.cy.llm.StreamPredictRequest\x1a\x1d.cy.llm.StreamPredictResponse(\x01\x30\x01\x12\x39\n\x07\x43ontrol\x12\x16.cy.llm.ControlMessage\x1a\x16.cy.llm.ControlMessage\x12\x43\n\x06Health\x12\x1b.cy.llm.WorkerHealthRequest\x1a\x1c.cy.llm.WorkerHealthResponse\x12L\n\rGenerateImage\x12\x1c.cy.llm.GenerateImageRequest\x1a\x1b.cy.llm.GenerateImageUpdate0\x01\x42$\n\x10\x63om.cy.llm.protoB\x0e\x41iServiceProtoP\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eweft/api/grpc/ai_service.proto\x12\x06\x63y.llm\"\x89\x02\n\x14StreamPredictRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x10\n\x08priority\x18\x04 \x01(\x05\x12\x30\n\ngeneration\x18\x05 \x01(\x0b\x32\x1c.cy.llm.GenerationParameters\x12(\n\x08metadata\x18\x06 \x01(\x0b\x32\x16.cy.llm.StreamMetadata\x12\x13\n\x0bworker_hint\x18\x07 \x01(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\'\n\x08segments\x18\t \x03(\x0b\x32\x15.cy.llm.PromptSegment\"}\n\rPromptSegment\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12%\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x10.cy.llm.TokenIdsH\x00\x12-\n\rprompt_embeds\x18\x03 \x01(\x0b\x32\x14.cy.llm.ClientTensorH\x00\x42\x06\n\x04\x66orm\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xc6\x01\n\x14GenerationParameters\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x04 \x01(\x01H\x03\x88\x01\x01\x42\x11\n\x0f_max_new_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penalty\"\xb5\x01\n\x0eStreamMetadata\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x11\n\tplayer_id\x18\x03 \x01(\t\x12\x0e\n\x06locale\x18\x04 \x01(\t\x12\x30\n\x05\x65xtra\x18\x05 \x03(\x0b\x32!.cy.llm.StreamMetadata.ExtraEntry\x1a,\n\nExtraEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb9\x01\n\x15StreamPredictResponse\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\r\n\x05\x63hunk\x18\x02 \x01(\t\x12\x15\n\rend_of_stream\x18\x03 \x01(\x08\x12\r\n\x05index\x18\x04 \x01(\r\x12\x0f\n\x07ttft_ms\x18\x05 \x01(\x02\x12\x16\n\x0etokens_per_sec\x18\x06 \x01(\x02\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x08 \x01(\r\"\x99\x01\n\x0e\x43ontrolMessage\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63ommand\x18\x02 \x01(\t\x12\x34\n\x07payload\x18\x03 \x03(\x0b\x32#.cy.llm.ControlMessage.PayloadEntry\x1a.\n\x0cPayloadEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\'\n\x13WorkerHealthRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\"\x93\x01\n\x14WorkerHealthResponse\x12\x0f\n\x07healthy\x18\x01 \x01(\x08\x12:\n\x07metrics\x18\x02 \x03(\x0b\x32).cy.llm.WorkerHealthResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb2\x04\n\x14GenerateImageRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x0e\n\x06prompt\x18\x03 \x01(\t\x12\x17\n\x0fnegative_prompt\x18\x04 \x01(\t\x12\x11\n\x04seed\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x12\n\x05steps\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0eguidance_scale\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05width\x18\x08 \x01(\rH\x03\x88\x01\x01\x12\x13\n\x06height\x18\t \x01(\rH\x04\x88\x01\x01\x12\x0f\n\x07sampler\x18\n \x01(\t\x12\x10\n\x08previews\x18\x0b \x01(\r\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12+\n\rprompt_embeds\x18\r \x01(\x0b\x32\x14.cy.llm.ClientTensor\x12W\n\x16\x61\x64\x64itional_information\x18\x0e \x03(\x0b\x32\x37.cy.llm.GenerateImageRequest.AdditionalInformationEntry\x12\x12\n\ncache_salt\x18\x0f \x01(\t\x1aV\n\x1a\x41\x64\x64itionalInformationEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.cy.llm.InformationEntry:\x02\x38\x01\x42\x07\n\x05_seedB\x08\n\x06_stepsB\x11\n\x0f_guidance_scaleB\x08\n\x06_widthB\t\n\x07_height\"J\n\x0c\x43lientTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\r\n\x05shape\x18\x02 \x03(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06sha256\x18\x04 \x01(\t\"o\n\x10InformationEntry\x12&\n\x06tensor\x18\x01 \x01(\x0b\x32\x14.cy.llm.ClientTensorH\x00\x12+\n\x06values\x18\x02 \x01(\x0b\x32\x19.cy.llm.InformationValuesH\x00\x42\x06\n\x04\x66orm\"=\n\x11InformationValues\x12(\n\x06values\x18\x01 \x03(\x0b\x32\x18.cy.llm.InformationValue\"`\n\x10InformationValue\x12\x0f\n\x05truth\x18\x01 \x01(\x08H\x00\x12\x11\n\x07integer\x18\x02 \x01(\x03H\x00\x12\x10\n\x06number\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x42\x06\n\x04kind\"\x9b\x01\n\x13GenerateImageUpdate\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\r\x12\r\n\x05image\x18\x05 \x01(\x0c\x12\x15\n\rend_of_stream\x18\x06 \x01(\x08\x12\x12\n\nelapsed_ms\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x03\x32\xad\x02\n\x0b\x41iInference\x12P\n\rStreamPredict\x12\x1c.cy.llm.StreamPredictRequest\x1a\x1d.cy.llm.StreamPredictResponse(\x01\x30\x01\x12\x39\n\x07\x43ontrol\x12\x16.cy.llm.ControlMessage\x1a\x16.cy.llm.ControlMessage\x12\x43\n\x06Health\x12\x1b.cy.llm.WorkerHealthRequest\x1a\x1c.cy.llm.WorkerHealthResponse\x12L\n\rGenerateImage\x12\x1c.cy.llm.GenerateImageRequest\x1a\x1b.cy.llm.GenerateImageUpdate0\x01\x42$\n\x10\x63om.cy.llm.protoB\x0e\x41iServiceProtoP\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,39 +41,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEIMAGEREQUEST_ADDITIONALINFORMATIONENTRY']._loaded_options = None
   _globals['_GENERATEIMAGEREQUEST_ADDITIONALINFORMATIONENTRY']._serialized_options = b'8\001'
   _globals['_STREAMPREDICTREQUEST']._serialized_start=43
-  _globals['_STREAMPREDICTREQUEST']._serialized_end=267
-  _globals['_GENERATIONPARAMETERS']._serialized_start=270
-  _globals['_GENERATIONPARAMETERS']._serialized_end=468
-  _globals['_STREAMMETADATA']._serialized_start=471
-  _globals['_STREAMMETADATA']._serialized_end=652
-  _globals['_STREAMMETADATA_EXTRAENTRY']._serialized_start=608
-  _globals['_STREAMMETADATA_EXTRAENTRY']._serialized_end=652
-  _globals['_STREAMPREDICTRESPONSE']._serialized_start=655
-  _globals['_STREAMPREDICTRESPONSE']._serialized_end=840
-  _globals['_CONTROLMESSAGE']._serialized_start=843
-  _globals['_CONTROLMESSAGE']._serialized_end=996
-  _globals['_CONTROLMESSAGE_PAYLOADENTRY']._serialized_start=950
-  _globals['_CONTROLMESSAGE_PAYLOADENTRY']._serialized_end=996
-  _globals['_WORKERHEALTHREQUEST']._serialized_start=998
-  _globals['_WORKERHEALTHREQUEST']._serialized_end=1037
-  _globals['_WORKERHEALTHRESPONSE']._serialized_start=1040
-  _globals['_WORKERHEALTHRESPONSE']._serialized_end=1187
-  _globals['_WORKERHEALTHRESPONSE_METRICSENTRY']._serialized_start=1141
-  _globals['_WORKERHEALTHRESPONSE_METRICSENTRY']._serialized_end=1187
-  _globals['_GENERATEIMAGEREQUEST']._serialized_start=1190
-  _globals['_GENERATEIMAGEREQUEST']._serialized_end=1752
-  _globals['_GENERATEIMAGEREQUEST_ADDITIONALINFORMATIONENTRY']._serialized_start=1607
-  _globals['_GENERATEIMAGEREQUEST_ADDITIONALINFORMATIONENTRY']._serialized_end=1693
-  _globals['_CLIENTTENSOR']._serialized_start=1754
-  _globals['_CLIENTTENSOR']._serialized_end=1828
-  _globals['_INFORMATIONENTRY']._serialized_start=1830
-  _globals['_INFORMATIONENTRY']._serialized_end=1941
-  _globals['_INFORMATIONVALUES']._serialized_start=1943
-  _globals['_INFORMATIONVALUES']._serialized_end=2004
-  _globals['_INFORMATIONVALUE']._serialized_start=2006
-  _globals['_INFORMATIONVALUE']._serialized_end=2102
-  _globals['_GENERATEIMAGEUPDATE']._serialized_start=2105
-  _globals['_GENERATEIMAGEUPDATE']._serialized_end=2260
-  _globals['_AIINFERENCE']._serialized_start=2263
-  _globals['_AIINFERENCE']._serialized_end=2564
+  _globals['_STREAMPREDICTREQUEST']._serialized_end=308
+  _globals['_PROMPTSEGMENT']._serialized_start=310
+  _globals['_PROMPTSEGMENT']._serialized_end=435
+  _globals['_TOKENIDS']._serialized_start=437
+  _globals['_TOKENIDS']._serialized_end=460
+  _globals['_GENERATIONPARAMETERS']._serialized_start=463
+  _globals['_GENERATIONPARAMETERS']._serialized_end=661
+  _globals['_STREAMMETADATA']._serialized_start=664
+  _globals['_STREAMMETADATA']._serialized_end=845
+  _globals['_STREAMMETADATA_EXTRAENTRY']._serialized_start=801
+  _globals['_STREAMMETADATA_EXTRAENTRY']._serialized_end=845
+  _globals['_STREAMPREDICTRESPONSE']._serialized_start=848
+  _globals['_STREAMPREDICTRESPONSE']._serialized_end=1033
+  _globals['_CONTROLMESSAGE']._serialized_start=1036
+  _globals['_CONTROLMESSAGE']._serialized_end=1189
+  _globals['_CONTROLMESSAGE_PAYLOADENTRY']._serialized_start=1143
+  _globals['_CONTROLMESSAGE_PAYLOADENTRY']._serialized_end=1189
+  _globals['_WORKERHEALTHREQUEST']._serialized_start=1191
+  _globals['_WORKERHEALTHREQUEST']._serialized_end=1230
+  _globals['_WORKERHEALTHRESPONSE']._serialized_start=1233
+  _globals['_WORKERHEALTHRESPONSE']._serialized_end=1380
+  _globals['_WORKERHEALTHRESPONSE_METRICSENTRY']._serialized_start=1334
+  _globals['_WORKERHEALTHRESPONSE_METRICSENTRY']._serialized_end=1380
+  _globals['_GENERATEIMAGEREQUEST']._serialized_start=1383
+  _globals['_GENERATEIMAGEREQUEST']._serialized_end=1945
+  _globals['_GENERATEIMAGEREQUEST_ADDITIONALINFORMATIONENTRY']._serialized_start=1800
+  _globals['_GENERATEIMAGEREQUEST_ADDITIONALINFORMATIONENTRY']._serialized_end=1886
+  _globals['_CLIENTTENSOR']._serialized_start=1947
+  _globals['_CLIENTTENSOR']._serialized_end=2021
+  _globals['_INFORMATIONENTRY']._serialized_start=2023
+  _globals['_INFORMATIONENTRY']._serialized_end=2134
+  _globals['_INFORMATIONVALUES']._serialized_start=2136
+  _globals['_INFORMATIONVALUES']._serialized_end=2197
+  _globals['_INFORMATIONVALUE']._serialized_start=2199
+  _globals['_INFORMATIONVALUE']._serialized_end=2295
+  _globals['_GENERATEIMAGEUPDATE']._serialized_start=2298
+  _globals['_GENERATEIMAGEUPDATE']._serialized_end=2453
+  _globals['_AIINFERENCE']._serialized_start=2456
+  _globals['_AIINFERENCE']._serialized_end=2757
 # @@protoc_insertion_point(module_scope)

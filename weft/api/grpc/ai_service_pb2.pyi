@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class StreamPredictRequest(_message.Message):
-    __slots__ = ("model_id", "prompt", "adapter", "priority", "generation", "metadata", "worker_hint", "cache_salt")
+    __slots__ = ("model_id", "prompt", "adapter", "priority", "generation", "metadata", "worker_hint", "cache_salt", "segments")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -16,6 +16,7 @@ class StreamPredictRequest(_message.Message):
     METADATA_FIELD_NUMBER: _ClassVar[int]
     WORKER_HINT_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     prompt: str
     adapter: str
@@ -24,7 +25,24 @@ class StreamPredictRequest(_message.Message):
     metadata: StreamMetadata
     worker_hint: str
     cache_salt: str
-    def __init__(self, model_id: _Optional[str] = ..., prompt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., generation: _Optional[_Union[GenerationParameters, _Mapping]] = ..., metadata: _Optional[_Union[StreamMetadata, _Mapping]] = ..., worker_hint: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    segments: _containers.RepeatedCompositeFieldContainer[PromptSegment]
+    def __init__(self, model_id: _Optional[str] = ..., prompt: _Optional[str] = ..., adapter: _Optional[str] = ..., priority: _Optional[int] = ..., generation: _Optional[_Union[GenerationParameters, _Mapping]] = ..., metadata: _Optional[_Union[StreamMetadata, _Mapping]] = ..., worker_hint: _Optional[str] = ..., cache_salt: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[PromptSegment, _Mapping]]] = ...) -> None: ...
+
+class PromptSegment(_message.Message):
+    __slots__ = ("text", "token_ids", "prompt_embeds")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_EMBEDS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: TokenIds
+    prompt_embeds: ClientTensor
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., prompt_embeds: _Optional[_Union[ClientTensor, _Mapping]] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GenerationParameters(_message.Message):
     __slots__ = ("max_new_tokens", "temperature", "top_p", "repetition_penalty")

@@ -5,19 +5,16 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 from weft.api.grpc.ai_service_pb2 import (
-    ClientTensor,
     GenerateImageRequest,
     GenerateImageUpdate,
     InformationEntry,
     InformationValue,
 )
-from weft.api.grpc.prediction import SERVED_MODEL
+from weft.api.grpc.prediction import SERVED_MODEL, tensor_parts
 from weft.errors import InvalidRequest
 from weft.payloads import (
-    MAX_DIMENSIONS,
     MAX_ENTRIES,
     MAX_VALUES,
     AdditionalInformation,
@@ -93,7 +90,7 @@ async def parse_image(request: GenerateImageRequest, served: ServedModel, *, ten
     given_embeds = request.prompt_embeds if request.HasField("prompt_embeds") else None
     given_information = request.additional_information or None
     check_allowed(served.limits, prompt_embeds=given_embeds, additional_information=given_information)
-    embeds = None if given_embeds is None else PromptEmbeds(**_parts(given_embeds, "prompt_embeds"))
+    embeds = None if given_embeds is None else PromptEmbeds(**tensor_parts(given_embeds, "prompt_embeds"))
     information = None if given_information is None else _information(given_information)
     given = {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}
     options = ImageOptions(
@@ -117,16 +114,6 @@ async def parse_image(request: GenerateImageRequest, served: ServedModel, *, ten
     )
 
 
-def _parts(tensor: ClientTensor, field: str) -> dict[str, Any]:
-    check_count(f"{field}.shape", "dimensions", len(tensor.shape), MAX_DIMENSIONS)
-    return {
-        "data": memoryview(tensor.data),
-        "shape": tuple(tensor.shape),
-        "dtype": tensor.dtype,
-        "sha256": tensor.sha256,
-    }
-
-
 def _information(entries: Mapping[str, InformationEntry]) -> AdditionalInformation:
     check_count("additional_information.entries", "entries", len(entries), MAX_ENTRIES)
     return AdditionalInformation(entries={name: _entry(entry, entry_field(name)) for name, entry in entries.items()})
@@ -135,7 +122,7 @@ def _information(entries: Mapping[str, InformationEntry]) -> AdditionalInformati
 def _entry(entry: InformationEntry, field: str) -> InfoEntry:
     match entry.WhichOneof("form"):
         case "tensor":
-            return InfoEntry(tensor=Tensor(**_parts(entry.tensor, f"{field}.tensor")))
+            return InfoEntry(tensor=Tensor(**tensor_parts(entry.tensor, f"{field}.tensor")))
         case "values":
             check_count(f"{field}.values", "values", len(entry.values.values), MAX_VALUES)
             return InfoEntry(values=[_value(value) for value in entry.values.values])

@@ -6,21 +6,29 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
 from weft.api.body import off_loop
-from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
-from weft.api.translate import LONG_PROMPT
-from weft.backends.contract import text_prompt
+from weft.api.grpc.ai_service_pb2 import (
+    ClientTensor,
+    GenerationParameters,
+    PromptSegment,
+    StreamPredictRequest,
+    StreamPredictResponse,
+)
+from weft.api.translate import LONG_PROMPT, given_tokens
+from weft.backends.contract import max_encoded_tokens, text_prompt, tokens_unknown
 from weft.errors import InvalidRequest
 from weft.options import GrpcOptions
+from weft.payloads import MAX_DIMENSIONS, PromptEmbeds, check_count
 from weft.serving.admission import RequestContext
 from weft.serving.generation import Generation
-from weft.serving.request import requests_like
+from weft.serving.request import PromptPart, check_embeds_taken, mixed_prompt, requests_like
 from weft.serving.served_model import ServedModel
-from weft.types import GenerationRequest, Output, Sample, SamplingDefaults, SamplingParams, check_cache_salt
+from weft.types import GenerationRequest, Output, Prompt, Sample, SamplingDefaults, SamplingParams, check_cache_salt
 
 GAP_WEIGHT = 0.25
 """The weight of the newest gap between two chunks in the usual one."""
@@ -183,11 +191,17 @@ async def parse_prediction(
 ) -> list[GenerationRequest]:
     """Turn a prediction into the request to the engine; raises what is wrong with it."""
     served.check_model(model_name)
-    if not request.prompt:
+    if not request.prompt and not request.segments:
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     check_cache_salt(request.cache_salt)
     task = Sample(params=params_of(request.generation, served.engine.text.sampling_defaults))
-    prompt = await off_loop(len(request.prompt) > LONG_PROMPT, text_prompt, served.engine, request.prompt)
+    prompt: Prompt
+    if request.segments:
+        if request.prompt:
+            raise InvalidRequest("segments: there is a prompt already.", param="segments")
+        prompt = await asyncio.to_thread(_prompt_of, request.segments, served)
+    else:
+        prompt = await off_loop(len(request.prompt) > LONG_PROMPT, text_prompt, served.engine, request.prompt)
     common = GenerationRequest(
         prompt=prompt,
         task=task,
@@ -199,6 +213,40 @@ async def parse_prediction(
         adapter=served.adapter_for(model_name, request.adapter or None),
     )
     return requests_like(common, [prompt])
+
+
+def _prompt_of(segments: Sequence[PromptSegment], served: ServedModel) -> Prompt:
+    engine = served.engine
+    if not engine.abilities.tokens:
+        raise tokens_unknown(engine, "A prompt in segments", "segments")
+    parts: list[PromptPart] = []
+    for number, segment in enumerate(segments):
+        field = f"segments[{number}]"
+        match segment.WhichOneof("form"):
+            case "text":
+                most = max_encoded_tokens(engine)
+                parts.append(engine.text.tokenizer.encode(segment.text, add_special_tokens=False, max_tokens=most))
+            case "token_ids":
+                parts.append(given_tokens([*segment.token_ids.ids], engine, field))
+            case "prompt_embeds":
+                check_embeds_taken(engine, served.limits, field := f"{field}.prompt_embeds")
+                parts.append((field, PromptEmbeds(**tensor_parts(segment.prompt_embeds, field))))
+            case _:
+                raise InvalidRequest(f"{field}: it is empty.", param=field)
+    if any(isinstance(part, tuple) for part in parts):
+        return mixed_prompt(parts, engine)
+    return [token for part in parts for token in part if isinstance(token, int)]
+
+
+def tensor_parts(tensor: ClientTensor, field: str) -> dict[str, Any]:
+    """Return the fields of a `payloads.Tensor`, not checked."""
+    check_count(f"{field}.shape", "dimensions", len(tensor.shape), MAX_DIMENSIONS)
+    return {
+        "data": memoryview(tensor.data),
+        "shape": tuple(tensor.shape),
+        "dtype": tensor.dtype,
+        "sha256": tensor.sha256,
+    }
 
 
 def params_of(generation: GenerationParameters, usual: SamplingDefaults) -> SamplingParams:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from msgspec import Struct
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from weft.api.openai.openai_schema import Fields, Items, Name, NotYet, Pairs, at_most
-from weft.errors import InvalidRequest
+from weft.api.openai.openai_schema import Fields, Items, Name, NotYet, Pairs, TensorField, at_most, tensor_fields
 from weft.options import LimitOptions
 from weft.payloads import (
-    MAX_DIMENSIONS,
     MAX_VALUES,
     AdditionalInformation,
     InfoEntry,
@@ -31,17 +28,6 @@ from weft.serving.image_request import (
     check_allowed,
 )
 from weft.types import MAX_DENOISE_STEPS, MAX_GUIDANCE, FlowSampler, Usage
-
-Base64 = Annotated[str, Field(description="base64 of the values row by row, little-endian.")]
-
-
-class TensorField(Fields):
-    """A tensor from the client."""
-
-    data: Base64
-    shape: Annotated[Items[int], at_most(MAX_DIMENSIONS, "dimensions")]
-    dtype: Literal["float32", "float16", "bfloat16"]
-    sha256: str = Field("", description="Of the bytes, in hexadecimal; checked when it is given.")
 
 
 class InfoEntryField(Fields):
@@ -185,7 +171,7 @@ async def tensors_of(
     embeds, information = request.prompt_embeds, request.additional_information
     check_allowed(limits, prompt_embeds=embeds, additional_information=information)
     return (
-        None if embeds is None else PromptEmbeds(**await asyncio.to_thread(_parts, embeds, "prompt_embeds")),
+        None if embeds is None else PromptEmbeds(**await asyncio.to_thread(tensor_fields, embeds, "prompt_embeds")),
         None if information is None else await asyncio.to_thread(_information, information),
     )
 
@@ -193,14 +179,6 @@ async def tensors_of(
 def _information(given: AdditionalInformationField) -> AdditionalInformation:
     entries = {}
     for name, entry in given.entries.items():
-        tensor = None if entry.tensor is None else Tensor(**_parts(entry.tensor, f"{entry_field(name)}.tensor"))
+        tensor = None if entry.tensor is None else Tensor(**tensor_fields(entry.tensor, f"{entry_field(name)}.tensor"))
         entries[name] = InfoEntry(tensor=tensor, values=None if entry.values is None else [*entry.values])
     return AdditionalInformation(entries=entries)
-
-
-def _parts(given: TensorField, field: str) -> dict[str, Any]:
-    try:
-        data = base64.b64decode(given.data, validate=True)
-    except ValueError as error:
-        raise InvalidRequest(f"{field}.data: it is not base64.", param=f"{field}.data") from error
-    return {"data": memoryview(data), "shape": tuple(given.shape), "dtype": given.dtype, "sha256": given.sha256}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -14,13 +15,15 @@ from pydantic import (
     GetJsonSchemaHandler,
     JsonValue,
     PlainValidator,
+    ValidationError,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 from typing_extensions import TypedDict
 
-from weft.errors import shown
+from weft.errors import InvalidRequest, shown
+from weft.payloads import MAX_BYTES, MAX_DIMENSIONS
 from weft.types import MAX_LOGPROBS
 
 MAX_NAME_CHARS = 64
@@ -84,28 +87,59 @@ def with_empty_fields(schema: dict[str, Any], not_yet: NotYet) -> None:
     fields |= {name: {"enum": [None, *empty], "description": "Not supported yet."} for name, empty in not_yet.items()}
 
 
-def content_text(value: object) -> str:
-    """Return a message's content, which is a string or text parts."""
+def content_text(value: object) -> str | list[str | EmbedsPart]:
+    """Return a message's content: a string, which text parts are joined to, or its parts if there are other ones."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
-        raise ValueError("it must be a string or a list of text parts.")
-    return "\n".join(_part_text(part, index) for index, part in enumerate(value))
+        raise ValueError("it must be a string or a list of parts.")
+    parts = [_content_part(part, index) for index, part in enumerate(value)]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
-def prompts(value: object) -> list[str | list[int]]:
-    """Return one prompt or several, each a string or a list of token ids."""
+def prompts(value: object) -> list[GivenPrompt]:
+    """Return one prompt or several, each a string or a list of token ids, with prompt embeds among them."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
         raise ValueError("it must be a string, a list of strings, a list of token ids, or a list of such lists.")
-    if _are_token_ids(value):
-        return [value]
     if all(isinstance(item, str) for item in value):
         return value
-    if all(isinstance(item, list) and item and _are_token_ids(item) for item in value):
-        return value
+    if (one := _given_ids(value)) is not None:
+        return [one]
+    several = [_given_ids(item) if isinstance(item, list) and item else None for item in value]
+    if None not in several:
+        return [given for given in several if given is not None]
     raise ValueError("its elements must be all strings, all token ids, or all lists of token ids.")
+
+
+def _given_ids(items: list[Any]) -> list[int] | tuple[list[int] | EmbedsPart, ...] | None:
+    """Return a list of token ids as it is, and one with objects among them as its segments; None: it is neither."""
+    if all(type(item) is int for item in items):
+        return items
+    if not all(type(item) is int or type(item) is dict for item in items):
+        return None
+    segments: list[list[int] | EmbedsPart] = []
+    for index, item in enumerate(items):
+        if type(item) is dict:
+            segments.append(_embeds_part(item, index))
+        elif segments and isinstance(segments[-1], list):
+            segments[-1].append(item)
+        else:
+            segments.append([item])
+    return tuple(segments)
+
+
+def tensors(value: object) -> object:
+    """Return one tensor as a list of one, and refuse the files that clients of vLLM send."""
+    given = value if isinstance(value, list) else [value]
+    if any(isinstance(item, str) for item in given):
+        raise ValueError(
+            "it is a string, as vLLM's clients send a file of torch.save, which is a pickle and is not read. Send an "
+            "object: data (base64 of the values row by row, little-endian), shape ([rows, hidden size]) and dtype."
+        )
+    return given
 
 
 def stop_strings(value: object) -> tuple[str, ...]:
@@ -116,15 +150,24 @@ def stop_strings(value: object) -> tuple[str, ...]:
     raise ValueError("it must be a string or a list of strings.")
 
 
-def _are_token_ids(items: list[Any]) -> bool:
-    return all(type(item) is int for item in items)
+def _embeds_part(part: dict[str, Any], index: int) -> EmbedsPart:
+    try:
+        return EmbedsPart.model_validate(part)
+    except ValidationError as error:
+        first: Any = error.errors(include_url=False, include_input=False)[0]
+        field = ".".join(map(str, [*first["loc"], first.get("ctx", {}).get("field", "")])).strip(".")
+        raise ValueError(f"part {index}: {field:.100}: {first['msg']}") from error
 
 
-def _part_text(part: object, index: int) -> str:
+def _content_part(part: object, index: int) -> str | EmbedsPart:
     if not isinstance(part, dict):
         raise ValueError(f"part {index} must be an object with a type.")
+    if part.get("type") == "prompt_embeds":
+        return _embeds_part(part, index)
     if part.get("type") != "text":
-        raise ValueError(f"part {index} is of type {shown(part.get('type'))}; only 'text' is supported yet.")
+        raise ValueError(
+            f"part {index} is of type {shown(part.get('type'))}; only 'text' and 'prompt_embeds' are supported yet."
+        )
     if not isinstance(part.get("text"), str):
         raise ValueError(f"part {index} has no text.")
     if other := sorted(part.keys() - {"type", "text"}):
@@ -168,6 +211,46 @@ class Fields(BaseModel):
         return schema
 
 
+Base64 = Annotated[str, Field(description="base64 of the values row by row, little-endian.")]
+PIECE_CHARS = 1 << 20
+
+
+class TensorField(Fields):
+    """A tensor from the client."""
+
+    data: Base64
+    shape: Annotated[Items[int], at_most(MAX_DIMENSIONS, "dimensions")]
+    dtype: Literal["float32", "float16", "bfloat16"]
+    sha256: str = Field("", description="Of the bytes, in hexadecimal; checked when it is given.")
+
+
+def tensor_fields(given: TensorField, field: str) -> dict[str, Any]:
+    """Return the fields of a `payloads.Tensor`, decoded and not checked. It takes a while."""
+    if len(given.data) > (most := -(-MAX_BYTES // 3) * 4):
+        raise InvalidRequest(
+            f"{field}.data: it has {len(given.data)} characters; at most {most}, which are {MAX_BYTES} bytes.",
+            param=f"{field}.data",
+        )
+    data = bytearray()
+    try:
+        # In pieces: one call would hold the interpreter to its end.
+        for at in range(0, len(given.data), PIECE_CHARS):
+            data += base64.b64decode(given.data[at : at + PIECE_CHARS], validate=True)
+    except ValueError as error:
+        raise InvalidRequest(f"{field}.data: it is not base64.", param=f"{field}.data") from error
+    return {"data": memoryview(data), "shape": tuple(given.shape), "dtype": given.dtype, "sha256": given.sha256}
+
+
+class EmbedsPart(TensorField):
+    """Rows of prompt embeds that stand in the place of tokens."""
+
+    type: Literal["prompt_embeds"] = "prompt_embeds"
+
+
+GivenPrompt = str | list[int] | tuple[list[int] | EmbedsPart, ...]
+"""A prompt as a client sends it: text, token ids, or segments of token ids and prompt embeds."""
+
+
 class TextPart(TypedDict):
     type: Literal["text"]
     text: str
@@ -196,8 +279,13 @@ class Message(Fields):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | None, PlainValidator(content_text, json_schema_input_type=str | list[TextPart] | None)] = (
-        Field(None, description="Several parts are joined by line ends. Only an assistant's call needs none.")
+    content: Annotated[
+        str | list[str | EmbedsPart] | None,
+        PlainValidator(content_text, json_schema_input_type=str | list[TextPart | EmbedsPart] | None),
+    ] = Field(
+        None,
+        description="Several text parts are joined by line ends; prompt embeds stand where they are. Only an "
+        "assistant's call needs none.",
     )
     name: str | None = None
     tool_calls: Items[PastCall] = []
@@ -401,10 +489,22 @@ class CompletionRequest(SamplingFields):
     not_yet: ClassVar[NotYet] = {"suffix": [""]}
 
     prompt: Annotated[
-        list[str | list[int]],
-        PlainValidator(prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
-    ]
+        list[GivenPrompt],
+        PlainValidator(
+            prompts,
+            json_schema_input_type=str | list[str] | list[int | EmbedsPart] | list[list[int | EmbedsPart]],
+        ),
+    ] = Field([], description="May be left out, or be empty, with prompt_embeds.")
+    prompt_embeds: Annotated[
+        Items[EmbedsPart], BeforeValidator(tensors, json_schema_input_type=EmbedsPart | list[EmbedsPart])
+    ] = Field([], description="Prompts as rows of the hidden size, which come before those of prompt.")
     max_tokens: int = Field(16, description="0 is allowed with echo.", json_schema_extra=_within(0, 2**31 - 1))
     logprobs: int | None = Field(None, json_schema_extra=_LOGPROBS)
     echo: bool = Field(False, description="The prompt stands before the answer, its tokens' figures too.")
     best_of: int | None = Field(None, description="Accepted when it is n.")
+
+    @model_validator(mode="after")
+    def _has_a_prompt(self) -> Self:
+        if not self.prompt and not self.prompt_embeds:
+            raise PydanticCustomError("missing", "Field required", {"field": "prompt"})
+        return self

@@ -215,4 +215,5 @@ def abilities_of(kind: ServerKind, *, tokens: bool) -> Abilities:
         embeddings=kind.embeddings,
         images=False,
         lora=False,
+        prompt_embeds=False,
     )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.kernels.batch import AttentionBatch, HeadShape
+from weft.kernels.batch import AttentionBatch, GivenRows, HeadShape
 from weft.kernels.cpu import phases
 from weft.kernels.cpu.attention import KEYS, QUERIES
 from weft.kernels.cpu.jit import entry, types
@@ -28,6 +28,8 @@ def step(jobs: Any, layers: Any, items: Any, runs: Any, thread: int) -> None:
     hidden_size, intermediate_size = job.hidden_size, job.intermediate_size
     here = Here(job, layers[0], items, runs, job.scratch + thread * job.scratch_stride)
     base = phases.embed(here, num_tokens, job.claims)
+    if job.num_given:
+        base = phases.place_given(here, job.num_given, base)
     for i in range(job.num_layers):
         here = Here(job, layers[i], items, runs, here.scratch)
         base = phases.attention_norm(here, num_tokens, base)
@@ -118,10 +120,11 @@ class FusedStep:
         batch: AttentionBatch,
         rows: Tensor | None = None,
         adapted: Sequence[AdaptedRun] = (),
+        given: GivenRows | None = None,
     ) -> Tensor:
         """The logits of the step's tokens, or of those at `rows`. Writes keys and values at batch.slots."""
         rows = torch.arange(len(tokens)) if rows is None else rows
-        return self.with_hidden(tokens, positions, batch, rows, _NONE, adapted)[0]
+        return self.with_hidden(tokens, positions, batch, rows, _NONE, adapted, given)[0]
 
     def with_hidden(
         self,
@@ -131,19 +134,23 @@ class FusedStep:
         rows: Tensor,
         hidden_rows: Tensor,
         adapted: Sequence[AdaptedRun] = (),
+        given: GivenRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The logits of the tokens at `rows`, and the final hidden states of those at `hidden_rows`."""
         if len(tokens) == 0:
             return torch.empty(0, self._vocab_size), torch.empty(0, self._hidden_size)
+        given_at, values = (_NONE, _NONE) if given is None else (given.at, given.values.float().contiguous())
         inputs = [
             t.to(torch.int64).contiguous()
-            for t in (tokens, positions, batch.slots, batch.block_tables, rows, hidden_rows)
+            for t in (tokens, positions, batch.slots, batch.block_tables, rows, hidden_rows, given_at)
         ]
         items = np.array(list(_attention_items(batch, self._tile_tokens)), ITEM)
         runs = np.array(list(_adapter_runs(adapted)), RUN)
         max_rank = max((run.weights.max_rank for run in adapted), default=0)
         num_parts = int(items["part"].max(initial=-1)) + 1
         self._check(batch, *inputs)
+        if values.numel() != len(given_at) * self._hidden_size:
+            raise IndexError(f"Each of a step's {len(given_at)} given rows must have {self._hidden_size} values.")
         logits = torch.empty(len(rows), self._vocab_size)
         hidden = torch.empty(len(hidden_rows), self._hidden_size)
 
@@ -165,6 +172,9 @@ class FusedStep:
                 hidden_at=_address(inputs[5]),
                 num_hidden=len(hidden_rows),
                 hidden=_address(hidden),
+                given_at=_address(inputs[6]),
+                num_given=len(given_at),
+                given=_address(values),
                 num_runs=len(runs),
                 shrunk_stride=max_rank,
             )
@@ -178,7 +188,7 @@ class FusedStep:
 
     def _check(
         self, batch: AttentionBatch, tokens: Tensor, positions: Tensor, slots: Tensor, tables: Tensor, rows: Tensor,
-        hidden_rows: Tensor,
+        hidden_rows: Tensor, given_at: Tensor,
     ) -> None:  # fmt: skip
         """Native code reads and writes where it is told to: nothing may point outside."""
         num_blocks, block_size = self._kv_cache.shape[1:3]
@@ -189,6 +199,7 @@ class FusedStep:
             ("block tables", tables, num_blocks),
             ("rows", rows, len(tokens)),
             ("rows of hidden states", hidden_rows, len(tokens)),
+            ("places of given rows", given_at, len(tokens)),
         )
         for name, tensor, limit in limits:
             values = tensor.numpy()

@@ -22,6 +22,8 @@ JOB = np.dtype(
         # hidden states.
         *_integers("num_tokens tokens positions slots num_items num_parts tables table_stride num_outputs outputs"),
         *_integers("num_hidden hidden_at num_runs"),
+        # Rows that stand in the place of tokens' embeddings.
+        *_integers("num_given given_at given"),
         # What passes from one phase to the next, and what comes out.
         *_integers("residual x qkv attended gate_up gated y parts logits hidden shrunk shrunk_stride"),
         ("eps", np.float32),

@@ -72,6 +72,15 @@ def embed(here: Here, token: int) -> None:
     row_ops.copy(source, at(floats(job.residual), token * size), size)
 
 
+@spread
+def place_given(here: Here, index: int) -> None:
+    """Put a given row in the place of a token's embedding."""
+    job = here.job
+    size = job.hidden_size
+    target = at(floats(job.residual), ints(job.given_at)[index] * size)
+    row_ops.copy(at(floats(job.given), index * size), target, size)
+
+
 @inner
 def _norm(job: Any, weight: int, source: int, out: int, target: int) -> None:
     """Norm a row of the residual, to a row of what lies at the address `out`."""

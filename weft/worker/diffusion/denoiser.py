@@ -18,10 +18,10 @@ from torch import Tensor
 
 from weft.model.diffusion import flow
 from weft.model.diffusion.pipeline import KEPT_STATES, DiffusionPipeline
-from weft.payloads import BFLOAT16, PromptEmbeds
+from weft.payloads import PromptEmbeds
 from weft.plan import Denoise, DenoiseAdmission, DenoiseOutput, KeptHiddenStates, StepPlan
 from weft.types import FlowSampler, ImageParams
-from weft.worker.inputs import arrival_of, sent, to_device, to_host
+from weft.worker.inputs import arrival_of, host_rows, sent, to_device, to_host
 
 
 class PromptEmbedsTable:
@@ -43,9 +43,7 @@ class PromptEmbedsTable:
 
     def put(self, slot: int, embeds: PromptEmbeds) -> None:
         """Write the prompt embeds that a client sent, without waiting for the device."""
-        values = torch.from_numpy(embeds.array().copy())
-        if embeds.dtype == BFLOAT16:
-            values = values.view(torch.bfloat16)
+        values = host_rows(embeds)
         self.states[slot, : len(values)] = sent(values, self.states.device)
 
 
