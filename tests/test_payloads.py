@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from weft import payloads
 from weft.errors import InvalidRequest
-from weft.payloads import AdditionalInformation, GivenTexts, InfoEntry, PromptEmbeds, Tensor, given_texts
+from weft.payloads import (
+    AdditionalInformation,
+    DeclaredInput,
+    GivenTexts,
+    InfoEntry,
+    PromptEmbeds,
+    Tensor,
+    given_texts,
+)
 
 WIDTH, MAX_ROWS = 4, 6
 
@@ -152,6 +160,8 @@ def test_an_entry_that_the_model_does_not_know_is_named_with_those_it_knows(know
 # Conditioning of images.
 
 NEGATIVE = "additional_information.entries['negative_prompt_embeds']"
+EMBEDS = DeclaredInput(stage="encode", shape=(MAX_ROWS, WIDTH), fewer_rows=True)
+INPUTS = {"prompt_embeds": EMBEDS, "negative_prompt_embeds": EMBEDS}
 
 
 def information(**entries: InfoEntry) -> AdditionalInformation:
@@ -164,7 +174,7 @@ def test_a_negative_prompt_comes_as_information() -> None:
     assert given_texts(embeds(), None, known=[]).prompt == embeds()
     both = given_texts(embeds(), information(negative_prompt_embeds=InfoEntry(tensor=TENSOR)), known=known)
     assert both.negative == embeds(data=bytes(32)) and both.num_bytes == 64
-    both.check(max_rows=MAX_ROWS, width=WIDTH)
+    both.check(INPUTS, steps=1)
     values = information(negative_prompt_embeds=InfoEntry(values=[1.0]))
     with pytest.raises(InvalidRequest) as refused:
         given_texts(None, values, known=known)
@@ -181,7 +191,7 @@ def test_its_rules_are_those_of_a_prompt(wrong: dict[str, Any], field: str) -> N
         (GivenTexts(prompt=embeds(), negative=embeds(**wrong)), f"{NEGATIVE}.tensor"),
     ):
         with pytest.raises(InvalidRequest) as refused:
-            texts.check(max_rows=MAX_ROWS, width=WIDTH)
+            texts.check(INPUTS, steps=1)
         assert refused.value.param == f"{place}.{field}"
 
 

@@ -52,6 +52,8 @@ def asked(text: str = PROMPTS[0], **changes: Any) -> ImageParams:
 
 def begun(pipeline: DiffusersPipeline, image: ImageParams, slot: int = 0) -> tuple[DiffusersImage, Tensor]:
     drawing, noise = pipeline.prepare(DenoiseAdmission(slot, image, PlacedEmbeds(), PlacedEmbeds()))
+    for number in range(image.passes):
+        pipeline.encode(drawing, number)
     return drawing, noise.unsqueeze(0)
 
 

@@ -20,7 +20,7 @@ from weft.model.diffusion.diffusers_pipeline import DiffusersPipeline
 from weft.model.diffusion.pipeline import KEPT_STATES
 from weft.scheduler.scheduler import Scheduler
 from weft.types import FinishReason, ImageParams, Request
-from weft.worker.memory_profile import denoise, largest_denoise_step
+from weft.worker.memory_profile import denoise, largest_image_steps
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,7 +89,7 @@ def test_beside_chats_and_the_dying_neither_changes(
     chats.check(outcome)
 
 
-@pytest.mark.parametrize("place", ["prepare", "denoise_step", "decode"])
+@pytest.mark.parametrize("place", ["prepare", "encode", "denoise_step", "decode"])
 def test_steps_without_memory_change_no_image(
     driven: Driven, solo: dict[str, dict[int, bytes]], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,8 +122,9 @@ def broken_for(seed: int, driven: Driven, monkeypatch: pytest.MonkeyPatch, place
     noise = flow.noise(seed, pipeline.latent_shape)
 
     def fails(first: Any, *rest: Any) -> Any:
-        if place == "prepare":
-            return failure() if first.image.seed == seed else function(first, *rest)
+        if place in ("prepare", "encode"):
+            params = first.image if place == "prepare" else first.params
+            return failure() if params.seed == seed else function(first, *rest)
         found: Tensor = function(first, *rest)
         for i, latents in enumerate(first):
             if torch.equal(latents, noise):
@@ -143,6 +144,7 @@ def raises() -> None:
     ("place", "failure", "told"),
     [
         ("prepare", raises, "could not begin"),
+        ("encode", raises, "could not begin"),
         ("denoise_step", lambda: float("nan"), "not a number"),
         ("decode", lambda: float("inf"), "not a number"),
         ("decode", raises, "could not decode the latents"),
@@ -193,20 +195,21 @@ def test_the_largest_step_is_measured_and_leaves_nothing_behind(
     def watch(name: str) -> None:
         function = getattr(pipeline, name)
 
-        def watched(latents: Tensor, *rest: Any) -> Tensor:
-            seen.append((name, len(latents)))
-            return function(latents, *rest)
+        def watched(first: Any, *rest: Any) -> Any:
+            seen.append((name, 1 if name == "encode" else len(first)))
+            return function(first, *rest)
 
         monkeypatch.setattr(pipeline, name, watched)
 
-    for name in ("denoise_step", "decode"):
+    for name in ("encode", "denoise_step", "decode"):
         watch(name)
-    cost = of_images.num_tokens * 2
-    for budget, count in ((3 * cost + 1, 3), (10**6, of_images.max_num_images), (1, 1)):
+    most, costs = of_images.max_num_images, (of_images.num_tokens * 2, of_images.encode_cost, of_images.decode_cost)
+    for budget in (3 * max(costs) + 1, 10**6, 1):
         seen.clear()
-        plan = largest_denoise_step(budget, of_images)
-        denoise(plan, driven.runner.denoiser)
-        assert seen == [("denoise_step", count), ("decode", count)]
-        assert count == 1 or plan.num_tokens <= budget
+        for plan in largest_image_steps(budget, of_images):
+            denoise(plan, driven.runner.denoiser)
+            assert plan.num_requests == 1 or plan.num_tokens <= budget
+        steps, prompts, decodings = (max(1, min(most, budget // cost)) for cost in costs)
+        assert seen == [("denoise_step", steps), *[("encode", 1)] * prompts, ("decode", decodings)]
     monkeypatch.undo()
     assert_as_alone(run(driven, images()), solo)

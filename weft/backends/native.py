@@ -316,7 +316,7 @@ class NativeEngine:
         )
         if conditioning != NO_TEXTS:
             # To look at every value takes a while: other streams go on meanwhile.
-            await asyncio.to_thread(drawn.check_given, max_rows=model.max_prompt_tokens, width=model.text_width)
+            await asyncio.to_thread(drawn.check_given, params, model.inputs)
         return NativeStream(self.client, drawn, ImageOutputs(drawn, model.num_tokens * params.passes_per_step))
 
     def _image_model(self, prompt_token_ids: list[int], params: ImageParams) -> ImageModelInfo:

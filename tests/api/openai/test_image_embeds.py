@@ -104,7 +104,7 @@ def test_an_entry_that_the_model_does_not_know_is_never_ignored() -> None:
     error = refusal(prompt="a", additional_information={"entries": {"pooled": {"values": [1]}}})
     assert error["param"] == "additional_information.entries['pooled']"
     assert "negative_prompt_embeds" in error["message"]
-    other = replace(PAINTER, information=[], text_width=0)
+    other = replace(PAINTER, inputs={})
     assert "it knows none" in refusal(painter=other, prompt="a", additional_information=NEGATIVE)["message"]
     assert refusal(painter=other, prompt_embeds=GOOD)["param"] == "prompt_embeds"
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from weft.model.diffusion import flow
-from weft.model.diffusion.families import PipelineFamily, PromptTensors
-from weft.model.diffusion.pipeline import KEPT_STATES
+from weft.model.diffusion.families import POOLED_EMBEDS, PipelineFamily, PromptTensors
+from weft.model.diffusion.pipeline import KEPT_STATES, checkpoint_tensors, client_tensor, first_latents
+from weft.payloads import SIGMAS, TIMESTEPS
+from weft.payloads import Tensor as ClientTensor
 from weft.plan import DenoiseAdmission
 from weft.types import ImageParams
 
@@ -56,21 +60,29 @@ class DiffusersPipeline:
         return _num_bytes(self._tables.values()) + sum(_num_bytes(part.parameters()) for part in parts)
 
     def prepare(self, admission: DenoiseAdmission) -> tuple[DiffusersImage, Tensor]:
-        params = admission.image
-        encoded = self._family.encode(params.prompt_text, params.negative_text if params.passes > 1 else None)
-        prompts = {name: table[admission.slot] for name, table in self._tables.items()}
-        for name, tensor in encoded.items():
-            prompts[name][: params.passes] = tensor
-        scheduler = self._family.schedule(params.steps)
-        device = self._family.device
+        params, given, checkpoint = admission.image, admission.given, admission.checkpoint
+        family, device = self._family, self._family.device
+        schedule = {name: values for name in (SIGMAS, TIMESTEPS) if (values := given.values(name)) is not None}
+        scheduler = family.schedule(params.steps, schedule, first=admission.first_step)
+        if checkpoint is not None:
+            _, *remembered = checkpoint_tensors(checkpoint, self.latent_shape).to(device).split(1)
+            family.recall(scheduler, checkpoint.step, remembered)
         image = DiffusersImage(
             params=params,
-            prompts=prompts,
+            prompts={name: table[admission.slot] for name, table in self._tables.items()},
             timesteps=scheduler.timesteps.to(device),
             scale=torch.tensor(params.guidance_scale, device=device),
             schedulers=[scheduler] * KEPT_STATES,
         )
-        return image, flow.noise(params.seed, self.latent_shape)
+        for number, embeds in enumerate((given.prompt, given.negative)[: params.passes]):
+            if embeds is not None:
+                pooled = given.tensor(POOLED_EMBEDS[number])
+                self._place(image, number, family.client_prompt(self._sent(embeds), pooled and self._sent(pooled)))
+        return image, first_latents(admission, self.latent_shape)
+
+    def encode(self, image: DiffusersImage, number: int) -> None:
+        text = image.params.negative_text if number else image.params.prompt_text
+        self._place(image, number, self._family.encode(text))
 
     def denoise_step(
         self, latents: Tensor, images: Sequence[DiffusersImage], starts: Sequence[int], count: int
@@ -78,12 +90,16 @@ class DiffusersPipeline:
         begun = zip(images, starts, strict=True)
         schedulers = [_copy(image.schedulers[start % KEPT_STATES]) for image, start in begun]
         for i in range(count):
-            noise = self._noise(latents, images, [start + i for start in starts])
-            parts = zip(schedulers, torch.split(noise, 1), torch.split(latents, 1), strict=True)
+            steps = [start + i for start in starts]
+            noise = self._noise(latents, images, steps)
+            parts = zip(schedulers, steps, torch.split(noise, 1), torch.split(latents, 1), strict=True)
             latents = torch.cat([_moved(*part) for part in parts])
         for image, start, scheduler in zip(images, starts, schedulers, strict=True):
             image.schedulers[(start + 1) % KEPT_STATES] = scheduler
         return latents
+
+    def remembered(self, image: DiffusersImage, step: int) -> list[Tensor]:
+        return self._family.remembered(image.schedulers[step % KEPT_STATES])
 
     def warm_up(self) -> bool:
         return False
@@ -93,6 +109,15 @@ class DiffusersPipeline:
         scaled = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
         images: Tensor = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
         return images.float()
+
+    def _place(self, image: DiffusersImage, number: int, encoded: PromptTensors) -> None:
+        for name, tensor in encoded.items():
+            image.prompts[name][number] = tensor[0]
+
+    def _sent(self, tensor: ClientTensor) -> Tensor:
+        """Return a client's tensor on the device, without waiting for it."""
+        values, device = client_tensor(tensor), self._family.device
+        return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
     def _noise(self, latents: Tensor, images: Sequence[DiffusersImage], steps: Sequence[int]) -> Tensor:
         """Return the guided prediction of the transformer: the noise in latents, or their velocity."""
@@ -118,6 +143,26 @@ def kept_bytes(family: PipelineFamily) -> int:
     return NUM_PROMPTS * _num_bytes(family.blank.values()) + remembered
 
 
+def unit_costs(family: PipelineFamily) -> tuple[int, int]:
+    """Return the tokens that the encoding of a prompt and the decoding of an image count as: their floating-point
+    operations, as many times those of one pass of the transformer as that has tokens. They are counted without being
+    computed, so they are the same at every start, however busy the machine is."""
+    blank = family.blank
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        latents = torch.zeros(1, *family.latent_shape, dtype=family.transformer.dtype, device=family.device)
+        one_pass = _num_flops(lambda: family.predict(latents, torch.zeros(1, device=family.device), blank))
+        encode = _num_flops(lambda: family.encode(""))
+        decode = _num_flops(lambda: family.vae.decode(latents.to(family.vae.dtype), return_dict=False))
+    return -(-encode * family.num_tokens // one_pass), -(-decode * family.num_tokens // one_pass)
+
+
+@torch.inference_mode()
+def _num_flops(work: Callable[[], object]) -> int:
+    with FlopCounterMode(display=False) as counter:
+        work()
+    return counter.get_total_flops()
+
+
 def _copy(scheduler: Any) -> Any:
     """Copy a scheduler. Schedulers replace the tensors that they remember, and never write into them."""
     twin = copy.copy(scheduler)
@@ -127,8 +172,7 @@ def _copy(scheduler: Any) -> Any:
     return twin
 
 
-def _moved(scheduler: Any, noise: Tensor, latents: Tensor) -> Tensor:
-    step = scheduler.step_index or 0
+def _moved(scheduler: Any, step: int, noise: Tensor, latents: Tensor) -> Tensor:
     moved: Tensor = scheduler.step(noise, scheduler.timesteps[step], latents, return_dict=False)[0]
     return moved
 
