@@ -41,7 +41,7 @@ class DiffusersPipeline:
     """The pipeline encodes prompts, and makes the steps of many images with one call of the transformer."""
 
     def __init__(self, family: PipelineFamily, num_slots: int) -> None:
-        self._family = family
+        self.family = family
         self._tables = {
             name: tensor.new_zeros(num_slots, NUM_PROMPTS, *tensor.shape[1:]) for name, tensor in family.blank.items()
         }
@@ -51,17 +51,17 @@ class DiffusersPipeline:
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
-        return self._family.latent_shape
+        return self.family.latent_shape
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all models of the pipeline, and of the encoded prompts."""
-        parts = [part for part in self._family.pipeline.components.values() if isinstance(part, torch.nn.Module)]
+        parts = [part for part in self.family.pipeline.components.values() if isinstance(part, torch.nn.Module)]
         return _num_bytes(self._tables.values()) + sum(_num_bytes(part.parameters()) for part in parts)
 
     def prepare(self, admission: DenoiseAdmission) -> tuple[DiffusersImage, Tensor]:
         params, given, checkpoint = admission.image, admission.given, admission.checkpoint
-        family, device = self._family, self._family.device
+        family, device = self.family, self.family.device
         schedule = {name: values for name in (SIGMAS, TIMESTEPS) if (values := given.values(name)) is not None}
         scheduler = family.schedule(params.steps, schedule, first=admission.first_step)
         if checkpoint is not None:
@@ -82,7 +82,7 @@ class DiffusersPipeline:
 
     def encode(self, image: DiffusersImage, number: int) -> None:
         text = image.params.negative_text if number else image.params.prompt_text
-        self._place(image, number, self._family.encode(text))
+        self._place(image, number, self.family.encode(text))
 
     def denoise_step(
         self, latents: Tensor, images: Sequence[DiffusersImage], starts: Sequence[int], count: int
@@ -99,13 +99,13 @@ class DiffusersPipeline:
         return latents
 
     def remembered(self, image: DiffusersImage, step: int) -> list[Tensor]:
-        return self._family.remembered(image.schedulers[step % KEPT_STATES])
+        return self.family.remembered(image.schedulers[step % KEPT_STATES])
 
     def warm_up(self) -> bool:
         return False
 
     def decode(self, latents: Tensor) -> Tensor:
-        vae = self._family.vae
+        vae = self.family.vae
         scaled = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
         images: Tensor = vae.decode(scaled.to(vae.dtype), return_dict=False)[0]
         return images.float()
@@ -116,7 +116,7 @@ class DiffusersPipeline:
 
     def _sent(self, tensor: ClientTensor) -> Tensor:
         """Return a client's tensor on the device, without waiting for it."""
-        values, device = client_tensor(tensor), self._family.device
+        values, device = client_tensor(tensor), self.family.device
         return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
     def _noise(self, latents: Tensor, images: Sequence[DiffusersImage], steps: Sequence[int]) -> Tensor:
@@ -127,8 +127,8 @@ class DiffusersPipeline:
             for name in self._tables
         }
         times = torch.stack([image.timesteps[step] for image, step in zip(images, steps, strict=True)])
-        inputs = latents.to(self._family.transformer.dtype).repeat(passes, 1, 1, 1)
-        noise = self._family.predict(inputs, times.repeat(passes), prompts).float()
+        inputs = latents.to(self.family.transformer.dtype).repeat(passes, 1, 1, 1)
+        noise = self.family.predict(inputs, times.repeat(passes), prompts).float()
         if passes == 1:
             return noise
         conditional, unconditional = noise.chunk(2)
