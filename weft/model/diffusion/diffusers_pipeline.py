@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from weft.model.diffusion import flow
@@ -65,7 +66,7 @@ class DiffusersPipeline:
         schedule = {name: values for name in (SIGMAS, TIMESTEPS) if (values := given.values(name)) is not None}
         scheduler = family.schedule(params.steps, schedule, first=admission.first_step)
         if checkpoint is not None:
-            _, *remembered = checkpoint_tensors(checkpoint, self.latent_shape).to(device).split(1)
+            _, *remembered = torch.split(checkpoint_tensors(checkpoint, self.latent_shape).to(device), 1)
             family.recall(scheduler, checkpoint.step, remembered)
         image = DiffusersImage(
             params=params,
@@ -77,7 +78,8 @@ class DiffusersPipeline:
         for number, embeds in enumerate((given.prompt, given.negative)[: params.passes]):
             if embeds is not None:
                 pooled = given.tensor(POOLED_EMBEDS[number])
-                self._place(image, number, family.client_prompt(self._sent(embeds), pooled and self._sent(pooled)))
+                values = self._sent(embeds), None if pooled is None else self._sent(pooled)
+                self._place(image, number, family.client_prompt(*values))
         return image, first_latents(admission, self.latent_shape)
 
     def encode(self, image: DiffusersImage, number: int) -> None:
@@ -158,9 +160,10 @@ def unit_costs(family: PipelineFamily) -> tuple[int, int]:
 
 @torch.inference_mode()
 def _num_flops(work: Callable[[], object]) -> int:
-    with FlopCounterMode(display=False) as counter:
+    # Attention counts when it is made of products of matrices: not every fused kernel is counted.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         work()
-    return counter.get_total_flops()
+    return int(counter.get_total_flops())
 
 
 def _copy(scheduler: Any) -> Any:

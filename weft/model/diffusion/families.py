@@ -97,7 +97,8 @@ class PipelineFamily(ABC):
         """Return a scheduler before its step `first`, with the schedule that a client gave, if any. It lives on the
         host, where its arithmetic does not wait for the device."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
-        scheduler.set_timesteps(**(given or {"num_inference_steps": steps}), device="cpu", **self.schedule_options())
+        chosen: dict[str, Any] = given or {"num_inference_steps": steps}
+        scheduler.set_timesteps(**chosen, device="cpu", **self.schedule_options())
         scheduler.set_begin_index(first)
         if len(scheduler.timesteps) != steps:
             raise ValueError(f"the scheduler makes {len(scheduler.timesteps)} steps of {steps}")

@@ -100,7 +100,7 @@ class _DenoisedGroup(NamedTuple):
 class DenoiseOutputBatch(NamedTuple):
     """The outputs of a plan's units; `read` waits for them."""
 
-    count: int
+    num_units: int
     groups: list[_DenoisedGroup]
     failed: list[int]
     """Places of images that could not be prepared, or whose prompts could not be encoded."""
@@ -110,7 +110,7 @@ class DenoiseOutputBatch(NamedTuple):
         """Return the outputs in the plan's order."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        outputs = [DenoiseOutput()] * self.count
+        outputs = [DenoiseOutput()] * self.num_units
         for place in self.failed:
             outputs[place] = DenoiseOutput(error=NOT_PREPARED)
         for group in self.groups:
