@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +80,8 @@ class DiffusersPipeline:
         for number, embeds in enumerate((given.prompt, given.negative)[: params.passes]):
             if embeds is not None:
                 pooled = given.tensor(POOLED_EMBEDS[number])
-                values = self._sent(embeds), None if pooled is None else self._sent(pooled)
-                self._place(image, number, family.client_prompt(*values))
+                sent = self._sent(embeds), None if pooled is None else self._sent(pooled)
+                self._place(image, number, family.client_prompt(*sent))
         return image, first_latents(admission, self.latent_shape)
 
     def encode(self, image: DiffusersImage, number: int) -> None:
@@ -146,24 +148,45 @@ def kept_bytes(family: PipelineFamily) -> int:
 
 
 def unit_costs(family: PipelineFamily) -> tuple[int, int]:
-    """Return the tokens that the encoding of a prompt and the decoding of an image count as: their floating-point
-    operations, as many times those of one pass of the transformer as that has tokens. They are counted without being
-    computed, so they are the same at every start, however busy the machine is."""
-    blank = family.blank
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        latents = torch.zeros(1, *family.latent_shape, dtype=family.transformer.dtype, device=family.device)
-        one_pass = _num_flops(lambda: family.predict(latents, torch.zeros(1, device=family.device), blank))
-        encode = _num_flops(lambda: family.encode(""))
-        decode = _num_flops(lambda: family.vae.decode(latents.to(family.vae.dtype), return_dict=False))
-    return -(-encode * family.num_tokens // one_pass), -(-decode * family.num_tokens // one_pass)
+    """Return the tokens that the encoding of a prompt and the decoding of an image count as: what they take over what a
+    denoise step with guidance takes, times the tokens of that. On a GPU, where launches and memory decide, it is time,
+    as measured now. On a CPU it is floating-point operations, counted without being computed: they are the same at
+    every start, however busy the machine is."""
+    on_gpu, latents = family.device.type == "cuda", torch.zeros(NUM_PROMPTS, *family.latent_shape, device=family.device)
+    prompts = {name: torch.cat([tensor] * NUM_PROMPTS) for name, tensor in family.blank.items()}
+    times = torch.zeros(NUM_PROMPTS, device=family.device)
+    with nullcontext() if on_gpu else FakeTensorMode(allow_non_fake_inputs=True):
+        step, encode, decode = map(
+            _seconds if on_gpu else _num_flops,
+            (
+                lambda: family.predict(latents.to(family.transformer.dtype), times, prompts),
+                lambda: family.encode(""),
+                lambda: family.vae.decode(latents[:1].to(family.vae.dtype), return_dict=False),
+            ),
+        )
+    tokens = NUM_PROMPTS * family.num_tokens
+    return math.ceil(encode / step * tokens), math.ceil(decode / step * tokens)
 
 
 @torch.inference_mode()
-def _num_flops(work: Callable[[], object]) -> int:
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the time that the fastest of a few runs takes the GPU. The first ones choose kernels."""
+    seconds = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+@torch.inference_mode()
+def _num_flops(work: Callable[[], object]) -> float:
     # Attention counts when it is made of products of matrices: not every fused kernel is counted.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         work()
-    return int(counter.get_total_flops())
+    return float(counter.get_total_flops())
 
 
 def _copy(scheduler: Any) -> Any:

@@ -93,12 +93,11 @@ class PipelineFamily(ABC):
     def predict(self, latents: Tensor, timesteps: Tensor, prompts: PromptTensors) -> Tensor:
         """Return the transformer's prediction for latents, each with its own timestep and prompt, in one call."""
 
-    def schedule(self, steps: int, given: dict[str, list[Any]], *, first: int = 0) -> Any:
+    def schedule(self, steps: int, given: dict[str, Any], *, first: int = 0) -> Any:
         """Return a scheduler before its step `first`, with the schedule that a client gave, if any. It lives on the
         host, where its arithmetic does not wait for the device."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
-        chosen: dict[str, Any] = given or {"num_inference_steps": steps}
-        scheduler.set_timesteps(**chosen, device="cpu", **self.schedule_options())
+        scheduler.set_timesteps(**(given or {"num_inference_steps": steps}), device="cpu", **self.schedule_options())
         scheduler.set_begin_index(first)
         if len(scheduler.timesteps) != steps:
             raise ValueError(f"the scheduler makes {len(scheduler.timesteps)} steps of {steps}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from weft.worker.diffusion.dit_pipeline import DitPipeline, dit_inputs
 PACKAGED = Path(weft.__file__).parent / "data" / "shapes"
 """The small model that comes with Weft."""
 AUTO, NONE = "auto", "none"
+log = logging.getLogger(__name__)
 
 
 def find_image_model(wanted: str, text_model: str, text_width: int) -> Path | None:
@@ -121,7 +123,9 @@ def _load_diffusers(config: Config, folder: Path, dtype: torch.dtype, device: to
         reads_text=True,
     )
     size = latent_slot_bytes(family.latent_shape, kept_bytes(family))
-    limits = _limits(config, info, size, costs=unit_costs(family), on_cpu=device.type == "cpu")
+    costs, step = unit_costs(family), PROMPTS_PER_IMAGE * info.num_tokens
+    log.info("%s: a prompt counts as %d tokens, a picture as %d, a step with guidance as %d.", info.name, *costs, step)
+    limits = _limits(config, info, size, costs=costs, on_cpu=device.type == "cpu")
     pipeline = DiffusersPipeline(family, limits.max_num_images)
     return ImageModel(Denoiser(pipeline, limits.max_num_images, device=device), limits, info)
 
