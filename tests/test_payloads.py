@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from weft import payloads
 from weft.errors import InvalidRequest
-from weft.payloads import AdditionalInformation, GivenTexts, InfoEntry, PromptEmbeds, Tensor, given_texts
+from weft.payloads import (
+    AdditionalInformation,
+    DeclaredInput,
+    GivenTexts,
+    InfoEntry,
+    PromptEmbeds,
+    Tensor,
+    given_texts,
+)
 
 WIDTH, MAX_ROWS = 4, 6
 
@@ -152,6 +160,8 @@ def test_an_entry_that_the_model_does_not_know_is_named_with_those_it_knows(know
 # Conditioning of images.
 
 NEGATIVE = "additional_information.entries['negative_prompt_embeds']"
+EMBEDS = DeclaredInput(stage="encode", shape=(MAX_ROWS, WIDTH), fewer_rows=True)
+INPUTS = {"prompt_embeds": EMBEDS, "negative_prompt_embeds": EMBEDS}
 
 
 def information(**entries: InfoEntry) -> AdditionalInformation:
@@ -164,7 +174,7 @@ def test_a_negative_prompt_comes_as_information() -> None:
     assert given_texts(embeds(), None, known=[]).prompt == embeds()
     both = given_texts(embeds(), information(negative_prompt_embeds=InfoEntry(tensor=TENSOR)), known=known)
     assert both.negative == embeds(data=bytes(32)) and both.num_bytes == 64
-    both.check(max_rows=MAX_ROWS, width=WIDTH)
+    both.check(INPUTS, steps=1)
     values = information(negative_prompt_embeds=InfoEntry(values=[1.0]))
     with pytest.raises(InvalidRequest) as refused:
         given_texts(None, values, known=known)
@@ -181,8 +191,68 @@ def test_its_rules_are_those_of_a_prompt(wrong: dict[str, Any], field: str) -> N
         (GivenTexts(prompt=embeds(), negative=embeds(**wrong)), f"{NEGATIVE}.tensor"),
     ):
         with pytest.raises(InvalidRequest) as refused:
-            texts.check(max_rows=MAX_ROWS, width=WIDTH)
+            texts.check(INPUTS, steps=1)
         assert refused.value.param == f"{place}.{field}"
+
+
+LATENTS, SIGMAS = "latents", "sigmas"
+DECLARED = INPUTS | {
+    LATENTS: DeclaredInput(stage="denoise", shape=(2, WIDTH)),
+    SIGMAS: DeclaredInput(stage="denoise"),
+    "timesteps": DeclaredInput(stage="denoise", largest=999, whole_numbers=True),
+    "pooled": DeclaredInput(stage="encode", shape=(8,), goes_with="prompt_embeds"),
+}
+
+
+def values(*given: Any) -> InfoEntry:
+    return InfoEntry(values=list(given))
+
+
+def test_inputs_in_both_forms_pass_in_the_form_that_a_stage_declares() -> None:
+    pooled = InfoEntry(tensor=Tensor(data=memoryview(bytes(32)), shape=(8,), dtype="float32"))
+    entries = {LATENTS: InfoEntry(tensor=TENSOR), SIGMAS: values(1, 0.5, 0.25), "timesteps": values(999, 1, 0)}
+    given = given_texts(embeds(), information(**entries, pooled=pooled), known=DECLARED)
+    given.check(DECLARED, steps=3)
+    assert given.tensor(LATENTS) == TENSOR and given.values(SIGMAS) == [1, 0.5, 0.25]
+    assert given.tensor(SIGMAS) is given.values("none") is None
+    assert given.num_bytes == 3 * 32
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "place", "said"),
+    [
+        (LATENTS, values(1, 2), "", "takes it as a tensor"),
+        (SIGMAS, InfoEntry(tensor=TENSOR), "", "takes it as a list of values"),
+        (LATENTS, InfoEntry(tensor=embeds(shape=(WIDTH, 2))), ".tensor.shape", "takes [2, 4]"),
+        (LATENTS, InfoEntry(tensor=embeds(shape=(10**5000, 2))), ".tensor.shape", "takes [2, 4]"),
+        (LATENTS, InfoEntry(tensor=embeds(dtype="int8")), ".tensor.dtype", "float32, float16"),
+        (LATENTS, InfoEntry(tensor=embeds(data=DATA[:-1])), ".tensor.data", "has 31 bytes"),
+        (SIGMAS, values(1, 0.5), ".values", "2 values; the image has 3 steps"),
+        (SIGMAS, values(), ".values", "0 values"),
+        (SIGMAS, values(1, 0.5, 0.5), ".values", "each below the one before it"),
+        (SIGMAS, values(0.1, 0.5, 0.4), ".values", "each below the one before it"),
+        (SIGMAS, values(1.5, 0.5, 0.4), ".values", "at most 1"),
+        (SIGMAS, values(1, 0.5, 0), ".values", "above 0"),
+        (SIGMAS, values(1, float("nan"), 0.1), ".values", "numbers"),
+        (SIGMAS, values(True, 0.5, 0.1), ".values", "numbers"),
+        (SIGMAS, values("1", 0.5, 0.1), ".values", "numbers"),
+        ("timesteps", values(9.5, 5, 1), ".values", "integers"),
+        ("timesteps", values(1000, 5, 1), ".values", "at most 999"),
+        ("timesteps", values(9, 5, -1), ".values", "at least 0"),
+        ("other", values(1), "", "knows no such entry"),
+        ("pooled", InfoEntry(tensor=embeds(shape=(8,))), ".tensor", "needs prompt_embeds with it"),
+    ],
+)
+def test_an_input_that_a_stage_cannot_take_is_named(name: str, entry: InfoEntry, place: str, said: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        GivenTexts(information={name: entry}).check(DECLARED, steps=3)
+    assert refused.value.param == f"additional_information.entries['{name}']{place}" and said in str(refused.value)
+    assert len(str(refused.value)) < 250
+
+
+def test_a_tensor_that_goes_with_another_is_missed() -> None:
+    with pytest.raises(InvalidRequest, match=r"prompt_embeds: this model needs pooled with it"):
+        GivenTexts(prompt=embeds()).check(DECLARED, steps=3)
 
 
 @pytest.mark.parametrize("dtype", payloads.STORED_AS)

@@ -13,6 +13,8 @@ SIZE = 16
 WORDS = ["a", "red", "blue", "cat", "dog", "on", "the", "mat", "of", "and"]
 WIDTH = 32
 """Of what the text encoders say of a token."""
+NUM_CLIP_TOKENS = 32
+"""Tokens that the CLIP encoders read, behind which those of T5 follow."""
 
 
 def save_pipeline(name: str, folder: Path, **scheduler: Any) -> Path:
@@ -142,7 +144,7 @@ def _clip() -> Any:
         num_hidden_layers=3,
         num_attention_heads=2,
         projection_dim=WIDTH // 2,
-        max_position_embeddings=32,
+        max_position_embeddings=NUM_CLIP_TOKENS,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=1,
@@ -156,4 +158,4 @@ def _clip_tokenizer() -> Any:
     letters = sorted({letter for word in WORDS for letter in word})
     pieces = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
     vocab = {piece: number for number, piece in enumerate(pieces)}
-    return transformers.CLIPTokenizer(vocab=vocab, merges=[], model_max_length=32)
+    return transformers.CLIPTokenizer(vocab=vocab, merges=[], model_max_length=NUM_CLIP_TOKENS)

@@ -169,6 +169,14 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 0
+    image_checkpoint_steps: Annotated[
+        int,
+        _doc(
+            "Denoise steps between two checkpoints of an image's latents, from which another engine goes on when this "
+            "one dies; 0: none, and it starts again.",
+            ge=0,
+        ),
+    ] = 10
     max_embedding_mb: Annotated[
         int,
         _doc(

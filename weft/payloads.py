@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
@@ -48,7 +49,7 @@ class Tensor(Struct, frozen=True, kw_only=True):
 
         return np.frombuffer(self.data, STORED_AS[self.dtype]).reshape(self.shape)
 
-    def _check_data(self, field: str) -> None:
+    def check_data(self, field: str) -> None:
         if self.data.nbytes > MAX_BYTES:
             raise _wrong(f"{field}.data", f"it has {self.data.nbytes} bytes; at most {MAX_BYTES}")
         if self.dtype not in STORED_AS:
@@ -84,7 +85,7 @@ class PromptEmbeds(Tensor, frozen=True, kw_only=True):
             raise _wrong(f"{field}.shape", f"this model takes 1 to {max_rows} rows")
         if given_width != width:
             raise _wrong(f"{field}.shape", f"this model's rows have {width} values")
-        self._check_data(field)
+        self.check_data(field)
 
     @classmethod
     def of(cls, rows: ArrayLike) -> PromptEmbeds:
@@ -143,6 +144,57 @@ class InfoEntry(Struct, frozen=True, kw_only=True):
     values: list[Value] | None = None
 
 
+PipelineStage = Literal["encode", "denoise", "decode"]
+
+
+class DeclaredInput(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An input that a stage of an image model takes from clients: a tensor, or a list with a number for each step."""
+
+    stage: PipelineStage
+    shape: tuple[int, ...] = ()
+    """The shape of the tensor; empty: it is a list."""
+    fewer_rows: bool = False
+    """True: the tensor may have fewer rows than that, at least one."""
+    largest: float = 1.0
+    """The first number of the list is at most this, and each is below the one before it."""
+    whole_numbers: bool = False
+    """True: the numbers are integers, the last at least 0; else the last is above 0."""
+    goes_with: str = ""
+    """The name of an input without which it cannot be, nor that one without it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the largest tensor."""
+        return math.prod(self.shape) * 4 if self.shape else 0
+
+    def check(self, entry: InfoEntry, field: str, steps: int) -> None:
+        """Raise InvalidRequest for an entry of another form, or another shape, for an image of so many steps."""
+        if self.shape:
+            if entry.tensor is None:
+                raise _wrong(field, "this model takes it as a tensor")
+            if entry.tensor.shape != self.shape:
+                raise _wrong(f"{field}.tensor.shape", f"this model takes {list(self.shape)}")
+            entry.tensor.check_data(f"{field}.tensor")
+        elif entry.values is None:
+            raise _wrong(field, "this model takes it as a list of values")
+        else:
+            self._check_values(entry.values, f"{field}.values", steps)
+
+    def _check_values(self, values: list[Value], field: str, steps: int) -> None:
+        if len(values) != steps:
+            raise _wrong(field, f"it has {len(values)} values; the image has {steps} steps")
+        kinds = int if self.whole_numbers else (int, float)
+        numbers = [value for value in values if isinstance(value, kinds) and not isinstance(value, bool)]
+        is_above = len(numbers) == steps and (numbers[-1] >= 0 if self.whole_numbers else numbers[-1] > 0)
+        if not is_above or numbers[0] > self.largest or not all(a > b for a, b in pairwise(numbers)):
+            what, least = ("integers", "at least 0") if self.whole_numbers else ("numbers", "above 0")
+            raise _wrong(
+                field,
+                f"this model takes {what}, the first at most {self.largest:g}, each below the one before it, the last "
+                f"{least}",
+            )
+
+
 class AdditionalInformation(Struct, frozen=True, kw_only=True):
     """Further inputs for a model, by the names that it knows."""
 
@@ -163,8 +215,14 @@ class AdditionalInformation(Struct, frozen=True, kw_only=True):
             _check_entry(entry, entry_field(name))
 
 
+PROMPT_EMBEDS = "prompt_embeds"
 NEGATIVE_PROMPT_EMBEDS = "negative_prompt_embeds"
 """The entry of additional information that holds the prompt embeds of the negative prompt."""
+LATENTS = "latents"
+"""The entry that holds the latents to begin with, instead of noise from the seed."""
+SIGMAS = "sigmas"
+TIMESTEPS = "timesteps"
+"""The entries that hold the noise level before each step, as a share or as the scheduler counts it."""
 
 
 def entry_field(name: str) -> str:
@@ -172,22 +230,40 @@ def entry_field(name: str) -> str:
 
 
 class GivenTexts(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The prompt embeds that a client sent for an image."""
+    """The prompt embeds that a client sent for an image, and the other inputs of the model's stages."""
 
     prompt: PromptEmbeds | None = None
     negative: PromptEmbeds | None = None
+    information: dict[str, InfoEntry] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(embeds.data.nbytes for embeds in (self.prompt, self.negative) if embeds is not None)
+        tensors = self.prompt, self.negative, *(entry.tensor for entry in self.information.values())
+        return sum(tensor.data.nbytes for tensor in tensors if tensor is not None)
 
-    def check(self, *, max_rows: int, width: int) -> None:
-        """Raise InvalidRequest, with the field that it came in, for a tensor that the model cannot take."""
-        if self.prompt is not None:
-            self.prompt.check(max_rows=max_rows, width=width)
-        if self.negative is not None:
-            field = f"{entry_field(NEGATIVE_PROMPT_EMBEDS)}.tensor"
-            self.negative.check(max_rows=max_rows, width=width, field=field)
+    def tensor(self, name: str) -> Tensor | None:
+        entry = self.information.get(name)
+        return None if entry is None else entry.tensor
+
+    def values(self, name: str) -> list[Any] | None:
+        entry = self.information.get(name)
+        return None if entry is None else entry.values
+
+    def check(self, inputs: Mapping[str, DeclaredInput], *, steps: int) -> None:
+        """Raise InvalidRequest, with the field that it came in, for what a model with these inputs cannot take."""
+        there = dict.fromkeys(self.information)
+        for name, embeds in ((PROMPT_EMBEDS, self.prompt), (NEGATIVE_PROMPT_EMBEDS, self.negative)):
+            if embeds is not None:
+                there[name] = None
+                _check_embeds(embeds, inputs.get(name), _field(name))
+        for name, entry in self.information.items():
+            if name not in inputs:
+                raise _wrong(entry_field(name), "this model knows no such entry")
+            inputs[name].check(entry, entry_field(name), steps)
+        for name, declared in inputs.items():
+            if declared.goes_with and (name in there) != (declared.goes_with in there):
+                one, other = (name, declared.goes_with) if name in there else (declared.goes_with, name)
+                raise _wrong(_field(one), f"this model needs {other} with it")
 
 
 NO_TEXTS = GivenTexts()
@@ -196,24 +272,36 @@ NO_TEXTS = GivenTexts()
 def given_texts(
     embeds: PromptEmbeds | None, information: AdditionalInformation | None, *, known: Collection[str]
 ) -> GivenTexts:
-    """Return the prompt embeds among what a client sent; `known` are the names that the model knows. Raises
-    InvalidRequest for everything but the tensors themselves, which `GivenTexts.check` checks."""
+    """Return what a client sent; `known` are the names that the model knows. Raises InvalidRequest for everything but
+    the tensors and lists themselves, which `GivenTexts.check` checks."""
     if information is None:
         return GivenTexts(prompt=embeds)
     information.check(known)
-    entry = information.entries.get(NEGATIVE_PROMPT_EMBEDS)
+    others = dict(information.entries)
+    entry = others.pop(NEGATIVE_PROMPT_EMBEDS, None)
     if entry is None:
-        return GivenTexts(prompt=embeds)
+        return GivenTexts(prompt=embeds, information=others)
     if entry.tensor is None:
-        raise _wrong(entry_field(NEGATIVE_PROMPT_EMBEDS), "it must have a tensor")
+        raise _wrong(entry_field(NEGATIVE_PROMPT_EMBEDS), "this model takes it as a tensor")
     negative = PromptEmbeds(**{name: getattr(entry.tensor, name) for name in Tensor.__struct_fields__})
-    return GivenTexts(prompt=embeds, negative=negative)
+    return GivenTexts(prompt=embeds, negative=negative, information=others)
 
 
 def check_count(field: str, what: str, count: int, most: int) -> None:
     """Raise InvalidRequest for a field that has too many of something."""
     if count > most:
         raise _wrong(field, f"it has {count} {what}; at most {most}")
+
+
+def _field(name: str) -> str:
+    return name if name == PROMPT_EMBEDS else f"{entry_field(name)}.tensor"
+
+
+def _check_embeds(embeds: PromptEmbeds, declared: DeclaredInput | None, field: str) -> None:
+    max_rows, width = declared.shape if declared is not None else (0, 0)
+    embeds.check(max_rows=max_rows, width=width, field=field)
+    if declared is not None and not declared.fewer_rows and embeds.shape[0] != max_rows:
+        raise _wrong(f"{field}.shape", f"this model takes {max_rows} rows")
 
 
 def _check_entry(entry: InfoEntry, field: str) -> None:

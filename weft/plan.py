@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from weft.payloads import EmbedsSegment, PromptEmbeds
-from weft.types import ImageParams, Pooling, SamplingParams, TokenLogprob
+from weft.payloads import DeclaredInput, EmbedsSegment, GivenTexts, PipelineStage, PromptEmbeds
+from weft.types import ImageParams, LatentCheckpoint, Pooling, SamplingParams, TokenLogprob
 
 
 class ImageLimits(Struct, frozen=True, kw_only=True):
@@ -25,8 +25,14 @@ class ImageLimits(Struct, frozen=True, kw_only=True):
     max_num_images: int
     reads_text: bool = False
     """True when the model has a text encoder of its own: the language model encodes nothing for it."""
-    text_width: int = 0
-    """Width of the prompt embeds; 0: the model takes none."""
+    encode_cost: int = 0
+    """Tokens that the encoding of a prompt by that text encoder counts as."""
+    decode_cost: int = 0
+    """Tokens that the decoding of latents counts as; 0: there is no VAE, and the last step shows the image."""
+    inputs: dict[str, DeclaredInput] = {}
+    """The inputs that the model takes from clients."""
+    checkpoint_steps: int = 0
+    """Denoise steps between two checkpoints of an image; 0: there are none."""
     embeds_bytes: int = 0
     """Bytes of the prompt embeds of one prompt."""
     max_num_embeds: int = 0
@@ -155,12 +161,20 @@ class DenoiseAdmission(Struct, frozen=True):
     prompt: PlacedEmbeds
     negative: PlacedEmbeds
     request_id: str = ""
+    given: GivenTexts = GivenTexts()
+    checkpoint: LatentCheckpoint | None = None
+    """Set: the image goes on from here."""
+
+    @property
+    def first_step(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.step
 
 
 class Denoise(Struct, frozen=True):
-    """Make the denoise steps start .. start + count - 1 of one image: one step, or all that are left.
+    """One unit of an image's work, which a step does whole: it makes the denoise steps start .. start + count - 1, one
+    step or all that are left, or encodes the prompt of number `start`, or decodes the latents after `start` steps.
 
-    The latents before steps that are under way are kept, so a step that was planned may be planned again.
+    The latents before steps that are under way are kept, so a unit that was planned may be planned again.
     """
 
     slot: int
@@ -169,7 +183,14 @@ class Denoise(Struct, frozen=True):
     cost: int
     """In tokens of the step's budget."""
     wants_image: bool
-    """True when the latents are decoded after these steps, to a preview or to the result."""
+    """True when the image is shown after this unit, as a preview or as the result."""
+    stage: PipelineStage = "denoise"
+    wants_checkpoint: bool = False
+
+    @property
+    def steps_done(self) -> int:
+        """Denoise steps that are made after it."""
+        return 0 if self.stage == "encode" else self.start + self.count
 
 
 class StepPlan(Struct, frozen=True):
@@ -213,10 +234,12 @@ class RowOutput(Struct, frozen=True):
 
 
 class DenoiseOutput(Struct, frozen=True):
-    """The output of a denoise step, or an `error` when the latents are not numbers."""
+    """The output of a unit of an image's work, or an `error` when the latents are not numbers."""
 
     image: bytes | None = None
     """Rows of RGB bytes, when the plan wants the image."""
+    checkpoint: bytes | None = None
+    """The state of the image, as `LatentCheckpoint` has it, when the plan wants one."""
     error: str = ""
 
 
@@ -229,4 +252,4 @@ class StepResult(Struct, frozen=True):
     row_outputs: list[RowOutput] = []
     """One for every row of the plan that has a request, in the plan's order."""
     denoise_outputs: list[DenoiseOutput] = []
-    """One for each of the plan's denoise steps, in its order."""
+    """One for each unit of images in the plan, in its order."""

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.errors import InvalidRequest
-from weft.payloads import EmbedsSegment, GivenTexts, PromptEmbeds
+from weft.payloads import DeclaredInput, EmbedsSegment, GivenTexts, PromptEmbeds
 
 
 class FinishReason(enum.StrEnum):
@@ -246,6 +246,15 @@ class Adapter(Struct, frozen=True, kw_only=True):
     path: str
 
 
+class LatentCheckpoint(Struct, frozen=True):
+    """The state of an image after some of its steps, from which another engine goes on."""
+
+    step: int
+    """Steps that were made."""
+    latents: bytes
+    """float32: the latents, then what a pipeline's scheduler remembers, each in the latents' shape."""
+
+
 class Request(Struct, frozen=True, kw_only=True):
     """One generation as the engine sees it: integers only, every default resolved."""
 
@@ -271,7 +280,9 @@ class Request(Struct, frozen=True, kw_only=True):
     image: ImageParams | None = None
     """Set: the answer is an image, generated from the prompt's hidden states."""
     given: GivenTexts = GivenTexts()
-    """Hidden states that the client of an image sent instead of prompts."""
+    """Hidden states that the client of an image sent instead of prompts, and other inputs of the image model."""
+    checkpoint: LatentCheckpoint | None = None
+    """Set: an image that another engine has begun goes on from here."""
     adapter: Adapter | None = None
     """None: the model as it is."""
     embeds: list[EmbedsSegment] = []
@@ -292,15 +303,14 @@ class Request(Struct, frozen=True, kw_only=True):
         """The tokens that are computed before there is an answer."""
         return len(self.prompt_token_ids) + (len(self.image.negative_token_ids) if self.image is not None else 0)
 
-    def check_given(self, *, max_rows: int, width: int) -> None:
-        """Raise InvalidRequest for prompt embeds that do not fit a model of this context and width, and for those that
-        are given twice."""
-        if self.given.prompt is not None and self.prompt_token_ids:
+    def check_given(self, image: ImageParams, inputs: Mapping[str, DeclaredInput]) -> None:
+        """Raise InvalidRequest for what a client sent for its image that the image model does not take, and for
+        prompts that are given twice."""
+        if self.given.prompt is not None and (self.prompt_token_ids or image.prompt_text):
             raise InvalidRequest("prompt_embeds: there is a prompt already.", param="prompt_embeds")
-        negative = self.image.negative_token_ids if self.image is not None else []
-        if self.given.negative is not None and negative:
+        if self.given.negative is not None and (image.negative_token_ids or image.negative_text):
             raise InvalidRequest("negative_prompt_embeds: there is a negative prompt already.", param="negative_prompt")
-        self.given.check(max_rows=max_rows, width=width)
+        self.given.check(inputs, steps=image.steps)
 
 
 class Conversation(Struct, frozen=True, kw_only=True):
@@ -387,7 +397,7 @@ class GenerateImage(Struct, frozen=True, kw_only=True):
 
     params: ImageParams
     conditioning: GivenTexts = GivenTexts()
-    """Hidden states that the client sent instead of a prompt, which is empty then."""
+    """Hidden states that the client sent instead of a prompt, which is empty then, and other inputs of the model."""
 
 
 Task = Sample | Embed | GenerateImage
@@ -491,6 +501,8 @@ class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Steps of an image that are done."""
     image: bytes | None = None
     """The image after that step, a preview or the last: rows of RGB bytes."""
+    checkpoint: LatentCheckpoint | None = None
+    """The state of an image after that step, which the journal keeps."""
 
     @property
     def is_plain(self) -> bool:
@@ -648,10 +660,8 @@ class ImageModelInfo(Struct, frozen=True, kw_only=True):
     max_prompt_tokens: int
     reads_text: bool = False
     """True when it encodes prompts by itself, and is sent their text."""
-    text_width: int = 0
-    """Width of the hidden states that it is conditioned on; 0: none."""
-    information: list[str] = []
-    """The entries of additional information that it knows."""
+    inputs: dict[str, DeclaredInput] = {}
+    """The inputs that its stages take from clients: `prompt_embeds`, and entries of additional information."""
     steps: int
     guidance_scale: float
     """The last two: for a request that does not say."""

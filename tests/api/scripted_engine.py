@@ -20,7 +20,7 @@ from weft.backends.contract import (
     unknown_adapter,
 )
 from weft.errors import ContextTooLong, InvalidRequest, ModelError, Overloaded, WeftError
-from weft.payloads import GivenTexts
+from weft.payloads import DeclaredInput, GivenTexts
 from weft.types import (
     Adapter,
     ChunkSize,
@@ -70,8 +70,12 @@ PAINTER = ImageModelInfo(
     height=2,
     num_tokens=8,
     max_prompt_tokens=40,
-    text_width=2,
-    information=["negative_prompt_embeds"],
+    inputs={
+        "prompt_embeds": DeclaredInput(stage="encode", shape=(40, 2), fewer_rows=True),
+        "negative_prompt_embeds": DeclaredInput(stage="encode", shape=(40, 2), fewer_rows=True),
+        "latents": DeclaredInput(stage="denoise", shape=(1, 2, 2)),
+        "sigmas": DeclaredInput(stage="denoise"),
+    },
     steps=6,
     guidance_scale=3.0,
 )

@@ -248,7 +248,7 @@ def test_figures_are_of_the_times_that_things_came() -> None:
 def test_the_command_measures_real_engines(tiny_model: Path, tmp_path: Path) -> None:
     painter = save_image_model(tmp_path / "painter", 96)
     settings = {"WEFT_MAX_MODEL_LEN": "256", "WEFT_KV_CACHE_MEMORY_MB": "16", "WEFT_THREADS": "1", "COLUMNS": "80"}
-    work = "--chats 3 --images 3 --input-tokens 9 --max-tokens 12 --runs 1 --guidance 2.5 --device cpu"
+    work = "--chats 3 --images 3 --input-tokens 9 --max-tokens 12 --runs 1 --guidance 2.5 --device cpu --steps 6"
     files = ("--image-model", str(painter), "--json", str(tmp_path / "report.json"))
     done = CliRunner().invoke(bench, ["mixed", str(tiny_model), *work.split(), *files], env=settings)
     assert done.exit_code == 0, done.output
@@ -264,6 +264,26 @@ def test_the_command_measures_real_engines(tiny_model: Path, tmp_path: Path) -> 
     assert verdict["times_as_long"]["blocking"] == report["modes"][6]["median"]["seconds"] / together["seconds"]
     assert report["image_model"] == "painter" and report["device"] == "cpu"
     assert "3 of 3" in done.output and "over text only" in done.output
+
+
+def test_several_numbers_of_steps_are_measured_in_the_same_engines(engines: Engines, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    flags = ["--chats", "3", "--images", "2", "--steps", "3,5", "--runs", "2", "--json", str(file)]
+    done = CliRunner().invoke(bench, ["mixed", *flags], env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    assert len(engines.started) == 3 and {one.image.steps for one in engines.first.drawn} == {3, 5}
+    report = json.loads(file.read_text())
+    assert report["steps"] == [3, 5] == [one["work"]["steps"] for one in report["reports"]]
+    for one in report["reports"]:
+        assert [mode["name"] for mode in one["modes"]] == ALL_MODES
+        assert all(len(mode["runs"]) == 2 for mode in one["modes"])
+    assert "together, by denoise steps" in done.output and "images of 5 steps" in done.output and "…" not in done.output
+
+
+@pytest.mark.parametrize("steps", ["0", "5,0", "x", "5,"])
+def test_steps_that_are_no_numbers_are_refused(engines: Engines, steps: str) -> None:
+    done = CliRunner().invoke(bench, ["mixed", "--steps", steps])
+    assert done.exit_code != 0 and not engines.started
 
 
 def test_the_command_fails_where_a_text_is_not_as_alone(engines: Engines) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.api.openai.pixels import pixels_of
 from tests.e2e.tiny_server import NAME, TinyServer
-from tests.tiny_pipelines import SIZE, save_pipeline
+from tests.tiny_pipelines import NUM_CLIP_TOKENS, SIZE, WIDTH, save_pipeline
 from tests.waiting import PATIENCE, wait_until
 
 pytest.importorskip("diffusers")
@@ -23,7 +24,8 @@ pytest.importorskip("diffusers")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
     """Every kind of pipeline goes through the engine's steps in tests/worker/test_pipelines.py."""
     folder = save_pipeline("StableDiffusion3Pipeline", tmp_path_factory.mktemp("pipelines") / "tiny-pipeline")
-    with TinyServer(tiny_model, "--image-model", str(folder), "--threads", "1") as server:
+    flags = ("--image-model", str(folder), "--threads", "1", "--allow-prompt-embeds")
+    with TinyServer(tiny_model, *flags) as server:
         yield server
         server.check_unharmed()
 
@@ -50,6 +52,29 @@ def test_an_image_comes_back_and_comes_again(server: TinyServer) -> None:
     shown = [picture(answer["data"][0]["b64_json"]) for answer in (first, again, other)]
     assert shown[0] == shown[1] != shown[2]
     assert (first["size"], first["usage"]["output_tokens"]) == (f"{SIZE}x{SIZE}", 5 * 2 * 16)
+
+
+def tensor(*shape: int) -> dict[str, Any]:
+    values = np.random.default_rng(len(shape)).standard_normal(shape, dtype=np.float32)
+    return {"data": base64.b64encode(values.tobytes()).decode(), "shape": shape, "dtype": "float32"}
+
+
+def test_prompt_embeds_latents_and_sigmas_of_a_client_are_drawn_from(server: TinyServer) -> None:
+    rows = NUM_CLIP_TOKENS + 256
+    entries = {
+        "pooled_prompt_embeds": {"tensor": tensor(WIDTH)},
+        "latents": {"tensor": tensor(4, 8, 8)},
+        "sigmas": {"values": [1.0, 0.6, 0.2]},
+    }
+    asked = {"prompt": None, "prompt_embeds": tensor(rows, WIDTH), "additional_information": {"entries": entries}}
+    first, again = (ask(server, **asked).json() for _ in range(2))
+    assert picture(first["data"][0]["b64_json"]) == picture(again["data"][0]["b64_json"])
+    assert first["usage"]["output_tokens"] == 3 * 2 * 16, "as many steps as sigmas"
+    del entries["pooled_prompt_embeds"]
+    refused = ask(server, **asked)
+    assert refused.status_code == 400 and "needs pooled_prompt_embeds with it" in refused.text
+    refused = ask(server, additional_information={"entries": {"timesteps": {"values": [1]}}})
+    assert refused.status_code == 400 and "it knows latents, negative_pooled_prompt_embeds" in refused.text
 
 
 def test_steps_are_counted_and_previews_shown(server: TinyServer) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-from collections.abc import AsyncIterator
+import signal
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -31,13 +33,13 @@ from weft.backends.native import NativeEngine, start_native
 from weft.config import load
 from weft.engine.core import EngineCore
 from weft.engine.journal import Journal, Place
-from weft.engine.process import EngineThread
+from weft.engine.process import EngineThread, LaunchedEngine, launch_engine
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest
 from weft.hub.resolve import resolve
 from weft.plan import Limits, StepPlan
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import NO_MEMORY, Scheduler
-from weft.types import Event, FinishReason, ImageParams, Output, Request, SamplingParams
+from weft.types import Event, FinishReason, ImageParams, LatentCheckpoint, Output, Request, SamplingParams
 
 ROOMY = limits(num_blocks=200, max_num_seqs=8, max_num_batched_tokens=64, image=image_limits())
 IMAGES = [drawing(f"i{i}", [i] * (i + 1), 4 + i, seed=i, negative=[7] * (i % 3), preview_every=i % 2) for i in range(5)]
@@ -171,6 +173,26 @@ def test_a_step_that_a_new_engine_makes_again_is_not_told_twice() -> None:
     assert [event.denoise_step for event in entry.take()] == [1, 2, 3, 4]
 
 
+def checkpoint_event(name: str, step: int, latents: bytes) -> Event:
+    return Event(request_id=name, denoise_step=step, checkpoint=LatentCheckpoint(step, latents))
+
+
+def test_the_newest_checkpoint_of_an_open_image_is_kept_within_bounds() -> None:
+    journal = Journal(max_checkpoint_bytes=10)
+    first, second = (journal.open(drawing(name, [1], 40)) for name in ("i", "j"))
+    for step in (10, 20):
+        journal.record(checkpoint_event("i", step, bytes(6)))
+        assert first.resumed().checkpoint == LatentCheckpoint(step, bytes(6)) and journal.checkpoint_bytes == 6
+    journal.record(checkpoint_event("j", 10, bytes(6)))
+    assert second.resumed() == second.request, "there is no memory for it: that image starts again"
+    assert [event.checkpoint for event in first.take() + second.take()] == [None] * 3, "the user gets none"
+    journal.engine_died()
+    journal.record(checkpoint_event("i", 20, b"again"))
+    assert first.take() == [] and first.resumed().checkpoint == LatentCheckpoint(20, b"again")
+    journal.close("i")
+    assert journal.checkpoint_bytes == 0
+
+
 def test_the_end_of_an_image_is_told_whatever_its_step() -> None:
     journal = Journal()
     entry = journal.open(drawing("i", [1], 1))
@@ -183,9 +205,11 @@ def test_the_end_of_an_image_is_told_whatever_its_step() -> None:
 
 
 @asynccontextmanager
-async def drawing_engine(model: Path, image_model: str, **changes: object) -> AsyncIterator[NativeEngine]:
+async def drawing_engine(
+    model: Path, image_model: str, launch: Callable[[], LaunchedEngine] = EngineThread, **changes: object
+) -> AsyncIterator[NativeEngine]:
     config = load({"image_model": image_model, "num_blocks": 64, "max_model_len": 256, "threads": 1, **changes}, env={})
-    engine = await start_native(config, resolve(str(model)), launch=EngineThread)
+    engine = await start_native(config, resolve(str(model)), launch=launch)
     try:
         yield engine
     finally:
@@ -222,6 +246,33 @@ def test_an_image_comes_step_by_step(tiny_model: Path, image_model: Path) -> Non
             assert other[-1].image != got[-1].image, "another prompt, the same image"
             now = engine.stats()
             assert (now.images, now.denoise_steps, now.embedding_bytes, now.images_running) == (3, 15, 0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_engine_costs_an_image_no_more_steps_than_are_between_two_checkpoints(
+    tiny_model: Path, image_model: Path
+) -> None:
+    """The same bytes come, and each step is told once."""
+    between, steps = 7, 120
+    wanted = [image(steps=steps, sampler=sampler, negative_token_ids=[9]) for sampler in ("euler", "heun")]
+
+    async def scenario() -> None:
+        async with drawing_engine(
+            tiny_model, str(image_model), launch_engine, image_checkpoint_steps=between
+        ) as engine:
+            whole = [await updates(engine, [5, 6, 7], asked) for asked in wanted]
+            before = engine.stats().denoise_steps
+            drawings = [asyncio.create_task(updates(engine, [5, 6, 7], asked)) for asked in wanted]
+            await until(lambda: engine.stats().denoise_steps > before + 80, "steps to lose")
+            os.kill(engine.client.engine_pid, signal.SIGKILL)
+            again = await asyncio.gather(*drawings)
+            assert [drawn[-1].image for drawn in again] == [drawn[-1].image for drawn in whole]
+            for drawn in again:
+                assert [update.denoise_step for update in drawn] == list(range(1, steps + 1))
+            # Steps of which the engine had not told when it died are not counted: it may have made one more of each.
+            twice = engine.stats().denoise_steps - before - 2 * steps
+            assert engine.stats().restarts == 1 and 0 <= twice <= 2 * between
 
     asyncio.run(scenario())
 

@@ -20,7 +20,7 @@ from tests.engine.test_core import core_of
 from tests.engine.test_images import ROOMY, assert_undisturbed, image, serve
 from tests.engine.test_out_of_memory import BOTH, EVERYWHERE
 from tests.generation import generate_image
-from tests.scheduler.simulation import drawing, embeds, request
+from tests.scheduler.simulation import drawing, embeds, image_limits, request
 from tests.tiny_images import save_image_model
 from weft.backends.contract import final_output
 from weft.backends.native import NativeEngine, start_native
@@ -31,8 +31,17 @@ from weft.engine.wire import StepOutput
 from weft.errors import InvalidRequest, Overloaded
 from weft.hub.resolve import resolve
 from weft.options import SchedulerOptions
-from weft.payloads import GivenTexts, PromptEmbeds
+from weft.payloads import (
+    MAX_BYTES,
+    AdditionalInformation,
+    DeclaredInput,
+    GivenTexts,
+    InfoEntry,
+    PromptEmbeds,
+    given_texts,
+)
 from weft.plan import KeptHiddenStates
+from weft.scheduler.scheduler import Scheduler
 from weft.types import EngineStats, Event, FinishReason, MixedPrompt, Request
 from weft.worker.diffusion.denoiser import PromptEmbedsTable
 
@@ -113,6 +122,35 @@ def test_the_client_keeps_tensors_for_the_next_engine_and_lets_in_no_more_than_i
         await client.close()
 
     asyncio.run(scenario())
+
+
+def test_as_many_bytes_as_a_client_may_send_reach_the_engine_and_not_one_more() -> None:
+    side = 5000
+    declared = DeclaredInput(stage="encode", shape=(side, side), fewer_rows=True)
+    inputs = {"prompt_embeds": declared, NEGATIVE: declared, "latents": DeclaredInput(stage="denoise", shape=(1,))}
+    states = np.random.default_rng(1).standard_normal((side, side), dtype=np.float32)
+    assert states.nbytes == MAX_BYTES
+    largest, one_more = InfoEntry(tensor=tensor(states)), InfoEntry(tensor=tensor(states[0, :1]))
+    given = given_texts(None, AdditionalInformation(entries={NEGATIVE: largest}), known=inputs)
+    with pytest.raises(InvalidRequest, match=f"{MAX_BYTES + 4} bytes together; at most {MAX_BYTES}"):
+        given_texts(None, AdditionalInformation(entries={NEGATIVE: largest, "latents": one_more}), known=inputs)
+
+    async def scenario() -> Request:
+        launch = StandIns()
+        client = EngineClient(load(env={}), FILES, launch)
+        await client.start()
+        client.submit(replace(drawing("i"), given=given))
+        (received,) = await submitted(launch.launched[0])
+        await client.close()
+        return received
+
+    received = asyncio.run(scenario())
+    of_images = image_limits(inputs=inputs, max_embedding_bytes=2**30)
+    scheduler = Scheduler(replace(ROOMY, image=of_images))
+    scheduler.add(received)
+    assert received.given.negative is not None and received.given.negative.data == largest.tensor.data
+    plan = scheduler.schedule()
+    assert plan is not None and scheduler.images.memory.client_bytes == MAX_BYTES
 
 
 # Behind the contract.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -65,10 +66,9 @@ def test_half_precision_draws_nearly_the_same(folders: tuple[Path, Path], on_cpu
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_their_steps_wait_for_nothing(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are encoded by the library, which waits: once for an image."""
+    """Prompts are encoded by the library, which waits: once for an image. Checkpoints are copied without waiting."""
     gpu = on_gpu(*folders)
     run(gpu, images())
-    pipeline = gpu.runner.denoiser.pipeline
 
     def without_waiting(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -80,7 +80,18 @@ def test_their_steps_wait_for_nothing(folders: tuple[Path, Path], monkeypatch: p
 
         return call
 
-    for name in ("denoise_step", "decode"):
-        monkeypatch.setattr(pipeline, name, without_waiting(getattr(pipeline, name)))
-    outcome = run(gpu, images(), overlap=True)
+    denoiser = gpu.runner.denoiser
+    monkeypatch.setattr(denoiser, "_denoise_group", without_waiting(denoiser._denoise_group))
+    outcome = run(gpu, images(), overlap=True, image=replace(gpu.limits.image, checkpoint_steps=1))
     assert all(output.finish is FinishReason.STOP for output in outcome.outputs.values())
+    assert len(outcome.outputs["plain"].checkpoints) == 3
+
+
+def test_they_go_on_from_any_checkpoint(folders: tuple[Path, Path]) -> None:
+    gpu = on_gpu(*folders)
+    (asked, *_) = images()
+    every_step = replace(gpu.limits.image, checkpoint_steps=1)
+    whole = run(gpu, [asked], overlap=True, image=every_step).outputs["plain"]
+    for checkpoint in whole.checkpoints.values():
+        resumed = run(gpu, [replace(asked, checkpoint=checkpoint)], overlap=True).outputs["plain"]
+        assert resumed.images == whole.images

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from weft.errors import ConfigError, ModelError
+from weft.errors import ConfigError, InvalidRequest, ModelError
 from weft.model.diffusion import flow
 from weft.model.diffusion.diffusers_load import load_pipeline
-from weft.model.diffusion.diffusers_pipeline import DiffusersImage, DiffusersPipeline, kept_bytes
+from weft.model.diffusion.diffusers_pipeline import DiffusersImage, DiffusersPipeline, kept_bytes, unit_costs
 from weft.model.diffusion.pipeline import KEPT_STATES
+from weft.payloads import NO_TEXTS, GivenTexts, InfoEntry, PromptEmbeds
+from weft.payloads import Tensor as ClientTensor
 from weft.plan import DenoiseAdmission, PlacedEmbeds
 from weft.types import ImageParams
 
@@ -50,34 +55,40 @@ def asked(text: str = PROMPTS[0], **changes: Any) -> ImageParams:
     )
 
 
-def begun(pipeline: DiffusersPipeline, image: ImageParams, slot: int = 0) -> tuple[DiffusersImage, Tensor]:
-    drawing, noise = pipeline.prepare(DenoiseAdmission(slot, image, PlacedEmbeds(), PlacedEmbeds()))
+def begun(
+    pipeline: DiffusersPipeline, image: ImageParams, slot: int = 0, given: GivenTexts = NO_TEXTS
+) -> tuple[DiffusersImage, Tensor]:
+    drawing, noise = pipeline.prepare(DenoiseAdmission(slot, image, PlacedEmbeds(), PlacedEmbeds(), given=given))
+    for number, embeds in enumerate((given.prompt, given.negative)[: image.passes]):
+        if embeds is None:
+            pipeline.encode(drawing, number)
     return drawing, noise.unsqueeze(0)
 
 
 @torch.inference_mode()
-def drawn(pipeline: DiffusersPipeline, image: ImageParams) -> Tensor:
-    drawing, latents = begun(pipeline, image)
+def drawn(pipeline: DiffusersPipeline, image: ImageParams, given: GivenTexts = NO_TEXTS) -> Tensor:
+    drawing, latents = begun(pipeline, image, given=given)
     for step in range(image.steps):
         latents = pipeline.denoise_step(latents, [drawing], [step], 1)
     return pipeline.decode(latents)
 
 
-def drawn_by_diffusers(folder: Path, name: str, image: ImageParams, **parts: None) -> Tensor:
+def drawn_by_diffusers(
+    folder: Path, name: str, image: ImageParams, options: dict[str, Any] | None = None, **parts: None
+) -> Tensor:
     pipeline = getattr(diffusers, name).from_pretrained(folder, use_safetensors=True, local_files_only=True, **parts)
     pipeline.set_progress_bar_config(disable=True)
     config = pipeline.transformer.config
     own = {} if name == "StableDiffusion3Pipeline" else {"use_resolution_binning": False, "clean_caption": False}
-    found = pipeline(
-        prompt=image.prompt_text,
-        negative_prompt=image.negative_text,
-        num_inference_steps=image.steps,
-        guidance_scale=image.guidance_scale,
-        latents=flow.noise(image.seed, (config.in_channels, config.sample_size, config.sample_size))[None],
-        output_type="pt",
-        **own,
-    )
-    return found.images
+    usual = {
+        "prompt": image.prompt_text,
+        "negative_prompt": image.negative_text,
+        "num_inference_steps": image.steps,
+        "guidance_scale": image.guidance_scale,
+        "latents": flow.noise(image.seed, (config.in_channels, config.sample_size, config.sample_size))[None],
+        "output_type": "pt",
+    }
+    return pipeline(**own | usual | (options or {})).images
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -90,6 +101,69 @@ def test_an_image_is_what_the_library_makes(
     got = (drawn(pipelines[name], image) / 2 + 0.5).clamp(0, 1)
     assert got.shape == expected.shape and expected.std() > 0.05
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+
+
+def sent(tensor: Tensor) -> ClientTensor:
+    return ClientTensor(data=memoryview(tensor.numpy().tobytes()), shape=tuple(tensor.shape), dtype="float32")
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_latents_and_a_schedule_of_a_client_are_what_the_library_makes_of_them(
+    folders: dict[str, Path], pipelines: dict[str, DiffusersPipeline], name: str
+) -> None:
+    image = asked(steps=4)
+    key, values = ("sigmas", [1.0, 0.6, 0.5, 0.1]) if "Stable" in name else ("timesteps", [900, 600, 333, 2])
+    latents = flow.noise(77, pipelines[name].latent_shape)
+    information = {key: InfoEntry(values=values), "latents": InfoEntry(tensor=sent(latents))}
+    given = GivenTexts(information=information)
+    given.check(pipelines[name].family.inputs, steps=4)
+    expected = drawn_by_diffusers(folders[name], name, image, {key: values, "latents": latents[None]})
+    got = (drawn(pipelines[name], image, given) / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=0)
+    assert (drawn(pipelines[name], image) / 2 + 0.5 - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_prompt_embeds_of_a_client_are_a_prompt(pipelines: dict[str, DiffusersPipeline], name: str) -> None:
+    """In the shape that the pipeline declares: PixArt's have as many rows as tokens, Stable Diffusion 3's all, and a
+    pooled vector."""
+    pipeline, image = pipelines[name], asked(steps=2, negative_text=PROMPTS[1])
+    encoded = [pipeline.family.encode(text) for text in (image.prompt_text, image.negative_text)]
+    states = [one["encoder_hidden_states"][0] for one in encoded]
+    if "Stable" in name:
+        names = ("pooled_prompt_embeds", "negative_pooled_prompt_embeds")
+        information = {
+            key: InfoEntry(tensor=sent(one["pooled_projections"][0])) for key, one in zip(names, encoded, strict=True)
+        }
+    else:
+        states = [each[: int(one["encoder_attention_mask"].sum())] for each, one in zip(states, encoded, strict=True)]
+        information = {}
+    prompt, negative = (PromptEmbeds(**asdict(sent(each))) for each in states)
+    given = GivenTexts(prompt=prompt, negative=negative, information=information)
+    given.check(pipeline.family.inputs, steps=2)
+    assert torch.equal(drawn(pipeline, replace(image, prompt_text="", negative_text=""), given), drawn(pipeline, image))
+    if information:
+        with pytest.raises(InvalidRequest, match="needs pooled_prompt_embeds with it"):
+            GivenTexts(prompt=prompt).check(pipeline.family.inputs, steps=2)
+        with pytest.raises(InvalidRequest, match=f"takes {len(states[0])} rows"):
+            fewer = PromptEmbeds(**asdict(sent(states[0][:-1])))
+            replace(given, prompt=fewer).check(pipeline.family.inputs, steps=2)
+
+
+def test_costs_are_the_operations_of_a_text_encoder_and_a_vae_in_tokens_of_the_transformer(
+    pipelines: dict[str, DiffusersPipeline],
+) -> None:
+    family = pipelines["PixArtSigmaPipeline"].family
+    encoder, vae = family.pipeline.text_encoder, family.vae
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        family.encode("a cat")
+        family.predict(torch.zeros(1, *family.latent_shape), torch.zeros(1), family.blank)
+        vae.decode(torch.zeros(1, *family.latent_shape))
+    counted = {name: sum(flops.values()) for name, flops in counter.get_flop_counts().items()}
+    a_token = counted[type(family.transformer).__name__] / family.num_tokens
+    expected = [math.ceil(counted[type(model).__name__] / a_token) for model in (encoder, vae.decoder)]
+    got = unit_costs(family)
+    assert got[0] == expected[0] > 0 and expected[1] <= got[1] <= expected[1] + 1, "a VAE has a layer of its own"
 
 
 @pytest.mark.parametrize("name", MAKERS)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from weft.payloads import EmbedsSegment, GivenTexts, PromptEmbeds
+from weft.payloads import DeclaredInput, EmbedsSegment, GivenTexts, PromptEmbeds
 from weft.plan import (
     Denoise,
     DenoiseAdmission,
@@ -32,12 +32,23 @@ from weft.plan import (
 )
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
-from weft.types import Event, ImageParams, MixedPrompt, Pooling, Request, SamplingParams, StepEvents, TokenLogprob
+from weft.types import (
+    Event,
+    ImageParams,
+    LatentCheckpoint,
+    MixedPrompt,
+    Pooling,
+    Request,
+    SamplingParams,
+    StepEvents,
+    TokenLogprob,
+)
 
 VOCAB = 50
 STOP_TOKEN = 7
 KEPT_LATENTS = 3
 SIZE = 8
+EMBEDS = DeclaredInput(stage="encode", shape=(12, 2), fewer_rows=True)
 
 
 def limits(**changes: object) -> Limits:
@@ -60,7 +71,7 @@ def image_limits(**changes: object) -> ImageLimits:
         "height": SIZE,
         "num_tokens": 4,
         "max_prompt_tokens": 12,
-        "text_width": 2,
+        "inputs": {"prompt_embeds": EMBEDS, "negative_prompt_embeds": EMBEDS},
         "latent_slot_bytes": 100,
         "embeds_bytes": 10,
         "max_num_images": 3,
@@ -92,9 +103,12 @@ def drawing(
     size: int = SIZE,
     given: PromptEmbeds | None = None,
     negative_given: PromptEmbeds | None = None,
+    text: str = "",
+    negative_text: str = "",
+    checkpoint: LatentCheckpoint | None = None,
     **details: object,
 ) -> Request:
-    """A request for an image."""
+    """A request for an image; with `text`, of a model that reads text."""
     image = ImageParams(
         width=size,
         height=size,
@@ -104,9 +118,12 @@ def drawing(
         sampler=sampler,
         negative_token_ids=list(negative),
         preview_every=preview_every,
+        prompt_text=text,
+        negative_text=negative_text,
     )
     texts = GivenTexts(prompt=given, negative=negative_given)
-    return replace(request(name, [] if given else list(prompt), 1, **details), image=image, given=texts)
+    asked = request(name, [] if given or text else list(prompt), 1, **details)
+    return replace(asked, image=image, given=texts, checkpoint=checkpoint)
 
 
 def request(
@@ -209,12 +226,21 @@ def first_latents(image: ImageParams, text: bytes, negative: bytes) -> bytes:
     return hashlib.blake2b(described + text + b"|" + negative, digest_size=8).digest()
 
 
+def prompts_of(request: Request) -> tuple[bytes, bytes]:
+    """What the two prompts of an image are encoded to."""
+    image, given = request.image, request.given
+    assert image is not None
+    prompt = image.prompt_text.encode() or text_of(request.prompt_token_ids)
+    negative = image.negative_text.encode() or text_of(image.negative_token_ids)
+    prompt = bytes(given.prompt.data) if given.prompt else prompt
+    return prompt, bytes(given.negative.data) if given.negative else negative
+
+
 def expected_images(request: Request) -> dict[int, bytes]:
     """What an undisturbed run shows, by the number of steps done."""
     image = request.image
     assert image is not None
-    text = bytes(request.given.prompt.data) if request.given.prompt else text_of(request.prompt_token_ids)
-    negative = bytes(request.given.negative.data) if request.given.negative else text_of(image.negative_token_ids)
+    text, negative = prompts_of(request)
     latents = first_latents(image, text, negative if image.guidance_scale != 1 else b"")
     shown = {}
     for step in range(image.steps):
@@ -226,8 +252,9 @@ def expected_images(request: Request) -> dict[int, bytes]:
 
 
 class SimulatedWorker:
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, *, reads_text: bool = False) -> None:
         self.block_size = block_size
+        self.reads_text = reads_text
         self.rows: dict[int, tuple[list[int], list[int]]] = {}
         self.slots: dict[int, bytes] = {}
         self.pooled: dict[int, int] = {}
@@ -242,6 +269,8 @@ class SimulatedWorker:
         """Tokens of every prompt that was encoded to its end."""
         self.images: dict[int, tuple[DenoiseAdmission, tuple[bytes, bytes], dict[int, bytes]]] = {}
         """By latent slot: with its prompt embeds, and the latents after so many steps."""
+        self.texts: dict[int, dict[int, bytes]] = {}
+        """By latent slot: the prompts that a text encoder has encoded, by number."""
         self.broken_seeds: set[int] = set()
         self.denoised = 0
 
@@ -290,8 +319,14 @@ class SimulatedWorker:
                 self.embeds[text.slot] = {text.length - 1: bytes(text.embeds.data)}
             else:
                 assert not text.length or len(self.embeds[text.slot]) == text.length, "incomplete prompt embeds"
-        texts = self._embeds_of(admission)
-        self.images[admission.slot] = admission, texts, {0: first_latents(admission.image, *texts)}
+        given = admission.given
+        sent = [bytes(embeds.data) if embeds else None for embeds in (given.prompt, given.negative)]
+        self.texts[admission.slot] = {number: data for number, data in enumerate(sent) if data is not None}
+        texts = (b"", b"") if self.reads_text else self._embeds_of(admission)
+        latents = first_latents(admission.image, *texts)
+        if admission.checkpoint is not None:
+            latents = admission.checkpoint.latents
+        self.images[admission.slot] = admission, texts, {admission.first_step: latents}
 
     def _embeds_of(self, admission: DenoiseAdmission) -> tuple[bytes, bytes]:
         text, negative = (
@@ -303,7 +338,20 @@ class SimulatedWorker:
     def _denoise(self, one: Denoise) -> DenoiseOutput:
         admission, texts, latents = self.images[one.slot]
         image = admission.image
-        assert self._embeds_of(admission) == texts, "prompt embeds were overwritten that an image uses"
+        if one.stage == "encode":
+            assert self.reads_text and one.start < image.passes and len(latents) == 1, "a prompt is encoded too late"
+            self.texts[one.slot][one.start] = (image.prompt_text, image.negative_text)[one.start].encode()
+            return DenoiseOutput()
+        if one.stage == "decode":
+            assert one.wants_image and not one.count
+            return self._shown(one, latents[one.start])
+        if self.reads_text:
+            encoded = self.texts[one.slot]
+            assert encoded.keys() >= set(range(image.passes)), "a prompt is not encoded yet"
+            if one.start == 0:
+                latents[0] = first_latents(image, *(encoded.get(i, b"") if i < image.passes else b"" for i in (0, 1)))
+        else:
+            assert self._embeds_of(admission) == texts, "prompt embeds were overwritten that an image uses"
         assert one.count > 0 and one.start + one.count <= image.steps, "the plan asks for steps nobody asked for"
         here = latents[one.start]
         for step in range(one.start, one.start + one.count):
@@ -314,7 +362,10 @@ class SimulatedWorker:
         self.denoised += one.count
         if image.seed in self.broken_seeds:
             return DenoiseOutput(error="not a number")
-        return DenoiseOutput(here if one.wants_image else None)
+        return self._shown(one, here)
+
+    def _shown(self, one: Denoise, latents: bytes) -> DenoiseOutput:
+        return DenoiseOutput(latents if one.wants_image else None, latents if one.wants_checkpoint else None)
 
     def _row_output(self, row: Row) -> RowOutput:
         tokens, blocks = self.rows[row.row]
@@ -352,7 +403,8 @@ class Simulation:
 
     def __init__(self, limits: Limits, delay: int = 0) -> None:
         self.scheduler = Scheduler(limits)
-        self.worker = SimulatedWorker(limits.block_size)
+        reads_text = limits.image is not None and limits.image.reads_text
+        self.worker = SimulatedWorker(limits.block_size, reads_text=reads_text)
         self.delay = delay
         self.under_way: deque[tuple[StepPlan, StepResult]] = deque()
         self.plans: list[StepPlan] = []

@@ -12,6 +12,7 @@ from tests.scheduler.simulation import (
     SIZE,
     Simulation,
     drawing,
+    embeds,
     expected_images,
     expected_output,
     expected_vector,
@@ -25,7 +26,7 @@ from weft.scheduler.cursors import DenoiseStage, EncodePrompt, GenerateTokens, P
 from weft.scheduler.denoise import PATIENCE
 from weft.scheduler.integrity import IntegrityError, check_integrity
 from weft.scheduler.prompt_embeds import PromptKey
-from weft.types import FinishReason, Pooling, Request
+from weft.types import FinishReason, LatentCheckpoint, Pooling, Request
 
 DELAYS = pytest.mark.parametrize("delay", [0, 1, 2])
 
@@ -337,6 +338,103 @@ def test_a_switch_draws_whole_images_at_once() -> None:
     assert sum(len(plan.denoise) for plan in simulation.plans) == 3
     assert simulation.outputs["c"] == expected_output(chat, 64)
     assert_nothing_is_held(simulation)
+
+
+# A text encoder and a VAE.
+
+WITH_ENCODERS = image_limits(reads_text=True, encode_cost=6, decode_cost=10, max_num_embeds=0, max_mixed_denoise=8)
+
+
+def stages(simulation: Simulation) -> list[list[tuple[str, int]]]:
+    return [[(one.stage, one.start) for one in plan.denoise] for plan in simulation.plans]
+
+
+@DELAYS
+def test_prompts_and_pictures_are_units_of_their_own(delay: int) -> None:
+    asked = drawing("i", (), 4, text="a cat", negative_text="a dog", preview_every=2)
+    simulation = simulated(asked, delay=delay, of_images=WITH_ENCODERS)
+    simulation.run()
+    assert_drawn(simulation, asked)
+    assert [unit for (unit,) in stages(simulation)] == [
+        ("encode", 0), ("encode", 1), ("denoise", 0), ("denoise", 1), ("decode", 2), ("denoise", 2), ("denoise", 3),
+        ("decode", 4),
+    ]  # fmt: skip
+    assert [plan.num_tokens for plan in simulation.plans] == [6, 6, 8, 8, 10, 8, 8, 10]
+    assert simulation.scheduler.stats().denoise_steps == 4
+    assert_nothing_is_held(simulation)
+
+
+def test_only_prompts_that_are_text_and_are_used_are_encoded() -> None:
+    images = [
+        drawing("one pass", (), 1, text="a cat", guidance=1.0),
+        drawing("given", (), 1, given=embeds(1, 2), negative_text="a dog"),
+        drawing("both given", (), 1, given=embeds(1, 2), negative_given=embeds(3, 4)),
+    ]
+    for asked, encoded in zip(images, ([0], [1], []), strict=True):
+        simulation = simulated(asked, of_images=WITH_ENCODERS)
+        simulation.run()
+        assert_drawn(simulation, asked)
+        assert [start for (stage, start), *_ in stages(simulation) if stage == "encode"] == encoded
+        assert_nothing_is_held(simulation)
+
+
+def test_encodings_and_decodings_beside_decodes_are_bounded_as_denoise_steps_are() -> None:
+    """One that is larger than the credit is alone, and is paid for by the steps that follow."""
+    chats = [request(f"c{i}", [i], 60) for i in range(3)]
+    images = [drawing(f"i{i}", (), 2, text="a cat", seed=i) for i in range(3)]
+    simulation = simulated(*chats, *images, of_images=WITH_ENCODERS, max_num_batched_tokens=64)
+    simulation.run()
+    # In the first step the chats prefill.
+    beside = [sum(one.cost for one in plan.denoise) for plan in simulation.plans[1:] if plan.rows]
+    assert max(beside) == 10, "one picture, and nothing beside it"
+    assert sum(beside[:20]) <= 20 * 8 + 10
+    assert_drawn(simulation, *images)
+    for chat in chats:
+        assert len(simulation.rows_of(chat.request_id)) == 60, "a token in every step"
+
+
+def test_a_picture_that_no_step_has_a_budget_for_gets_a_step_of_its_own() -> None:
+    chats = [request(f"c{i}", [i], 30) for i in range(3)]
+    image = drawing("i", (), 2, text="a cat")
+    simulation = simulated(*chats, image, of_images=replace(WITH_ENCODERS, decode_cost=40), max_num_batched_tokens=16)
+    simulation.run()
+    assert_drawn(simulation, image)
+    (alone,) = [plan for plan in simulation.plans if plan.denoise and plan.denoise[0].stage == "decode"]
+    assert not alone.rows
+
+
+# Checkpoints.
+
+
+@DELAYS
+@pytest.mark.parametrize("of_images", [image_limits(), WITH_ENCODERS], ids=["", "with encoders"])
+def test_an_image_goes_on_from_any_checkpoint_and_shows_the_same(delay: int, of_images: ImageLimits) -> None:
+    """Every k steps there is one, and no two images of a batch have theirs after the same step."""
+    text = "a cat" if of_images.reads_text else ""
+    asked = [drawing(f"i{i}", [1], 9, seed=i, text=text, preview_every=3) for i in range(3)]
+    of_images = replace(of_images, checkpoint_steps=3, max_mixed_denoise=64)
+    simulation = simulated(*asked, delay=delay, of_images=of_images, max_num_batched_tokens=64)
+    simulation.run()
+    assert_drawn(simulation, *asked)
+    kept = [event for event in simulation.events if event.checkpoint is not None]
+    assert all(event.checkpoint.step == event.denoise_step and event.finish is None for event in kept)
+    steps = {one.request_id: [e.denoise_step for e in kept if e.request_id == one.request_id] for one in asked}
+    assert sorted(steps.values()) == [[1, 4, 7], [2, 5, 8], [3, 6]]
+    for event in kept:
+        (whose,) = [one for one in asked if one.request_id == event.request_id]
+        resumed = simulated(replace(whose, checkpoint=event.checkpoint), delay=delay, of_images=of_images)
+        resumed.run()
+        assert resumed.progress[whose.request_id] == list(range(event.denoise_step + 1, 10))
+        assert resumed.worker.denoised == 9 - event.denoise_step
+        assert resumed.shown[whose.request_id].items() <= expected_images(whose).items()
+        assert resumed.shown[whose.request_id][9] == expected_images(whose)[9]
+        assert_nothing_is_held(resumed)
+
+
+@pytest.mark.parametrize("step", [0, 5, -1])
+def test_a_checkpoint_of_no_step_of_the_image_is_refused(step: int) -> None:
+    with pytest.raises(InvalidRequest, match="A checkpoint after"):
+        simulated(drawing("i", steps=5, checkpoint=LatentCheckpoint(step, b"")))
 
 
 # Canvases.

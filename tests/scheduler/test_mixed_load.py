@@ -62,7 +62,7 @@ class Seen(NamedTuple):
 def steps_of(scheduler: Scheduler, arrivals: list[Request], per_step: float, rnd: random.Random) -> Iterator[Seen]:
     """Serve requests that come `per_step` on average."""
     arrivals.reverse()
-    ended = 0
+    ended, expected = 0, len(arrivals)
     number = 0
     while arrivals or scheduler.has_work:
         while arrivals and (rnd.random() < per_step / (1 + per_step) or not scheduler.has_work):
@@ -88,12 +88,12 @@ def steps_of(scheduler: Scheduler, arrivals: list[Request], per_step: float, rnd
         if number % 500 == 0:
             check_integrity(scheduler)
     check_integrity(scheduler)
-    assert ended == NUM_REQUESTS
+    assert ended == expected
 
 
-def mixed_requests(rnd: random.Random) -> list[Request]:
+def mixed_requests(rnd: random.Random, *, reads_text: bool) -> list[Request]:
     made: list[Request] = []
-    for i in range(NUM_REQUESTS):
+    for i in range(NUM_REQUESTS // 5 if reads_text else NUM_REQUESTS):
         prompt = [rnd.randrange(VOCAB) for _ in range(rnd.randint(1, 12))]
         tenant, priority = rnd.choice("xyz"), rnd.choice([0, 0, 0, -1])
         if rnd.random() < 0.3:
@@ -103,8 +103,10 @@ def mixed_requests(rnd: random.Random) -> list[Request]:
                     prompt,
                     rnd.choice([1, 4, 12]),
                     guidance=rnd.choice([1.0, 3.0]),
-                    sampler=rnd.choice(["euler", "euler", "heun"]),
-                    negative=rnd.choice([(), (1, 2)]),
+                    sampler="euler" if reads_text else rnd.choice(["euler", "euler", "heun"]),
+                    negative=() if reads_text else rnd.choice([(), (1, 2)]),
+                    text="a cat" if reads_text else "",
+                    preview_every=rnd.choice([0, 0, 3]),
                     tenant=tenant,
                     priority=priority,
                 )
@@ -125,6 +127,14 @@ SHAPES = {
         limits(num_blocks=400, max_num_seqs=16, max_num_batched_tokens=16),
         image_limits(max_num_images=8, max_mixed_denoise=16),
     ),
+    "a text encoder and a VAE": (
+        limits(num_blocks=400, max_num_seqs=16, max_num_batched_tokens=128),
+        image_limits(max_num_images=8, reads_text=True, encode_cost=24, decode_cost=40, max_num_embeds=0),
+    ),
+    "a VAE that is larger than a step": (
+        limits(num_blocks=400, max_num_seqs=16, max_num_batched_tokens=24),
+        image_limits(max_num_images=8, reads_text=True, encode_cost=5, decode_cost=60, max_num_embeds=0),
+    ),
 }
 
 
@@ -133,8 +143,8 @@ def test_neither_kind_starves_the_other(shape: str) -> None:
     here, of_images = SHAPES[shape]
     rnd = random.Random(shape)
     scheduler = Scheduler(with_images(here, of_images))
-    costliest = 16
-    seen = list(steps_of(scheduler, mixed_requests(rnd), 0.7, rnd))
+    costliest = max(16, of_images.encode_cost, of_images.decode_cost)
+    seen = list(steps_of(scheduler, mixed_requests(rnd, reads_text=of_images.reads_text), 0.7, rnd))
 
     # Decodes: every one of them in every step, but for steps of images alone, one of PATIENCE + 1 at most.
     for step in seen:
@@ -154,7 +164,7 @@ def test_neither_kind_starves_the_other(shape: str) -> None:
 
     # Images: some denoise step at least every so many steps while there is one to make.
     least_credit = max(1, min(of_images.max_mixed_denoise, min(step.room for step in seen) // 2))
-    longest = PATIENCE + 1 + (math.ceil(costliest / least_credit) if shape != "full of decodes" else costliest)
+    longest = PATIENCE + 1 + (math.ceil(costliest / least_credit) if min(step.room for step in seen) > 1 else costliest)
     assert longest_drought([step.could_draw and not step.denoise_cost for step in seen]) <= longest
 
     # Prompts that run go on as well.
@@ -192,6 +202,8 @@ def workloads(draw: st.DrawFn) -> dict[str, object]:
                 max_mixed_denoise=draw(st.integers(1, 20)),
                 latent_slot_bytes=draw(st.sampled_from([100, 400])),
                 whole_images=draw(st.sampled_from([False, False, False, True])),
+                checkpoint_steps=draw(st.integers(0, 3)),
+                **draw(st.sampled_from([{}, {"reads_text": True, "encode_cost": 3, "decode_cost": 50}])),
             ),
         ),
         "delay": draw(st.integers(0, 2)),
@@ -210,7 +222,23 @@ def test_every_request_ends_once_with_what_it_asked_for(load: dict) -> None:
     for i in range(load["num_requests"]):
         details = {"priority": rnd.choice([0, 0, -1]), "tenant": rnd.choice("xyz"), "salt": rnd.choice(["", "a"])}
         prompt = [rnd.randrange(VOCAB) for _ in range(rnd.randint(1, 12))]
-        if rnd.random() < 0.5:
+        is_image, given = rnd.random() < 0.5, rnd.choice([None, None, embeds(*range(2 * rnd.randint(1, 12)))])
+        if is_image and load["limits"].image.reads_text:
+            to_come.append(
+                drawing(
+                    f"r{i}",
+                    (),
+                    rnd.choice([1, 2, 9]),
+                    seed=i,
+                    guidance=rnd.choice([0.0, 1.0, 3.0]),
+                    text="" if given else rnd.choice(["", f"cat {i}"]),
+                    negative_text=rnd.choice(["", "a dog"]),
+                    preview_every=rnd.choice([0, 0, 2]),
+                    given=given,
+                    **details,
+                )
+            )
+        elif is_image:
             to_come.append(
                 drawing(
                     f"r{i}",
@@ -221,7 +249,7 @@ def test_every_request_ends_once_with_what_it_asked_for(load: dict) -> None:
                     negative=[rnd.randrange(VOCAB) for _ in range(rnd.choice([0, 0, 5]))],
                     sampler=rnd.choice(["euler", "heun"]),
                     preview_every=rnd.choice([0, 0, 2]),
-                    given=rnd.choice([None, None, embeds(*range(2 * rnd.randint(1, 12)))]),
+                    given=given,
                     **details,
                 )
             )

@@ -401,7 +401,7 @@ def test_only_images_have_tensors() -> None:
 
 def test_a_model_that_draws_from_no_states_takes_none() -> None:
     with pytest.raises(InvalidRequest, match="takes no prompt embeds"):
-        simulated(drawing("i", given=embeds(1, 2)), of_images=image_limits(text_width=0))
+        simulated(drawing("i", given=embeds(1, 2)), of_images=image_limits(inputs={}))
 
 
 # The books.

@@ -22,7 +22,7 @@ from weft.options import CacheOptions, Config, ModelOptions, SchedulerOptions
 from weft.plan import Limits
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
-from weft.types import EngineStats, FinishReason, Request, SamplingParams, TokenLogprob
+from weft.types import EngineStats, FinishReason, LatentCheckpoint, Request, SamplingParams, TokenLogprob
 from weft.worker import runner as runner_module
 from weft.worker.forward_step import Stepper
 from weft.worker.rows import RowTable
@@ -45,6 +45,8 @@ class Output(Struct):
     denoise_steps: list[int] = []
     images: dict[int, bytes] = {}
     """By the number of steps done."""
+    checkpoints: dict[int, LatentCheckpoint] = {}
+    """The same."""
 
 
 class Outcome(Struct, frozen=True):
@@ -143,6 +145,8 @@ def run(
                 output.denoise_steps.append(event.denoise_step)
                 if event.image is not None:
                     output.images[event.denoise_step] = event.image
+                if event.checkpoint is not None:
+                    output.checkpoints[event.denoise_step] = event.checkpoint
         check_integrity(scheduler)
         step += 1
         assert step < MOST_STEPS, "no end in sight"

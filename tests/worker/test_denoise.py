@@ -22,6 +22,8 @@ from weft.model.diffusion import flow
 from weft.model.diffusion.dit import KeysValues, encoded_bytes
 from weft.model.diffusion.pipeline import KEPT_STATES
 from weft.options import Config, ModelOptions, SchedulerOptions
+from weft.payloads import GivenTexts, InfoEntry
+from weft.payloads import Tensor as ClientTensor
 from weft.types import FinishReason, ImageParams, Request
 from weft.worker.diffusion.denoiser import Denoiser, PromptEmbedsTable
 from weft.worker.diffusion.dit_pipeline import DitPipeline
@@ -111,6 +113,27 @@ def test_an_image_is_what_the_models_make_by_hand(
         off = [abs(a - b) for a, b in zip(got, expected, strict=True)]
         assert max(off) <= 1, f"{one.request_id}: another model's hidden states round differently, by no more than this"
         assert len(set(got)) > 8
+
+
+def test_the_latents_and_sigmas_of_a_client_take_the_place_of_noise_and_times(
+    driven: Driven, solo: dict[str, dict[int, bytes]]
+) -> None:
+    config = driven.runner.denoiser.pipeline.model.config
+    noise, times = flow.noise(1, config.latent_shape).numpy(), flow.times(4, config.shift).tolist()
+    latents = InfoEntry(tensor=ClientTensor(data=memoryview(noise.tobytes()), shape=noise.shape, dtype="float32"))
+    own = {
+        "the same": ({"latents": latents, "sigmas": InfoEntry(values=times[:-1])}, {"seed": 5}),
+        "other times": ({"sigmas": InfoEntry(values=[1, 0.5, 0.25, 0.125])}, {}),
+        "other noise": ({"latents": latents}, {"seed": 1, "steps": 3}),
+    }
+    asked = [
+        replace(image(name, TEXTS[0], **changes), given=GivenTexts(information=entries))
+        for name, (entries, changes) in own.items()
+    ]
+    outputs = run(driven, asked).outputs
+    plain = solo["plain"][4]
+    assert outputs["the same"].images[4] == plain and outputs["other times"].images[4] != plain
+    assert outputs["other noise"].images == run(driven, [image("seed", TEXTS[0], steps=3)]).outputs["seed"].images
 
 
 CONDITIONS: dict[str, dict[str, Any]] = {

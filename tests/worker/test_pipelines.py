@@ -18,9 +18,10 @@ from weft.errors import InvalidRequest
 from weft.model.diffusion import flow
 from weft.model.diffusion.diffusers_pipeline import DiffusersPipeline
 from weft.model.diffusion.pipeline import KEPT_STATES
+from weft.plan import StepPlan
 from weft.scheduler.scheduler import Scheduler
 from weft.types import FinishReason, ImageParams, Request
-from weft.worker.memory_profile import denoise, largest_denoise_step
+from weft.worker.memory_profile import denoise, largest_image_steps
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,7 +90,7 @@ def test_beside_chats_and_the_dying_neither_changes(
     chats.check(outcome)
 
 
-@pytest.mark.parametrize("place", ["prepare", "denoise_step", "decode"])
+@pytest.mark.parametrize("place", ["prepare", "encode", "denoise_step", "decode"])
 def test_steps_without_memory_change_no_image(
     driven: Driven, solo: dict[str, dict[int, bytes]], place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,55 @@ def test_steps_without_memory_change_no_image(
     monkeypatch.setattr(pipeline, place, poor)
     assert_as_alone(run(driven, images(), overlap=True), solo)
     assert next(calls) > 4
+
+
+def test_an_image_goes_on_from_any_checkpoint_bit_for_bit(driven: Driven) -> None:
+    """What the scheduler remembers of the steps before is in it."""
+    asked = image("i", "a red cat", steps=7, preview_every=3)
+    every_step = replace(driven.limits.image, checkpoint_steps=1)
+    whole = run(driven, [asked], overlap=True, image=every_step).outputs["i"]
+    assert list(whole.checkpoints) == [1, 2, 3, 4, 5, 6]
+    for step, checkpoint in whole.checkpoints.items():
+        resumed = run(driven, [replace(asked, checkpoint=checkpoint)], overlap=True).outputs["i"]
+        assert resumed.denoise_steps == list(range(step + 1, 8))
+        assert resumed.images.items() <= whole.images.items() and resumed.images[7] == whole.images[7]
+
+
+def test_text_encoder_and_vae_work_in_units_that_were_planned_and_nowhere_else(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step decodes beside no more image work than its credit, or one unit."""
+    family, runner = pipeline_of(driven).family, driven.runner
+    called: list[str] = []
+    planned: list[tuple[int, list[str], list[str]]] = []
+
+    def watch(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def watched(*arguments: Any, **options: Any) -> Any:
+            called.append(name)
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(family, "encode")
+    watch(family.vae, "decode")
+    execute = runner.execute
+
+    def executed(plan: StepPlan) -> Any:
+        called.clear()
+        pending = execute(plan)
+        units = [one.stage for one in plan.denoise if one.stage != "denoise"]
+        planned.append((sum(one.cost for one in plan.denoise) if plan.rows else 0, units, called.copy()))
+        return pending
+
+    monkeypatch.setattr(runner, "execute", executed)
+    of_images = replace(driven.limits.image, max_mixed_denoise=1)
+    run(driven, [request("chat", [5, 9, 200], 120), *images()], image=of_images)
+    assert all(set(calls) == set(units) for _, units, calls in planned)
+    assert sum(len(units) for _, units, _ in planned) == 2 * 4 + 1 + 7, "prompts, and pictures with two previews"
+    largest = max(of_images.encode_cost, of_images.decode_cost, 2 * of_images.num_tokens)
+    assert max(cost for cost, *_ in planned[1:]) <= largest
 
 
 def test_whole_images_at_once_are_the_same_images(driven: Driven, solo: dict[str, dict[int, bytes]]) -> None:
@@ -122,8 +172,9 @@ def broken_for(seed: int, driven: Driven, monkeypatch: pytest.MonkeyPatch, place
     noise = flow.noise(seed, pipeline.latent_shape)
 
     def fails(first: Any, *rest: Any) -> Any:
-        if place == "prepare":
-            return failure() if first.image.seed == seed else function(first, *rest)
+        if place in ("prepare", "encode"):
+            params = first.image if place == "prepare" else first.params
+            return failure() if params.seed == seed else function(first, *rest)
         found: Tensor = function(first, *rest)
         for i, latents in enumerate(first):
             if torch.equal(latents, noise):
@@ -143,6 +194,7 @@ def raises() -> None:
     ("place", "failure", "told"),
     [
         ("prepare", raises, "could not begin"),
+        ("encode", raises, "could not begin"),
         ("denoise_step", lambda: float("nan"), "not a number"),
         ("decode", lambda: float("inf"), "not a number"),
         ("decode", raises, "could not decode the latents"),
@@ -193,20 +245,21 @@ def test_the_largest_step_is_measured_and_leaves_nothing_behind(
     def watch(name: str) -> None:
         function = getattr(pipeline, name)
 
-        def watched(latents: Tensor, *rest: Any) -> Tensor:
-            seen.append((name, len(latents)))
-            return function(latents, *rest)
+        def watched(first: Any, *rest: Any) -> Any:
+            seen.append((name, 1 if name == "encode" else len(first)))
+            return function(first, *rest)
 
         monkeypatch.setattr(pipeline, name, watched)
 
-    for name in ("denoise_step", "decode"):
+    for name in ("encode", "denoise_step", "decode"):
         watch(name)
-    cost = of_images.num_tokens * 2
-    for budget, count in ((3 * cost + 1, 3), (10**6, of_images.max_num_images), (1, 1)):
+    most, costs = of_images.max_num_images, (of_images.num_tokens * 2, of_images.encode_cost, of_images.decode_cost)
+    for budget in (3 * max(costs) + 1, 10**6, 1):
         seen.clear()
-        plan = largest_denoise_step(budget, of_images)
-        denoise(plan, driven.runner.denoiser)
-        assert seen == [("denoise_step", count), ("decode", count)]
-        assert count == 1 or plan.num_tokens <= budget
+        for plan in largest_image_steps(budget, of_images):
+            denoise(plan, driven.runner.denoiser)
+            assert plan.num_requests == 1 or plan.num_tokens <= budget
+        steps, prompts, decodings = (max(1, min(most, budget // cost)) for cost in costs)
+        assert seen == [("denoise_step", steps), *[("encode", 1)] * prompts, ("decode", decodings)]
     monkeypatch.undo()
     assert_as_alone(run(driven, images()), solo)

@@ -182,11 +182,12 @@ def test_there_is_room_for_the_tensors_of_an_image_where_they_are_allowed(
         )
         worker = Worker(config, files)
         info = worker.info.images
-        assert info is not None and (info.text_width, info.information) == (WIDTH, ["negative_prompt_embeds"])
+        assert info is not None and info.inputs["prompt_embeds"].shape == (24, WIDTH)
+        assert list(info.inputs) == ["prompt_embeds", "negative_prompt_embeds", "latents", "sigmas"]
         return worker.limits.image
 
     largest = 2 * 24 * WIDTH * 4
     assert limits(allowed=False).max_num_images == 18
     of_images = limits(allowed=True)
     assert of_images.max_num_images == 17 and of_images.max_client_bytes >= largest
-    assert of_images.max_num_embeds == 34 and of_images.text_width == WIDTH
+    assert of_images.max_num_embeds == 34

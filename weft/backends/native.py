@@ -337,7 +337,7 @@ class NativeEngine:
         )
         if conditioning != NO_TEXTS:
             # To look at every value takes a while: other streams go on meanwhile.
-            await asyncio.to_thread(drawn.check_given, max_rows=model.max_prompt_tokens, width=model.text_width)
+            await asyncio.to_thread(drawn.check_given, params, model.inputs)
         outputs = ImageOutputs(drawn, model.num_tokens * params.passes_per_step)
         return NativeStream(self.client, drawn, outputs, ONE_EVENT)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +18,7 @@ from weft.bench.arrivals import Size
 from weft.bench.datasets import DatasetSpec
 from weft.bench.generator import run
 from weft.bench.load_commands import JsonFile, RequiredFirstToken, RequiredSpeed, end_by, write
-from weft.bench.mixed import MixedReport, MixedWork, ModeReport, Verdict, run_mixed
+from weft.bench.mixed import TOGETHER, MixedReport, MixedWork, ModeReport, StepsReport, Verdict, run_mixed_works
 from weft.bench.mixed import num_runs as num_mixed_runs
 from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
 from weft.bench.offline import judge as judge_offline
@@ -174,7 +175,9 @@ def mixed(
     images: Annotated[int, typer.Option(min=0, help="Images; 0: chats alone.")] = _MIXED.images,
     input_tokens: Annotated[int, typer.Option(min=1, help="Prompt tokens of a chat.")] = _MIXED.input_tokens,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of a chat.")] = _MIXED.max_tokens,
-    steps: Annotated[int | None, typer.Option(min=1, help="Denoise steps of an image, if not the model's own.")] = None,
+    steps: Annotated[
+        str | None, typer.Option(help="Denoise steps of an image, if not the model's own; several: 15,50,100.")
+    ] = None,
     guidance: Annotated[float | None, typer.Option(min=0, help="Its guidance scale, if not the model's own.")] = None,
     stagger: Annotated[float, typer.Option(min=0, help="Seconds between the arrivals of two images.")] = 0,
     runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _MIXED.runs,
@@ -200,20 +203,24 @@ def mixed(
         images=images,
         input_tokens=input_tokens,
         max_tokens=max_tokens,
-        steps=steps,
         guidance=guidance,
         stagger_s=stagger,
         runs=runs,
         seed=seed,
     )
-    with progress(num_mixed_runs(work), "loading") as advance:
-        report = run(run_mixed(settings, work, advance))
+    numbers = _numbers(steps) if steps is not None else ()
+    works = [replace(work, steps=number) for number in numbers] or [work]
+    with progress(len(works) * num_mixed_runs(work), "loading") as advance:
+        reports = run(run_mixed_works(settings, works, advance))
     console = Console()
-    console.print(*_mixed_tables(report), sep="\n")
-    if report.verdict is not None:
-        console.print(_verdict_table(report.verdict, work))
-    write(report, json_file)
-    if report.device == "cpu" and not report.all_as_alone:
+    for report in reports:
+        console.print(*_mixed_tables(report), sep="\n")
+        if report.verdict is not None:
+            console.print(_verdict_table(report.verdict, work))
+    if len(reports) > 1:
+        console.print(_steps_table(reports))
+    write(StepsReport(steps=list(numbers), reports=reports) if len(reports) > 1 else reports[0], json_file)
+    if any(report.device == "cpu" and not report.all_as_alone for report in reports):
         raise typer.Exit(1)
 
 
@@ -278,7 +285,10 @@ def _mixed_tables(report: MixedReport) -> list[Table]:
     work = report.work
     beside = f" and {report.image_model}" if report.image_model else ""
     chats = _modes_table(report.modes, _CHAT_COLUMNS)
-    chats.title = f"{work.chats} chats, {work.images} images: {report.model}{beside}, {report.dtype}, {report.device}"
+    steps = f" of {work.steps} steps" if work.steps is not None else ""
+    chats.title = (
+        f"{work.chats} chats, {work.images} images{steps}: {report.model}{beside}, {report.dtype}, {report.device}"
+    )
     chats.caption = "ms to the first token and between tokens\ndecode: while all chats decode, and images, if any"
     images = _modes_table(report.modes, _IMAGE_COLUMNS)
     images.caption = f"s to an image; all figures are medians of {work.runs} runs"
@@ -293,6 +303,29 @@ def _modes_table(modes: Sequence[ModeReport], columns: Sequence[_Column]) -> Tab
     for mode in modes:
         values = [(figure(mode), form) for _, form, figure in columns]
         table.add_row(mode.name, *("–" if value is None else format(value, form) for value, form in values))
+    return table
+
+
+def _steps_table(reports: Sequence[MixedReport]) -> Table:
+    """Return one line for each number of denoise steps: chats and images together, over other modes."""
+    table = Table(
+        title="together, by denoise steps", box=None, padding=(0, 1, 0, 0),
+        caption="p95: between tokens, over text only; the last: their total, over together",
+    )  # fmt: skip
+    for heading in ("steps", "total\ns", "images\n/s", "p95", "decode\nkept", "blocking", "blocking,\nbatched"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for report in reports:
+        median = next((mode.median for mode in report.modes if mode.name == TOGETHER.name), None)
+        verdict = report.verdict
+        if median is None or verdict is None:
+            continue
+        figures = (
+            (median.seconds, ".2f"), (median.images_per_s, ",.2f"), (verdict.inter_token_p95_ratio, ".2f"),
+            (verdict.decode_kept, ".0%"), (verdict.times_as_long["blocking"], ".2f"),
+            (verdict.times_as_long["blocking, batched"], ".2f"),
+        )  # fmt: skip
+        shown = ("–" if value is None else format(value, form) for value, form in figures)
+        table.add_row(str(report.work.steps), *shown)
     return table
 
 

@@ -28,7 +28,7 @@ from weft.errors import ConfigError
 from weft.options import Config
 from weft.serving.image_request import generate_image, image_model
 from weft.switches import switched_off, without
-from weft.types import GenerateImage, GenerationRequest, ImageParams, Output, Sample, SamplingParams
+from weft.types import GenerateImage, GenerationRequest, ImageParams, ModelInfo, Output, Sample, SamplingParams
 
 IMAGE_PROMPT_TOKENS = 12
 
@@ -147,6 +147,13 @@ class MixedReport(Struct, frozen=True, kw_only=True):
         )
 
 
+class StepsReport(Struct, frozen=True, kw_only=True):
+    """The reports of the same work with images of different numbers of denoise steps."""
+
+    steps: list[int]
+    reports: list[MixedReport]
+
+
 class Chat(Struct):
     """The tokens of one chat, and when they came."""
 
@@ -201,29 +208,41 @@ def num_runs(work: MixedWork) -> int:
 
 
 async def run_mixed(config: Config, work: MixedWork, tick: Tick = lambda name: None) -> MixedReport:
-    """Measure every mode. Switches are read when an engine starts, so there is one engine for all modes with the same
-    switches. `tick` is called after every run."""
-    modes = modes_of(work)
+    """Measure every mode."""
+    (report,) = await run_mixed_works(config, [work], tick)
+    return report
+
+
+async def run_mixed_works(config: Config, works: Sequence[MixedWork], tick: Tick) -> list[MixedReport]:
+    """Measure every mode with each of these works, which have the same kinds of requests. Switches are read when an
+    engine starts, so there is one engine for all modes with the same switches. `tick` is called after every run."""
+    modes = modes_of(works[0])
     if not modes:
         raise ConfigError("There are neither chats nor images to measure.", hint="Set --chats or --images.")
-    served: dict[Mode, list[WorkResult]] = {}
+    served: list[dict[Mode, list[WorkResult]]] = [{} for _ in works]
     for names, group in groupby(modes, key=lambda mode: mode.without):
+        alike = list(group)
         with without(*names):
             engine = await start_native(config)
             try:
                 while not engine.stats().prepared:
                     await asyncio.sleep(0.05)
-                bench = _Bench(engine, work)
-                for mode in group:
-                    served[mode] = await bench.measure(mode, tick)
+                for work, results in zip(works, served, strict=True):
+                    bench = _Bench(engine, work)
+                    for mode in alike:
+                        results[mode] = await bench.measure(mode, tick)
             finally:
                 await engine.close()
+    return [_report(engine.model, work, results) for work, results in zip(works, served, strict=True)]
+
+
+def _report(model: ModelInfo, work: MixedWork, served: dict[Mode, list[WorkResult]]) -> MixedReport:
     reports = _reports(served)
     return MixedReport(
-        model=engine.model.name,
-        image_model=engine.model.images.name if engine.model.images is not None else None,
-        device=engine.model.device,
-        dtype=engine.model.dtype,
+        model=model.name,
+        image_model=model.images.name if model.images is not None else None,
+        device=model.device,
+        dtype=model.dtype,
         modes=reports,
         verdict=_verdict({report.name: report for report in reports}) if work.chats and work.images else None,
         environment=environment(),
@@ -294,12 +313,13 @@ class _Bench:
             seed=work.seed,
         )
         length = min(IMAGE_PROMPT_TOKENS, model.max_prompt_tokens)
-        return [
-            GenerationRequest(
-                prompt=self._prompt(length), task=GenerateImage(params=replace(params, seed=work.seed + number))
-            )
-            for number in range(work.images)
-        ]
+        requests = []
+        for number in range(work.images):
+            prompt, own = self._prompt(length), replace(params, seed=work.seed + number)
+            if model.reads_text:
+                prompt, own = [], replace(own, prompt_text=" ".join(map(str, prompt)))
+            requests.append(GenerationRequest(prompt=prompt, task=GenerateImage(params=own)))
+        return requests
 
     def _prompt(self, length: int) -> list[int]:
         return [self._random.randrange(FIRST_TOKEN_ID, self._engine.model.logits_width) for _ in range(length)]

@@ -141,7 +141,7 @@ class EngineClient:
         self.vocabulary: Vocabulary | None = None
         """The vocabulary, which must be set before the first request that has a grammar."""
         self._launch = launch
-        self._journal = Journal()
+        self._journal = Journal(config.scheduler.max_embedding_mb << 20)
         self._connection: _Connection | None = None
         self._past = EngineStats()
         """The counters of the engine processes before this one."""

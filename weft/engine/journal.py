@@ -1,5 +1,6 @@
 """The journal: every open request, with the tokens that its user already has. It is the truth: an engine that dies is
-replaced, and goes on from here. An image is generated again from its seed, and its user is told of no step twice.
+replaced, and goes on from here. An image goes on from the newest checkpoint of its latents, or from its seed before the
+first, and its user is told of no step twice.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weft.types import Arrival, Event, FinishReason, Request
+from weft.types import Arrival, Event, FinishReason, LatentCheckpoint, Request
 
 MAX_OUTSIDE_DEATHS = 3
 """So many engines in a row may be ended by other processes while they try a request, until that is to blame after all:
@@ -69,6 +70,8 @@ class Entry:
         self.delivered: list[int] = []
         self.denoised = 0
         """Denoise steps that the user has been told of."""
+        self.checkpoint: LatentCheckpoint | None = None
+        """The newest that has arrived."""
         self.place = Place.HELD
         self.deaths = 0
         """Engines that died while they had this request: queued, waiting for its resources, or in their steps."""
@@ -96,7 +99,13 @@ class Entry:
 
     def resumed(self) -> Request:
         """Return the request as an engine must see it to go on where the last one stopped."""
+        if self.checkpoint is not None:
+            return replace(self.request, checkpoint=self.checkpoint)
         return replace(self.request, output_token_ids=list(self.delivered)) if self.delivered else self.request
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return 0 if self.checkpoint is None else len(self.checkpoint.latents)
 
     def put(self, event: Event) -> None:
         self.delivered += event.token_ids
@@ -127,7 +136,10 @@ class Entry:
 class Journal:
     """The open requests. What every submit and every output needs of them is counted as they change."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_checkpoint_bytes: int = 2**30) -> None:
+        self._max_checkpoint_bytes = max_checkpoint_bytes
+        self.checkpoint_bytes = 0
+        """Bytes of the checkpoints of open images."""
         self._entries: dict[str, Entry] = {}
         self.held: dict[str, Entry] = {}
         """The requests that are not with an engine, the oldest first."""
@@ -157,6 +169,7 @@ class Journal:
             entry.is_open = False
             self._discount(entry)
             self.tensor_bytes -= entry.request.tensor_bytes
+            self.checkpoint_bytes -= entry.checkpoint_bytes
         return entry
 
     def send(self) -> list[Entry]:
@@ -185,6 +198,9 @@ class Journal:
             self.close(event.request_id)
         elif entry.place is not Place.PROVEN and (event.token_ids or event.denoise_step is not None):
             self._move(entry, Place.PROVEN)
+        if event.checkpoint is not None and entry.is_open:
+            self._keep(entry, event.checkpoint)
+            event = replace(event, checkpoint=None)
         entry.put(event)
 
     def record_tokens(self, tokens: Mapping[str, int]) -> None:
@@ -219,6 +235,13 @@ class Journal:
     def end_all(self, reason: FinishReason, error: str) -> None:
         for entry in list(self._entries.values()):
             self.record(Event(request_id=entry.id, finish=reason, error=error))
+
+    def _keep(self, entry: Entry, checkpoint: LatentCheckpoint) -> None:
+        """Keep a checkpoint instead of the one before it, if there are bytes for it."""
+        grown = self.checkpoint_bytes + len(checkpoint.latents) - entry.checkpoint_bytes
+        if grown <= self._max_checkpoint_bytes:
+            self.checkpoint_bytes = grown
+            entry.checkpoint = checkpoint
 
     def _move(self, entry: Entry, place: Place) -> None:
         self._discount(entry)

@@ -3,7 +3,7 @@
 A cursor has `known` units of work and `computed` ones, and scheduling lets `computed` catch up with `known`. For tokens
 a unit is a token: prefill computes many known tokens at once, in chunks, and decode computes the one that the last step
 sampled. For an encoding the units are the prompt's tokens, and no more become known. For an image they are its denoise
-steps.
+steps, before them the prompts that the pipeline's text encoder encodes, and after those that show it the decodings.
 
 Most requests have one stage. An image has up to three, each with a cursor of its own: its prompt and its negative
 prompt are encoded by the language model, and then it is denoised. Prompts that are empty, that the client has encoded
@@ -25,6 +25,7 @@ from weft.payloads import EmbedsSegment
 from weft.plan import (
     Denoise,
     DenoiseAdmission,
+    ImageLimits,
     KeptHiddenStates,
     Limits,
     PlacedEmbeds,
@@ -143,7 +144,7 @@ class Cursor(ABC):
         """Prompt tokens that the prefix cache, or a sibling, held at the first admission."""
         self.queue_seconds: float | None = None
         """The time from its arrival to its first admission."""
-        self.reported = bool(request.output_token_ids)
+        self.reported = bool(request.output_token_ids) or request.checkpoint is not None
         """True when an event of this request was sent, by this engine or by one before it."""
         self.ended = False
 
@@ -462,8 +463,9 @@ class DenoiseCursor(Cursor):
         super().__init__(request, 0, arrival, arrived_at)
         self.denoise_cursor: DenoiseCursor = self
         self.image = image
-        self.cost = cost
-        """Tokens that one denoise step counts as."""
+        self._step_cost = cost
+        self.units: list[Denoise] = []
+        """Its work, from its admission on."""
         self.latent_slot = -1
         """The latent slot in the worker; -1 while the image waits for one."""
         self.embeds: EmbedsPair = None, None
@@ -472,15 +474,31 @@ class DenoiseCursor(Cursor):
         self.is_begun = False
         """True when a plan has admitted it to the worker."""
         self.done = 0
-        """Denoise steps whose results have arrived."""
+        """Units whose results have arrived."""
 
     @property
     def known(self) -> int:
-        return self.image.steps
+        return len(self.units)
 
     @property
     def todo(self) -> int:
-        return self.image.steps - self.computed
+        return len(self.units) - self.computed
+
+    @property
+    def next_unit(self) -> Denoise:
+        return self.units[self.computed]
+
+    @property
+    def cost(self) -> int:
+        """Tokens that its next unit counts as; all steps of a whole image count as one."""
+        return self.next_unit.cost // max(1, self.next_unit.count)
+
+    @property
+    def ends_step(self) -> bool:
+        """False when the newest unit to arrive ends no step: it encoded a prompt, or the latents after the step are
+        decoded next."""
+        is_last = self.done == len(self.units)
+        return self.units[self.done - 1].stage != "encode" and (is_last or self.units[self.done].stage != "decode")
 
     @property
     def scarce_resource(self) -> ScarceResource | None:
@@ -491,6 +509,8 @@ class DenoiseCursor(Cursor):
 
     def begin(self, memory: ImageMemory, now: float) -> None:
         self.latent_slot, self.embeds = memory.take(self.request)
+        assert memory.limits is not None
+        self.units = _units_of(self.request, self.image, self.latent_slot, self._step_cost, memory.limits)
         self.since = now
         self.queue_seconds = now - self.arrived_at
 
@@ -518,17 +538,36 @@ class DenoiseCursor(Cursor):
 
     def admission(self) -> DenoiseAdmission:
         prompt, negative = (PlacedEmbeds() if slot is None else slot.placed for slot in self.embeds)
-        return DenoiseAdmission(self.latent_slot, self.image, prompt, negative, self.id)
+        request = self.request
+        return DenoiseAdmission(
+            self.latent_slot, self.image, prompt, negative, self.id, request.given, request.checkpoint
+        )
 
-    def denoise(self, count: int) -> Denoise:
-        """Return the plan of the next `count` denoise steps."""
-        wants_image = self.wants_image_after(self.computed + count)
-        return Denoise(self.latent_slot, self.computed, count, self.cost * count, wants_image)
 
-    def wants_image_after(self, step: int) -> bool:
-        """Return whether the image is decoded after this many steps: as a preview, or as the result."""
-        every = self.image.preview_every
-        return step == self.image.steps or (every > 0 and step % every == 0)
+def _units_of(request: Request, image: ImageParams, slot: int, cost: int, limits: ImageLimits) -> list[Denoise]:
+    """Return the work of an image in a latent slot: the prompts that its pipeline encodes, the steps that are left, and
+    the decodings. Images of different slots have their checkpoints after different steps, so that no step has many."""
+    given = (request.given.prompt, request.given.negative)[: image.passes] if limits.reads_text else ()
+    units = [
+        Denoise(slot, number, 0, limits.encode_cost, False, "encode")
+        for number, embeds in enumerate(given)
+        if embeds is None
+    ]
+    start, last, every = 0, image.steps, limits.checkpoint_steps
+    if request.checkpoint is not None:
+        start = request.checkpoint.step
+    for end in [last] if limits.whole_images else range(start + 1, last + 1):
+        is_shown = end == last or (image.preview_every > 0 and end % image.preview_every == 0)
+        is_kept = every > 0 and end != last and (end + slot) % every == 0
+        is_apart = is_shown and limits.decode_cost > 0 and not limits.whole_images
+        count = end - start
+        units.append(
+            Denoise(slot, start, count, cost * count, is_shown and not is_apart, "denoise", is_kept and not is_apart)
+        )
+        if is_apart:
+            units.append(Denoise(slot, end, 0, limits.decode_cost, True, "decode", is_kept))
+        start = end
+    return units
 
 
 def needs_row(cursor: Cursor) -> TypeGuard[RowCursor]:

@@ -1,15 +1,16 @@
-"""Images that were admitted, and which of them make denoise steps next.
+"""Images that were admitted, and which of them do a unit of their work next: a denoise step, the encoding of a prompt
+by the pipeline's text encoder, or the decoding of latents by its VAE.
 
 In a step that computes tokens too, images come after the decodes and before the prefills, and pay for what they take:
-every step gives them a credit in tokens, and while it is not used up they make steps. A denoise step cannot be divided,
-so the first one may overdraw the credit; the steps that follow pay the debt off.
+every step gives them a credit in tokens, and while it is not used up they do units. A unit cannot be divided, so the
+first one may overdraw the credit; the steps that follow pay the debt off.
 
-Let C be the largest cost of a denoise step, and `left` what decodes leave of the step's budget. Then
+Let C be the largest cost of a unit, and `left` what decodes leave of the step's budget. Then
 
-- a step that decodes has denoise steps of at most max(max_mixed_denoise, C) tokens beside it, and any n such steps in
-  a row have at most n * max_mixed_denoise + C;
+- a step that decodes has units of at most max(max_mixed_denoise, C) tokens beside it, and any n such steps in a row
+  have at most n * max_mixed_denoise + C;
 - while prompts wait as well, images take no more than half of what is left over time, plus C;
-- the first of the images (by tenant, by priority, by arrival) makes a step at least every C / credit + 1 steps in
+- the first of the images (by tenant, by priority, by arrival) does a unit at least every C / credit + 1 steps in
   which it fits; the credit is what is left, half of it while prompts wait, and no more than max_mixed_denoise beside
   decodes;
 - an image that does not fit beside the decodes gets a step without tokens, after it has waited for PATIENCE steps. So
@@ -96,7 +97,7 @@ class Images:
         return self._waited >= PATIENCE and any(cursor.todo for cursor in self.denoising)
 
     def plan(self, step: Step, *, prompts_wait: bool) -> None:
-        """Plan denoise steps beside decodes and prefills."""
+        """Plan units beside decodes and prefills."""
         if not self.denoising:
             return
         assert self._limits is not None, "an image was admitted without an image model"
@@ -110,7 +111,7 @@ class Images:
             self._promise(cursor, step)
 
     def plan_idle_rest(self, step: Step) -> None:
-        """Plan denoise steps in what tokens leave of a step's budget."""
+        """Plan units in what tokens leave of a step's budget."""
         self._waited = 0
         left, most, is_alone = step.budget, self._max_images(step), step.is_empty
         chosen: list[DenoiseCursor] = []
@@ -122,36 +123,38 @@ class Images:
             self._promise(cursor, step)
 
     def apply(self, cursor: DenoiseCursor, denoise: Denoise, now: float) -> bool:
-        """Count the steps that an image has made; returns whether it is finished."""
-        cursor.done = denoise.start + denoise.count
+        """Count a unit that an image has done; returns whether it is finished."""
+        cursor.done += 1
         self.num_steps += denoise.count
         is_finished = cursor.done == cursor.known
+        if denoise.stage == "encode":
+            self.encode_seconds += now - cursor.since
+            cursor.since = now
         if is_finished:
             self.num_finished += 1
             self.denoise_seconds += now - cursor.since
         return is_finished
 
     def take_back(self, plan: StepPlan, planned: Collection[DenoiseCursor]) -> None:
-        """Undo the denoise steps of a plan. How far the worker came is unknown: what it was to forget, or to begin, it
+        """Undo the units of a plan. How far the worker came is unknown: what it was to forget, or to begin, it
         is told again."""
         self.memory.released += plan.release_slots
         begun = {admission.slot for admission in plan.admit_images}
         for denoise, cursor in zip(plan.denoise, planned, strict=True):
-            cursor.computed = min(cursor.computed, denoise.start)
+            cursor.computed = min(cursor.computed, cursor.units.index(denoise))
             cursor.is_begun = cursor.is_begun and denoise.slot not in begun
 
     def _promise(self, cursor: DenoiseCursor, step: Step) -> None:
-        assert self._limits is not None
         if not cursor.is_begun:
             step.admit_images.append(cursor.admission())
             cursor.is_begun = True
-        denoise = cursor.denoise(cursor.todo if self._limits.whole_images else 1)
+        denoise, cost = cursor.next_unit, cursor.cost
         step.denoise.append(denoise)
         step.promised.images.append(cursor)
         # In the smallest steps each image is alone, so that one that does not fit is found.
-        step.budget = 0 if self._throttle.is_least else max(0, step.budget - cursor.cost)
+        step.budget = 0 if self._throttle.is_least else max(0, step.budget - cost)
         self._tenants.charge(cursor.tenant, denoise.cost)
-        cursor.computed += denoise.count
+        cursor.computed += 1
 
     def _max_images(self, step: Step) -> int:
         """Return how many more images a step may have. After steps without memory they are no more than other requests,
@@ -162,14 +165,14 @@ class Images:
         return (1 if is_single else self._throttle.rows) - len(step.denoise)
 
     def _in_turn(self, planned: Collection[DenoiseCursor]) -> list[DenoiseCursor]:
-        """Return the images that could make a step and are not planned yet, the first in turn first."""
+        """Return the images that have a unit to do and are not planned yet, the first in turn first."""
         able = [cursor for cursor in self.denoising if cursor.todo and cursor not in planned]
         return sorted(able, key=lambda cursor: (self._tenants.served(cursor.tenant), cursor.priority, cursor.arrival))
 
     def _share(
         self, in_turn: list[DenoiseCursor], left: int, most: int, *, is_alone: bool, credit: int
     ) -> list[DenoiseCursor]:
-        """Return the images that make a step which tokens share, and which gives images this much credit."""
+        """Return the images that do a unit in a step which tokens share, and which gives images this much credit."""
         self._credit = min(credit, self._credit + credit)
         first_fits = bool(in_turn) and _fits(in_turn[0], left, most, is_alone)
         self._waited = self._waited + 1 if in_turn and not first_fits else 0

@@ -135,7 +135,7 @@ class ImageMemory:
         limits = of_all.image
         if limits is not None and limits.max_client_bytes < 0:
             raise ValueError(f"latent slots and prompt embeds take more than {limits.max_embedding_bytes} bytes")
-        self._limits = limits
+        self.limits = limits
         self._max_client_bytes = of_all.max_client_bytes
         self.free_latent_slots = list(range(limits.max_num_images - 1, -1, -1)) if limits is not None else []
         self.num_latent_slots = 0
@@ -148,16 +148,16 @@ class ImageMemory:
 
     @property
     def num_bytes(self) -> int:
-        if self._limits is None:
+        if self.limits is None:
             return self.client_bytes
-        latents = self.num_latent_slots * self._limits.latent_slot_bytes
-        return latents + self.embeds.num_used * self._limits.embeds_bytes + self.client_bytes
+        latents = self.num_latent_slots * self.limits.latent_slot_bytes
+        return latents + self.embeds.num_used * self.limits.embeds_bytes + self.client_bytes
 
     def has_capacity_for(self, request: Request) -> bool:
         """Return whether an image can be admitted."""
-        if self._limits is None or not self.free_latent_slots:
+        if self.limits is None or not self.free_latent_slots:
             return False
-        num_embeds = sum(source is not None for source in embeds_sources(request))
+        num_embeds = sum(source is not None for source in self._sources(request))
         return self.has_bytes_for(request) and num_embeds <= len(self.embeds.unused)
 
     def has_bytes_for(self, request: Request) -> bool:
@@ -169,7 +169,7 @@ class ImageMemory:
         what the other holds."""
         latent_slot = self.free_latent_slots.pop()
         self.num_latent_slots += 1
-        prompt, negative = embeds_sources(request)
+        prompt, negative = self._sources(request)
         self.client_bytes += request.given.num_bytes
         return latent_slot, (self.embeds.take(prompt), self.embeds.take(negative))
 
@@ -180,3 +180,8 @@ class ImageMemory:
         for slot in filter(None, embeds):
             self.embeds.give_back(slot)
         self.client_bytes -= request.given.num_bytes
+
+    def _sources(self, request: Request) -> tuple[EmbedsSource | None, EmbedsSource | None]:
+        """Return what is kept in slots; a pipeline with a text encoder keeps its prompts with the latents."""
+        reads_text = self.limits is not None and self.limits.reads_text
+        return (None, None) if reads_text else embeds_sources(request)

@@ -180,7 +180,8 @@ class Scheduler:
                 continue
             if self.images.apply(image, denoise, self._clock()):
                 self._end(image)
-            events.append(denoise_event(image, made))
+            if image.ends_step:
+                events.append(denoise_event(image, denoise, made))
         self.throttle.went_well()
         return brought
 

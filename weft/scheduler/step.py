@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from weft.plan import Denoise, DenoiseAdmission, DenoiseOutput, Row, RowAdmission, Sampled
 from weft.scheduler.cursors import Cursor, DenoiseCursor, RowCursor
-from weft.types import Event, FinishReason
+from weft.types import Event, FinishReason, LatentCheckpoint
 
 MAX_PROMPT_LOGPROBS = 256
 """Prompt tokens of a step whose log probabilities are computed: each takes a whole row of logits."""
@@ -67,15 +67,17 @@ def vector_event(cursor: Cursor, vector: bytes) -> Event:
     )
 
 
-def denoise_event(cursor: DenoiseCursor, output: DenoiseOutput) -> Event:
+def denoise_event(cursor: DenoiseCursor, unit: Denoise, output: DenoiseOutput) -> Event:
     is_first, cursor.reported = not cursor.reported, True
+    step, kept = unit.steps_done, output.checkpoint
     return Event(
         request_id=cursor.id,
         cached_tokens=cursor.cached_tokens if is_first else None,
         finish=FinishReason.STOP if cursor.done == cursor.known else None,
         queue_seconds=cursor.queue_seconds if is_first else None,
-        denoise_step=cursor.done,
+        denoise_step=step,
         image=output.image,
+        checkpoint=None if kept is None else LatentCheckpoint(step, kept),
     )
 
 

@@ -110,7 +110,9 @@ def _check_image(request: Request, image: ImageParams, limits: Limits, image_lim
             f"{limits.max_num_batched_tokens}.",
             param="image",
         )
-    request.check_given(max_rows=image_limits.max_prompt_tokens, width=image_limits.text_width)
+    request.check_given(image, image_limits.inputs)
+    if request.checkpoint is not None and not 0 < request.checkpoint.step < image.steps:
+        raise InvalidRequest(f"A checkpoint after {request.checkpoint.step} of {image.steps} steps.", param="image")
     if (given := request.given.num_bytes) > image_limits.max_client_bytes:
         raise InvalidRequest(
             f"The tensors of this image have {given} bytes; there are {image_limits.max_client_bytes} for all tensors "

@@ -17,7 +17,11 @@ from weft.backends.contract import Engine, Take, failure_of
 from weft.errors import EngineFault, InvalidRequest, ModelNotFound
 from weft.options import LimitOptions
 from weft.payloads import (
+    LATENTS,
     NEGATIVE_PROMPT_EMBEDS,
+    PROMPT_EMBEDS,
+    SIGMAS,
+    TIMESTEPS,
     AdditionalInformation,
     GivenTexts,
     PromptEmbeds,
@@ -130,10 +134,11 @@ def image_requests(
     model, tokenizer = image_model(engine), engine.text.tokenizer
     guidance = model.guidance_scale if options.guidance_scale is None else options.guidance_scale
     _check_negative(options.negative_prompt, "negative_prompt", guidance)
-    given = given_texts(options.prompt_embeds, options.additional_information, known=model.information)
-    _check_given(given, options, model, guidance)
+    known = [name for name in model.inputs if name != PROMPT_EMBEDS]
+    given = given_texts(options.prompt_embeds, options.additional_information, known=known)
     width, height = _size(options, model)
-    steps = model.steps if options.steps is None else options.steps
+    steps = _steps(options, given, model)
+    _check_given(given, options, model, guidance, steps)
     negative = _tokens("negative_prompt", options.negative_prompt, model, tokenizer) if options.negative_prompt else []
     _check_count("n", options.n, 1, MAX_IMAGES)
     _check_count("partial_images", options.previews, 0, MAX_PREVIEWS)
@@ -171,7 +176,15 @@ async def image_requests_in_time(options: ImageOptions, engine: Engine, **fields
     return await asyncio.to_thread(image_requests, options, engine, **fields)
 
 
-def _check_given(given: GivenTexts, options: ImageOptions, model: ImageModelInfo, guidance: float) -> None:
+def _steps(options: ImageOptions, given: GivenTexts, model: ImageModelInfo) -> int:
+    """Return the number of steps: as asked for, or as many as the client's schedule has."""
+    if options.steps is not None:
+        return options.steps
+    schedules = (given.values(name) for name in (SIGMAS, TIMESTEPS))
+    return next((len(schedule) for schedule in schedules if schedule), model.steps)
+
+
+def _check_given(given: GivenTexts, options: ImageOptions, model: ImageModelInfo, guidance: float, steps: int) -> None:
     for field, text, embeds in (
         ("prompt", options.prompt, given.prompt),
         ("negative_prompt", options.negative_prompt, given.negative),
@@ -179,7 +192,10 @@ def _check_given(given: GivenTexts, options: ImageOptions, model: ImageModelInfo
         if text and embeds is not None:
             raise InvalidRequest(f"{field}: give either that or {field}_embeds.", param=field)
     _check_negative(given.negative, entry_field(NEGATIVE_PROMPT_EMBEDS), guidance)
-    given.check(max_rows=model.max_prompt_tokens, width=model.text_width)
+    if given.tensor(LATENTS) is not None and (options.n > 1 or options.seed is not None):
+        wrong = "n" if options.n > 1 else "seed"
+        raise InvalidRequest(f"{wrong} has no effect with {LATENTS}: an image begins with them alone.", param=wrong)
+    given.check(model.inputs, steps=steps)
 
 
 def _check_negative(negative: object, field: str, guidance: float) -> None:

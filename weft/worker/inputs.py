@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels import GivenRows
-from weft.payloads import BFLOAT16, PromptEmbeds
+from weft.model.diffusion.pipeline import client_tensor
 from weft.plan import Row
 from weft.worker.rows import Ints, RowTable, runs
 
@@ -158,18 +158,12 @@ def views(packed: Tensor, shape: StepShape) -> StepInputs:
     return StepInputs(*torch.split(packed, section_sizes(shape)))
 
 
-def host_rows(embeds: PromptEmbeds, start: int = 0, stop: int | None = None) -> Tensor:
-    """Return rows of a client's tensor, in its dtype."""
-    values = torch.from_numpy(embeds.array()[start:stop].copy())
-    return values.view(torch.bfloat16) if embeds.dtype == BFLOAT16 else values
-
-
 def given_rows(layout: Layout, table: RowTable, dtype: torch.dtype) -> GivenRows:
     """Return the prompt embeds at the positions that a step computes, and their places among its tokens."""
     firsts, parts = list[int](), list[Tensor]()
     for row, first in zip(layout.rows, layout.firsts.tolist(), strict=True):
         for start, stop, segment in table.embeds_within(row):
             firsts.append(first + start - row.start)
-            parts.append(host_rows(segment.embeds, start - segment.start, stop - segment.start).to(dtype))
+            parts.append(client_tensor(segment.embeds, start - segment.start, stop - segment.start).to(dtype))
     (at,) = to_device([runs(firsts, [len(part) for part in parts])], table.device)
     return GivenRows(at, sent(torch.cat(parts), table.device))

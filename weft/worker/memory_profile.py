@@ -91,14 +91,15 @@ def measured(
             hint=f"Set --max-num-batched-tokens {plan.num_tokens // 2} and --max-num-seqs {len(plan.rows) // 2 or 1}.",
         ) from error
     if denoiser is not None and limits.image is not None:
-        plan = largest_denoise_step(limits.max_num_batched_tokens, limits.image)
-        try:
-            denoise(plan, denoiser)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(
-                f"A denoise step of {len(plan.denoise)} images does not fit beside the weights: {error}",
-                hint="Set a lower --max-num-images, or --image-model none.",
-            ) from error
+        for plan in largest_image_steps(limits.max_num_batched_tokens, limits.image):
+            try:
+                denoise(plan, denoiser)
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemory(
+                    f"A step that has to {plan.denoise[0].stage} {len(plan.denoise)} images does not fit beside the "
+                    f"weights: {error}",
+                    hint="Set a lower --max-num-images, or --image-model none.",
+                ) from error
     # What the allocator reserved, not what tensors filled of it: the KV cache cannot have any of it.
     reserved = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
@@ -131,20 +132,25 @@ def largest_step(limits: Limits) -> StepPlan:
     return StepPlan(-1, [], admit, rows)
 
 
-def largest_denoise_step(budget: int, limits: ImageLimits) -> StepPlan:
-    """Return the first steps of as many images as fit in a step, all of which are decoded."""
+def largest_image_steps(budget: int, limits: ImageLimits) -> list[StepPlan]:
+    """Return a step of each kind of units, for as many images as fit. Without a VAE denoise steps show the images."""
     image = ImageParams(width=limits.width, height=limits.height, steps=1, guidance_scale=2.0, seed=0)
-    slots = range(max(1, min(limits.max_num_images, budget // limits.cost(image))))
-    return StepPlan(
-        -1, [], [], [],
-        admit_images=[DenoiseAdmission(slot, image, PlacedEmbeds(), PlacedEmbeds()) for slot in slots],
-        denoise=[Denoise(slot, 0, 1, limits.cost(image), True) for slot in slots],
-    )  # fmt: skip
+    units = [Denoise(0, 0, 1, limits.cost(image), not limits.decode_cost)]
+    if limits.encode_cost:
+        units.append(Denoise(0, 0, 0, limits.encode_cost, False, "encode"))
+    if limits.decode_cost:
+        units.append(Denoise(0, 0, 0, limits.decode_cost, True, "decode"))
+    plans = []
+    for unit in units:
+        slots = range(max(1, min(limits.max_num_images, budget // unit.cost)))
+        admit = [DenoiseAdmission(slot, image, PlacedEmbeds(), PlacedEmbeds()) for slot in slots]
+        plans.append(StepPlan(-1, [], [], [], [], admit, [replace(unit, slot=slot) for slot in slots]))
+    return plans
 
 
 @torch.inference_mode()
 def denoise(plan: StepPlan, denoiser: Denoiser) -> None:
-    """Make a denoise step, and release its images."""
+    """Do the units of a plan, and release its images."""
     denoiser.take_in(plan)
     denoiser.denoise(plan.denoise).read()
     denoiser.take_in(StepPlan(plan.step_id, [], [], [], release_slots=[one.slot for one in plan.denoise]))

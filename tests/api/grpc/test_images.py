@@ -141,8 +141,11 @@ VALUES = InformationValues(
         ({"additional_information": {NEGATIVE: InformationEntry(tensor=ClientTensor(shape=[1] * 9))}}, "9 dimensions"),
         ({"additional_information": {NEGATIVE: InformationEntry(values=MANY_VALUES)}}, "1025 values; at most 1024"),
         ({"additional_information": {str(i): InformationEntry() for i in range(101)}}, "101 entries; at most 100"),
-        ({"additional_information": {"a": InformationEntry(tensor=GOOD)}}, "it knows negative_prompt_embeds"),
-        ({"additional_information": {NEGATIVE: InformationEntry(values=VALUES)}}, "must have a tensor"),
+        (
+            {"additional_information": {"a": InformationEntry(tensor=GOOD)}},
+            "it knows latents, negative_prompt_embeds, sigmas",
+        ),
+        ({"additional_information": {NEGATIVE: InformationEntry(values=VALUES)}}, "takes it as a tensor"),
         ({"additional_information": {NEGATIVE: InformationEntry()}}, "either a tensor or values"),
         ({"additional_information": {NEGATIVE: InformationEntry(tensor=WIDE)}}, "tensor.shape: this model's rows"),
         (

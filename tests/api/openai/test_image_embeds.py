@@ -67,6 +67,40 @@ def test_a_prompt_can_go_with_tensors_of_what_to_steer_away_from() -> None:
     assert drawn.prompt == list(b"ab") and drawn.given.prompt is None and drawn.given.negative is not None
 
 
+LATENTS = {"tensor": {"data": encoded(1, 2, 3, 4), "shape": [1, 2, 2], "dtype": "float32"}}
+
+
+def test_a_tensor_and_a_list_reach_the_stage_that_declares_them() -> None:
+    engine = ScriptedEngine(images=PAINTER)
+    entries = {"latents": LATENTS, "sigmas": {"values": [1, 0.5, 0.25]}}
+    response = ask(engine, prompt="ab", additional_information={"entries": entries})
+    assert response.status_code == 200, response.text
+    [drawn] = engine.drawn
+    assert drawn.image.steps == 3, "as many as there are sigmas"
+    assert drawn.given.values("sigmas") == [1, 0.5, 0.25]
+    latents = drawn.given.tensor("latents")
+    assert latents is not None and latents.array().tolist() == [[[1, 2], [3, 4]]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "entries", "param", "said"),
+    [
+        ({}, {"latents": {"values": [1]}}, "entries['latents']", "takes it as a tensor"),
+        ({}, {"sigmas": LATENTS}, "entries['sigmas']", "takes it as a list of values"),
+        ({}, {"sigmas": {"values": [0.5, 1]}}, "entries['sigmas'].values", "below the one before it"),
+        ({"num_inference_steps": 3}, {"sigmas": {"values": [1, 0.5]}}, "entries['sigmas'].values", "has 3 steps"),
+        ({"n": 2}, {"latents": LATENTS}, "n", "no effect with latents"),
+        ({"seed": 2}, {"latents": LATENTS}, "seed", "no effect with latents"),
+    ],
+)
+def test_an_input_that_the_image_cannot_have_is_refused(
+    fields: dict[str, Any], entries: dict[str, Any], param: str, said: str
+) -> None:
+    error = refusal(prompt="a", additional_information={"entries": entries}, **fields)
+    assert error["param"] == (param if param in fields else f"additional_information.{param}")
+    assert said in error["message"]
+
+
 def test_too_many_tensors_at_a_time_are_429() -> None:
     engine = ScriptedEngine(images=PAINTER, refuse=Overloaded("full"))
     assert ask(engine, prompt_embeds=GOOD).status_code == 429
@@ -104,7 +138,7 @@ def test_an_entry_that_the_model_does_not_know_is_never_ignored() -> None:
     error = refusal(prompt="a", additional_information={"entries": {"pooled": {"values": [1]}}})
     assert error["param"] == "additional_information.entries['pooled']"
     assert "negative_prompt_embeds" in error["message"]
-    other = replace(PAINTER, information=[], text_width=0)
+    other = replace(PAINTER, inputs={})
     assert "it knows none" in refusal(painter=other, prompt="a", additional_information=NEGATIVE)["message"]
     assert refusal(painter=other, prompt_embeds=GOOD)["param"] == "prompt_embeds"
 

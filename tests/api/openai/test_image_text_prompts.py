@@ -15,7 +15,7 @@ from weft.config import load
 from weft.types import ImageParams
 
 IMAGES = "/v1/images/generations"
-READER = replace(PAINTER, reads_text=True, text_width=0, information=[], max_prompt_tokens=3)
+READER = replace(PAINTER, reads_text=True, inputs={}, max_prompt_tokens=3)
 
 
 def test_it_is_sent_the_text_as_it_stands() -> None:

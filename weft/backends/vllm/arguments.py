@@ -52,6 +52,7 @@ NOT_HONOURED = {
     "force_preempt_every": "It is for tests of the native engine.",
     "max_num_images": "vLLM draws no images.",
     "max_mixed_denoise": "vLLM draws no images.",
+    "image_checkpoint_steps": "vLLM draws no images.",
     "max_embedding_mb": "vLLM draws no images, and takes no prompt embeds here.",
 }
 """Settings that must be left as they are, and what to do instead."""

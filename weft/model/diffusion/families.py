@@ -5,13 +5,25 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
 from msgspec import Struct
 from torch import Tensor
+
+from weft.payloads import (
+    LATENTS,
+    NEGATIVE_PROMPT_EMBEDS,
+    PROMPT_EMBEDS,
+    SIGMAS,
+    TIMESTEPS,
+    DeclaredInput,
+)
+
+POOLED_EMBEDS = "pooled_prompt_embeds", "negative_pooled_prompt_embeds"
+"""The inputs with which prompt embeds, and those of the negative prompt, go where a transformer takes both."""
 
 PromptTensors = dict[str, Tensor]
 """The transformer's inputs for prompts, [number of prompts, ...], by the names of its arguments."""
@@ -62,28 +74,50 @@ class PipelineFamily(ABC):
     @cached_property
     def blank(self) -> PromptTensors:
         """The tensors of an empty prompt: as large as those of any other."""
-        return self.encode("", None)
+        return self.encode("")
+
+    @property
+    def inputs(self) -> dict[str, DeclaredInput]:
+        """The inputs that its stages take from clients."""
+        return {LATENTS: DeclaredInput(stage="denoise", shape=self.latent_shape)}
 
     @abstractmethod
-    def encode(self, prompt: str, negative: str | None) -> PromptTensors:
-        """Encode the prompt, and the negative prompt where there is one. Longer ones are cut, as the pipeline does."""
+    def encode(self, prompt: str) -> PromptTensors:
+        """Encode a prompt. A longer one is cut, as the pipeline does."""
+
+    @abstractmethod
+    def client_prompt(self, embeds: Tensor, pooled: Tensor | None) -> PromptTensors:
+        """Return the tensors of a prompt that a client has encoded."""
 
     @abstractmethod
     def predict(self, latents: Tensor, timesteps: Tensor, prompts: PromptTensors) -> Tensor:
         """Return the transformer's prediction for latents, each with its own timestep and prompt, in one call."""
 
-    def schedule(self, steps: int) -> Any:
-        """Return a scheduler before the first of its steps. It lives on the host, where its arithmetic does not wait
-        for the device."""
+    def schedule(self, steps: int, given: dict[str, Any], *, first: int = 0) -> Any:
+        """Return a scheduler before its step `first`, with the schedule that a client gave, if any. It lives on the
+        host, where its arithmetic does not wait for the device."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
-        scheduler.set_timesteps(steps, device="cpu", **self.schedule_options())
-        scheduler.set_begin_index(0)
+        scheduler.set_timesteps(**(given or {"num_inference_steps": steps}), device="cpu", **self.schedule_options())
+        scheduler.set_begin_index(first)
         if len(scheduler.timesteps) != steps:
             raise ValueError(f"the scheduler makes {len(scheduler.timesteps)} steps of {steps}")
         return scheduler
 
     def schedule_options(self) -> dict[str, float]:
         return {}
+
+    def remembered(self, scheduler: Any) -> list[Tensor]:
+        """Return what a scheduler remembers of the steps before, each [1, ...] in the latents' shape."""
+        return []
+
+    def recall(self, scheduler: Any, step: int, remembered: Sequence[Tensor]) -> None:
+        """Have a scheduler remember what `remembered` returned of another one after so many steps."""
+        if remembered:
+            raise ValueError("this scheduler remembers nothing")
+
+
+OWN_SCHEDULES = "karras_sigmas", "lu_lambdas", "exponential_sigmas", "beta_sigmas", "flow_sigmas"
+"""Settings of a scheduler with which it takes no timesteps from others."""
 
 
 class PixArtSigma(PipelineFamily):
@@ -98,17 +132,35 @@ class PixArtSigma(PipelineFamily):
     guidance_scale = 4.5
     max_text_tokens = 300
 
-    def encode(self, prompt: str, negative: str | None) -> PromptTensors:
-        states, mask, negative_states, negative_mask = self.pipeline.encode_prompt(
-            prompt,
-            negative is not None,
-            negative_prompt=negative or "",
-            device=self.device,
-            max_sequence_length=self.max_text_tokens,
+    @property
+    def inputs(self) -> dict[str, DeclaredInput]:
+        config, shape = self.pipeline.scheduler.config, self.blank["encoder_hidden_states"].shape[1:]
+        embeds = DeclaredInput(stage="encode", shape=tuple(shape), fewer_rows=True)
+        inputs = super().inputs | {PROMPT_EMBEDS: embeds, NEGATIVE_PROMPT_EMBEDS: embeds}
+        if not any(config.get(f"use_{own}") for own in OWN_SCHEDULES):
+            largest = config.num_train_timesteps - 1
+            inputs[TIMESTEPS] = DeclaredInput(stage="denoise", largest=largest, whole_numbers=True)
+        return inputs
+
+    def encode(self, prompt: str) -> PromptTensors:
+        states, mask, *_ = self.pipeline.encode_prompt(
+            prompt, False, device=self.device, max_sequence_length=self.max_text_tokens
         )
-        if negative is not None:
-            states, mask = torch.cat([states, negative_states]), torch.cat([mask, negative_mask])
         return {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+
+    def client_prompt(self, embeds: Tensor, pooled: Tensor | None) -> PromptTensors:
+        states, mask = (torch.zeros_like(blank) for blank in self.blank.values())
+        states[0, : len(embeds)] = embeds
+        mask[0, : len(embeds)] = 1
+        return {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+
+    def remembered(self, scheduler: Any) -> list[Tensor]:
+        return [output for output in scheduler.model_outputs if output is not None]
+
+    def recall(self, scheduler: Any, step: int, remembered: Sequence[Tensor]) -> None:
+        missing = len(scheduler.model_outputs) - len(remembered)
+        scheduler.model_outputs = [None] * missing + list(remembered)
+        scheduler.lower_order_nums = min(step, scheduler.config.solver_order)
 
     def predict(self, latents: Tensor, timesteps: Tensor, prompts: PromptTensors) -> Tensor:
         (found,) = self.transformer(
@@ -155,19 +207,29 @@ class StableDiffusion3(PipelineFamily):
     guidance_scale = 7.0
     max_text_tokens = 256
 
-    def encode(self, prompt: str, negative: str | None) -> PromptTensors:
-        states, negative_states, pooled, negative_pooled = self.pipeline.encode_prompt(
+    @property
+    def inputs(self) -> dict[str, DeclaredInput]:
+        states, pooled = (tuple(blank.shape[1:]) for blank in self.blank.values())
+        inputs = super().inputs | {SIGMAS: DeclaredInput(stage="denoise")}
+        for name, pooled_name in zip((PROMPT_EMBEDS, NEGATIVE_PROMPT_EMBEDS), POOLED_EMBEDS, strict=True):
+            inputs[name] = DeclaredInput(stage="encode", shape=states)
+            inputs[pooled_name] = DeclaredInput(stage="encode", shape=pooled, goes_with=name)
+        return inputs
+
+    def encode(self, prompt: str) -> PromptTensors:
+        states, _, pooled, _ = self.pipeline.encode_prompt(
             prompt,
             None,
             None,
             device=self.device,
-            do_classifier_free_guidance=negative is not None,
-            negative_prompt=negative,
+            do_classifier_free_guidance=False,
             max_sequence_length=self.max_text_tokens,
         )
-        if negative is not None:
-            states, pooled = torch.cat([states, negative_states]), torch.cat([pooled, negative_pooled])
         return {"encoder_hidden_states": states, "pooled_projections": pooled}
+
+    def client_prompt(self, embeds: Tensor, pooled: Tensor | None) -> PromptTensors:
+        assert pooled is not None, "the request was checked"
+        return {"encoder_hidden_states": embeds[None], "pooled_projections": pooled[None]}
 
     def predict(self, latents: Tensor, timesteps: Tensor, prompts: PromptTensors) -> Tensor:
         found: Tensor

@@ -1,4 +1,5 @@
-"""Images in the worker: their latents by slot, the prompt embeds that they use, and the denoise steps of a plan.
+"""Images in the worker: their latents by slot, the prompt embeds that they use, and the units of a plan: prompts to
+encode, denoise steps, latents to decode.
 
 A step is a function of the latents before it, so those are kept: a step that was taken back, with the one that was
 launched after it, is made again from the same latents.
@@ -14,14 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from weft.model.diffusion import flow
-from weft.model.diffusion.pipeline import KEPT_STATES, DiffusionPipeline
+from weft.model.diffusion.pipeline import KEPT_STATES, DiffusionPipeline, client_tensor
 from weft.payloads import PromptEmbeds
 from weft.plan import Denoise, DenoiseAdmission, DenoiseOutput, KeptHiddenStates, StepPlan
 from weft.types import FlowSampler, ImageParams
-from weft.worker.inputs import arrival_of, host_rows, sent, to_device, to_host
+from weft.worker.inputs import arrival_of, sent, to_device, to_host
 
 
 class PromptEmbedsTable:
@@ -43,7 +45,7 @@ class PromptEmbedsTable:
 
     def put(self, slot: int, embeds: PromptEmbeds) -> None:
         """Write the prompt embeds that a client sent, without waiting for the device."""
-        values = host_rows(embeds)
+        values = client_tensor(embeds)
         self.states[slot, : len(values)] = sent(values, self.states.device)
 
 
@@ -84,34 +86,44 @@ class _Decoded(NamedTuple):
 
 
 class _DenoisedGroup(NamedTuple):
-    """The output of images that made a step together, on its way to the host."""
+    """The output of images that made a step together, or were decoded together, on its way to the host."""
 
     places: list[int]
     """The places of its images in the plan."""
     is_finite: Tensor
+    """Of the latents."""
     decoded: list[_Decoded]
+    checkpoints: dict[int, Tensor]
+    """The states of images after the step, by place."""
 
 
 class DenoiseOutputBatch(NamedTuple):
-    """The outputs of a plan's denoise steps; `read` waits for them."""
+    """The outputs of a plan's units; `read` waits for them."""
 
+    num_units: int
     groups: list[_DenoisedGroup]
     failed: list[int]
-    """Places of images that could not be prepared."""
+    """Places of images that could not be prepared, or whose prompts could not be encoded."""
     arrived: torch.cuda.Event | None
 
     def read(self) -> list[DenoiseOutput]:
         """Return the outputs in the plan's order."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        outputs = {place: DenoiseOutput(error=NOT_PREPARED) for place in self.failed}
+        outputs = [DenoiseOutput()] * self.num_units
+        for place in self.failed:
+            outputs[place] = DenoiseOutput(error=NOT_PREPARED)
         for group in self.groups:
-            for place, is_finite in zip(group.places, group.is_finite.tolist(), strict=True):
-                outputs[place] = DenoiseOutput() if is_finite else DenoiseOutput(error=NO_NUMBER)
             for decoded in group.decoded:
                 for place, picture in zip(decoded.places, _pictures(decoded), strict=True):
-                    outputs[place] = outputs[place] if outputs[place].error else picture
-        return [outputs[place] for place in range(len(outputs))]
+                    outputs[place] = picture
+            for place, is_finite in zip(group.places, group.is_finite.tolist(), strict=True):
+                if not is_finite:
+                    outputs[place] = DenoiseOutput(error=NO_NUMBER)
+            for place, state in group.checkpoints.items():
+                if not outputs[place].error:
+                    outputs[place] = replace(outputs[place], checkpoint=state.numpy().tobytes())
+        return outputs
 
 
 def _pictures(decoded: _Decoded) -> list[DenoiseOutput]:
@@ -173,10 +185,11 @@ class Denoiser:
     def take_in(self, plan: StepPlan) -> None:
         for slot in plan.release_slots:
             self._begun.pop(slot, None)
-        noises = {admission.slot: self._begin(admission) for admission in plan.admit_images}
-        if begun := {slot: noise for slot, noise in noises.items() if noise is not None}:
-            (slots,) = to_device([np.array(list(begun), dtype=np.int64)], self._device)
-            self._latents[slots, 0] = sent(torch.stack(list(begun.values())), self._device)
+        first = {(one.slot, one.first_step % KEPT_STATES): self._begin(one) for one in plan.admit_images}
+        if begun := {place: latents for place, latents in first.items() if latents is not None}:
+            columns = [np.array(column, dtype=np.int64) for column in zip(*begun, strict=True)]
+            slots, at = to_device(columns, self._device)
+            self._latents[slots, at] = sent(torch.stack(list(begun.values())), self._device)
 
     def warm_up(self) -> bool:
         """Do a piece of warm-up; returns False when there is none left."""
@@ -187,20 +200,23 @@ class Denoiser:
         assert self._embeds is not None, "this pipeline has a text encoder of its own"
         self._embeds.keep(kept, start, states)
 
-    def denoise(self, steps: list[Denoise]) -> DenoiseOutputBatch:
-        """Make denoise steps, without waiting for the device."""
-        groups: dict[_Key, list[int]] = {}
+    def denoise(self, units: list[Denoise]) -> DenoiseOutputBatch:
+        """Do units of images, without waiting for the device."""
+        groups: dict[_Key | None, list[int]] = {}
         failed: list[int] = []
-        for place, step in enumerate(steps):
-            if (begun := self._begun[step.slot]) is None:
+        for place, unit in enumerate(units):
+            begun = self._begun[unit.slot]
+            if begun is None or (unit.stage == "encode" and not self._encode(begun, unit)):
                 failed.append(place)
-            else:
-                key = _Key(begun.image.passes, begun.image.sampler, step.count)
+            elif unit.stage == "denoise":
+                key = _Key(begun.image.passes, begun.image.sampler, unit.count)
                 groups.setdefault(key, []).append(place)
+            elif unit.stage == "decode":
+                groups.setdefault(None, []).append(place)
         outputs = [
-            self._denoise_group(key, places, [steps[place] for place in places]) for key, places in groups.items()
+            self._denoise_group(key, places, [units[place] for place in places]) for key, places in groups.items()
         ]
-        return DenoiseOutputBatch(outputs, failed, arrival_of(self._latents))
+        return DenoiseOutputBatch(len(units), outputs, failed, arrival_of(self._latents))
 
     def _begin(self, admission: DenoiseAdmission) -> Tensor | None:
         """Return an image's first latents, on the host; None: it could not be prepared."""
@@ -215,20 +231,40 @@ class Denoiser:
         self._begun[admission.slot] = _Begun(admission.image, state)
         return noise
 
-    def _denoise_group(self, key: _Key, places: list[int], steps: list[Denoise]) -> _DenoisedGroup:
-        states = [begun.state for step in steps if (begun := self._begun[step.slot]) is not None]
-        starts = [step.start for step in steps]
-        decoded = [i for i, step in enumerate(steps) if step.wants_image]
+    def _encode(self, begun: _Begun, unit: Denoise) -> bool:
+        """Encode a prompt; an image whose prompt cannot be encoded fails alone."""
+        try:
+            self.pipeline.encode(begun.state, unit.start)
+        except FATAL:
+            raise
+        except Exception:
+            log.exception("a prompt could not be encoded")
+            self._begun[unit.slot] = None
+        return self._begun[unit.slot] is not None
+
+    def _denoise_group(self, key: _Key | None, places: list[int], units: list[Denoise]) -> _DenoisedGroup:
+        """Make the steps of images that agree in their key, and decode those that are shown; without a key, decode."""
+        states = [begun.state for unit in units if (begun := self._begun[unit.slot]) is not None]
+        starts = [unit.start for unit in units]
+        decoded = [i for i, unit in enumerate(units) if unit.wants_image]
         before = [start % KEPT_STATES for start in starts]
-        # Of several steps at once the last is the image's last, so no step begins from its latents.
+        # Of several steps at once the last is the image's last, so no unit begins from its latents.
         after = [(start + 1) % KEPT_STATES for start in starts]
-        columns = [[step.slot for step in steps], before, after, decoded]
+        columns = [[unit.slot for unit in units], before, after, decoded]
         arrays = [np.array(column, dtype=np.int64) for column in columns]
         slots, before_at, after_at, decoded_at = to_device(arrays, self._device)
-        latents = self.pipeline.denoise_step(self._latents[slots, before_at], states, starts, key.num_steps)
-        self._latents[slots, after_at] = latents
+        latents = self._latents[slots, before_at]
+        if key is not None:
+            latents = self.pipeline.denoise_step(latents, states, starts, key.num_steps)
+            self._latents[slots, after_at] = latents
+        checkpoints = {
+            places[i]: to_host(torch.cat([latents[i : i + 1], *self.pipeline.remembered(states[i], unit.steps_done)]))
+            for i, unit in enumerate(units)
+            if unit.wants_checkpoint
+        }
         is_finite = to_host(_is_finite(latents))
-        return _DenoisedGroup(places, is_finite, self._decode(latents[decoded_at], [places[i] for i in decoded]))
+        pictures = self._decode(latents[decoded_at], [places[i] for i in decoded])
+        return _DenoisedGroup(places, is_finite, pictures, checkpoints)
 
     def _decode(self, latents: Tensor, places: list[int]) -> list[_Decoded]:
         """Decode latents; an image that cannot be decoded fails alone."""

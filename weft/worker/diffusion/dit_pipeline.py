@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from weft.model.diffusion import flow
-from weft.model.diffusion.dit import BatchInvariantDit, Dit, EncodedPrompts
+from weft.model.diffusion.dit import BatchInvariantDit, Dit, DitConfig, EncodedPrompts
 from weft.model.diffusion.flow import Velocity
+from weft.model.diffusion.pipeline import first_latents
+from weft.payloads import LATENTS, NEGATIVE_PROMPT_EMBEDS, PROMPT_EMBEDS, SIGMAS, DeclaredInput
 from weft.plan import DenoiseAdmission, PlacedEmbeds
 from weft.types import ImageParams
 from weft.worker.diffusion.denoiser import PromptEmbedsTable
@@ -92,12 +94,16 @@ class DitPipeline:
 
     def prepare(self, admission: DenoiseAdmission) -> tuple[DitImage, Tensor]:
         params, config = admission.image, self.model.config
-        times = flow.times(params.steps, config.shift).tolist()
+        sigmas = admission.given.values(SIGMAS)
+        times = flow.times(params.steps, config.shift).tolist() if sigmas is None else [*map(float, sigmas), 0.0]
         embeds = admission.prompt, admission.negative
         for placed in embeds:
             if placed.embeds is not None:
                 self._table.put(placed.slot, placed.embeds)
-        return DitImage(params, times, embeds, {}), flow.noise(params.seed, config.latent_shape)
+        return DitImage(params, times, embeds, {}), first_latents(admission, config.latent_shape)
+
+    def encode(self, image: DitImage, number: int) -> None:
+        raise AssertionError("the language model encodes the prompts")
 
     def denoise_step(self, latents: Tensor, images: Sequence[DitImage], starts: Sequence[int], count: int) -> Tensor:
         passes, sampler = images[0].params.passes, images[0].params.sampler
@@ -117,9 +123,24 @@ class DitPipeline:
             latents = flow.STEPS[sampler](latents, t[i], t[i + 1], velocity)
         return latents
 
+    def remembered(self, image: DitImage, step: int) -> list[Tensor]:
+        """Return nothing: a step, also one of Heun's, depends on the latents before it alone."""
+        return []
+
     def warm_up(self) -> bool:
         return self._graphs is not None and self._graphs.capture_next()
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return the latents: this model has no VAE, and its latents are pixels."""
         return latents
+
+
+def dit_inputs(config: DitConfig) -> dict[str, DeclaredInput]:
+    """Return the inputs that the stages take from clients."""
+    embeds = DeclaredInput(stage="encode", shape=(config.max_text_tokens, config.text_width), fewer_rows=True)
+    return {
+        PROMPT_EMBEDS: embeds,
+        NEGATIVE_PROMPT_EMBEDS: embeds,
+        LATENTS: DeclaredInput(stage="denoise", shape=config.latent_shape),
+        SIGMAS: DeclaredInput(stage="denoise"),
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -11,20 +12,20 @@ import weft
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ConfigError
 from weft.model.diffusion.diffusers_load import INDEX_FILE, is_pipeline, load_pipeline
-from weft.model.diffusion.diffusers_pipeline import DiffusersPipeline, kept_bytes
+from weft.model.diffusion.diffusers_pipeline import DiffusersPipeline, kept_bytes, unit_costs
 from weft.model.diffusion.dit import CONFIG_FILE, WEIGHTS_FILE, DitConfig, encoded_bytes, load, read_config
 from weft.options import Config
-from weft.payloads import NEGATIVE_PROMPT_EMBEDS
 from weft.plan import ImageLimits
 from weft.switches import is_on
 from weft.types import ImageModelInfo
 from weft.worker.diffusion.denoiser import Denoiser, PromptEmbedsTable, latent_slot_bytes
 from weft.worker.diffusion.dit_graphs import VelocityGraphs
-from weft.worker.diffusion.dit_pipeline import DitPipeline
+from weft.worker.diffusion.dit_pipeline import DitPipeline, dit_inputs
 
 PACKAGED = Path(weft.__file__).parent / "data" / "shapes"
 """The small model that comes with Weft."""
 AUTO, NONE = "auto", "none"
+log = logging.getLogger(__name__)
 
 
 def find_image_model(wanted: str, text_model: str, text_width: int) -> Path | None:
@@ -90,16 +91,15 @@ def _load_dit(config: Config, folder: Path, dtype: torch.dtype, device: torch.de
         height=geometry.image_size,
         num_tokens=geometry.num_tokens,
         max_prompt_tokens=geometry.max_text_tokens,
-        text_width=geometry.text_width,
-        information=[NEGATIVE_PROMPT_EMBEDS],
+        inputs=dit_inputs(geometry),
         steps=geometry.num_steps,
         guidance_scale=geometry.guidance_scale,
     )
-    on_cpu, embeds_size = device.type == "cpu", info.max_prompt_tokens * info.text_width
+    on_cpu, embeds_size = device.type == "cpu", geometry.max_text_tokens * geometry.text_width
     size = latent_slot_bytes(geometry.latent_shape, PROMPTS_PER_IMAGE * encoded_bytes(geometry, dtype) if on_cpu else 0)
     limits = _limits(config, info, size, embeds_bytes=embeds_size * dtype.itemsize, on_cpu=on_cpu)
     table = PromptEmbedsTable(
-        limits.max_num_embeds, info.max_prompt_tokens, info.text_width, dtype=dtype, device=device
+        limits.max_num_embeds, geometry.max_text_tokens, geometry.text_width, dtype=dtype, device=device
     )
     model, graphs = load(folder, dtype=dtype, device=device), None
     if device.type == "cuda" and is_on("graphs"):
@@ -117,23 +117,34 @@ def _load_diffusers(config: Config, folder: Path, dtype: torch.dtype, device: to
         height=family.image_size,
         num_tokens=family.num_tokens,
         max_prompt_tokens=family.max_text_tokens,
+        inputs=family.inputs,
         steps=family.steps,
         guidance_scale=family.guidance_scale,
         reads_text=True,
     )
     size = latent_slot_bytes(family.latent_shape, kept_bytes(family))
-    limits = _limits(config, info, size, on_cpu=device.type == "cpu")
+    costs, step = unit_costs(family), PROMPTS_PER_IMAGE * info.num_tokens
+    log.info("%s: a prompt counts as %d tokens, a picture as %d, a step with guidance as %d.", info.name, *costs, step)
+    limits = _limits(config, info, size, costs=costs, on_cpu=device.type == "cpu")
     pipeline = DiffusersPipeline(family, limits.max_num_images)
     return ImageModel(Denoiser(pipeline, limits.max_num_images, device=device), limits, info)
 
 
-def _limits(config: Config, info: ImageModelInfo, size: int, *, embeds_bytes: int = 0, on_cpu: bool) -> ImageLimits:
-    """Return the limits of images that hold `size` bytes each, and prompt embeds of `embeds_bytes` a prompt. Where
-    clients may send tensors, there are bytes for at least those of one image."""
+def _limits(
+    config: Config,
+    info: ImageModelInfo,
+    size: int,
+    *,
+    embeds_bytes: int = 0,
+    costs: tuple[int, int] = (0, 0),
+    on_cpu: bool,
+) -> ImageLimits:
+    """Return the limits of images that hold `size` bytes each, and prompt embeds of `embeds_bytes` a prompt, with the
+    `costs` to encode a prompt and to decode an image. Where clients may send tensors, there are bytes for at least
+    those of one image."""
     options = config.scheduler
     most_bytes = options.max_embedding_mb * MIB
-    tensors = PROMPTS_PER_IMAGE * info.max_prompt_tokens * info.text_width * torch.float32.itemsize
-    given = tensors if config.limits.allow_prompt_embeds else 0
+    given = sum(one.num_bytes for one in info.inputs.values()) if config.limits.allow_prompt_embeds else 0
     with_embeds = size + PROMPTS_PER_IMAGE * embeds_bytes
     if (least := with_embeds + given) > most_bytes:
         raise ConfigError(
@@ -147,11 +158,14 @@ def _limits(config: Config, info: ImageModelInfo, size: int, *, embeds_bytes: in
         num_tokens=info.num_tokens,
         max_prompt_tokens=info.max_prompt_tokens,
         reads_text=info.reads_text,
-        text_width=info.text_width,
+        encode_cost=costs[0],
+        decode_cost=costs[1],
+        inputs=info.inputs,
+        checkpoint_steps=options.image_checkpoint_steps,
         latent_slot_bytes=size,
         embeds_bytes=embeds_bytes,
         max_num_images=max_num_images,
-        max_num_embeds=PROMPTS_PER_IMAGE * max_num_images if info.text_width else 0,
+        max_num_embeds=0 if info.reads_text else PROMPTS_PER_IMAGE * max_num_images,
         max_mixed_denoise=options.max_mixed_denoise or (256 if on_cpu else 2048),
         max_embedding_bytes=most_bytes,
         whole_images=not is_on("denoise-steps"),
