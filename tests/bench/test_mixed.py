@@ -104,7 +104,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
 
 
 def measure(work: MixedWork, tick: Callable[[str], None] = lambda name: None) -> MixedReport:
-    return virtual_time.run(run_mixed(load(env={}), work, tick))
+    [report] = virtual_time.run(run_mixed(load(env={}), [work], tick))
+    return report
 
 
 def by_name(report: MixedReport) -> dict[str, ModeReport]:
@@ -116,12 +117,19 @@ def test_every_mode_is_served_by_an_engine_with_its_switches(engines: Engines, m
     ticks: list[str] = []
     report = measure(FEW, ticks.append)
     assert list(by_name(report)) == ALL_MODES
-    assert ticks == [name for name in ALL_MODES for _ in range(2)] and len(ticks) == num_runs(FEW)
+    assert ticks == [name for name in ALL_MODES for _ in range(2)] and len(ticks) == num_runs([FEW])
     weft, one_whole, whole = ["overlap"], ["denoise-batches", "denoise-steps", "overlap"], ["denoise-steps", "overlap"]
     assert engines.without == [weft, one_whole, whole]
     assert [mode.without for mode in report.modes] == [weft] * 5 + [one_whole] * 2 + [whole]
     assert os.environ["WEFT_WITHOUT"] == "overlap"
     assert all(engine.closed and not engine.open for engine in engines.started)
+
+
+def test_chats_alone_are_measured_once_for_all_numbers_of_steps(engines: Engines) -> None:
+    works, ticks = [replace(FEW, steps=steps) for steps in (2, 3, 4)], list[str]()
+    reports = virtual_time.run(run_mixed(load(env={}), works, ticks.append))
+    assert [list(by_name(report)) for report in reports] == [ALL_MODES] * 3
+    assert ticks.count("text only") == 2 and ticks.count("together") == 6 and len(ticks) == num_runs(works)
 
 
 def test_the_same_work_is_done_in_every_mode(engines: Engines) -> None:

@@ -18,7 +18,7 @@ from weft.bench.arrivals import Size
 from weft.bench.datasets import DatasetSpec
 from weft.bench.generator import run
 from weft.bench.load_commands import JsonFile, RequiredFirstToken, RequiredSpeed, end_by, write
-from weft.bench.mixed import TOGETHER, MixedReport, MixedWork, ModeReport, StepsReport, Verdict, run_mixed_works
+from weft.bench.mixed import TOGETHER, MixedReport, MixedWork, ModeReport, StepsReport, Verdict, run_mixed
 from weft.bench.mixed import num_runs as num_mixed_runs
 from weft.bench.offline import OfflineReport, OfflineWork, num_runs, run_offline
 from weft.bench.offline import judge as judge_offline
@@ -210,8 +210,8 @@ def mixed(
     )
     numbers = _numbers(steps) if steps is not None else ()
     works = [replace(work, steps=number) for number in numbers] or [work]
-    with progress(len(works) * num_mixed_runs(work), "loading") as advance:
-        reports = run(run_mixed_works(settings, works, advance))
+    with progress(num_mixed_runs(works), "loading") as advance:
+        reports = run(run_mixed(settings, works, advance))
     console = Console()
     for report in reports:
         console.print(*_mixed_tables(report), sep="\n")

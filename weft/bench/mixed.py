@@ -203,18 +203,14 @@ def modes_of(work: MixedWork) -> list[Mode]:
     return [mode for mode in MODES if (work.chats or not mode.chats) and (work.images or not mode.images)]
 
 
-def num_runs(work: MixedWork) -> int:
-    return (work.runs + 1) * len(modes_of(work))
+def num_runs(works: Sequence[MixedWork]) -> int:
+    """Count the runs of all modes. Those without images are the same for every work."""
+    modes = modes_of(works[0])
+    return (works[0].runs + 1) * sum(len(works) if mode.images else 1 for mode in modes)
 
 
-async def run_mixed(config: Config, work: MixedWork, tick: Tick = lambda name: None) -> MixedReport:
-    """Measure every mode."""
-    (report,) = await run_mixed_works(config, [work], tick)
-    return report
-
-
-async def run_mixed_works(config: Config, works: Sequence[MixedWork], tick: Tick) -> list[MixedReport]:
-    """Measure every mode with each of these works, which have the same kinds of requests. Switches are read when an
+async def run_mixed(config: Config, works: Sequence[MixedWork], tick: Tick = lambda name: None) -> list[MixedReport]:
+    """Measure every mode with each of these works, which have the same chats. Switches are read when an
     engine starts, so there is one engine for all modes with the same switches. `tick` is called after every run."""
     modes = modes_of(works[0])
     if not modes:
@@ -230,7 +226,8 @@ async def run_mixed_works(config: Config, works: Sequence[MixedWork], tick: Tick
                 for work, results in zip(works, served, strict=True):
                     bench = _Bench(engine, work)
                     for mode in alike:
-                        results[mode] = await bench.measure(mode, tick)
+                        is_measured = not mode.images and mode in served[0]
+                        results[mode] = served[0][mode] if is_measured else await bench.measure(mode, tick)
             finally:
                 await engine.close()
     return [_report(engine.model, work, results) for work, results in zip(works, served, strict=True)]
