@@ -1,0 +1,47 @@
+"""vLLM with weights that are really quantised: it answers as the native engine does with the numbers they stand for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.backends.vllm.real import ask, config_of, eager, needs_vllm
+from tests.quantised_models import METHODS, save_quantised, unquantised
+from weft.backends.blocking import BlockingEngine
+from weft.backends.failover import start_engine
+from weft.backends.native import start_native
+from weft.types import SamplingParams
+
+pytestmark = needs_vllm
+
+PROMPT = list(range(20, 60))
+SCORED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=5)
+CLOSE = 0.1
+"""Of log probabilities: vLLM computes with activations of 16 bits there, or 8."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_quantised_weights(method: str, vllm_model: Path, tmp_path: Path) -> None:
+    quantised = save_quantised(vllm_model, tmp_path / "quantised", method)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for file in vllm_model.iterdir():
+        (plain / file.name).write_bytes(file.read_bytes())
+    weights = load_file(plain / "model.safetensors")
+    same = {n: unquantised(w.float(), method) if n.endswith("_proj.weight") else w for n, w in weights.items()}
+    save_file(same, plain / "model.safetensors", metadata={"format": "pt"})
+    with BlockingEngine(lambda: start_native(config_of(plain, device="cpu", threads=1))) as native:
+        expected = ask(native, PROMPT, SCORED)
+    restore = eager()
+    try:
+        config = config_of(quantised, engine="cpu-vllm", quantization=method)
+        with BlockingEngine(lambda: start_engine(config)) as vllm:
+            given = ask(vllm, PROMPT, SCORED)
+    finally:
+        restore()
+    first, theirs = expected.logprobs[0], given.logprobs[0]
+    assert given.token_ids[0] == expected.token_ids[0]
+    assert theirs.logprob == pytest.approx(first.logprob, abs=CLOSE)
+    assert dict(theirs.top)[theirs.top[1][0]] == pytest.approx(dict(first.top).get(theirs.top[1][0], -99), abs=CLOSE)
