@@ -15,6 +15,7 @@
 #   make release  a wheel, a bill of materials and checksums in dist/
 #   make proto   write the Python of the gRPC door's messages from its .proto file
 #   make show-vllm-bench   let vLLM's own benchmark drive the server (vLLM goes into build/vllm: 2 GB)
+#   make show-agreement    one server measured by weft bench, vLLM's benchmark and guidellm in turns (the last in build/guidellm)
 #   make show-vllm-engine  the tests of vLLM as an engine, on this machine's CPU (in build/vllm)
 #   make show-remote-peers the remote engine against `vllm serve` (in build/vllm), and llama.cpp's LLAMA_SERVER if set
 
@@ -29,12 +30,13 @@ ARGS ?=
 # Every test that starts a process would compile Weft anew where this is set.
 export PYTHONDONTWRITEBYTECODE :=
 VLLM_ENV ?= build/vllm
+GUIDELLM_ENV ?= build/guidellm
 LLAMA_SERVER ?=
 ADVISORIES ?= build/advisories
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release proto show-vllm-bench show-vllm-engine show-remote-peers clean
+.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release proto show-agreement show-vllm-bench show-vllm-engine show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -101,6 +103,10 @@ show-vllm-bench: .venv/installed-dev $(VLLM_ENV)/installed
 	@$(BIN)/weft pull smollm2
 	$(BIN)/python -m tests.peers.vllm_bench $(VLLM_ENV)/bin/python $(ARGS)
 
+show-agreement: .venv/installed-dev $(VLLM_ENV)/installed $(GUIDELLM_ENV)/installed
+	@$(BIN)/weft pull smollm2
+	$(BIN)/python -m tests.peers.agreement --vllm $(VLLM_ENV)/bin/python --guidellm $(GUIDELLM_ENV)/bin/python $(ARGS)
+
 show-vllm-engine: $(VLLM_ENV)/installed
 	$(VLLM_ENV)/bin/python -m pytest tests/backends/vllm $(ARGS)
 
@@ -132,6 +138,11 @@ $(VLLM_ENV)/installed:
 	$(VLLM_ENV)/bin/python -m pip --disable-pip-version-check install --no-deps --constraint constraints.txt \
 		gguf grpcio-health-checking grpcio-reflection iniconfig pluggy pytest pytest-timeout
 	$(VLLM_ENV)/bin/python -m pip --disable-pip-version-check install --no-deps --editable .
+	@touch $@
+
+$(GUIDELLM_ENV)/installed:
+	$(PYTHON) -m venv $(GUIDELLM_ENV)
+	$(GUIDELLM_ENV)/bin/python -m pip --disable-pip-version-check install --only-binary :all: torch==2.13.0 guidellm==0.8.1
 	@touch $@
 
 clean:
