@@ -63,7 +63,7 @@ def cells(mark: str) -> list[tuple[str, str]]:
         (engine, column)
         for engine, *row in rows
         for column, cell in zip(COLUMNS, row, strict=True)
-        if re.fullmatch(f"{mark}[¹²³⁴⁵⁶⁷⁸]*", cell)
+        if re.fullmatch(f"{mark}[¹²³⁴⁵⁶⁷⁸⁹]*", cell)
     ]
 
 
@@ -240,7 +240,7 @@ async def quantises(stand: Stand) -> None:
     assert GGMLQuantizationType.Q8_0 in types
     answered = await stand.ask()
     assert answered.text == (await Stand(engine=stand.native, native=stand.native, model=stand.model).ask()).text
-    with pytest.raises(ConfigError, match="Serve a GGUF file"):
+    with pytest.raises(ConfigError, match="unpacks their weights"):
         await start_native(load({"model": str(stand.model), "quantization": "fp8"}, env={}))
 
 
