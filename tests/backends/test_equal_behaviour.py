@@ -219,12 +219,17 @@ async def streams(stand: Stand) -> None:
 
 async def batches(stand: Stand) -> None:
     prompts = ["together"] * NUM_ROWS if is_own_class(stand) else [f"{PROMPT} {i}" for i in range(NUM_ROWS)]
-    steps = stand.native.stats().steps
-    answers = await asyncio.gather(*(stand.ask(prompt, max_tokens=64, **endless(stand)) for prompt in prompts))
-    if is_own_class(stand):
-        assert len({answered.text for answered in answers}) == 1, "all of them waited for each other"
-        return
-    assert stand.native.stats().steps - steps < NUM_ROWS * 64 / 2, "several rows a step"
+    # On a busy machine the first may be done before the last is sent: then they are sent once more.
+    for _ in range(20):
+        steps = stand.native.stats().steps
+        answers = await asyncio.gather(*(stand.ask(prompt, max_tokens=64, **endless(stand)) for prompt in prompts))
+        if is_own_class(stand):
+            assert len({answered.text for answered in answers}) == 1, "all of them waited for each other"
+            return
+        if stand.native.stats().steps - steps < NUM_ROWS * 64 / 2:
+            break
+    else:
+        raise AssertionError("there are never several rows in a step")
     for prompt, answered in zip(prompts, answers, strict=True):
         assert answered.text == (await stand.ask(prompt, max_tokens=64, **endless(stand))).text
 
