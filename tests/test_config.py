@@ -46,6 +46,14 @@ def test_the_share_of_a_gpu_is_three_quarters_unless_told() -> None:
             load({"gpu_memory_utilization": share}, env={})
 
 
+def test_the_source_systems_numbers_are_defaults() -> None:
+    config = load(env={})
+    assert (config.grpc.grpc_buffer_size, config.grpc.grpc_flush_interval_ms) == (8, 50)
+    assert (config.engine.start_timeout_s, config.engine.step_timeout_s) == (600, 300)
+    assert (config.server.host, config.server.port) == ("127.0.0.1", 8000)
+    assert config.scheduler.max_embedding_mb == 1024
+
+
 def test_every_value_can_come_from_every_place(tmp_path: Path) -> None:
     for setting in settings():
         value = setting.choices[-1] if setting.choices else setting.default

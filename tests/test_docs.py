@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,3 +58,28 @@ def test_every_fault_has_a_test_for_every_engine() -> None:
     rows = re.findall(r"^\| (native|vLLM|remote) \|.*\| (.+) \|$", page, re.MULTILINE)
     assert [engine for engine, _ in rows] == ["native", "vLLM", "remote"] * 5
     assert all("`tests/" in tests for _, tests in rows)
+
+
+def test_every_module_says_what_it_is() -> None:
+    for file in (ROOT / "weft").rglob("*.py"):
+        text = file.read_text()
+        assert not text or file.name.endswith("_pb2.py") or ast.get_docstring(ast.parse(text)), file
+
+
+def test_source_files_are_in_english_end_with_a_line_and_name_nobodys_folder() -> None:
+    """What models read and write may be in any language: data, and texts of tests."""
+    for folder in ("weft", "scripts", "tools", "training", "docs", "tests"):
+        for file in (file for end in ("*.py", "*.md", "*.toml") for file in (ROOT / folder).rglob(end)):
+            text = file.read_text()
+            assert not text or text.endswith("\n"), file
+            assert folder == "tests" or not re.search("[\u3040-\u30ff\u4e00-\u9fff]", text), file
+            assert not re.search(r"/(?:home|Users)/(?!secret)\w", text), file
+
+
+def test_the_linter_looks_for_what_reviews_found() -> None:
+    """Names defined twice and f-strings without fields (F), files without a last newline (W), blind excepts (BLE), logs
+    that are formatted before they are wanted (G); and every function has its types."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert {"F", "W", "BLE", "G"} <= set(tools["ruff"]["lint"]["select"])
+    assert not {"F541", "F811", "W292", "BLE001", "G004"} & set(tools["ruff"]["lint"]["ignore"])
+    assert tools["mypy"]["strict"] and tools["mypy"]["files"] == ["weft"]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,9 @@ from weft.observe import metrics
 from weft.options import settings
 from weft.serving.admission import Admission
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 PAGE = (DOCS / "migration.md").read_text()
 OTHER_PAGES = ("migration-vllm-omni.md", "migration-pypto.md")
 VARIABLES_NAMED = """
@@ -141,7 +147,12 @@ def own_flags() -> set[str]:
         inner = command.commands.values() if hasattr(command, "commands") else ()
         return own.union(*map(of, inner))
 
-    return of(typer.main.get_command(cli.app)) | of(typer.main.get_command(commands.app))
+    apps = (cli.app, commands.app, *(import_module(f"weft.bench.scripts.{file.stem}").app for file in SCRIPTS))
+    return set().union(*(of(typer.main.get_command(app)) for app in apps))
+
+
+def own_routes() -> set[str]:
+    return {route.path for route in admission_app(Admission(load({"admin_key": ["k"]}, env={}))).routes}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", OTHER_PAGES)
@@ -153,7 +164,7 @@ def test_what_the_other_pages_say_is_here_is_here(name: str) -> None:
     assert flags <= own_flags(), flags - own_flags()
     variables = {word for here in cells for word in re.findall(r"WEFT_[A-Z_]+", here)}
     assert variables <= RESERVED_ENV | {setting.env for setting in settings()}
-    routes = {route.path for route in admission_app(Admission(load({"admin_key": ["k"]}, env={}))).routes}  # type: ignore[attr-defined]
+    routes = own_routes()
     told = {
         path for here in cells for path in re.findall(r"`(?:GET |POST )?(/(?:v1|admin|health|metrics)[\w/]*)`", here)
     }
@@ -171,3 +182,30 @@ def test_the_page_of_pypto_has_every_key_of_its_file() -> None:
             assert row.startswith("**read**") and f"`{here}`" in row
         else:
             assert "refused" in row
+
+
+@functools.cache
+def functions_of(file: Path) -> set[str]:
+    return {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_line_of_the_requirements_has_tests_that_are_there_and_commands_that_work() -> None:
+    page = (DOCS / "requirements.md").read_text()
+    done, _, left_out = page.partition("\n## Not built, and why\n")
+    lines = re.findall(r"^\| (.+) \|$", done, re.MULTILINE)
+    rows = [line.split(" | ") for line in lines if not line.endswith("| command")]
+    assert len(rows) > 200 and all(len(row) == 4 for row in rows)
+    assert left_out and "partly" not in page
+    for _, _, tests, _ in rows:
+        cited = re.findall(r"`(tests/\S+)::(test_\w+)`", tests)
+        assert cited and ", ".join(f"`{file}::{name}`" for file, name in cited) == tests
+        for file, name in cited:
+            assert name in functions_of(ROOT / file), f"{file} has no {name}"
+    typed = "\n".join(command for *_, command in rows)
+    assert set(FLAG.findall(page)) <= own_flags(), set(FLAG.findall(page)) - own_flags()
+    assert set(re.findall(r"`(/[\w/.]+)`", typed)) <= own_routes()
+    assert {ROOT / script for script in re.findall(r"scripts/\w+\.py", typed)} <= set(SCRIPTS)
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)", typed)) <= targets
+    for module in set(re.findall(r"python -m ([\w.]+)", typed)):
+        assert find_spec(module), module

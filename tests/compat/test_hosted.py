@@ -450,6 +450,18 @@ def test_a_load_in_the_background(stage: Stage) -> None:
     assert engine.get_model_info()["is_loaded"] is False
 
 
+def test_a_model_is_loaded_and_unloaded_inside_a_running_loop(stage: Stage) -> None:
+    async def scenario() -> None:
+        engine = create_engine("scripted")
+        for mode in ("check_and_load", "async_load"):
+            engine.load_model("m", load_mode=mode)
+            await until(engine.health_check, "the engine")
+            assert "".join(engine.infer("hi")) == "Hello, world"
+            engine.unload_model()
+
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE))
+
+
 def test_a_check_leaves_the_model_in_use_alone(stage: Stage, engine: BaseEngine) -> None:
     engine.load_model("other/model", load_mode="check_only")
     assert engine.health_check() and "".join(engine.infer("hi")) == "Hello, world"

@@ -10,12 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import grpc
 import pytest
 
+from tests.api.grpc import calls
 from tests.e2e.tiny_server import NAME, TinyServer
+from tests.waiting import until
 
 NUM_STREAMS = 1000
 NUM_LEAVERS = 200
+NUM_CONNECTIONS = 100
 MAX_TOKENS = 8
 QUESTIONS = [f"What does weaver {i} make of thread {i * i}?" for i in range(50)]
 
@@ -154,3 +158,29 @@ def test_two_hundred_that_hang_up_are_not_missed(server: TinyServer) -> None:
     before = server.metric("weft_generation_tokens_total")
     asyncio.run(scenario())
     assert server.metric("weft_generation_tokens_total") - before < NUM_LEAVERS * 300, "it went on for those who left"
+
+
+def test_a_hundred_grpc_connections_are_each_their_solo_run(server: TinyServer) -> None:
+    """Each prediction has a connection of its own, and the engine waits until all are open."""
+    address = f"127.0.0.1:{server.grpc_port()}"
+    greedy = {"temperature": 0, "max_new_tokens": MAX_TOKENS}
+
+    async def predicted(number: int) -> str:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(address, options) as channel:
+            asked = calls.ask(QUESTIONS[number % len(QUESTIONS)], str(number), generation=greedy)
+            responses = await calls.answer_to(calls.Client(channel), asked)
+        calls.check_whole(responses)
+        assert responses[0].trace_id == str(number)
+        return calls.text_of(responses)
+
+    async def scenario() -> None:
+        solo = [await predicted(number) for number in range(len(QUESTIONS))]
+        files_before = server.num_files()
+        with server.engine_stopped():
+            predictions = [asyncio.create_task(predicted(number)) for number in range(NUM_CONNECTIONS)]
+            await until(lambda: server.num_files() >= files_before + NUM_CONNECTIONS, "a hundred connections")
+        assert await asyncio.gather(*predictions) == solo * (NUM_CONNECTIONS // len(solo))
+        server.check_unharmed()
+
+    asyncio.run(scenario())

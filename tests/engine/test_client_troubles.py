@@ -10,12 +10,12 @@ import sys
 import pytest
 
 from tests.engine.stand_in import StandIn, StandIns
-from tests.engine.test_client import FILES, client_of, request
+from tests.engine.test_client import FILES, client_of, request, submitted
 from tests.waiting import PATIENCE, until
 from weft.config import load
 from weft.engine.client import EngineClient
 from weft.engine.process import EngineProcess
-from weft.engine.wire import Done, StepOutput, frame
+from weft.engine.wire import Done, Heartbeat, StepOutput, frame
 from weft.errors import EngineFault
 from weft.types import EngineStats, Event, FinishReason, ResetPrefixCache
 
@@ -193,3 +193,24 @@ def test_an_engine_that_speaks_another_language_is_refused() -> None:
 
     with pytest.raises(EngineFault, match="no message"):
         asyncio.run(EngineClient(load(env={}), FILES, Babbler).start())
+
+
+def test_an_engine_whose_step_takes_too_long_is_replaced_and_its_request_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        launch = StandIns()
+        async with client_of(launch) as client:
+            entry = client.submit(request("a"))
+            [first] = launch.launched
+            await submitted(first)
+            first.send(Heartbeat(299.0), StepOutput({"a": 5}, [], EngineStats()))
+            await until(lambda: entry.delivered == [5])
+            assert client.state == "ready"
+            first.send(Heartbeat(301.0))
+            await until(lambda: len(launch.launched) == 2 and client.state == "ready")
+            [again] = await submitted(launch.launched[1])
+            assert again.output_token_ids == [5]
+
+    asyncio.run(scenario())
+    assert "a step took more than 300 s" in caplog.text

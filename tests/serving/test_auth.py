@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hmac
+
 import pytest
 from starlette.routing import Route
 
@@ -13,6 +15,7 @@ from weft.api.server import check_reach
 from weft.config import load
 from weft.errors import ConfigError
 from weft.options import ServerOptions
+from weft.serving.auth import Keys
 
 CONFIG = load({"api_key": ["first", "second"]}, env={})
 
@@ -83,3 +86,20 @@ def test_an_address_that_others_reach_needs_a_key(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
 def test_this_machine_alone_needs_none(host: str) -> None:
     check_reach(ServerOptions(host=host))
+
+
+def test_a_key_is_compared_with_every_known_one_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As digests, the first that fits included: how long it takes tells nothing of any key."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return one == other
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    keys = Keys(["first", "second", "third"])
+    for shown in ("first", "third", "f", ""):
+        compared.clear()
+        keys.owner([shown])
+        assert len({other for _, other in compared}) == 3
+        assert {len(digest) for pair in compared for digest in pair} == {32}
