@@ -50,13 +50,15 @@ def test_each_has_help_and_a_file_of_its_own(name: str) -> None:
 def test_token_speed_is_measured_and_judged(server: tuple[str, str], tmp_path: Path) -> None:
     file = tmp_path / "baseline_result.json"
     words = ("--url", server[0], "--max-tokens", "8", "--runs", "3", "--output", str(file))
-    good = script("benchmark_token_speed", *words, "--min-tokens-per-s", "0.001")
+    good = script("benchmark_token_speed", *words, "--min-tokens-per-s", "0.001", "--max-std-dev", "1e9")
     assert good.exit_code == 0 and "pass" in good.output, good.output
     report = json.loads(file.read_text())
     assert {"tokens_per_sec", "ttft_ms", "std_dev", "runs", "seed", "environment"} <= report.keys()
     assert report["figures"][0]["runs"][0]["requests"] == 3, "the three standard prompts"
     bad = script("benchmark_token_speed", *words, "--no-warmup", "--prompt", "Hello", "--min-tokens-per-s", "1e9")
     assert bad.exit_code == 1 and "FAIL" in bad.output
+    unsteady = script("benchmark_token_speed", *words, "--min-tokens-per-s", "0.001", "--max-std-dev", "0")
+    assert unsteady.exit_code == 1 and "standard deviation" in unsteady.output, unsteady.output
 
 
 def test_a_report_is_neither_better_nor_worse_than_itself_and_half_is_worse(

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import grpc
@@ -26,9 +27,13 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """Return a channel to `host:port` or `unix:/path`."""
-    limits = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES), ("grpc.max_send_message_length", -1)]
-    return grpc.aio.insecure_channel(address.removeprefix("grpc://"), options=limits)
+    """Return a channel to `host:port` or `unix:/path`, over a connection of its own."""
+    options = [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    return grpc.aio.insecure_channel(address.removeprefix("grpc://"), options=options)
 
 
 class GrpcClient:
@@ -43,11 +48,17 @@ class GrpcClient:
         key: str = "",
         model: str = "",
         keeps_text: bool = False,
+        others: Sequence[grpc.aio.Channel] = (),
     ) -> None:
-        """`model`: one of the server's; empty: its default."""
+        """`model`: one of the server's; empty: its default. `others`: channels that it uses in turn with the first."""
         self._model = model
-        self._predict = channel.stream_stream(
-            f"/{SERVICE_NAME}/StreamPredict", StreamPredictRequest.SerializeToString, StreamPredictResponse.FromString
+        self._predicts = cycle(
+            each.stream_stream(
+                f"/{SERVICE_NAME}/StreamPredict",
+                StreamPredictRequest.SerializeToString,
+                StreamPredictResponse.FromString,
+            )
+            for each in (channel, *others)
         )
         self._options = options
         self._metadata = [("authorization", f"Bearer {key}")] if key else []
@@ -98,7 +109,7 @@ class GrpcClient:
         began = last = time.perf_counter()
         texts: list[str] = []
         ended = False
-        call = self._predict(iter([request]), metadata=self._metadata, timeout=REQUEST_TIMEOUT_S)
+        call = next(self._predicts)(iter([request]), metadata=self._metadata, timeout=REQUEST_TIMEOUT_S)
         try:
             async for response in call:
                 now = time.perf_counter()

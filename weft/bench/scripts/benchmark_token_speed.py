@@ -13,12 +13,14 @@ from weft.bench.arrivals import Load, Size
 from weft.bench.datasets import DatasetSpec, standard_prompts
 from weft.bench.generator import run
 from weft.bench.load_commands import end_by, measured, print_report, write
-from weft.bench.report import Required
+from weft.bench.report import Judged, Required
 from weft.bench.scripts.subject import Engine, MaxTokens, Model, Output, Runs, Url, command, main, subject
 from weft.bench.serve import Point, ServeReport, ServeWork, judge
 
 FAILS_BELOW = 40.0
 """Tokens a second, as the source's regression suite has it; its goal is 50."""
+MAX_STD_DEV = 10.0
+"""In per cent, as the source's baseline asks for."""
 
 
 def token_speed(
@@ -31,6 +33,9 @@ def token_speed(
     no_warmup: Annotated[bool, typer.Option("--no-warmup", help="Measure from the first request on.")] = False,
     seed: Annotated[int, typer.Option(help="Kept in the report.")] = 0,
     min_tokens_per_s: Annotated[float, typer.Option(help="End with 1 below this.")] = FAILS_BELOW,
+    max_std_dev: Annotated[
+        float, typer.Option(help="End with 1 where the runs' standard deviation is above this, in % of their median.")
+    ] = MAX_STD_DEV,
     output: Output = None,
 ) -> None:
     """Measure tokens a second and the time to the first token, one request at a time. Tokens are the server's own
@@ -40,7 +45,11 @@ def token_speed(
     write(report, output)
     if report.num_failures:
         raise typer.Exit(1)
-    end_by(judge(report, Required(tokens_per_s=min_tokens_per_s)))
+    deviation = 100 * report.std_dev / report.tokens_per_sec
+    steady = Judged(
+        name="standard deviation", measured=deviation, bound=f"≤ {max_std_dev:g} %", kept=deviation <= max_std_dev
+    )
+    end_by([*judge(report, Required(tokens_per_s=min_tokens_per_s)), steady])
 
 
 async def measure_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import AsyncExitStack
 from typing import Annotated
 
 import typer
@@ -73,9 +74,12 @@ async def measure_grpc(
     chance = random.Random(seed)
     async with (
         subject(model=model, engine=engine, url="", grpc_address=address) as found,
-        open_channel(found.grpc_address) as channel,
+        AsyncExitStack() as stack,
     ):
-        generator = Generator(GrpcClient(channel, {}), dialogues(dataset, chance), chance)
+        channel, *others = [
+            await stack.enter_async_context(open_channel(found.grpc_address)) for _ in range(concurrency)
+        ]
+        generator = Generator(GrpcClient(channel, {}, others=others), dialogues(dataset, chance), chance)
         warmed_up = await generator.run(Load(requests=2, connections=1))
         if warmed_up.failures:
             raise Unavailable(f"The server does not answer as it should: {warmed_up.failures[0]}")
@@ -94,7 +98,7 @@ async def measure_grpc(
 
 def print_grpc(report: GrpcLoadReport) -> None:
     measured = report.run
-    table = Table(title=f"{report.concurrency} gRPC streams, {report.duration_s:g} s", show_header=False, box=None)
+    table = Table(title=f"{report.concurrency} gRPC connections, {report.duration_s:g} s", show_header=False, box=None)
     table.add_row("answers", f"{measured.succeeded:,} ({measured.requests_per_s:,.1f} a second)")
     table.add_row("failures", ", ".join(f"{count} × {name}" for name, count in measured.errors.items()) or "none")
     table.add_row("tokens", f"{measured.output_tokens:,} ({measured.output_tokens_per_s:,.1f} a second)")
