@@ -16,6 +16,8 @@ GAUGES = {
     "images_waiting",
     "embedding_bytes",
     "open_requests",
+    "memory_allocated",
+    "memory_reserved",
 }
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tests.waiting import PATIENCE
-from weft.backends.native import ImageOutputs, NativeStream
+from weft.backends.native import ONE_EVENT, ImageOutputs, NativeStream
 from weft.engine.journal import Entry, Journal
 from weft.text.detokenizer import OutputText
-from weft.types import Event, FinishReason, ImageParams, Output, Request, SamplingParams
+from weft.types import ChunkSize, Event, FinishReason, ImageParams, Output, Request, SamplingParams
 
 
 class ByteTokenizer:
@@ -50,10 +50,10 @@ class JournalOnly:
             self.journal.record(Event(request_id="r", token_ids=[last], finish=finish))
 
 
-def answer_of(client: JournalOnly, stop: tuple[str, ...] = ()) -> NativeStream:
+def answer_of(client: JournalOnly, stop: tuple[str, ...] = (), chunk_size: int = 0) -> NativeStream:
     request = Request(request_id="r", prompt_token_ids=[1], params=SamplingParams(max_tokens=100, stop=stop))
     text = OutputText(ByteTokenizer(), request)  # type: ignore[arg-type]
-    return NativeStream(client, request, text)  # type: ignore[arg-type]
+    return NativeStream(client, request, text, ChunkSize(chunk_size))  # type: ignore[arg-type]
 
 
 def run(scenario: Any) -> None:
@@ -86,6 +86,26 @@ def test_what_came_before_anybody_followed_is_one_delta() -> None:
         assert [(delta.text, delta.token_ids, delta.finish) for delta in deltas] == [
             ("abc", [97, 98, 99], FinishReason.STOP)
         ]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_pieces_have_exactly_so_many_tokens_however_late_they_are_read(is_late: bool) -> None:
+    async def scenario() -> None:
+        client = JournalOnly()
+        answer = answer_of(client, chunk_size=3)
+        deltas: list[Output] = []
+        if is_late:
+            client.bring("abcdefghi", FinishReason.STOP)
+        following = asyncio.create_task(answer.follow(deltas.append))
+        await asyncio.sleep(0)
+        if not is_late:
+            client.bring("ab")
+            assert [delta.text for delta in deltas] == ["a"], "the first at once, the next when there are three"
+            client.bring("cdefghi", FinishReason.STOP)
+        await following
+        assert [delta.text for delta in deltas] == ["a", "bcd", "efg", "hi"]
 
     run(scenario)
 
@@ -218,7 +238,7 @@ def test_every_step_of_an_image_is_an_output_however_late_it_is_read(following: 
 
     async def scenario() -> None:
         client = JournalOnly()
-        stream = NativeStream(client, request, ImageOutputs(request, 10))  # type: ignore[arg-type]
+        stream = NativeStream(client, request, ImageOutputs(request, 10), ONE_EVENT)  # type: ignore[arg-type]
         client.journal.record(Event(request_id="r", denoise_step=1, image=b"first"))
         client.journal.record(Event(request_id="r", denoise_step=2, image=b"second"))
         client.journal.record(Event(request_id="r", denoise_step=3, image=b"third", finish=FinishReason.STOP))

@@ -22,8 +22,10 @@ from weft.api.grpc.ai_service_pb2 import (
     InformationEntry,
     InformationValue,
     InformationValues,
+    PromptSegment,
     StreamMetadata,
     StreamPredictRequest,
+    TokenIds,
     WorkerHealthRequest,
 )
 
@@ -54,6 +56,14 @@ LIKELY: dict[str, tuple[Any, ...]] = {
     "command": ("ping", "list_models", "load_model", "unload_model", "reload_registry", *STRINGS),
     "payload": ({}, {"model_id": NAME}, {"model_id": "x" * 10_000}, {"": "\0"}),
     "extra": ({"a": "b"}, {"": "\0"}, {str(i): "" for i in range(3000)}),
+    "segments": (
+        (PromptSegment(text="over"), PromptSegment(prompt_embeds=TENSOR), PromptSegment(token_ids=TokenIds(ids=[5]))),
+        (PromptSegment(), PromptSegment(text="")),
+        (PromptSegment(token_ids=TokenIds(ids=[2**32 - 1])),),
+        (PromptSegment(prompt_embeds=ClientTensor(data=b"\xff" * 384, shape=(1, 96), dtype="float32")),),
+        (PromptSegment(text="a"),) * 3000,
+        (PromptSegment(token_ids=TokenIds(ids=[1] * 100_000)),),
+    ),
     "steps": (0, 1, 3, 20, 1001, 2**32 - 1),
     "sampler": ("euler", "heun", *STRINGS),
     "data": (b"", bytes(384), b"\xff" * 384, bytes(100_000)),
@@ -107,7 +117,7 @@ def fields_of(descriptor: Descriptor) -> dict[Field, tuple[Any, ...]]:
             found[(field.name,)] = LIKELY[field.name]
         elif field.cpp_type in VALUES:
             found[(field.name,)] = VALUES[field.cpp_type]
-        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+        if field.message_type is not None and not field.is_repeated:
             inner = fields_of(field.message_type)
             found |= {(field.name, *place): values for place, values in inner.items()}
     return found

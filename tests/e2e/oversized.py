@@ -79,10 +79,11 @@ class TooMuch(Struct, frozen=True):
         for step, following in zip(steps, [*steps[1:], None], strict=True):
             if following is None:
                 target[step] = _HOLE
-            elif isinstance(step, str) and not isinstance(target.get(step), list if following == 0 else dict):
-                target[step] = [{}] if following == 0 else {}
-            elif isinstance(step, int) and not isinstance(target[step], dict):
-                target[step] = {}
+                break
+            wanted = list if isinstance(following, int) else dict
+            there = target.get(step) if isinstance(step, str) else target[step]
+            if not isinstance(there, wanted):
+                target[step] = [{}] if wanted is list else {}
             target = target[step]
         encoded = json.dumps(body).encode().replace(json.dumps(_HOLE).encode(), self.shape.json(self.size), 1)
         return Asked(self.path, encoded, headers=FOR_OPERATORS if self.path in OPERATORS else ())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from weft.kernels.batch import AttentionBatch, GivenRows, HeadNorms, HeadShape
+from weft.kernels.batch import AttentionBatch, GivenRows, HeadNorms, HeadShape, client_tensor
 from weft.kernels.table import REFERENCE, Ops
 
-__all__ = ["REFERENCE", "AttentionBatch", "GivenRows", "HeadNorms", "HeadShape", "Ops", "ops_for"]
+__all__ = ["REFERENCE", "AttentionBatch", "GivenRows", "HeadNorms", "HeadShape", "Ops", "client_tensor", "ops_for"]
 
 
 def ops_for(device: str) -> Ops:

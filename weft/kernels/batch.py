@@ -1,10 +1,14 @@
-"""The inputs of a step that kernels share, on every device."""
+"""The inputs of a step, on every device."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from weft.payloads import BFLOAT16
+from weft.payloads import Tensor as ClientTensor
 
 
 class HeadShape(NamedTuple):
@@ -63,3 +67,9 @@ class GivenRows(NamedTuple):
     """[rows] int64: their places among the step's tokens."""
     values: Tensor
     """[rows, hidden size], of the model's dtype."""
+
+
+def client_tensor(tensor: ClientTensor, start: int = 0, stop: int | None = None) -> Tensor:
+    """Return a client's tensor, or rows of it, on the host, in the dtype that it was sent in."""
+    values = torch.from_numpy(tensor.array()[start:stop].copy())
+    return values.view(torch.bfloat16) if tensor.dtype == BFLOAT16 else values

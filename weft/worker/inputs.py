@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.kernels import GivenRows
-from weft.model.diffusion.pipeline import client_tensor
+from weft.kernels import GivenRows, client_tensor
 from weft.plan import Row
 from weft.worker.rows import Ints, RowTable, runs
 

@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from weft.kernels import client_tensor
 from weft.model.diffusion import flow
 from weft.model.diffusion.families import POOLED_EMBEDS, PipelineFamily, PromptTensors
-from weft.model.diffusion.pipeline import KEPT_STATES, checkpoint_tensors, client_tensor, first_latents
+from weft.model.diffusion.pipeline import KEPT_STATES, checkpoint_tensors, first_latents
 from weft.payloads import SIGMAS, TIMESTEPS
 from weft.payloads import Tensor as ClientTensor
 from weft.plan import DenoiseAdmission

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.kernels import client_tensor
 from weft.model.diffusion import flow
-from weft.payloads import BFLOAT16, LATENTS
-from weft.payloads import Tensor as ClientTensor
+from weft.payloads import LATENTS
 from weft.plan import DenoiseAdmission
 from weft.types import LatentCheckpoint
 
@@ -59,12 +59,6 @@ class DiffusionPipeline(Protocol[ImageState]):
 
     def decode(self, latents: Tensor) -> Tensor:
         """Return images of -1 to 1, [B, 3, H, W], by the model's VAE where it has one. Must not wait for the device."""
-
-
-def client_tensor(tensor: ClientTensor, start: int = 0, stop: int | None = None) -> Tensor:
-    """Return a client's tensor, or rows of it, on the host, in the dtype that it was sent in."""
-    values = torch.from_numpy(tensor.array()[start:stop].copy())
-    return values.view(torch.bfloat16) if tensor.dtype == BFLOAT16 else values
 
 
 def first_latents(admission: DenoiseAdmission, shape: Sequence[int]) -> Tensor:

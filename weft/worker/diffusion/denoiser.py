@@ -18,8 +18,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from weft.kernels import client_tensor
 from weft.model.diffusion import flow
-from weft.model.diffusion.pipeline import KEPT_STATES, DiffusionPipeline, client_tensor
+from weft.model.diffusion.pipeline import KEPT_STATES, DiffusionPipeline
 from weft.payloads import PromptEmbeds
 from weft.plan import Denoise, DenoiseAdmission, DenoiseOutput, KeptHiddenStates, StepPlan
 from weft.types import FlowSampler, ImageParams
