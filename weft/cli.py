@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -51,10 +51,13 @@ def _show_error(error: WeftError) -> None:
         console.print(error.hint, markup=False, highlight=False, soft_wrap=True)
 
 
-def configured(*sections: str, positional_model: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def configured(
+    *sections: str, positional_model: bool = False, with_sampling: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command a flag for every setting of the sections, and the configuration as its first argument.
 
     Only flags that the user gave reach the configuration: the rest is for environment, file and defaults to say.
+    `with_sampling` adds those of SAMPLING, which the command gets as `sampling`.
     """
     chosen = list(settings(*sections))
 
@@ -67,10 +70,14 @@ def configured(*sections: str, positional_model: bool = False) -> Callable[[Call
                 if flags["model"] not in (None, named):
                     raise ConfigError(f"The model is {named!r} and --model is {flags['model']!r}.", hint="Give one.")
                 flags["model"] = named
+            if with_sampling:
+                values["sampling"] = _sampling({name: values.pop(name) for name in SAMPLING})
             given = {name: value for name, value in flags.items() if value is not None}
             command(load(given, file=config_file), **values)
 
         first = [_model_argument()] if positional_model else []
+        if with_sampling:
+            own = [*(each for each in own if each.name != "sampling"), *_sampling_flags()]
         parameters = [*first, *own, _config_file(), *map(_flag, chosen)]
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
@@ -111,23 +118,31 @@ def _model_argument() -> inspect.Parameter:
     return _parameter("named_model", str | None, argument)
 
 
-MaxTokens = Annotated[int | None, typer.Option(help="Longest answer, in tokens; else up to the context's end.")]
-Temperature = Annotated[float | None, typer.Option(help="0 always takes the likeliest token; else the model's own.")]
-TopP = Annotated[float | None, typer.Option(help="Choose among the likeliest tokens that have this share together.")]
-TopK = Annotated[int | None, typer.Option(help="Choose among so many tokens; 0: all.")]
-MinP = Annotated[float | None, typer.Option(help="Leave out tokens less likely than this share of the likeliest.")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: tokens that were there become less likely.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End the answer at this text; may be repeated.")]
+SAMPLING: dict[str, tuple[Any, str]] = {
+    "max_tokens": (int, "Longest answer, in tokens; else up to the context's end."),
+    "temperature": (float, "0 always takes the likeliest token; else the model's own, as for the next four."),
+    "top_p": (float, "Choose among the likeliest tokens that have this share together."),
+    "top_k": (int, "Choose among so many tokens; 0: all."),
+    "min_p": (float, "Leave out tokens less likely than this share of the likeliest."),
+    "repetition_penalty": (float, "Above 1: tokens that were there become less likely."),
+    "seed": (int, "The same seed gives the same answer."),
+    "stop": (list[str], "End the answer at this text; may be repeated."),
+}
+"""The sampling parameters that commands have flags for, with their types and their help."""
 
 
-def _sampling(stop: list[str] | None, **given: float | None) -> dict[str, Any]:
+def _sampling_flags() -> list[inspect.Parameter]:
+    return [_parameter(name, kind | None, typer.Option(None, help=help)) for name, (kind, help) in SAMPLING.items()]
+
+
+def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling parameters that were given to a command. Raises InvalidRequest for one that no model could
     honour, before one is loaded."""
     from weft.types import SamplingParams
 
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    chosen["stop"] = tuple(stop or ())
+    chosen: dict[str, Any] = {
+        name: tuple(value) if name == "stop" else value for name, value in given.items() if value is not None
+    }
     SamplingParams(**chosen).check()
     return chosen
 
@@ -151,36 +166,20 @@ def serve(config: Config) -> None:
 
 
 @app.command(epilog=EPILOG)
-@configured("model", "backend", "cache", "scheduler", "engine")
+@configured("model", "backend", "cache", "scheduler", "engine", with_sampling=True)
 def generate(
     config: Config,
     prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from standard input.")],
     raw: Annotated[
         bool, typer.Option("--raw/--chat", help="Continue the text itself, or answer it as a chat.")
     ] = False,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    seed: Seed = None,
-    stop: Stop = None,
+    *,
+    sampling: dict[str, Any],
 ) -> None:
     """Answer one prompt on standard output."""
     from weft import logs, terminal
     from weft.backends.blocking import BlockingEngine
 
-    sampling = _sampling(
-        stop,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
     text = sys.stdin.read() if prompt == "-" else prompt
     logs.set_up("warning")
     with BlockingEngine(lambda: _start(config)) as local:
@@ -188,33 +187,17 @@ def generate(
 
 
 @app.command(epilog=EPILOG)
-@configured("model", "backend", "cache", "scheduler", "engine", positional_model=True)
+@configured("model", "backend", "cache", "scheduler", "engine", positional_model=True, with_sampling=True)
 def chat(
     config: Config,
     system: Annotated[str, typer.Option(help="The system message before the conversation.")] = "",
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    seed: Seed = None,
-    stop: Stop = None,
+    *,
+    sampling: dict[str, Any],
 ) -> None:
     """Talk with a model."""
     from weft import logs, terminal
     from weft.backends.blocking import BlockingEngine
 
-    sampling = _sampling(
-        stop,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
     logs.set_up("warning")
     with BlockingEngine(lambda: _start(config)) as local:
         terminal.converse(local, sampling, _console(), system=system, read_line=input)

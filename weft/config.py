@@ -24,7 +24,7 @@ RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_COMPILE_CACHE", "WEFT_WITHOUT"})
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 4
-"""Of a file of settings."""
+"""Keys of a file of settings are not looked for deeper."""
 
 
 def load(

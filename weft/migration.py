@@ -15,7 +15,7 @@ class Refused(Struct, frozen=True):
     """A name without an equal here."""
 
     instead: str
-    """What to write instead, or why nothing needs to be written."""
+    """The text that says what to write instead, or why nothing needs to be written."""
     unless: Any = None
     """The value that is accepted, because it says what happens anyway."""
 

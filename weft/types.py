@@ -295,7 +295,7 @@ class Request(Struct, frozen=True, kw_only=True):
 
     @property
     def prompt_digest(self) -> tuple[list[int], list[tuple[int, bytes]]]:
-        """What tells two prompts apart: token ids, and digests of rows with their positions."""
+        """Token ids, and digests of rows with their positions, which tell two prompts apart."""
         return self.prompt_token_ids, [(segment.start, segment.digests) for segment in self.embeds]
 
     @property
@@ -707,5 +707,5 @@ class TextAssets(Struct, frozen=True, kw_only=True):
     eos_token_ids: list[int] = []
     """Every id that ends an answer: the tokenizer's, and those of the generation config."""
     sampling: dict[str, Any] = {}
-    """What the files recommend for fields of `SamplingDefaults`, unchecked."""
+    """Values for fields of `SamplingDefaults` that the files recommend. They are not checked."""
     chat_template: str | None = None

@@ -19,7 +19,7 @@ from tests.api.http import CHAT, COMPLETIONS, HELLO, error_of, request
 from tests.api.scripted_engine import ScriptedEngine
 from weft.api.app import build_app
 from weft.api.grpc.ai_service_pb2 import ClientTensor, PromptSegment, TokenIds
-from weft.backends.contract import Abilities
+from weft.backends.contract import Abilities, max_encoded_tokens
 from weft.backends.native import NativeEngine, start_native
 from weft.config import load
 from weft.engine.process import EngineThread
@@ -231,6 +231,21 @@ def test_a_prediction_has_a_prompt_in_segments() -> None:
     asyncio.run(scenario())
     mixed, plain = [submitted.prompt for submitted in engine.submitted]
     assert parts(mixed) == ["ab", ROWS, "cd"] and plain == list(b"abcd")
+
+
+def test_segments_are_bounded_together() -> None:
+    engine = taking()
+    most = max_encoded_tokens(engine)
+    long = PromptSegment(token_ids=TokenIds(ids=[99] * (most // 2 + 1)))
+
+    async def scenario() -> None:
+        async with door(engine) as opened:
+            for last in (long, PromptSegment(text="a" * (most // 2))):
+                code, details = await refused(opened.predict([ask("", segments=[long, last])]))
+                assert code.name == "INVALID_ARGUMENT" and "more than" in details and "tokens" in details
+
+    asyncio.run(scenario())
+    assert not engine.submitted
 
 
 # A real model.

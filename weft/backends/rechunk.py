@@ -45,7 +45,7 @@ class RechunkedStream(Stream):
         self._answer = answer
         self._chunk_size = chunk_size
         self._parts: deque[Output] = deque()
-        """What has come, one token each where it was cut."""
+        """Outputs that have come, one token each where they were cut."""
         self._piece: list[Output] = []
         """The parts of the next piece, as far as they have come."""
         self._piece_tokens = 0

@@ -28,7 +28,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     revision: str = ""
     """The commit of a hub model, the version of a catalogue model; empty for a path."""
     sampling: dict[str, float] = {}
-    """What is recommended for fields of `SamplingDefaults`, where its files recommend nothing."""
+    """Values for fields of `SamplingDefaults`, which hold where its files recommend nothing."""
 
 
 def dummy_files(path: Path) -> ModelFiles:

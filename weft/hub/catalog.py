@@ -37,7 +37,7 @@ class CatalogueModel(Struct, frozen=True, kw_only=True):
     sha256: str
     """The digest of the file, not of the wheel."""
     sampling: dict[str, float] = {}
-    """What its makers recommend for fields of `SamplingDefaults`."""
+    """Values for fields of `SamplingDefaults` that its makers recommend."""
 
     @property
     def file_name(self) -> str:

@@ -1,5 +1,5 @@
-"""What images hold in the worker's memory: latent slots, and the prompt embeds that their denoise steps read; and the
-bytes of all tensors that clients sent, for images or in the place of a prompt's tokens.
+"""The memory of the worker that images hold: latent slots, and the prompt embeds that their denoise steps read; and
+the bytes of all tensors that clients sent, for images or in the place of a prompt's tokens.
 
 Prompt embeds are the hidden states of a prompt, kept in a slot. Images of the same prompt share the slot, and it stays
 cached after the last of them until another prompt needs it. Prompt embeds that a client sent belong to one image.

@@ -21,7 +21,7 @@ from weft.api.grpc.ai_service_pb2 import (
 )
 from weft.api.translate import LONG_PROMPT, given_tokens
 from weft.backends.contract import max_encoded_tokens, text_prompt, tokens_unknown
-from weft.errors import InvalidRequest
+from weft.errors import ContextTooLong, InvalidRequest
 from weft.options import GrpcOptions
 from weft.payloads import MAX_DIMENSIONS, PromptEmbeds, check_count
 from weft.serving.admission import RequestContext
@@ -220,19 +220,29 @@ def _prompt_of(segments: Sequence[PromptSegment], served: ServedModel) -> Prompt
     if not engine.abilities.tokens:
         raise tokens_unknown(engine, "A prompt in segments", "segments")
     parts: list[PromptPart] = []
+    most = left = max_encoded_tokens(engine)
+    """Tokens that may still come: the segments are bounded together, as one text is."""
     for number, segment in enumerate(segments):
         field = f"segments[{number}]"
         match segment.WhichOneof("form"):
             case "text":
-                most = max_encoded_tokens(engine)
-                parts.append(engine.text.tokenizer.encode(segment.text, add_special_tokens=False, max_tokens=most))
+                ids = engine.text.tokenizer.encode(segment.text, add_special_tokens=False, max_tokens=left)
+                left -= len(ids)
+                parts.append(ids)
             case "token_ids":
+                left -= len(segment.token_ids.ids)
                 parts.append(given_tokens([*segment.token_ids.ids], engine, field))
             case "prompt_embeds":
                 check_embeds_taken(engine, served.limits, field := f"{field}.prompt_embeds")
                 parts.append((field, PromptEmbeds(**tensor_parts(segment.prompt_embeds, field))))
             case _:
                 raise InvalidRequest(f"{field}: it is empty.", param=field)
+        if left < 0:
+            raise ContextTooLong(
+                f"The segments up to {field} have more than {most} tokens.",
+                hint="Shorten the prompt, or serve with a larger --max-model-len.",
+                param=field,
+            )
     if any(isinstance(part, tuple) for part in parts):
         return mixed_prompt(parts, engine)
     return [token for part in parts for token in part if isinstance(token, int)]
