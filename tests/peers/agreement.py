@@ -1,11 +1,12 @@
 """One server measured by three clients in turns: `make show-agreement`.
 
 `weft bench serve`, `vllm bench serve` and guidellm put the same load on the same server: a closed loop of a few
-connections, prompts of 64 random tokens, answers of 32. The command prints tokens a second and the median time to the
-first token of each, and ends with 1 where one of them differs from Weft's by more than --tolerance.
+connections, with prompts of random tokens. The command prints tokens a second and the median time to the first token of
+each, and ends with 1 where one of them differs from Weft's by more than --tolerance.
 
 vLLM and guidellm are large, so each lives in a virtual environment of its own, whose Pythons are the arguments. The
-server and the clients have a core each where there are two.
+server is one of the default model, with a core of its own where there are two; or --url names one that runs already,
+with a folder that has its tokenizer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from msgspec import Struct
@@ -26,8 +28,6 @@ from rich.table import Table
 
 from tests.e2e.server import Server
 from tests.peers.vllm_bench import BENCH_SERVE, MODEL, write_tokenizer
-
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
 
 
 class Measured(Struct, frozen=True):
@@ -39,16 +39,21 @@ class Clients(Struct, frozen=True):
     """The three clients, each of which measures the server once."""
 
     url: str
+    model: str
+    tokenizer: Path
     folder: Path
+    """The place of their reports."""
     vllm_python: str
     guidellm_python: str
     connections: int
     requests: int
+    prompt_tokens: int
+    output_tokens: int
     core: list[str]
     """The command that keeps a client on its core."""
 
     def weft(self) -> Measured:
-        work = f"{self.connections}x{self.requests}:{PROMPT_TOKENS}:{OUTPUT_TOKENS}"
+        work = f"{self.connections}x{self.requests}:{self.prompt_tokens}:{self.output_tokens}"
         file = self.folder / "weft.json"
         self._run([sys.executable, "-m", "weft", "bench", "serve", self.url, "--work", work, "--runs", "1",
                    "--json", str(file)])  # fmt: skip
@@ -59,10 +64,10 @@ class Clients(Struct, frozen=True):
         self._run(
             [
                 self.vllm_python, "-c", BENCH_SERVE, "--backend", "openai", "--base-url", self.url,
-                "--endpoint", "/v1/completions", "--model", MODEL, "--tokenizer", str(self.folder),
-                "--dataset-name", "random", "--random-input-len", str(PROMPT_TOKENS),
-                "--random-output-len", str(OUTPUT_TOKENS), "--ignore-eos", "--max-concurrency", str(self.connections),
-                "--num-prompts", str(self.requests), "--num-warmups", "2", "--save-result",
+                "--endpoint", "/v1/completions", "--model", self.model, "--tokenizer", str(self.tokenizer),
+                "--dataset-name", "random", "--random-input-len", str(self.prompt_tokens),
+                "--random-output-len", str(self.output_tokens), "--ignore-eos",
+                "--max-concurrency", str(self.connections), "--num-prompts", str(self.requests), "--num-warmups", "2", "--save-result",
                 "--result-dir", str(self.folder), "--result-filename", "vllm.json",
             ]
         )  # fmt: skip
@@ -75,11 +80,11 @@ class Clients(Struct, frozen=True):
         self._run(
             [
                 self.guidellm_python, "-m", "guidellm", "run",
-                "--backend", f"kind=openai_http,target={self.url},model={MODEL},request_format=/v1/completions",
+                "--backend", f"kind=openai_http,target={self.url},model={self.model},request_format=/v1/completions",
                 "--profile", f"kind=concurrent,streams={self.connections}",
                 "--constraint", f"kind=max_requests,count={self.requests}",
-                "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
-                "--tokenizer", f"kind=hf_auto,model={self.folder}", "--output", f"kind=json,path={file}",
+                "--data", f"kind=synthetic_text,prompt_tokens={self.prompt_tokens},output_tokens={self.output_tokens}",
+                "--tokenizer", f"kind=hf_auto,model={self.tokenizer}", "--output", f"kind=json,path={file}",
                 "--disable-console",
             ]
         )  # fmt: skip
@@ -98,26 +103,50 @@ class Clients(Struct, frozen=True):
             sys.exit(f"{command[0]} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
 
 
+@contextmanager
+def running_server() -> Iterator[tuple[str, list[str]]]:
+    """A server of the default model: its URL, and the command that keeps a client away from its core."""
+    cores = sorted(os.sched_getaffinity(0))
+    apart = len(cores) > 1
+    under = ("taskset", "-c", str(cores[0])) if apart else ()
+    with Server("--image-model", "none", "--threads", "1", under=under) as server:
+        yield server.url, ["taskset", "-c", ",".join(map(str, cores[1:]))] if apart else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", required=True, help="The Python that has vLLM.")
     parser.add_argument("--guidellm", required=True, help="The Python that has guidellm.")
+    parser.add_argument("--url", help="A server that runs already.")
+    parser.add_argument("--model", default=MODEL, help="The name of its model.")
+    parser.add_argument("--tokenizer", type=Path, help="A folder with its model's tokenizer and configuration.")
     parser.add_argument("--connections", type=int, default=4)
     parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tolerance", type=float, default=0.05)
     asked = parser.parse_args()
-    cores = sorted(os.sched_getaffinity(0))
-    apart = len(cores) > 1
-    under = ("taskset", "-c", str(cores[0])) if apart else ()
-    rest = ["taskset", "-c", ",".join(map(str, cores[1:]))] if apart else []
-    with (
-        tempfile.TemporaryDirectory() as name,
-        Server("--image-model", "none", "--threads", "1", under=under) as server,
-    ):
+    if bool(asked.url) != bool(asked.tokenizer):
+        parser.error("--url and --tokenizer belong together")
+    given = nullcontext((asked.url, []))
+    with tempfile.TemporaryDirectory() as name, given if asked.url else running_server() as (url, core):
         folder = Path(name)
-        write_tokenizer(folder)
-        clients = Clients(server.url, folder, asked.vllm, asked.guidellm, asked.connections, asked.requests, rest)
+        if not asked.tokenizer:
+            write_tokenizer(folder)
+        clients = Clients(
+            url=url,
+            model=asked.model,
+            tokenizer=asked.tokenizer or folder,
+            folder=folder,
+            vllm_python=asked.vllm,
+            guidellm_python=asked.guidellm,
+            connections=asked.connections,
+            requests=asked.requests,
+            prompt_tokens=asked.prompt_tokens,
+            output_tokens=asked.output_tokens,
+            core=core,
+        )
         ways: dict[str, Callable[[], Measured]] = {
             "weft bench serve": clients.weft,
             "vllm bench serve": clients.vllm,
