@@ -34,6 +34,7 @@ ROOMS = (
     Room("engine", ("engine",), 90),
     Room("text", ("text",), 90),
     Room("api", ("api", "serving"), 90),
+    Room("backends", ("backends", "compat"), 90),
     Room("whole", (), 85),
 )
 

@@ -175,8 +175,8 @@ def test_a_hundred_grpc_connections_are_each_their_solo_run(server: TinyServer) 
         return calls.text_of(responses)
 
     async def scenario() -> None:
-        solo = [await predicted(number) for number in range(len(QUESTIONS))]
         files_before = server.num_files()
+        solo = [await predicted(number) for number in range(len(QUESTIONS))]
         with server.engine_stopped():
             predictions = [asyncio.create_task(predicted(number)) for number in range(NUM_CONNECTIONS)]
             await until(lambda: server.num_files() >= files_before + NUM_CONNECTIONS, "a hundred connections")

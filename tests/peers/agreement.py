@@ -67,8 +67,8 @@ class Clients(Struct, frozen=True):
                 "--endpoint", "/v1/completions", "--model", self.model, "--tokenizer", str(self.tokenizer),
                 "--dataset-name", "random", "--random-input-len", str(self.prompt_tokens),
                 "--random-output-len", str(self.output_tokens), "--ignore-eos",
-                "--max-concurrency", str(self.connections), "--num-prompts", str(self.requests), "--num-warmups", "2", "--save-result",
-                "--result-dir", str(self.folder), "--result-filename", "vllm.json",
+                "--max-concurrency", str(self.connections), "--num-prompts", str(self.requests), "--num-warmups", "2",
+                "--save-result", "--result-dir", str(self.folder), "--result-filename", "vllm.json",
             ]
         )  # fmt: skip
         result = json.loads((self.folder / "vllm.json").read_text())

@@ -25,12 +25,13 @@ from weft.machine.devices import accelerator
 from weft.options import Config
 from weft.types import Output, SamplingParams
 
-needs_vllm = [
+needs_any_vllm = [
     pytest.mark.vllm,
-    pytest.mark.skipif(find_spec("vllm") is None or accelerator() != "cpu", reason="needs vLLM's build for CPUs"),
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM"),
     # It takes a minute to start, and minutes beside other work.
     pytest.mark.timeout(1200),
 ]
+needs_vllm = [*needs_any_vllm, pytest.mark.skipif(accelerator() != "cpu", reason="needs vLLM's build for CPUs")]
 
 MODEL = "qwen3"
 """Of tests.tiny_models.SPECS: its heads are as wide as vLLM's attention on CPU wants them."""

@@ -8,14 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.backends.vllm.real import ask, config_of, eager, needs_vllm
+from tests.backends.vllm.real import ask, config_of, eager, needs_any_vllm
 from tests.quantised_models import save_quantised, unquantised
 from weft.backends.blocking import BlockingEngine
 from weft.backends.failover import start_engine
 from weft.backends.native import start_native
+from weft.machine.devices import accelerator
 from weft.types import SamplingParams
 
-pytestmark = needs_vllm
+pytestmark = needs_any_vllm
 
 PROMPT = list(range(20, 60))
 SCORED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=5)
@@ -23,7 +24,10 @@ CLOSE = 0.1
 """Of log probabilities: vLLM computes with activations of 16 bits there, or 8."""
 
 
-NEEDS_AMX = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM computes FP8 on CPUs with AMX")
+ENGINE = "cuda-vllm" if accelerator() == "cuda" else "cpu-vllm"
+NEEDS_AMX = pytest.mark.skipif(
+    ENGINE == "cpu-vllm" and not torch.cpu._is_amx_tile_supported(), reason="vLLM computes FP8 on CPUs with AMX"
+)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", pytest.param("fp8", marks=NEEDS_AMX)])
@@ -40,7 +44,7 @@ def test_quantised_weights(method: str, vllm_model: Path, tmp_path: Path) -> Non
         expected = ask(native, PROMPT, SCORED)
     restore = eager()
     try:
-        config = config_of(quantised, engine="cpu-vllm", quantization=method)
+        config = config_of(quantised, engine=ENGINE, quantization=method)
         with BlockingEngine(lambda: start_engine(config)) as vllm:
             given = ask(vllm, PROMPT, SCORED)
     finally:
