@@ -174,7 +174,7 @@ def test_what_a_gpu_runs_needs_no_front_end_package() -> None:
     ]
     script = (
         f"import sys, importlib\n[importlib.import_module(m) for m in {modules}]\n"
-        "front = {'fastapi', 'starlette', 'uvicorn', 'pydantic', 'typer', 'prometheus_client', 'tokenizers'}\n"
+        "front = {'fastapi', 'starlette', 'uvicorn', 'pydantic', 'typer', 'prometheus_client', 'tokenizers', 'numba'}\n"
         "sys.exit(', '.join(front & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -85,3 +90,14 @@ def test_exp() -> None:
     with np.errstate(invalid="ignore"):
         edges = native(np.array([-np.inf, -1e4, np.nan], np.float32))
     assert 0 <= edges[0] < 1e-37 and 0 <= edges[1] < 1e-37 and edges[2] != edges[2]
+
+
+def test_a_numba_that_cannot_be_used_costs_speed_and_nothing_else(tiny_model: Path, tmp_path: Path) -> None:
+    """It may be missing, or refuse the NumPy that is there: both are an ImportError."""
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less.')")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "weft", "generate", "--raw", "--model", str(tiny_model), "--max-tokens", "4", "a"]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip()
+    assert done.stderr.count("numba cannot be used (Numba needs NumPy 2.4 or less.)") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -67,6 +68,7 @@ def findings() -> Iterator[Finding]:
     yield Finding("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield from machine_findings(machine)
     yield from _torch(machine)
+    yield _numba()
     for engine in list_engines():
         state = "can be used with --engine-url" if engine.needs_url else "can be used"
         yield Finding(f"engine {engine.name}", state if engine.available else engine.why_not, good=engine.available)
@@ -99,6 +101,15 @@ def _torch(machine: Machine) -> Iterator[Finding]:
 
     can_use = torch.cuda.is_available() or not machine.devices_of("cuda")
     yield Finding("torch", f"{torch.__version__}{'' if can_use else ', which cannot use the GPU'}", good=can_use)
+
+
+def _numba() -> Finding:
+    try:
+        version = import_module("numba").__version__
+    except ImportError as error:  # also of one that does not fit the NumPy that is there
+        why = f"{error}: CPUs compute with torch's kernels, which are slower; pip install 'weft[cpu]'"
+        return Finding("numba", why, good=False)
+    return Finding("numba", f"{version}, which compiles the CPU's kernels")
 
 
 def files_here(config: Config) -> ModelFiles:

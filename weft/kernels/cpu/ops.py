@@ -1,19 +1,24 @@
 """The ops of a CPU in torch, where a faster way than the reference's is known.
 
-They serve what `FusedStep` does not: dtypes other than float32, and machines without numba.
+They serve what `FusedStep` does not: dtypes other than float32, and machines where numba cannot be used.
 """
 
 from __future__ import annotations
 
-import numpy as np
+import logging
+import sys
+from functools import cache
+from importlib import import_module
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.batch import HeadNorms, HeadShape
-from weft.kernels.cpu.jit import entry, types
-from weft.kernels.cpu.raw_memory import at, floats, ints
+from weft.kernels.table import REFERENCE, Ops
+
+log = logging.getLogger(__name__)
 
 # With fewer rows, or more, OpenBLAS is as fast the usual way round.
 _TURNED_ROWS = range(9, 65)
@@ -59,36 +64,47 @@ def rotate_and_store(
     kv.view(-1, heads.kv_size).index_copy_(0, slots, qkv[:, heads.q_size :])
 
 
-# Floats compared before a row's winner so far is looked at again.
-_RUN = 256
-
-
-@entry((types.int64, types.int64, types.int64, types.int64))
-def _argmax(logits: int, num_rows: int, size: int, out: int) -> None:
-    for row in range(num_rows):
-        x = at(floats(logits), row * size)
-        best, where = np.float32(-np.inf), 0
-        for start in range(0, size, _RUN):
-            run = at(x, start)
-            count = min(_RUN, size - start)
-            # Whether any is greater, or a NaN, without a branch.
-            beaten = 0
-            for i in range(count):
-                beaten += not (run[i] <= best)
-            if beaten:
-                for i in range(count):
-                    if run[i] > best or run[i] != run[i]:
-                        best, where = run[i], start + i
-                        if best != best:
-                            break
-                if best != best:
-                    break
-        ints(out)[row] = where
-
-
 def argmax_rows(logits: Tensor) -> Tensor:
-    """[rows] int64: where each row's greatest element is, the first of equals; its first NaN where it has one."""
-    logits = logits.contiguous()
-    out = torch.empty(logits.shape[0], dtype=torch.int64)
-    _argmax(logits.data_ptr(), logits.shape[0], logits.shape[1], out.data_ptr())
-    return out
+    """[rows] int64: where each row's greatest element is. A NaN is greater than all, as torch has it."""
+    if not (logits.dim() == 2 and is_plain(logits) and has_native_code()):
+        return logits.argmax(-1)
+    from weft.kernels.cpu.row_ops import argmax_rows as native
+
+    return native(logits)
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    tokens = argmax_rows(logits)
+    return tokens, logits.gather(1, tokens[:, None])[:, 0]
+
+
+def cpu_ops() -> Ops:
+    return REFERENCE._replace(
+        linear=linear,
+        norm_linear=norm_linear,
+        norm_gate_up=norm_gate_up,
+        linear_add=linear_add,
+        rotate_and_store=rotate_and_store,
+        greedy=greedy,
+    )
+
+
+@cache
+def has_native_code() -> bool:
+    """Return whether this machine can compile kernels, and say once why it cannot."""
+    if sys.platform == "win32":
+        return False
+    try:
+        import_module("weft.kernels.cpu.jit")
+    except ImportError as error:  # numba is not there, or does not fit the NumPy that is
+        log.warning(
+            "numba cannot be used (%s): CPUs compute with torch's kernels, which are slower. "
+            "`pip install 'weft[cpu]'` installs it.",
+            error,
+        )
+        return False
+    return True
+
+
+def is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
