@@ -1,8 +1,8 @@
 """One server measured by three clients in turns: `make show-agreement`.
 
 `weft bench serve`, `vllm bench serve` and guidellm put the same load on the same server: a closed loop of a few
-connections, with prompts of random tokens. The command prints tokens a second and the median time to the first token of
-each, and ends with 1 where one of them differs from Weft's by more than --tolerance.
+connections, with prompts that are texts of random tokens. The command prints tokens a second and the median time to the
+first token of each, and ends with 1 where one of them differs from Weft's by more than --tolerance.
 
 vLLM and guidellm are large, so each lives in a virtual environment of its own, whose Pythons are the arguments. The
 server is one of the default model, with a core of its own where there are two; or --url names one that runs already,
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -25,9 +26,12 @@ from pathlib import Path
 from msgspec import Struct
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoTokenizer
 
 from tests.e2e.server import Server
 from tests.peers.vllm_bench import BENCH_SERVE, MODEL, write_tokenizer
+
+WARM_UP = 2
 
 
 class Measured(Struct, frozen=True):
@@ -53,12 +57,31 @@ class Clients(Struct, frozen=True):
     """The command that keeps a client on its core."""
 
     def weft(self) -> Measured:
-        work = f"{self.connections}x{self.requests}:{self.prompt_tokens}:{self.output_tokens}"
-        file = self.folder / "weft.json"
-        self._run([sys.executable, "-m", "weft", "bench", "serve", self.url, "--work", work, "--runs", "1",
-                   "--json", str(file)])  # fmt: skip
+        prompts, file = self.folder / "prompts.jsonl", self.folder / "weft.json"
+        with prompts.open("w") as lines:
+            for text in self._texts(self.requests + WARM_UP):
+                asked = {"prompt": text, "max_tokens": self.output_tokens, "ignore_eos": True}
+                lines.write(json.dumps(asked) + "\n")
+        self._run(
+            [
+                sys.executable, "-m", "weft", "bench", "serve", self.url, "--dataset-file", str(prompts),
+                "--concurrency", str(self.connections), "--requests", str(self.requests), "--runs", "1",
+                "--warm-up", str(WARM_UP), "--json", str(file),
+            ]
+        )  # fmt: skip
         report = json.loads(file.read_text())
         return Measured(report["tokens_per_sec"], report["ttft_ms"])
+
+    def _texts(self, count: int) -> Iterator[str]:
+        """Texts of `prompt_tokens` tokens, which are new each time, as the other two clients make them."""
+        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer)
+        words = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
+        for _ in range(count):
+            tokens = random.choices(words, k=self.prompt_tokens)
+            while len(again := tokenizer.encode(tokenizer.decode(tokens))) != self.prompt_tokens:
+                # Neighbours may be one token together, and halves of a character several.
+                tokens = [*again, *random.choices(words, k=self.prompt_tokens)][: self.prompt_tokens]
+            yield tokenizer.decode(again)
 
     def vllm(self) -> Measured:
         self._run(
@@ -67,8 +90,8 @@ class Clients(Struct, frozen=True):
                 "--endpoint", "/v1/completions", "--model", self.model, "--tokenizer", str(self.tokenizer),
                 "--dataset-name", "random", "--random-input-len", str(self.prompt_tokens),
                 "--random-output-len", str(self.output_tokens), "--ignore-eos",
-                "--max-concurrency", str(self.connections), "--num-prompts", str(self.requests), "--num-warmups", "2",
-                "--save-result", "--result-dir", str(self.folder), "--result-filename", "vllm.json",
+                "--max-concurrency", str(self.connections), "--num-prompts", str(self.requests),
+                "--num-warmups", str(WARM_UP), "--save-result", "--result-dir", str(self.folder), "--result-filename", "vllm.json",
             ]
         )  # fmt: skip
         result = json.loads((self.folder / "vllm.json").read_text())

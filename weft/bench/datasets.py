@@ -177,6 +177,7 @@ class _FileRequest(Struct, forbid_unknown_fields=True):
     prompt: str | list[int] | UnsetType = UNSET
     messages: list[dict[str, Any]] | UnsetType = UNSET
     max_tokens: int | UnsetType = UNSET
+    ignore_eos: bool | UnsetType = UNSET
 
 
 def _from_file(file: Path) -> Iterator[Dialogue]:
