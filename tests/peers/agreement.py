@@ -91,7 +91,8 @@ class Clients(Struct, frozen=True):
                 "--dataset-name", "random", "--random-input-len", str(self.prompt_tokens),
                 "--random-output-len", str(self.output_tokens), "--ignore-eos",
                 "--max-concurrency", str(self.connections), "--num-prompts", str(self.requests),
-                "--num-warmups", str(WARM_UP), "--save-result", "--result-dir", str(self.folder), "--result-filename", "vllm.json",
+                "--num-warmups", str(WARM_UP), "--save-result",
+                "--result-dir", str(self.folder), "--result-filename", "vllm.json",
             ]
         )  # fmt: skip
         result = json.loads((self.folder / "vllm.json").read_text())
