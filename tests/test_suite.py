@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ import pytest
 TESTS = Path(__file__).parent
 SLEEPERS = {"time", "asyncio", "anyio"}
 """Modules whose sleep waits for time instead of a condition."""
+
+CLOCKS = {name + unit for name in ("process_time", "perf_counter", "monotonic", "thread_time") for unit in ("", "_ns")}
+"""These functions of `time` measure how long something takes."""
+NUMBER = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context)
 
 MAY_SLEEP = {
     "waiting.py": "asks for a condition again and again",
@@ -24,27 +29,52 @@ MAY_SLEEP = {
 
 def sleeps(source: str) -> Iterator[int]:
     """The lines that call sleep for longer than one turn of an event loop: any argument but a literal 0."""
+    for call in _calls(ast.parse(source), SLEEPERS, {"sleep"}):
+        if not _is_zero(call):
+            yield call.lineno
+
+
+def timed_assertions(source: str) -> Iterator[int]:
+    """Yield the lines that assert how what a clock tells compares with a number."""
     tree = ast.parse(source)
-    modules: dict[str, str] = {}
-    functions: set[str] = set()
+    clocks = set(_calls(tree, {"time"}, CLOCKS))
+    if not clocks:
+        return
+    for check in (node for node in ast.walk(tree) if isinstance(node, ast.Assert)):
+        if any(clocks.intersection(ast.walk(one)) and _is_number(other) for one, other in _compared(check.test)):
+            yield check.lineno
+
+
+def _calls(tree: ast.Module, modules: Collection[str], functions: Collection[str]) -> Iterator[ast.Call]:
+    """Yield the calls of these functions of these modules, under whatever names they were imported."""
+    module_names: set[str] = set()
+    function_names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            modules |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in SLEEPERS}
-        elif isinstance(node, ast.ImportFrom) and node.module in SLEEPERS:
-            functions |= {alias.asname or alias.name for alias in node.names if alias.name == "sleep"}
+            module_names |= {alias.asname or alias.name for alias in node.names if alias.name in modules}
+        elif isinstance(node, ast.ImportFrom) and node.module in modules:
+            function_names |= {alias.asname or alias.name for alias in node.names if alias.name in functions}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _is_sleep(node.func, modules, functions) and not _is_zero(node):
-            yield node.lineno
+        match node:
+            case ast.Call(func=ast.Name(id=name)) if name in function_names:
+                yield node
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=module), attr=name)):
+                if module in module_names and name in functions:
+                    yield node
 
 
-def _is_sleep(called: ast.expr, modules: dict[str, str], functions: set[str]) -> bool:
-    if isinstance(called, ast.Name):
-        return called.id in functions
-    return (
-        isinstance(called, ast.Attribute)
-        and called.attr == "sleep"
-        and isinstance(called.value, ast.Name)
-        and called.value.id in modules
+def _compared(test: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield the values that stand next to each other in a comparison, either way round."""
+    for node in ast.walk(test):
+        if isinstance(node, ast.Compare):
+            for one, other in pairwise((node.left, *node.comparators)):
+                yield from ((one, other), (other, one))
+
+
+def _is_number(value: ast.expr) -> bool:
+    """Return whether this is a number in every run: a literal, a constant by its name, or a sum of such."""
+    return all(
+        node.id.isupper() if isinstance(node, ast.Name) else isinstance(node, NUMBER) for node in ast.walk(value)
     )
 
 
@@ -52,13 +82,27 @@ def _is_zero(call: ast.Call) -> bool:
     return bool(call.args) and isinstance(call.args[0], ast.Constant) and call.args[0].value == 0
 
 
-@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: path.relative_to(TESTS).as_posix())
+FILES = pytest.mark.parametrize(
+    "path", sorted(TESTS.rglob("*.py")), ids=lambda path: path.relative_to(TESTS).as_posix()
+)
+
+
+@FILES
 def test_no_test_waits_for_time(path: Path) -> None:
     """On a busy machine what was to happen meanwhile has not happened: a test waits for it, with tests/waiting.py."""
     if path.relative_to(TESTS).as_posix() in MAY_SLEEP:
         return
     found = [f"{path.relative_to(TESTS)}:{line}" for line in sleeps(path.read_text())]
     assert not found, f"wait for a condition (tests/waiting.py), an Event, or on the virtual clock: {found}"
+
+
+@FILES
+def test_no_test_asserts_how_long_something_took(path: Path) -> None:
+    """Seconds differ between machines: a test counts work, or shows by its growth that it is linear."""
+    found = [f"{path.relative_to(TESTS)}:{line}" for line in timed_assertions(path.read_text())]
+    assert not found, (
+        f"show how the time grows (tests/growth.py), count what is done, or ask a loop on the virtual clock: {found}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,3 +132,31 @@ def test_a_sleep_is_found(source: str) -> None:
 )
 def test_what_waits_for_no_time_is_left_alone(source: str) -> None:
     assert not list(sleeps(source))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\nassert time.process_time() - began < 5",
+        "import time as t\nassert 0.5 > t.perf_counter() - began",
+        "from time import monotonic as now\nassert works and 1000 * (now() - began) <= 2 * 60",
+        "from time import perf_counter_ns\nassert 0 < perf_counter_ns() - began < 10**9, 'too slow'",
+        "import time\ndef f():\n    assert not time.thread_time() - began > 2 * PATIENCE",
+    ],
+)
+def test_an_assertion_of_time_is_found(source: str) -> None:
+    assert len(list(timed_assertions(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import time\nassert 0 <= shown <= time.monotonic() - began + 0.001",
+        "import time\nwhile time.monotonic() - began < 5:\n    work()",
+        "import time\nassert told < 1000 * (time.monotonic() - began)",
+        "async def f():\n    assert asyncio.get_running_loop().time() - began < 5",
+        "from tests.clock import monotonic\nassert monotonic() < 5",
+    ],
+)
+def test_what_asserts_no_time_is_left_alone(source: str) -> None:
+    assert not list(timed_assertions(source))
