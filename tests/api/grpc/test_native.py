@@ -25,7 +25,7 @@ from weft.types import GenerationRequest, Sample, SamplingParams
 
 COUNTING = "One, two, three, four,"
 PROMPTS = (COUNTING, "The capital of France is", "中文：你好，世界！中文：你好，", "Once upon a time")
-GREEDY = {"temperature": 0, "max_new_tokens": 20}
+GREEDY = {"temperature": 0, "max_new_tokens": 12}
 
 Scenario = Callable[[NativeEngine], Coroutine[Any, Any, None]]
 Run = Callable[[Scenario], None]
