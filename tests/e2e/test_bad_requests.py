@@ -39,7 +39,7 @@ class Canary(threading.Thread):
         self.start()
 
     def ask(self) -> str:
-        body = {"model": "tiny", "prompt": "The weft runs", "max_tokens": 40, "temperature": 0.9, "seed": 7}
+        body = {"model": "tiny", "prompt": "The weft runs", "max_tokens": 16, "temperature": 0.9, "seed": 7}
         response = self._client.post("/v1/completions", json=body | {"stream": True, "ignore_eos": True})
         assert response.text.endswith("data: [DONE]\n\n"), response.text
         events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
