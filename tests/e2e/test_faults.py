@@ -72,7 +72,7 @@ def test_streams_survive_the_death_of_the_engine(server: Server) -> None:
 
 def test_forty_chats_at_once_are_each_their_solo_run(server: Server) -> None:
     """More than that over a tiny model: test_many_streams."""
-    lengths = (2, 4, 6, 8, 12)
+    lengths = (3, 4, 5, 6, 8)
 
     async def scenario() -> None:
         async with connect(server) as client:
