@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import Server
+from tests.e2e.tiny_server import TinyServer
 from weft.checkpoint.model_files import ModelFiles
 
 
@@ -14,6 +15,16 @@ def locked(smollm2_files: ModelFiles) -> Iterator[Server]:
     """The server of the public clients, which has a key. tests/conftest.py keeps their files in one worker."""
     with Server("--tool-style", "hermes", "--api-key", "sesame", "--admin-key", "boss") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def small_server(tiny_model: Path) -> Iterator[TinyServer]:
+    """A server of the tiny model with a short context, for requests that it refuses or soon has answered. None of the
+    tests may kill it."""
+    flags = ("--max-model-len", "64", "--kv-cache-memory-mb", "16", "--threads", "1", "--max-n", "32")
+    with TinyServer(tiny_model, *flags, "--tool-style", "hermes") as server:
+        yield server
+        server.check_unharmed()
 
 
 @pytest.fixture(scope="module")

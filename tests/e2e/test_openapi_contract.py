@@ -4,8 +4,6 @@ every answer checked against it."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -53,11 +51,9 @@ CHECKS = [
 PRIVATE = re.compile(r"Traceback|0x[0-9a-fA-F]{6,}|\.py\b|site-packages")
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model: Path) -> Iterator[TinyServer]:
-    flags = ("--max-model-len", "64", "--kv-cache-memory-mb", "8", "--max-n", "4", "--tool-style", "hermes")
-    with TinyServer(tiny_model, *flags) as server:
-        yield server
+@pytest.fixture
+def server(small_server: TinyServer) -> TinyServer:
+    return small_server
 
 
 def with_this_model(case: Case) -> Case:
