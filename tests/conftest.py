@@ -62,6 +62,7 @@ GROUPS = {
     ),
     "the long model's server": (
         "tests/backends/openai_server/test_weft.py",
+        "tests/bench/test_required.py",
         "tests/bench/test_scripts.py",
         "tests/e2e/test_clients.py",
         "tests/e2e/test_fault_matrix.py",
