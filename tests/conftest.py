@@ -59,6 +59,7 @@ GROUPS = {
         "tests/e2e/test_responses_client.py",
         "tests/e2e/test_anthropic_client.py",
         "tests/e2e/test_endpoints.py",
+        "tests/e2e/test_faults.py",
     ),
     "the long model's server": (
         "tests/backends/openai_server/test_weft.py",
@@ -67,7 +68,11 @@ GROUPS = {
         "tests/e2e/test_clients.py",
         "tests/e2e/test_fault_matrix.py",
     ),
-    "the small server": ("tests/e2e/test_bad_requests.py", "tests/e2e/test_openapi_contract.py"),
+    "the small server": (
+        "tests/e2e/test_bad_requests.py",
+        "tests/e2e/test_fuzz.py",
+        "tests/e2e/test_openapi_contract.py",
+    ),
     "diffusers": ("tests/e2e/test_pipelines.py", "tests/model/test_pipelines.py", "tests/worker/test_pipelines.py"),
     "the checker of pictures": ("tests/training/test_checker.py", "tests/training/test_shipped_model.py"),
 }

@@ -19,7 +19,7 @@ from tests.e2e.tiny_server import TinyServer
 from tests.waiting import PATIENCE, wait_until
 from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 
-CONTEXT = 64
+CONTEXT = 128
 """Of the small server."""
 JSON = {"content-type": "application/json"}
 HUGE = 2**63
