@@ -62,12 +62,8 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.send_signal(signal.SIGTERM)
-            code = self.process.wait(PATIENCE)
-            self._close()
-            # A test may have killed it a moment ago.
-            assert code in (0, -signal.SIGKILL), f"terminated twice, the server ended with {code}\n" + "".join(self.log)
-        else:
-            self._close()
+            self.process.wait(PATIENCE)
+        self._close()
 
     def _close(self) -> None:
         self._reading.join(PATIENCE)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server
-from tests.e2e.tiny_server import TinyServer
+from tests.e2e.tiny_server import NAME, TinyServer
 from tests.waiting import PATIENCE, wait_until
 from weft.checkpoint.model_files import ModelFiles
 
@@ -127,6 +127,22 @@ def test_terminated_it_finishes_what_runs_and_takes_nothing_new(smollm2_files: M
                 assert len(await running) > 30
             assert await asyncio.to_thread(server.process.wait, PATIENCE) == 0
             assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+    asyncio.run(scenario())
+
+
+def test_terminated_twice_it_ends_at_once(long_model: Path) -> None:
+    async def scenario() -> None:
+        with TinyServer(long_model, "--drain-timeout-s", "3600", "--image-model", "none") as server:
+            async with connect(server) as client:
+                running = asyncio.create_task(stream(client, chat("tea", 16_000, ignore_eos=True, model=NAME)))
+                await until(lambda: server.metric("weft_generation_tokens_total") > 3)
+                server.process.send_signal(signal.SIGTERM)
+                await until(lambda: server.get("/health").status_code == 503)
+                server.process.send_signal(signal.SIGTERM)
+                with pytest.raises((AssertionError, httpx.HTTPError)):
+                    await running
+            assert await asyncio.to_thread(server.process.wait, PATIENCE) == 0
 
     asyncio.run(scenario())
 
