@@ -19,9 +19,9 @@ from weft.types import SamplingParams
 pytestmark = needs_any_vllm
 
 PROMPT = list(range(20, 60))
-SCORED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=5)
-CLOSE = 0.1
-"""Of log probabilities: vLLM computes with activations of 16 bits there, or 8."""
+SCORED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=20)
+CLOSE = {"gptq": 0.1, "awq": 0.1, "fp8": 0.25}
+"""Of log probabilities: vLLM rounds activations to 16 bits, for FP8 to 8 of which three are the mantissa."""
 
 
 ENGINE = "cuda-vllm" if accelerator() == "cuda" else "cpu-vllm"
@@ -49,7 +49,8 @@ def test_quantised_weights(method: str, vllm_model: Path, tmp_path: Path) -> Non
             given = ask(vllm, PROMPT, SCORED)
     finally:
         restore()
-    first, theirs = expected.logprobs[0], given.logprobs[0]
-    assert given.token_ids[0] == expected.token_ids[0]
-    assert theirs.logprob == pytest.approx(first.logprob, abs=CLOSE)
-    assert dict(theirs.top)[theirs.top[1][0]] == pytest.approx(dict(first.top).get(theirs.top[1][0], -99), abs=CLOSE)
+    ours, theirs = dict(expected.logprobs[0].top), dict(given.logprobs[0].top)
+    common = ours.keys() & theirs.keys()
+    assert given.token_ids[0] in common and expected.token_ids[0] in common
+    assert len(common) > len(ours) / 2
+    assert [theirs[token] for token in common] == pytest.approx([ours[token] for token in common], abs=CLOSE[method])
