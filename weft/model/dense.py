@@ -53,7 +53,7 @@ class DenseModel:
         self.config = config
         self.weights = weights
         self.ops = ops
-        device = weights.embedding.device
+        device = weights.device
         self.rotations = rotations(
             config.head_dim, config.rope_theta, config.rope_scaling, max_model_len, weights.rope_factors
         ).to(device)

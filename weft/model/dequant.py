@@ -82,6 +82,15 @@ def blocks_of(raw: Tensor, type_name: str, shape: Sequence[int]) -> Tensor:
     return raw.reshape(num_blocks, known.block_bytes)
 
 
+def unpack(raw: Tensor, type_name: str, shape: Sequence[int]) -> Groups:
+    """Return the whole numbers that `raw` (uint8, as in the file) encodes, all at once. Raises ModelError for a type of
+    floats."""
+    known, blocks = block_format(type_name), blocks_of(raw, type_name, shape)
+    if known.unpack is None:
+        raise ModelError(f"Weights of type {type_name} are no whole numbers.")
+    return known.unpack(blocks)
+
+
 def dequantise(raw: Tensor, type_name: str, shape: Sequence[int], *, out: Tensor | None = None) -> Tensor:
     """Return the weights that `raw` (uint8, as in the file) encodes: float32, or rounded into `out`'s type.
 

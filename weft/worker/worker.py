@@ -14,7 +14,7 @@ from torch import Tensor
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ConfigError
 from weft.kernels import ops_for
-from weft.kernels.cpu import native_step
+from weft.kernels.cpu import native_step, panel_layout
 from weft.machine.hardware import MemoryGauge
 from weft.machine.memory import DeviceMemory, MemoryPlan, check_step, graphs_bytes, num_parameters, plan_memory
 from weft.machine.model_size import adapters_bytes
@@ -74,7 +74,8 @@ class Worker:
                 embeds_width=geometry.hidden_size if config.limits.allow_prompt_embeds else 0,
                 max_embedding_bytes=config.scheduler.max_embedding_mb << 20,
             )
-            weights = load_weights(files, geometry, source, dtype=dtype, device=device)
+            panels = panel_layout() if config.model.dtype == "auto" and device.type == "cpu" else None
+            weights = load_weights(files, geometry, source, dtype=dtype, device=device, panels=panels)
         model = DenseModel(geometry, weights, ops_for(device.type), plan.max_model_len)
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
         if device.type == "cuda":

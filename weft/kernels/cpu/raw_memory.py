@@ -17,9 +17,12 @@ Floats: TypeAlias = Any
 """A pointer to float32."""
 Ints: TypeAlias = Any
 """A pointer to int64."""
+Bytes: TypeAlias = Any
+"""A pointer to int8."""
 
 FLOATS = types.CPointer(types.float32)
 INTS = types.CPointer(types.int64)
+BYTES = types.CPointer(types.int8)
 
 # On Arm the barrier of instructions: its `yield` does nothing.
 _ARM = platform.machine() in ("aarch64", "arm64")
@@ -47,6 +50,16 @@ def ints(typing: Any, address: Any) -> Any:
 
 
 @intrinsic
+def signed_bytes(typing: Any, address: Any) -> Any:
+    """The int8s at an address."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return BYTES(types.int64), emit
+
+
+@intrinsic
 def at(typing: Any, pointer: Any, offset: Any) -> Any:
     """The pointer `offset` elements further on."""
 
@@ -65,6 +78,23 @@ def prefetch(typing: Any, pointer: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(pointer), emit
+
+
+def _float_of_bytes(kind: Any) -> Any:
+    @intrinsic
+    def load(typing: Any, pointer: Any, offset: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            there = builder.bitcast(builder.gep(args[0], [args[1]]), kind.as_pointer())
+            value = builder.load(there, align=1)
+            return value if kind == ir.FloatType() else builder.fpext(value, ir.FloatType())
+
+        return types.float32(BYTES, types.int64), emit
+
+    return load
+
+
+float_at, half_at = _float_of_bytes(ir.FloatType()), _float_of_bytes(ir.HalfType())
+"""The float, and the half, that begins `offset` bytes from a pointer."""
 
 
 @intrinsic
