@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,6 +21,9 @@ from weft.engine.process import engine_environment
 from weft.errors import ModelError
 from weft.hub.resolve import resolve
 from weft.types import TextAssets
+
+if TYPE_CHECKING:
+    from tests.e2e.tiny_server import TinyServer
 
 # torch counts the cores of the machine, not those this process may use; read by it, and by engine processes, at start.
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -48,19 +53,42 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     items.sort(key=lambda item: item.path not in with_engines)
 
 
-CLIENTS = ("openai_client", "responses_client", "anthropic_client", "endpoints")
-ONE_SERVER = {f"tests/e2e/test_{name}.py" for name in CLIENTS}
+GROUPS = {
+    "the default model's server": (
+        "tests/e2e/test_openai_client.py",
+        "tests/e2e/test_responses_client.py",
+        "tests/e2e/test_anthropic_client.py",
+        "tests/e2e/test_endpoints.py",
+        "tests/e2e/test_faults.py",
+    ),
+    "the long model's server": (
+        "tests/backends/openai_server/test_weft.py",
+        "tests/bench/test_required.py",
+        "tests/bench/test_scripts.py",
+        "tests/e2e/test_clients.py",
+        "tests/e2e/test_fault_matrix.py",
+    ),
+    "the small server": (
+        "tests/e2e/test_bad_requests.py",
+        "tests/e2e/test_fuzz.py",
+        "tests/e2e/test_openapi_contract.py",
+    ),
+    "diffusers": ("tests/e2e/test_pipelines.py", "tests/model/test_pipelines.py", "tests/worker/test_pipelines.py"),
+    "the checker of pictures": ("tests/training/test_checker.py", "tests/training/test_shipped_model.py"),
+}
+"""Files that share what takes long to start, to import or to make."""
+GROUP_OF = {file: name for name, files in GROUPS.items() for file in files}
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A file's tests run in one worker, and so do those of the files that share a server."""
+    """A file's tests run in one worker, and so do those of a group of files."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "one server" if file in ONE_SERVER else file
+            return GROUP_OF.get(file, file)
 
     return Scheduling(config, log)
 
@@ -126,6 +154,26 @@ def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
 def tiny_model(tiny_directory: Callable[[str], Path]) -> Path:
     """The tiny model for tests that need any model at all: a directory with tokenizer and chat template."""
     return tiny_directory("smollm2")
+
+
+@pytest.fixture(scope="session")
+def long_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a long context, for answers that do not end before a test has left them."""
+    folder = tmp_path_factory.mktemp("models") / "long"
+    shutil.copytree(tiny_model, folder)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"max_position_embeddings": 1 << 14}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def long_server(long_model: Path) -> Iterator[TinyServer]:
+    """A real server of the long model, for tests that only ask. None of them may kill it or change its settings."""
+    from tests.e2e.tiny_server import TinyServer
+
+    with TinyServer(long_model, "--image-model", "none", "--tool-style", "hermes") as server:
+        yield server
+        server.check_unharmed()
 
 
 @pytest.fixture(scope="module")

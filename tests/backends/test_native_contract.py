@@ -32,7 +32,7 @@ from weft.types import FinishReason
 
 SETTINGS = {"kv_cache_memory_mb": 128, "max_model_len": 1024, "image_model": "none"}
 PROMPT = "The capital of France is"
-GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 16, "repetition_penalty": 1}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8, "repetition_penalty": 1}
 ENDLESS: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
 
 
@@ -101,27 +101,27 @@ def test_tc_001_tc_002_it_streams_text_as_tokens_come(
     engine: HostedEngine, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with held_back(engine, monkeypatch) as go_on:
-        chunks = engine.infer(PROMPT, **GREEDY | {"max_new_tokens": 100, "ignore_eos": True})
+        chunks = engine.infer(PROMPT, **GREEDY | {"max_new_tokens": 32, "ignore_eos": True})
         assert isinstance(chunks, types.GeneratorType)
         first = next(chunks)
         assert behind(engine).stats().open_requests == 1, "the first piece did not wait for the last"
         go_on()
         rest = list(chunks)
     assert "Paris" in text and (first + "".join(rest)).startswith(text)
-    assert len(rest) > 60, "a token at a time"
+    assert len(rest) > 20, "a token at a time"
     metrics = engine.last_metrics
     assert metrics is not None and metrics.finish is FinishReason.LENGTH
-    assert metrics.completion_tokens == 100 and metrics.prompt_tokens == 5
+    assert metrics.completion_tokens == 32 and metrics.prompt_tokens == 5
     assert (
         metrics.queue_seconds is not None
         and 0 <= metrics.queue_seconds < metrics.ttft_seconds < metrics.generation_seconds
     )
-    assert metrics.tokens_per_second == pytest.approx(100 / metrics.generation_seconds)
+    assert metrics.tokens_per_second == pytest.approx(32 / metrics.generation_seconds)
 
 
-@pytest.mark.parametrize(("size", "num_pieces"), [(1, 16), (4, 5), (0, 16), (100, 2)])
+@pytest.mark.parametrize(("size", "num_pieces"), [(1, 8), (3, 4), (0, 8), (100, 2)])
 def test_tc_003_the_size_of_pieces_takes_effect(engine: HostedEngine, text: str, size: int, num_pieces: int) -> None:
-    """The first token comes alone, then so many at a time, then the rest: 1 + 4 + 4 + 4 + 3."""
+    """The first token comes alone, then so many at a time, then the rest: 1 + 3 + 3 + 1."""
     engine.stream_chunk_size = size
     chunks = list(engine.infer(PROMPT, **GREEDY))
     assert "".join(chunks) == text and len(chunks) == num_pieces
@@ -164,7 +164,7 @@ def test_tc_010_memory_is_really_given_back(smollm2_files: ModelFiles) -> None:
     for _ in range(2):
         engine.load_model("smollm2")
         loaded = engine.get_memory_usage()
-        list(engine.infer("one " * 400, **GREEDY))
+        list(engine.infer("one " * 300, **GREEDY | {"max_new_tokens": 1}))
         # The pages of the cache come to be used as tokens are computed: 45 KiB each.
         more_gb = loaded["allocated_gb"] + 0.01
         wait_until(lambda more_gb=more_gb: engine.get_memory_usage()["allocated_gb"] > more_gb, "more memory")
@@ -347,9 +347,10 @@ def test_what_cannot_be_answered_is_refused_before_the_engine(engine: HostedEngi
 
 
 def test_a_seed_is_a_promise(engine: HostedEngine) -> None:
-    words = {"temperature": 1.0, "seed": 9, "max_tokens": 16}
-    assert list(engine.infer(PROMPT, **words)) == list(engine.infer(PROMPT, **words))
-    assert engine.infer_batch([PROMPT], **words) == ["".join(engine.infer(PROMPT, **words))]
+    words = {"temperature": 1.0, "seed": 9, "max_tokens": 12}
+    first = list(engine.infer(PROMPT, **words))
+    assert list(engine.infer(PROMPT, **words)) == first
+    assert engine.infer_batch([PROMPT], **words) == ["".join(first)]
 
 
 def test_check_only_loads_nothing(smollm2_files: ModelFiles) -> None:

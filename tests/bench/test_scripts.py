@@ -8,7 +8,6 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,10 @@ def script(name: str, *words: str) -> Result:
     return CliRunner().invoke(app, words)
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+@pytest.fixture
+def server(long_server: TinyServer) -> tuple[str, str]:
     """The addresses of a server: of HTTP, and of gRPC."""
-    socket = tmp_path_factory.mktemp("rpc") / "weft.sock"
-    with TinyServer(tiny_model, "--grpc-socket", str(socket)) as server:
-        yield server.url, f"unix:{socket}"
+    return long_server.url, f"127.0.0.1:{long_server.grpc_port()}"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -138,7 +135,7 @@ def test_memory_and_files_are_watched(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_a_server_is_put_under_load_over_grpc(server: tuple[str, str], tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    address = server[1].replace("unix:", "grpc://unix:")
+    address = f"grpc://{server[1]}"
     words = ["serve", address, "--rate", "50", "--requests", "10", "--runs", "1", "--dataset", "standard"]
     done = CliRunner().invoke(bench, [*words, "--output-tokens", "6", "--json", str(file)])
     assert done.exit_code == 0, done.output

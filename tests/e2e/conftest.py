@@ -6,20 +6,28 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.server import Server
+from tests.e2e.tiny_server import TinyServer
 from weft.checkpoint.model_files import ModelFiles
 
 
 @pytest.fixture(scope="session")
 def locked(smollm2_files: ModelFiles) -> Iterator[Server]:
-    """The server of the public clients, which has a key. tests/conftest.py keeps their files in one worker."""
+    """The server of the public clients, which has a key. tests/conftest.py keeps their files in one worker. A test may
+    kill its engine, if it waits for the next one."""
     with Server("--tool-style", "hermes", "--api-key", "sesame", "--admin-key", "boss") as server:
+        server.key = "sesame"
         yield server
 
 
-@pytest.fixture(scope="module")
-def server(smollm2_files: ModelFiles) -> Iterator[Server]:
-    with Server() as server:
+@pytest.fixture(scope="session")
+def small_server(tiny_model: Path, tiny_image_model: Path) -> Iterator[TinyServer]:
+    """A server of the tiny model with a short context, for requests that it refuses or soon has answered. It runs under
+    `python -O`: no check may be an assert. None of the tests may kill it."""
+    flags = ("--max-model-len", "128", "--kv-cache-memory-mb", "16", "--threads", "1", "--max-n", "32")
+    images = ("--image-model", str(tiny_image_model), "--allow-prompt-embeds")
+    with TinyServer(tiny_model, *flags, *images, "--tool-style", "hermes", env={"PYTHONOPTIMIZE": "1"}) as server:
         yield server
+        server.check_unharmed()
 
 
 @pytest.fixture(scope="session")

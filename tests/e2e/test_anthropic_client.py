@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import anthropic
 import pytest
 
 from tests.e2e.server import Server
+
+if TYPE_CHECKING:
+    import anthropic
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 WEATHER = {
@@ -25,6 +28,8 @@ ONE_CALL = {"type": "any", "disable_parallel_tool_use": True}
 
 @pytest.fixture(scope="module")
 def client(locked: Server) -> Iterator[anthropic.Anthropic]:
+    import anthropic  # A second and a half, for the one worker that runs this file.
+
     with anthropic.Anthropic(base_url=locked.url, api_key="sesame", max_retries=0) as client:
         yield client
 
@@ -82,6 +87,8 @@ def test_a_stop_sequence_and_a_begun_answer(client: anthropic.Anthropic) -> None
 
 
 def test_errors_are_anthropic_s(client: anthropic.Anthropic, locked: Server) -> None:
+    import anthropic
+
     asked = {"messages": QUESTION, "max_tokens": 8}
     with pytest.raises(anthropic.NotFoundError, match="claude"):
         client.messages.create(model="claude", **asked)

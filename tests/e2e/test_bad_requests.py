@@ -15,11 +15,12 @@ import grpc
 import httpx
 import pytest
 
-from tests.e2e.server import Server
+from tests.e2e.tiny_server import TinyServer
 from tests.waiting import PATIENCE, wait_until
 from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 
-CONTEXT = 64
+CONTEXT = 128
+"""Of the small server."""
 JSON = {"content-type": "application/json"}
 HUGE = 2**63
 ONE_TOKEN = "Z"
@@ -39,7 +40,7 @@ class Canary(threading.Thread):
         self.start()
 
     def ask(self) -> str:
-        body = {"model": "tiny", "prompt": "The weft runs", "max_tokens": 40, "temperature": 0.9, "seed": 7}
+        body = {"model": "tiny", "prompt": "The weft runs", "max_tokens": 16, "temperature": 0.9, "seed": 7}
         response = self._client.post("/v1/completions", json=body | {"stream": True, "ignore_eos": True})
         assert response.text.endswith("data: [DONE]\n\n"), response.text
         events = [json.loads(line[6:]) for line in response.text.split("\n\n") if line.startswith("data: {")]
@@ -55,11 +56,9 @@ class Canary(threading.Thread):
 
 
 class Doors:
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: TinyServer) -> None:
         self.server = server
-        wait_until(lambda: "gRPC answers" in "".join(server.log))
-        (port,) = re.findall(r"gRPC answers on port (\d+)", "".join(server.log))
-        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+        self._channel = grpc.insecure_channel(f"127.0.0.1:{server.grpc_port()}")
         self.client = httpx.Client(base_url=server.url, timeout=PATIENCE)
 
     def predict(self, *, prompt: Any = "hi", model_id: str = "", **generation: Any) -> str:
@@ -83,14 +82,11 @@ class Doors:
 
 
 @pytest.fixture(scope="module")
-def doors(tiny_model: Path) -> Iterator[Doors]:
-    flags = ["--max-model-len", str(CONTEXT), "--kv-cache-memory-mb", "16", "--threads", "1"]
-    with Server("--model", str(tiny_model), "--served-model-name", "tiny", *flags) as server:
-        doors = Doors(server)
-        yield doors
-        doors.close()
-        assert server.metric("weft_engine_restarts_total") == 0
-        assert server.metric("weft_kv_cache_usage_perc") == 0, "all blocks are back"
+def doors(small_server: TinyServer) -> Iterator[Doors]:
+    doors = Doors(small_server)
+    yield doors
+    doors.close()
+    small_server.check_unharmed()
 
 
 @pytest.fixture(scope="module")

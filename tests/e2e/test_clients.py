@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 import httpx
@@ -20,13 +20,13 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from langchain_core.messages import AIMessageChunk
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 from tests.e2e.tiny_server import NAME, TinyServer
 from tests.waiting import PATIENCE
+
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI
 
 PROTO = Path(__file__).parents[2] / "weft/api/grpc/ai_service.proto"
 SING = [{"role": "user", "content": "Sing."}]
@@ -41,14 +41,9 @@ LOWER = {"type": "function", "function": {"name": "lower", "description": "Lower
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyServer]:
-    """With a context that holds what is said about tools: the model's tokens are hardly more than bytes."""
-    roomy = shutil.copytree(tiny_model, tmp_path_factory.mktemp("roomy") / NAME)
-    config = json.loads((roomy / "config.json").read_text())
-    (roomy / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
-    with TinyServer(roomy, "--tool-style", "hermes") as server:
-        yield server
-        server.check_unharmed()
+def server(long_server: TinyServer) -> TinyServer:
+    """Its context holds what is said about tools: the model's tokens are hardly more than bytes."""
+    return long_server
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +104,8 @@ class TestOpenAI:
 class TestLangChain:
     @pytest.fixture
     def chat(self, server: TinyServer) -> Iterator[ChatOpenAI]:
+        from langchain_openai import ChatOpenAI
+
         with httpx.Client(timeout=PATIENCE) as http:
             yield ChatOpenAI(
                 base_url=server.url + "/v1",
@@ -123,6 +120,8 @@ class TestLangChain:
             )
 
     def test_invoke_and_stream(self, chat: ChatOpenAI) -> None:
+        from langchain_core.messages import AIMessageChunk
+
         whole = chat.invoke("Sing.")
         assert whole.text and whole.usage_metadata["output_tokens"] > 0
         chunks = list(chat.stream("Sing."))
@@ -135,6 +134,9 @@ class TestLangChain:
         assert joined.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"]
 
     def test_bind_tools(self, chat: ChatOpenAI) -> None:
+        from langchain_core.messages import AIMessageChunk
+        from langchain_core.tools import tool
+
         @tool
         def lift(shed: Literal["open", "closed"]) -> str:
             """Lift the threads."""

@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,11 +74,10 @@ FAULTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def peer(tiny_model: Path) -> Iterator[TinyServer]:
+@pytest.fixture
+def peer(long_server: TinyServer) -> TinyServer:
     """Another engine, for when the native one is what fails."""
-    with TinyServer(tiny_model, "--image-model", "none") as server:
-        yield server
+    return long_server
 
 
 def generate(model: Path, engine: str, *flags: str, path: Path) -> subprocess.CompletedProcess[str]:

@@ -6,8 +6,7 @@ import asyncio
 import itertools
 import json
 import random
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 import grpc
@@ -25,21 +24,16 @@ from tests.fuzz import plan
 AT_ONCE = 16
 
 CANARY = {
-    "model": NAME, "messages": [{"role": "user", "content": "Sing."}], "seed": 7, "max_tokens": 20, "ignore_eos": True,
+    "model": NAME, "messages": [{"role": "user", "content": "Sing."}], "seed": 7, "max_tokens": 10, "ignore_eos": True,
     "logprobs": True,
 }  # fmt: skip
 
 T = TypeVar("T")
 
 
-@pytest.fixture(scope="module")
-def server(tiny_model: Path, tiny_image_model: Path) -> Iterator[TinyServer]:
-    """`python -O`: no check may be an assert."""
-    flags = ("--max-model-len", "128", "--kv-cache-memory-mb", "8", "--tool-style", "hermes")
-    images = ("--image-model", str(tiny_image_model), "--allow-prompt-embeds")
-    with TinyServer(tiny_model, *flags, *images, env={"PYTHONOPTIMIZE": "1"}) as server:
-        yield server
-        server.check_unharmed()
+@pytest.fixture
+def server(small_server: TinyServer) -> TinyServer:
+    return small_server
 
 
 class Canary:
@@ -146,6 +140,6 @@ def test_no_message_over_grpc_harms_the_server_or_its_neighbour(server: TinyServ
 
 def test_a_request_can_be_sent_again_by_its_index_and_seed(server: TinyServer) -> None:
     openapi = server.get("/openapi.json").json()
-    first, again = ([one.make() for one in itertools.islice(plan(openapi, 5), 300)] for _ in range(2))
+    first, again = ([one.make() for one in itertools.islice(plan(openapi, 5), 100)] for _ in range(2))
     assert first == again
     assert {type(one) for one in first} == {Asked, AskedRpc}

@@ -20,8 +20,8 @@ from tests.waiting import until
 NUM_STREAMS = 1000
 NUM_LEAVERS = 200
 NUM_CONNECTIONS = 100
-MAX_TOKENS = 8
-QUESTIONS = [f"What does weaver {i} make of thread {i * i}?" for i in range(50)]
+MAX_TOKENS = 5
+QUESTIONS = [f"What does weaver {i} make of thread {i * i}?" for i in range(25)]
 
 
 @contextmanager

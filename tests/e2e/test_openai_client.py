@@ -67,12 +67,12 @@ def test_completions_stop_and_logprobs(client: openai.OpenAI) -> None:
 def test_a_seed_repeats_and_another_does_not(client: openai.OpenAI) -> None:
     def ask(seed: int) -> str:
         done = client.chat.completions.create(
-            model="smollm2", messages=QUESTION, temperature=1.2, seed=seed, max_tokens=24
+            model="smollm2", messages=QUESTION, temperature=1.2, seed=seed, max_tokens=10
         )
         return done.choices[0].message.content
 
-    assert ask(1) == ask(1)
-    assert ask(1) != ask(2)
+    first = ask(1)
+    assert ask(1) == first != ask(2)
 
 
 def test_chinese_arrives_in_whole_characters(client: openai.OpenAI) -> None:

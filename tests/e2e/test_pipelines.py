@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from tests.e2e.tiny_server import NAME, TinyServer
 from tests.tiny_pipelines import NUM_CLIP_TOKENS, SIZE, WIDTH, save_pipeline
 from tests.waiting import PATIENCE, wait_until
 
-pytest.importorskip("diffusers")
+if importlib.util.find_spec("diffusers") is None:
+    pytest.skip("diffusers is not installed", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,17 @@ from weft.engine.wire import frame
 WAITS = ForkCommand("tests.engine.waiting_engine")
 
 
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[ForkServer]:
+    """For tests that leave it running."""
+    server = ForkServer(engine_environment())
+    yield server
+    server.close()
+
+
 @pytest.fixture
 def server() -> Iterator[ForkServer]:
+    """A new one, which is importing yet."""
     server = ForkServer(engine_environment())
     yield server
     server.close()
@@ -44,8 +53,8 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_an_engine_is_forked_named_killed_and_reaped(server: ForkServer) -> None:
-    first, second = server.fork(WAITS), server.fork(WAITS)
+def test_an_engine_is_forked_named_killed_and_reaped(lasting: ForkServer) -> None:
+    first, second = lasting.fork(WAITS), lasting.fork(WAITS)
     with first.socket, second.socket:
         pid = pid_of(first)
         wait_until(lambda: Path(f"/proc/{pid}/comm").read_text() == "weft-engine\n", "its name")
@@ -87,12 +96,12 @@ def test_the_shared_server_is_started_again_when_it_has_died() -> None:
     assert again is not None and again is not server and again.is_alive
 
 
-def test_an_engine_that_fails_says_how_it_ended(server: ForkServer) -> None:
-    engine = server.fork(ForkCommand(process.__name__))
+def test_an_engine_that_fails_says_how_it_ended(lasting: ForkServer) -> None:
+    engine = lasting.fork(ForkCommand(process.__name__))
     with engine.socket:
         engine.socket.sendall(frame(NO_MODEL))
         assert engine.wait(PATIENCE) == "exit code 1"
-    missing = server.fork(ForkCommand("tests.engine.no_such_module"))
+    missing = lasting.fork(ForkCommand("tests.engine.no_such_module"))
     with missing.socket:
         assert missing.wait(PATIENCE) == "exit code 1"
 

@@ -1,4 +1,5 @@
-"""Structured output by the default model, from a request to its text: what every door gives is made of this."""
+"""Structured output from a request to its text: what every door gives is made of this. The default model keeps to
+schemas; what does not depend on the model is tried with the tiny one."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
 from jsonschema import Draft202012Validator
 
 from tests.engine.test_supervision import answer, serving, until
@@ -18,6 +20,7 @@ from tests.text.grammars.schemas import FOR_A_MODEL, SCHEMAS
 from weft.backends.native import NativeEngine
 from weft.checkpoint.model_files import ModelFiles
 from weft.engine.process import EngineThread
+from weft.hub.resolve import resolve
 from weft.text.grammars.compiler import GrammarCompiler
 from weft.text.grammars.specs import ChoiceSpec, JsonObjectSpec, JsonSchemaSpec, LarkSpec, RegexSpec
 from weft.types import FinishReason, SamplingParams
@@ -32,9 +35,14 @@ LONG = {
         "required": ["name", "age"],
         "additionalProperties": False,
     },
-    "minItems": 2,
-    "maxItems": 2,
+    "minItems": 8,
+    "maxItems": 8,
 }
+
+
+@pytest.fixture
+def tiny_files(tiny_model: Path) -> ModelFiles:
+    return resolve(str(tiny_model))
 
 
 @asynccontextmanager
@@ -47,7 +55,7 @@ async def constrained(files: ModelFiles, **settings: object) -> AsyncIterator[tu
             await compiler.close()
 
 
-def params(grammar: str, *, seed: int = 0, temperature: float = 1.0, max_tokens: int = 200) -> SamplingParams:
+def params(grammar: str, *, seed: int = 0, temperature: float = 1.0, max_tokens: int = 450) -> SamplingParams:
     return SamplingParams(grammar=grammar, seed=seed, temperature=temperature, max_tokens=max_tokens)
 
 
@@ -63,10 +71,10 @@ def test_a_models_answers_fit_their_schemas(smollm2_files: ModelFiles) -> None:
     async def scenario() -> None:
         async with constrained(smollm2_files, launch=EngineThread) as (engine, compiler):
             grammars = [await compiler.compile(JsonSchemaSpec(schema=SCHEMAS[name])) for name in FOR_A_MODEL]
+            # Each greedily or at random: what a grammar allows does not depend on how one of it is chosen.
             asked = [
-                (name, params(grammar, seed=i, temperature=temperature))
-                for i, temperature in enumerate((0.0, 1.0))
-                for name, grammar in zip(FOR_A_MODEL, grammars, strict=True)
+                (name, params(grammar, seed=i, temperature=i % 2))
+                for i, (name, grammar) in enumerate(zip(FOR_A_MODEL, grammars, strict=True))
             ]
             free = asyncio.create_task(answer(engine, prompt(engine), FREE))
             answers = await asyncio.gather(*(answer(engine, prompt(engine), one) for _, one in asked))
@@ -79,9 +87,9 @@ def test_a_models_answers_fit_their_schemas(smollm2_files: ModelFiles) -> None:
     asyncio.run(scenario())
 
 
-def test_every_kind_of_form(smollm2_files: ModelFiles) -> None:
+def test_every_kind_of_form(tiny_files: ModelFiles) -> None:
     async def scenario() -> None:
-        async with constrained(smollm2_files) as (engine, compiler):
+        async with constrained(tiny_files) as (engine, compiler):
             await answer(engine, prompt(engine), FREE)
             assert not loads_llguidance(engine), "nobody has asked for a grammar"
             specs = [
@@ -103,9 +111,9 @@ def test_every_kind_of_form(smollm2_files: ModelFiles) -> None:
     asyncio.run(scenario())
 
 
-def test_killed_in_mid_answer_the_whole_answer_still_fits(smollm2_files: ModelFiles) -> None:
+def test_killed_in_mid_answer_the_whole_answer_still_fits(tiny_files: ModelFiles) -> None:
     async def scenario() -> None:
-        async with constrained(smollm2_files) as (engine, compiler):
+        async with constrained(tiny_files) as (engine, compiler):
             grammar = await compiler.compile(JsonSchemaSpec(schema=LONG))
             asked = [params(grammar, seed=seed) for seed in range(3)]
             undisturbed = await asyncio.gather(*(answer(engine, prompt(engine), one) for one in asked))
@@ -115,8 +123,9 @@ def test_killed_in_mid_answer_the_whole_answer_still_fits(smollm2_files: ModelFi
             generated = engine.stats().generation_tokens
             await until(lambda: engine.stats().generation_tokens > generated + 20)
             os.kill(pid, signal.SIGKILL)
+            await until(lambda: not engine.health().ready)
             disturbed = await asyncio.gather(*streams)
-            assert engine.stats().restarts == 1
+            await until(lambda: engine.stats().restarts == 1)
             assert [text for text, _ in disturbed] == [text for text, _ in undisturbed]
             for text, last in disturbed:
                 Draft202012Validator(LONG).validate(json.loads(text))
@@ -125,13 +134,13 @@ def test_killed_in_mid_answer_the_whole_answer_still_fits(smollm2_files: ModelFi
     asyncio.run(scenario())
 
 
-def test_grammars_that_cannot_be_built_or_followed_fail_alone(smollm2_files: ModelFiles) -> None:
+def test_grammars_that_cannot_be_built_or_followed_fail_alone(tiny_files: ModelFiles) -> None:
     """Nothing else checks a grammar that came past the compiler. One may be built, and be too ambiguous later."""
     wide = "start: a\na: " + " | ".join(f'"{{" b{i}' for i in range(3000))
     wide += "".join(f'\nb{i}: "x{i}"' for i in range(3000))
 
     async def scenario() -> None:
-        async with serving(smollm2_files, EngineThread) as engine:
+        async with serving(tiny_files, EngineThread) as engine:
             asked = [FREE, params("start: nobody"), params(wide)]
             results = await asyncio.gather(*(answer(engine, prompt(engine), one) for one in asked))
             (text, fine), (_, unbuilt), (_, lost) = results

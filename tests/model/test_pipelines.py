@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.tiny_pipelines import MAKERS, save_pipeline
 from weft.errors import ConfigError, InvalidRequest, ModelError
 from weft.model.diffusion import flow
 from weft.model.diffusion.diffusers_load import load_pipeline
@@ -24,9 +26,8 @@ from weft.payloads import Tensor as ClientTensor
 from weft.plan import DenoiseAdmission, PlacedEmbeds
 from weft.types import ImageParams
 
-diffusers = pytest.importorskip("diffusers")
-
-from tests.tiny_pipelines import MAKERS, save_pipeline  # noqa: E402
+if importlib.util.find_spec("diffusers") is None:
+    pytest.skip("diffusers is not installed", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,6 +77,8 @@ def drawn(pipeline: DiffusersPipeline, image: ImageParams, given: GivenTexts = N
 def drawn_by_diffusers(
     folder: Path, name: str, image: ImageParams, options: dict[str, Any] | None = None, **parts: None
 ) -> Tensor:
+    import diffusers  # Seconds, for the one worker that runs this file.
+
     pipeline = getattr(diffusers, name).from_pretrained(folder, use_safetensors=True, local_files_only=True, **parts)
     pipeline.set_progress_bar_config(disable=True)
     config = pipeline.transformer.config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from weft.scheduler.scheduler import Scheduler
 from weft.types import FinishReason, ImageParams, Request
 from weft.worker.memory_profile import denoise, largest_image_steps
 
-pytest.importorskip("diffusers")
+if importlib.util.find_spec("diffusers") is None:
+    pytest.skip("diffusers is not installed", allow_module_level=True)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

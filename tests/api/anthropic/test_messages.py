@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
-import anthropic.types as theirs
 import httpx
 import pytest
-from anthropic.types.shared.error_response import ErrorResponse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
@@ -24,7 +23,13 @@ from weft.types import FinishReason, Output, SamplingParams
 MESSAGES = "/v1/messages"
 HELLO = {"model": "scripted", "max_tokens": 50, "messages": [{"role": "user", "content": "hi"}]}
 TOOLS = [{"name": "weather", "description": "Of a city.", "input_schema": SCHEMA}, {"name": "time", "input_schema": {}}]
-EVENT: TypeAdapter[Any] = TypeAdapter(theirs.RawMessageStreamEvent)
+
+
+@cache
+def events_of_theirs() -> TypeAdapter[Any]:
+    from anthropic.types import RawMessageStreamEvent  # Seconds, for the one worker that runs this file.
+
+    return TypeAdapter(RawMessageStreamEvent)
 
 
 def ask(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
@@ -32,10 +37,12 @@ def ask(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
 
 
 def whole(engine: ScriptedEngine, **fields: Any) -> dict[str, Any]:
+    from anthropic.types import Message
+
     response = ask(engine, **fields)
     assert response.status_code == 200, response.text
     body: dict[str, Any] = response.json()
-    theirs.Message.model_validate(body)
+    Message.model_validate(body)
     return body
 
 
@@ -48,7 +55,7 @@ def streamed(engine: ScriptedEngine, **fields: Any) -> dict[str, Any]:
     assert last == {"type": "message_stop"}
     for event in events:
         if event["type"] != "ping":
-            EVENT.validate_python(event)
+            events_of_theirs().validate_python(event)
         match event["type"]:
             case "message_start":
                 assert not message
@@ -323,6 +330,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     ],
 )
 def test_a_wrong_request_is_refused_in_anthropic_s_shape(fields: dict[str, Any], said: str) -> None:
+    from anthropic.types.shared.error_response import ErrorResponse
+
     engine = model_that_says("text")
     for stream in (False, True):
         response = ask(engine, stream=stream, **fields)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,33 +30,17 @@ from weft.types import FinishReason, SamplingParams
 
 ALONE = ("--image-model", "none")
 PROMPT = "The weft runs across"
+CONTEXT = 1 << 14
+"""Of the peer's model."""
 ENDLESS = SamplingParams(max_tokens=10_000, temperature=0, ignore_eos=True)
-"""With the long model, work for so long that it has not ended when it is given up."""
+"""Work for so long that it has not ended when it is given up."""
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "go", "parameters": SCHEMA}}
 
 
-@pytest.fixture(scope="module")
-def peer(tiny_model: Path) -> Iterator[TinyServer]:
-    with TinyServer(tiny_model, *ALONE) as server:
-        yield server
-        server.check_unharmed()
-
-
-@pytest.fixture(scope="module")
-def long_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "long"
-    shutil.copytree(tiny_model, folder)
-    facts = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(facts | {"max_position_embeddings": 1 << 14}))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def long_peer(long_model: Path) -> Iterator[TinyServer]:
-    with TinyServer(long_model, *ALONE) as server:
-        yield server
-        server.check_unharmed()
+@pytest.fixture
+def peer(long_server: TinyServer) -> TinyServer:
+    return long_server
 
 
 @asynccontextmanager
@@ -186,7 +169,7 @@ def test_the_command_line_serves_it(peer: TinyServer) -> None:
     with Server("--engine", "remote", "--engine-url", peer.url, "--served-model-name", "front") as front:
         assert front.get("/health").status_code == 200
         [card] = front.get("/v1/models").json()["data"]
-        assert (card["id"], card["max_model_len"]) == ("front", 512)
+        assert (card["id"], card["max_model_len"]) == ("front", CONTEXT)
         directly, through = (
             httpx.post(f"{server.url}/v1/chat/completions", json={**body, "model": name}, timeout=None)
             for server, name in ((peer, NAME), (front, "front"))
@@ -208,8 +191,8 @@ def test_vectors_come_through(peer: TinyServer, tiny_model: Path) -> None:
 def test_refusals_come_through(peer: TinyServer) -> None:
     async def go() -> None:
         async with remote(peer.url, None) as engine:
-            with pytest.raises(ContextTooLong, match="context is 512"):
-                await engine.submit(sample("a b " * 600, SamplingParams(max_tokens=5)))
+            with pytest.raises(ContextTooLong, match=f"context is {CONTEXT}"):
+                await engine.submit(sample("a b " * CONTEXT, SamplingParams(max_tokens=5)))
             with pytest.raises(InvalidRequest, match="logit_bias has the token id 9999"):
                 await engine.submit(sample("hi", SamplingParams(max_tokens=5, logit_bias={9999: 1.0})))
 
@@ -220,7 +203,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_sent(peer: TinyServer
     async def go() -> None:
         async with remote(peer.url, tiny_model) as engine:
             with pytest.raises(ContextTooLong):
-                await engine.submit(sample([68] * 512, SamplingParams(max_tokens=5)))
+                await engine.submit(sample([68] * CONTEXT, SamplingParams(max_tokens=5)))
             with pytest.raises(InvalidRequest, match="empty"):
                 await engine.submit(sample([], SamplingParams(max_tokens=5)))
 
@@ -228,9 +211,9 @@ def test_a_prompt_that_is_too_long_is_refused_before_it_is_sent(peer: TinyServer
 
 
 @pytest.mark.parametrize("has_tokens", [True, False], ids=["tokens", "text"])
-def test_whoever_leaves_frees_the_peer(has_tokens: bool, long_peer: TinyServer, long_model: Path) -> None:
+def test_whoever_leaves_frees_the_peer(has_tokens: bool, peer: TinyServer, tiny_model: Path) -> None:
     async def go() -> None:
-        async with remote(long_peer.url, long_model if has_tokens else None) as engine:
+        async with remote(peer.url, tiny_model if has_tokens else None) as engine:
             prompt = engine.text.tokenizer.encode(PROMPT) if has_tokens else PROMPT
             answers = [await engine.submit(sample(prompt, ENDLESS)) for _ in range(3)]
             for answer in answers:
@@ -241,11 +224,11 @@ def test_whoever_leaves_frees_the_peer(has_tokens: bool, long_peer: TinyServer, 
             assert engine.stats().open_requests == 0
 
     def num_aborted() -> float:
-        metrics = long_peer.get("/metrics").text
+        metrics = peer.get("/metrics").text
         return sum(map(float, re.findall(r'^weft_request_success_total{.*"abort".*} (.+)$', metrics, re.M)))
 
     def is_idle() -> bool:
-        return long_peer.metric("weft_num_requests_running") == 0
+        return peer.metric("weft_num_requests_running") == 0
 
     wait_until(is_idle, "nothing runs that another test left")
     before = num_aborted()
@@ -254,9 +237,7 @@ def test_whoever_leaves_frees_the_peer(has_tokens: bool, long_peer: TinyServer, 
     wait_until(is_idle, "nothing runs")
 
 
-def test_a_stream_that_is_cut_goes_on_as_if_it_had_not_been(
-    peer: TinyServer, long_peer: TinyServer, tiny_model: Path
-) -> None:
+def test_a_stream_that_is_cut_goes_on_as_if_it_had_not_been(peer: TinyServer, tiny_model: Path) -> None:
     async def go() -> None:
         params = SamplingParams(max_tokens=60, temperature=1, seed=11, top_p=0.95, repetition_penalty=1.1)
         async with remote(peer.url, tiny_model) as directly:
@@ -269,7 +250,7 @@ def test_a_stream_that_is_cut_goes_on_as_if_it_had_not_been(
         ]
         assert "".join(delta.text for delta in cut) == "".join(delta.text for delta in whole)
         assert (cut[-1].finish, cut[-1].usage) == (whole[-1].finish, whole[-1].usage)
-        async with cutting_proxy(long_peer.url) as url, remote(url, None) as engine:
+        async with cutting_proxy(peer.url) as url, remote(url, None) as engine:
             cut = await all_of(engine, PROMPT, ENDLESS)
         assert cut[-1].finish is FinishReason.ERROR, "text cannot be continued"
 
