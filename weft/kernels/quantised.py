@@ -14,6 +14,9 @@ from torch import Tensor
 
 BLOCK = 32
 """Columns of a block."""
+INPUT_GROUP = 16
+"""Columns of an input that share a scale: half a block. With a whole one SmolLM2's perplexity was 0.7 % above that of
+floats, with half of one it is 0.3 %."""
 
 
 class PanelFormat(NamedTuple):
@@ -84,6 +87,20 @@ class QuantisedWeight(NamedTuple):
         laid = stored.view(num_panels, num_blocks, 2, BLOCK // group_size, lanes).float().permute(2, 0, 4, 1, 3)
         scale, minimum = laid.reshape(2, num_rows, -1).repeat_interleave(group_size, dim=2)
         return values.mul_(scale).add_(minimum)
+
+    def rows(self, at: Tensor) -> Tensor:
+        """Return some rows as floats."""
+        lanes = self.layout.lanes
+        found = self._replace(panels=self.panels[at // lanes]).dequantised()
+        return found.view(len(at), lanes, -1)[torch.arange(len(at)), at % lanes]
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Return an input as kernels take it: whole numbers of eight bits times the scale of their group."""
+    groups = x.float().unflatten(-1, (-1, INPUT_GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    whole = torch.floor(groups / scales.where(scales > 0, 1) + 0.5)
+    return (whole * scales).flatten(-2).to(x.dtype)
 
 
 def format_for(bits: int, group_size: int, *, half_scales: bool) -> PanelFormat:

@@ -60,7 +60,8 @@ class DenseModel:
 
     def embed(self, tokens: Tensor, given: GivenRows | None = None) -> Tensor:
         """Return the embeddings of tokens, and the given rows in the place of some."""
-        embedded = self.weights.embedding[tokens]
+        embedding = self.weights.embedding
+        embedded = embedding[tokens] if isinstance(embedding, Tensor) else embedding.rows(tokens)
         if given is not None:
             embedded[given.at] = given.values
         return embedded

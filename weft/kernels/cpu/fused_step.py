@@ -14,10 +14,9 @@ from weft.kernels.cpu import phases
 from weft.kernels.cpu.attention import KEYS, QUERIES
 from weft.kernels.cpu.jit import entry, types
 from weft.kernels.cpu.job import ITEM, ITEMS, JOB, JOBS, LAYER, LAYERS, RUN, RUNS, Here
-from weft.kernels.cpu.panels import INPUT_GROUP
 from weft.kernels.cpu.phases import MOST_PIECE_ROWS, num_pieces
 from weft.kernels.cpu.threads import Job, Team
-from weft.kernels.quantised import FORMATS
+from weft.kernels.quantised import FORMATS, INPUT_GROUP
 from weft.kernels.weights import AdaptedRun, DecoderWeights, Weight
 
 

@@ -12,11 +12,11 @@ import numpy as np
 from weft.kernels.cpu import attention, row_ops
 from weft.kernels.cpu.jit import inner
 from weft.kernels.cpu.job import Here
-from weft.kernels.cpu.panels import INPUT_GROUP, LANES, panel_linear, quantise, unpack_row
+from weft.kernels.cpu.panels import LANES, panel_linear, quantise, unpack_row
 from weft.kernels.cpu.raw_memory import at, floats, ints, signed_bytes
 from weft.kernels.cpu.threads import spread
 from weft.kernels.cpu.tile import dots, stream_dots
-from weft.kernels.quantised import BLOCK
+from weft.kernels.quantised import BLOCK, INPUT_GROUP
 
 # The places of `AdaptedLayer`, in its order.
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
