@@ -95,7 +95,7 @@ def double(number):
 
 print(double(21))
 """)
-    command = [*small_disk(disk, 24), sys.executable, str(program)]
+    command = [*small_disk(disk, 8), sys.executable, str(program)]
     env = {**os.environ, VARIABLE: str(disk), "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.stdout == "42\n", done.stderr

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,6 +88,13 @@ def test_engines_end_with_their_server_and_the_next_has_a_new_one(server: ForkSe
     wait_until(lambda: not server.is_alive, "the server's end")
     with pytest.raises(OSError):
         server.fork(WAITS)
+
+
+def test_an_engine_whose_server_ended_before_it_could_notice_ends_at_once() -> None:
+    command = ForkCommand("no_such_module")
+    script = f"from weft.engine.fork_server import ForkCommand, _run; _run({command!r}, 0, [], server_pid=-1)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_the_shared_server_is_started_again_when_it_has_died() -> None:

@@ -202,7 +202,7 @@ def serve(commands: socket.socket) -> None:
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    children = _Children()
+    children, own_pid = _Children(), os.getpid()
     while True:
         controls = {control.fileno(): pid for pid, control in children.control.items()}
         readable, _, _ = select.select([commands.fileno(), ended, *controls], [], [])
@@ -221,17 +221,19 @@ def serve(commands: socket.socket) -> None:
                 signal.set_wakeup_fd(-1)
                 for fd in (ended, wake, commands.fileno(), control, *children.fds()):
                     os.close(fd)
-                _run(msgspec.json.decode(data, type=ForkCommand), engine, streams)
+                _run(msgspec.json.decode(data, type=ForkCommand), engine, streams, own_pid)
             for fd in (engine, *streams):
                 os.close(fd)
             children.add(pid, socket.socket(fileno=control))
 
 
-def _run(command: ForkCommand, engine: int, streams: list[int]) -> None:
+def _run(command: ForkCommand, engine: int, streams: list[int], server_pid: int) -> None:
     """Be the engine process, to its end."""
     try:
         os.setsid()
         end_with_parent()
+        if os.getppid() != server_pid:
+            os._exit(1)  # the server ended before it could be noticed
         ctypes.CDLL(None).prctl(PR_SET_NAME, ENGINE_NAME)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number, fd in enumerate(streams, start=1):
