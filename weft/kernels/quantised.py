@@ -97,10 +97,10 @@ class QuantisedWeight(NamedTuple):
 
 def rounded(x: Tensor) -> Tensor:
     """Return an input as kernels take it: whole numbers of eight bits times the scale of their group."""
-    groups = x.float().unflatten(-1, (-1, INPUT_GROUP))
+    groups = x.float().reshape(-1, INPUT_GROUP)
     scales = groups.abs().amax(-1, keepdim=True) / 127
     whole = torch.floor(groups / scales.where(scales > 0, 1) + 0.5)
-    return (whole * scales).flatten(-2).to(x.dtype)
+    return (whole * scales).view(x.shape).to(x.dtype)
 
 
 def format_for(bits: int, group_size: int, *, half_scales: bool) -> PanelFormat:
@@ -130,7 +130,7 @@ def pack(numbers: Tensor, scales: Tensor, minima: Tensor, wanted: PanelFormat, l
         words = low | high << 4
     panels = torch.empty(num_panels, num_blocks, lanes * wanted.bytes_per_row, dtype=torch.uint8)
     size = lanes * BLOCK * wanted.bits // 8
-    panels[..., :size].unflatten(2, words.shape[2:]).copy_(words)
+    panels[..., :size] = words.reshape(num_panels, num_blocks, size)
     fine = BLOCK // wanted.group_size
     both = torch.stack([scales, minima]).repeat_interleave(fine * num_blocks // scales.shape[1], dim=2)
     stored = both.view(2, num_panels, lanes, num_blocks, fine).permute(1, 3, 0, 4, 2).to(wanted.scale_type)
