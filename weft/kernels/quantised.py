@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 32
@@ -66,18 +67,19 @@ class QuantisedWeight(NamedTuple):
     """uint8, [panels, blocks, bytes]."""
     format: PanelFormat
     layout: PanelLayout
+    num_rows: int
+    """The last panel may have more."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        num_panels, num_blocks, _ = self.panels.shape
-        return num_panels * self.layout.lanes, num_blocks * BLOCK
+        return self.num_rows, self.panels.shape[1] * BLOCK
 
     def dequantised(self) -> Tensor:
         """Return the weight as floats, [rows, columns]."""
         bits, group_size, _ = self.format
         lanes, is_signed = self.layout
         num_panels, num_blocks, _ = self.panels.shape
-        num_rows, _ = self.shape
+        num_rows = num_panels * lanes
         size = lanes * BLOCK * bits // 8
         packed = self.panels[..., :size].view(num_panels, num_blocks, -1, lanes, 4)
         halves = [packed & 15, packed >> 4] if bits == 4 else [packed]
@@ -86,12 +88,12 @@ class QuantisedWeight(NamedTuple):
         stored = self.panels[..., size:].contiguous().view(self.format.scale_type)
         laid = stored.view(num_panels, num_blocks, 2, BLOCK // group_size, lanes).float().permute(2, 0, 4, 1, 3)
         scale, minimum = laid.reshape(2, num_rows, -1).repeat_interleave(group_size, dim=2)
-        return values.mul_(scale).add_(minimum)
+        return values.mul_(scale).add_(minimum)[: self.num_rows]
 
     def rows(self, at: Tensor) -> Tensor:
         """Return some rows as floats."""
         lanes = self.layout.lanes
-        found = self._replace(panels=self.panels[at // lanes]).dequantised()
+        found = self._replace(panels=self.panels[at // lanes], num_rows=len(at) * lanes).dequantised()
         return found.view(len(at), lanes, -1)[torch.arange(len(at)), at % lanes]
 
 
@@ -114,13 +116,15 @@ def format_for(bits: int, group_size: int, *, half_scales: bool) -> PanelFormat:
 
 def pack(numbers: Tensor, scales: Tensor, minima: Tensor, wanted: PanelFormat, layout: PanelLayout) -> QuantisedWeight:
     """Interleave numbers, uint8 [rows, columns], and the float32 scales and minima of their groups, [rows, groups].
-    The rows are whole panels, and the columns whole blocks.
+    The columns are whole blocks.
 
     Raises OverflowError where a scale does not fit half precision, which the format asks for.
     """
     num_rows, num_columns = numbers.shape
     lanes, is_signed = layout
-    num_panels, num_blocks = num_rows // lanes, num_columns // BLOCK
+    if more := -num_rows % lanes:
+        numbers, scales, minima = (F.pad(one, (0, 0, 0, more)) for one in (numbers, scales, minima))
+    num_panels, num_blocks = (num_rows + more) // lanes, num_columns // BLOCK
     if is_signed and numbers.max() > 127:
         # The minima of such numbers are 128 scales below 0, and become 0.
         numbers, minima = numbers ^ 128, minima + scales * 128
@@ -137,4 +141,4 @@ def pack(numbers: Tensor, scales: Tensor, minima: Tensor, wanted: PanelFormat, l
     if not torch.isfinite(stored).all() and torch.isfinite(both).all():
         raise OverflowError("A scale is too large for half precision.")
     panels[..., size:] = stored.reshape(num_panels, num_blocks, -1).view(torch.uint8)
-    return QuantisedWeight(panels, wanted, layout)
+    return QuantisedWeight(panels, wanted, layout, num_rows)

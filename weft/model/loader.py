@@ -272,9 +272,9 @@ class _Loading:
         return self.fused(parts, (columns,), layer) if quantised is None else quantised
 
     def quantised(self, parts: dict[str, int], columns: int, layer: int) -> QuantisedWeight | None:
-        """Return the weight as the files have it, or None where they have floats, or no whole panels."""
+        """Return the weight as the files have it, or None where they have floats, or parts that are no whole panels."""
         assert self.panels is not None
-        if columns % BLOCK or any(rows % self.panels.lanes for rows in parts.values()):
+        if columns % BLOCK or (len(parts) > 1 and any(rows % self.panels.lanes for rows in parts.values())):
             return None
         names = [self.found(part, layer, (rows, columns)) for part, rows in parts.items()]
         formats = [self.source.block_format(name) for name in names]
@@ -291,7 +291,7 @@ class _Loading:
                 continue
             self.unread.difference_update(names)
             panels = packed[0].panels if len(packed) == 1 else torch.cat([one.panels for one in packed])
-            return QuantisedWeight(panels, wanted, self.panels)
+            return QuantisedWeight(panels, wanted, self.panels, sum(parts.values()))
         raise AssertionError("float32 holds every scale")
 
     def read_groups(self, part: str, name: str, rows: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,6 +14,7 @@ from weft.kernels.cpu import phases
 from weft.kernels.cpu.attention import KEYS, QUERIES
 from weft.kernels.cpu.jit import entry, types
 from weft.kernels.cpu.job import ITEM, ITEMS, JOB, JOBS, LAYER, LAYERS, RUN, RUNS, Here
+from weft.kernels.cpu.panels import SCRATCH_FLOATS
 from weft.kernels.cpu.phases import MOST_PIECE_ROWS, num_pieces
 from weft.kernels.cpu.threads import Job, Team
 from weft.kernels.quantised import FORMATS, INPUT_GROUP
@@ -96,7 +97,7 @@ class FusedStep:
         group = heads.num_heads // heads.num_kv_heads
         self._tile_tokens = max(1, QUERIES // group)
         most = max(QUERIES, group)
-        scratch = max(most * (2 * heads.head_dim + 2 + KEYS), RUN_TOKENS * MOST_PIECE_ROWS)
+        scratch = max(most * (2 * heads.head_dim + 2 + KEYS), RUN_TOKENS * MOST_PIECE_ROWS, SCRATCH_FLOATS)
         self._scratch = torch.empty(self._team.num_threads, -(-scratch // 64) * 64)
         self._jobs = np.zeros(1, JOB)
         self._set(

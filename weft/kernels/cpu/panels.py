@@ -27,6 +27,7 @@ _FEATURES = llvm.get_host_cpu_features()
 IS_ARM = platform.machine() in ("aarch64", "arm64")
 """Arm's dot products are of signed numbers, x86's of unsigned ones with signed ones."""
 _AHEAD_BYTES = 2048
+SCRATCH_FLOATS = 8 * LANES
 
 
 def _splat(builder: Any, value: Any, count: int = LANES) -> Any:
@@ -157,35 +158,43 @@ def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., 
 def _linear_of(panel_format: PanelFormat) -> Callable[..., None]:
     """Products of several panels with any number of inputs, by tiles of inputs."""
     by_8, by_4, by_2, by_1 = (_panel_product(panel_format, count) for count in (8, 4, 2, 1))
-    block_bytes = LANES * panel_format.bytes_per_row
+    row_bytes = panel_format.bytes_per_row
     num_scales = BLOCK // INPUT_GROUP
 
     @inner
     def linear(
-        panels: Bytes, num_panels: int, num_blocks: int, x: Bytes, scales: Floats, sums: Floats, num_inputs: int,
-        out: Floats, out_stride: int,
+        panels: Bytes, num_rows: int, num_blocks: int, x: Bytes, scales: Floats, sums: Floats, num_inputs: int,
+        out: Floats, out_stride: int, scratch: Floats,
     ) -> None:  # fmt: skip
-        for index in range(num_panels):
-            panel = at(panels, index * num_blocks * block_bytes)
-            column = at(out, index * LANES)
+        for first in range(0, num_rows, LANES):
+            panel = at(panels, first * num_blocks * row_bytes)
+            count = min(LANES, num_rows - first)
             t = 0
             while t < num_inputs:
                 place = t * num_blocks * num_scales
                 tile_x, tile_scales, tile_sums = at(x, place * INPUT_GROUP), at(scales, place), at(sums, place)
-                target = at(column, t * out_stride)
+                target, stride = at(out, t * out_stride + first), out_stride
+                if count < LANES:
+                    target, stride = scratch, LANES
                 left = num_inputs - t
                 if left >= 8:
-                    by_8(panel, num_blocks, tile_x, tile_scales, tile_sums, target, out_stride)
-                    t += 8
+                    by_8(panel, num_blocks, tile_x, tile_scales, tile_sums, target, stride)
+                    done = 8
                 elif left >= 4:
-                    by_4(panel, num_blocks, tile_x, tile_scales, tile_sums, target, out_stride)
-                    t += 4
+                    by_4(panel, num_blocks, tile_x, tile_scales, tile_sums, target, stride)
+                    done = 4
                 elif left >= 2:
-                    by_2(panel, num_blocks, tile_x, tile_scales, tile_sums, target, out_stride)
-                    t += 2
+                    by_2(panel, num_blocks, tile_x, tile_scales, tile_sums, target, stride)
+                    done = 2
                 else:
-                    by_1(panel, num_blocks, tile_x, tile_scales, tile_sums, target, out_stride)
-                    t += 1
+                    by_1(panel, num_blocks, tile_x, tile_scales, tile_sums, target, stride)
+                    done = 1
+                if count < LANES:
+                    # The last panel has rows that are nobody's.
+                    for i in range(done):
+                        for row in range(count):
+                            out[(t + i) * out_stride + first + row] = scratch[i * LANES + row]
+                t += done
 
     return linear
 
@@ -235,20 +244,20 @@ def quantise(x: Floats, size: int, numbers: Bytes, scales: Floats, sums: Floats)
 @inner
 def panel_linear(
     kind: int, weight: Bytes, first: int, count: int, num_blocks: int, x: Bytes, scales: Floats, sums: Floats,
-    num_inputs: int, out: Floats, out_stride: int,
+    num_inputs: int, out: Floats, out_stride: int, scratch: Floats,
 ) -> None:  # fmt: skip
-    """out[:, first : first + count] = the products of these rows of a weight of FORMATS[kind - 1] with the inputs."""
+    """out[:, first : first + count] = the products of these rows of a weight of FORMATS[kind - 1] with the inputs. The
+    first row begins a panel. `scratch` has room for SCRATCH_FLOATS."""
     panels = at(weight, first * num_blocks * _ROW_BYTES[kind - 1])
-    num_panels = count // LANES
     target = at(out, first)
     if kind == 1:
-        _linear_1(panels, num_panels, num_blocks, x, scales, sums, num_inputs, target, out_stride)
+        _linear_1(panels, count, num_blocks, x, scales, sums, num_inputs, target, out_stride, scratch)
     elif kind == 2:
-        _linear_2(panels, num_panels, num_blocks, x, scales, sums, num_inputs, target, out_stride)
+        _linear_2(panels, count, num_blocks, x, scales, sums, num_inputs, target, out_stride, scratch)
     elif kind == 3:
-        _linear_3(panels, num_panels, num_blocks, x, scales, sums, num_inputs, target, out_stride)
+        _linear_3(panels, count, num_blocks, x, scales, sums, num_inputs, target, out_stride, scratch)
     else:
-        _linear_4(panels, num_panels, num_blocks, x, scales, sums, num_inputs, target, out_stride)
+        _linear_4(panels, count, num_blocks, x, scales, sums, num_inputs, target, out_stride, scratch)
 
 
 @inner

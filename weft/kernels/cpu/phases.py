@@ -156,14 +156,16 @@ def num_pieces(job: Any, kind: int, num_rows: int, row_size: int) -> Any:
 
 @inner
 def _linear(
-    job: Any, kind: int, weight: int, x: int, y: int, num_tokens: int, in_size: int, out_size: int, first: int,
+    here: Here, kind: int, weight: int, x: int, y: int, num_tokens: int, in_size: int, out_size: int, first: int,
     count: int,
 ) -> None:  # fmt: skip
     """y[:, first : first + count] of x times the weight transposed; of a quantised weight, of the quantised x."""
+    job = here.job
     if kind:
         panel_linear(
             kind, signed_bytes(weight), first, count, in_size // BLOCK,
             signed_bytes(job.numbers), floats(job.scales), floats(job.sums), num_tokens, floats(y), out_size,
+            floats(here.scratch),
         )  # fmt: skip
     else:
         matrix = floats(weight + 4 * first * in_size)
@@ -196,7 +198,7 @@ def qkv(here: Here, piece: int) -> None:
     piece_rows = _piece_rows(job, layer.qkv_kind, out_size, job.hidden_size)
     first = piece * piece_rows
     count = min(piece_rows, out_size - first)
-    _linear(job, layer.qkv_kind, layer.qkv, job.x, job.qkv, job.num_tokens, job.hidden_size, out_size, first, count)
+    _linear(here, layer.qkv_kind, layer.qkv, job.x, job.qkv, job.num_tokens, job.hidden_size, out_size, first, count)
     _add_bias(layer.qkv_bias, job.qkv, job.num_tokens, out_size, first, count)
     expand(here, QKV, job.qkv, out_size, first, count)
 
@@ -286,7 +288,7 @@ def output(here: Here, piece: int) -> None:
     piece_rows = _piece_rows(job, layer.output_kind, size, in_size)
     first = piece * piece_rows
     count = min(piece_rows, size - first)
-    _linear(job, layer.output_kind, layer.output, job.attended, job.y, job.num_tokens, in_size, size, first, count)
+    _linear(here, layer.output_kind, layer.output, job.attended, job.y, job.num_tokens, in_size, size, first, count)
     _add_bias(layer.output_bias, job.y, job.num_tokens, size, first, count)
     expand(here, OUTPUT, job.y, size, first, count)
     _add_to_residual(job, first, count)
@@ -305,30 +307,9 @@ def gate_up(here: Here, piece: int) -> None:
     piece_rows = _piece_rows(job, layer.gate_up_kind, size, job.hidden_size)
     first = piece * piece_rows
     count = min(piece_rows, size - first)
-    _linear(
-        job,
-        layer.gate_up_kind,
-        layer.gate_up,
-        job.x,
-        job.gate_up,
-        job.num_tokens,
-        job.hidden_size,
-        2 * size,
-        first,
-        count,
-    )
-    _linear(
-        job,
-        layer.gate_up_kind,
-        layer.gate_up,
-        job.x,
-        job.gate_up,
-        job.num_tokens,
-        job.hidden_size,
-        2 * size,
-        size + first,
-        count,
-    )
+    weight, kind, num_tokens = layer.gate_up, layer.gate_up_kind, job.num_tokens
+    _linear(here, kind, weight, job.x, job.gate_up, num_tokens, job.hidden_size, 2 * size, first, count)
+    _linear(here, kind, weight, job.x, job.gate_up, num_tokens, job.hidden_size, 2 * size, size + first, count)
     expand(here, GATE_UP, job.gate_up, 2 * size, first, count)
     expand(here, GATE_UP, job.gate_up, 2 * size, size + first, count)
     for token in range(job.num_tokens):
@@ -347,18 +328,8 @@ def down(here: Here, piece: int) -> None:
     piece_rows = _piece_rows(job, layer.down_kind, job.hidden_size, job.intermediate_size)
     first = piece * piece_rows
     count = min(piece_rows, job.hidden_size - first)
-    _linear(
-        job,
-        layer.down_kind,
-        layer.down,
-        job.gated,
-        job.y,
-        job.num_tokens,
-        job.intermediate_size,
-        job.hidden_size,
-        first,
-        count,
-    )
+    in_size, size = job.intermediate_size, job.hidden_size
+    _linear(here, layer.down_kind, layer.down, job.gated, job.y, job.num_tokens, in_size, size, first, count)
     expand(here, DOWN, job.y, job.hidden_size, first, count)
     _add_to_residual(job, first, count)
 
@@ -369,6 +340,5 @@ def head(here: Here, piece: int) -> None:
     piece_rows = _piece_rows(job, job.head_kind, job.vocab_size, job.hidden_size)
     first = piece * piece_rows
     count = min(piece_rows, job.vocab_size - first)
-    _linear(
-        job, job.head_kind, job.head, job.x, job.logits, job.num_outputs, job.hidden_size, job.vocab_size, first, count
-    )
+    kind, num_outputs, size = job.head_kind, job.num_outputs, job.vocab_size
+    _linear(here, kind, job.head, job.x, job.logits, num_outputs, job.hidden_size, size, first, count)
