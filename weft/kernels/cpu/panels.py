@@ -46,7 +46,9 @@ def _dots_of_four(builder: Any, total: Any, numbers: Any, inputs: Any) -> Any:
     if IS_ARM and _FEATURES.get("dotprod"):
         return _call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", _SUMS, total, numbers, inputs)
     if LANES > 4 and (_FEATURES.get("avx512vnni") or _FEATURES.get("avxvnni")):
-        return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", _SUMS, total, numbers, inputs)
+        # As older versions of LLVM declare it; newer ones take this for vectors of bytes.
+        words = [builder.bitcast(each, _SUMS) for each in (numbers, inputs)]
+        return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", _SUMS, total, *words)
     # Bytes in pairs of 16 bits: the even ones and the odd ones.
     wide = ir.VectorType(_I16, 2 * LANES)
     eight = ir.Constant(wide, [8] * (2 * LANES))
