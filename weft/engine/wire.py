@@ -243,6 +243,10 @@ def _receive_exactly(sock: socket.socket, count: int) -> bytes | None:
             part = sock.recv(min(count - len(parts), 1 << 20))
         except ConnectionError:
             return None
+        except OSError:
+            if sock.fileno() == -1:  # closed at this end, between two reads
+                return None
+            raise
         if not part:
             return None
         parts += part

@@ -38,7 +38,10 @@ def test_without_vllm_the_engine_says_what_brings_it(tiny_model: Path) -> None:
 
 
 @pytest.mark.skipif(vllm_is_here, reason="vLLM is installed")
-def test_an_import_that_fails_is_told_by_the_process_that_tried(tiny_model: Path) -> None:
+def test_an_import_that_fails_is_told_by_the_process_that_tried(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others leave theirs in the shared one meanwhile
     config, before = config_of(tiny_model), leftovers()
     client = EngineClient(config, find_model(config), partial(VllmProcess, CPU))
 

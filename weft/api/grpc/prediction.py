@@ -231,7 +231,8 @@ def _prompt_of(segments: Sequence[PromptSegment], served: ServedModel) -> Prompt
                 parts.append(ids)
             case "token_ids":
                 left -= len(segment.token_ids.ids)
-                parts.append(given_tokens([*segment.token_ids.ids], engine, field))
+                if left >= 0:
+                    parts.append(given_tokens([*segment.token_ids.ids], engine, field))
             case "prompt_embeds":
                 check_embeds_taken(engine, served.limits, field := f"{field}.prompt_embeds")
                 parts.append((field, PromptEmbeds(**tensor_parts(segment.prompt_embeds, field))))
