@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.batch import AttentionBatch, HeadNorms, HeadShape
-from weft.kernels.quantised import QuantisedWeight, rounded
+from weft.kernels.quantised import QuantisedWeight, finely_rounded, rounded
 from weft.kernels.weights import Weight
 
 
@@ -33,12 +33,15 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
-    return linear(rms_norm(x, norm, eps), weight, bias)
+    normal = rms_norm(x, norm, eps)
+    if isinstance(weight, QuantisedWeight):
+        return F.linear(finely_rounded(normal), weight.dequantised().to(x.dtype), bias)
+    return linear(normal, weight, bias)
 
 
 def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
     """Compute the first half of a gated feed-forward layer; the weight's first rows are the gates."""
-    return silu_mul(norm_linear(x, norm, eps, weight, None))
+    return silu_mul(linear(rms_norm(x, norm, eps), weight))
 
 
 def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> None:

@@ -98,6 +98,7 @@ class FusedStep:
         self._tile_tokens = max(1, QUERIES // group)
         most = max(QUERIES, group)
         scratch = max(most * (2 * heads.head_dim + 2 + KEYS), RUN_TOKENS * MOST_PIECE_ROWS, SCRATCH_FLOATS)
+        scratch = max(scratch, self._hidden_size)
         self._scratch = torch.empty(self._team.num_threads, -(-scratch // 64) * 64)
         self._jobs = np.zeros(1, JOB)
         self._set(
@@ -236,13 +237,14 @@ class FusedStep:
                 "residual": self._hidden_size,
                 "x": self._hidden_size,
                 "y": self._hidden_size,
-                "qkv": heads.q_size + heads.kv_size,
+                # Twice: see `phases.qkv`.
+                "qkv": 2 * (heads.q_size + heads.kv_size),
                 "attended": heads.q_size,
                 "gate_up": 2 * self._intermediate_size,
                 "gated": self._intermediate_size,
             }
             self._buffers = {name: torch.empty(num_tokens, size) for name, size in sizes.items()}
-            widest = max(sizes["x"], sizes["attended"], sizes["gated"])
+            widest = max(2 * sizes["x"], sizes["attended"], sizes["gated"])
             self._buffers["numbers"] = torch.empty(num_tokens, widest, dtype=torch.int8)
             for name in ("scales", "sums"):
                 self._buffers[name] = torch.empty(num_tokens, -(-widest // INPUT_GROUP))

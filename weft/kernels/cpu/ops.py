@@ -40,11 +40,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
+    if not isinstance(weight, Tensor):
+        return reference.norm_linear(x, norm, eps, weight, bias)
     return linear(reference.rms_norm(x, norm, eps), weight, bias)
 
 
 def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
-    return silu_mul(norm_linear(x, norm, eps, weight, None))
+    return silu_mul(linear(reference.rms_norm(x, norm, eps), weight))
 
 
 def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> None:

@@ -244,6 +244,15 @@ def quantise(x: Floats, size: int, numbers: Bytes, scales: Floats, sums: Floats)
 
 
 @inner
+def rest_of(x: Floats, numbers: Bytes, scales: Floats, size: int, out: Floats) -> None:
+    """Write what a row of floats has more than its whole numbers stand for."""
+    for group in range(size // INPUT_GROUP):
+        scale = scales[group]
+        for i in range(group * INPUT_GROUP, (group + 1) * INPUT_GROUP):
+            out[i] = x[i] - np.float32(numbers[i]) * scale
+
+
+@inner
 def panel_linear(
     kind: int, weight: Bytes, first: int, count: int, num_blocks: int, x: Bytes, scales: Floats, sums: Floats,
     num_inputs: int, out: Floats, out_stride: int, scratch: Floats,

@@ -12,8 +12,8 @@ import numpy as np
 from weft.kernels.cpu import attention, row_ops
 from weft.kernels.cpu.jit import inner
 from weft.kernels.cpu.job import Here
-from weft.kernels.cpu.panels import LANES, panel_linear, quantise, unpack_row
-from weft.kernels.cpu.raw_memory import at, floats, ints, signed_bytes
+from weft.kernels.cpu.panels import LANES, panel_linear, quantise, rest_of, unpack_row
+from weft.kernels.cpu.raw_memory import Floats, at, floats, ints, signed_bytes
 from weft.kernels.cpu.threads import spread
 from weft.kernels.cpu.tile import dots, stream_dots
 from weft.kernels.quantised import BLOCK, INPUT_GROUP
@@ -95,18 +95,33 @@ def _norm(job: Any, weight: int, source: int, out: int, target: int) -> None:
 
 
 @inner
+def _quantise_row(job: Any, x: Floats, size: int, row: int) -> None:
+    """Make the floats at x the quantised input of that number."""
+    numbers, first = at(signed_bytes(job.numbers), row * size), row * (size // INPUT_GROUP)
+    quantise(x, size, numbers, at(floats(job.scales), first), at(floats(job.sums), first))
+
+
+@inner
 def _quantise(job: Any, kind: int, x: int, size: int, row: int) -> None:
     """Make a row of what lies at the address x the input of a weight of that kind, where it is quantised."""
     if kind:
-        numbers, first = at(signed_bytes(job.numbers), row * size), row * (size // INPUT_GROUP)
-        scales, sums = at(floats(job.scales), first), at(floats(job.sums), first)
-        quantise(at(floats(x), row * size), size, numbers, scales, sums)
+        _quantise_row(job, at(floats(x), row * size), size, row)
 
 
 @spread
 def attention_norm(here: Here, token: int) -> None:
-    _norm(here.job, here.layer.attention_norm, token, here.job.x, token)
-    _quantise(here.job, here.layer.qkv_kind, here.job.x, here.job.hidden_size, token)
+    job, kind, size = here.job, here.layer.qkv_kind, here.job.hidden_size
+    _norm(job, here.layer.attention_norm, token, job.x, token)
+    _quantise(job, kind, job.x, size, token)
+    if kind:
+        # What is left of it is an input of its own, behind those of all tokens: see `quantised.finely_rounded`.
+        numbers, scales = (
+            at(signed_bytes(job.numbers), token * size),
+            at(floats(job.scales), token * size // INPUT_GROUP),
+        )
+        rest = floats(here.scratch)
+        rest_of(at(floats(job.x), token * size), numbers, scales, size, rest)
+        _quantise_row(job, rest, size, job.num_tokens + token)
 
 
 @spread
@@ -198,7 +213,11 @@ def qkv(here: Here, piece: int) -> None:
     piece_rows = _piece_rows(job, layer.qkv_kind, out_size, job.hidden_size)
     first = piece * piece_rows
     count = min(piece_rows, out_size - first)
-    _linear(here, layer.qkv_kind, layer.qkv, job.x, job.qkv, job.num_tokens, job.hidden_size, out_size, first, count)
+    num_tokens, num_inputs = job.num_tokens, job.num_tokens * (2 if layer.qkv_kind else 1)
+    _linear(here, layer.qkv_kind, layer.qkv, job.x, job.qkv, num_inputs, job.hidden_size, out_size, first, count)
+    for token in range(num_inputs - num_tokens):
+        y = at(floats(job.qkv), token * out_size + first)
+        row_ops.add(at(y, num_tokens * out_size), y, count)
     _add_bias(layer.qkv_bias, job.qkv, job.num_tokens, out_size, first, count)
     expand(here, QKV, job.qkv, out_size, first, count)
 
