@@ -63,6 +63,13 @@ def test_a_scale_that_half_precision_cannot_hold_is_refused() -> None:
     assert pack(numbers, large, large, FORMATS[1], LAYOUT).dequantised().max() == 1e6
 
 
+@pytest.mark.parametrize("wanted", FORMATS)
+def test_a_weight_may_be_a_single_panel(wanted: PanelFormat) -> None:
+    numbers, scales = torch.ones(5, 96, dtype=torch.uint8), torch.rand(5, 96 // wanted.group_size).half().float()
+    packed = pack(numbers, scales, scales, wanted, PanelLayout(8))
+    assert torch.equal(packed.dequantised(), 2 * scales.repeat_interleave(wanted.group_size, dim=1))
+
+
 def test_inputs_are_rounded_by_groups() -> None:
     x = torch.randn(3, 64)
     assert (rounded(x) - x).abs().max() <= x.abs().max() / 254 * 1.01
