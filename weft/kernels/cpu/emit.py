@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.kernels.cpu.jit import cgutils, ir, llvm
+from weft.kernels.cpu.jit import cgutils, ir
+from weft.kernels.cpu.processor import FEATURES
 
 INDEX = ir.IntType(64)
 FLOAT = ir.FloatType()
@@ -13,13 +14,8 @@ FLOAT = ir.FloatType()
 LINE = 16
 
 
-def _vector_width() -> int:
-    """Floats in a register. The cache of compiled code is keyed by these features too."""
-    features = llvm.get_host_cpu_features()
-    return 16 if features.get("avx512f") else 8 if features.get("avx2") else 4
-
-
-WIDTH = _vector_width()
+# Floats in a register.
+WIDTH = 16 if "avx512f" in FEATURES else 8 if "avx2" in FEATURES else 4
 VECTOR = ir.VectorType(FLOAT, WIDTH)
 
 

@@ -5,11 +5,11 @@ Kernels index pointers and not arrays: an array's signed index may wrap round, w
 
 from __future__ import annotations
 
-import platform
 from typing import Any, TypeAlias
 
 from weft.kernels.cpu.emit import prefetch as emit_prefetch
 from weft.kernels.cpu.jit import cgutils, intrinsic, ir, types
+from weft.kernels.cpu.processor import IS_ARM
 
 Float: TypeAlias = Any
 """A float32, and so of numpy's type before the code is compiled."""
@@ -25,8 +25,7 @@ INTS = types.CPointer(types.int64)
 BYTES = types.CPointer(types.int8)
 
 # On Arm the barrier of instructions: its `yield` does nothing.
-_ARM = platform.machine() in ("aarch64", "arm64")
-_PAUSE, _PAUSE_ARGS = ("llvm.aarch64.isb", [ir.IntType(32)(15)]) if _ARM else ("llvm.x86.sse2.pause", [])
+_PAUSE, _PAUSE_ARGS = ("llvm.aarch64.isb", [ir.IntType(32)(15)]) if IS_ARM else ("llvm.x86.sse2.pause", [])
 
 
 @intrinsic
