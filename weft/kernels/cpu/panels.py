@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.kernels.cpu.emit import FLOAT, INDEX, WIDTH, load, loop, multiply_add, prefetch, store
+from weft.kernels.cpu.emit import FLOAT, INDEX, WIDTH, float_of_half, load, loop, multiply_add, prefetch, store
 from weft.kernels.cpu.jit import cgutils, inner, intrinsic, ir, types
 from weft.kernels.cpu.processor import FEATURES, IS_ARM
 from weft.kernels.cpu.raw_memory import BYTES, FLOATS, Bytes, Float, Floats, at, float_at, half_at
@@ -80,7 +80,7 @@ def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., 
     size = LANES * BLOCK * panel_format.bits // 8
     block_bytes = LANES * panel_format.bytes_per_row
     num_groups = BLOCK // panel_format.group_size
-    stored = ir.VectorType(ir.HalfType() if panel_format.half_scales else FLOAT, LANES)
+    stored = ir.VectorType(_I16 if panel_format.half_scales else FLOAT, LANES)
     stored_bytes = LANES * panel_format.scale_bytes
 
     @intrinsic
@@ -108,7 +108,7 @@ def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., 
 
             def per_row(start: Any, place: int) -> Any:
                 value = from_panel(stored, builder.add(start, INDEX(size + place * stored_bytes)))
-                return builder.fpext(value, _VALUES) if panel_format.half_scales else value
+                return float_of_half(builder, value) if panel_format.half_scales else value
 
             def block(index: Any, totals: list[Any]) -> list[Any]:
                 start = builder.mul(index, INDEX(block_bytes))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+from weft.kernels.cpu.emit import float_of_half
 from weft.kernels.cpu.emit import prefetch as emit_prefetch
 from weft.kernels.cpu.jit import cgutils, intrinsic, ir, types
 from weft.kernels.cpu.processor import IS_ARM
@@ -85,14 +86,14 @@ def _float_of_bytes(kind: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             there = builder.bitcast(builder.gep(args[0], [args[1]]), kind.as_pointer())
             value = builder.load(there, align=1)
-            return value if kind == ir.FloatType() else builder.fpext(value, ir.FloatType())
+            return value if kind == ir.FloatType() else float_of_half(builder, value)
 
         return types.float32(BYTES, types.int64), emit
 
     return load
 
 
-float_at, half_at = _float_of_bytes(ir.FloatType()), _float_of_bytes(ir.HalfType())
+float_at, half_at = _float_of_bytes(ir.FloatType()), _float_of_bytes(ir.IntType(16))
 """The float, and the half, that begins `offset` bytes from a pointer."""
 
 
