@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -14,6 +17,7 @@ from tests.kernels.steps import MAX_MODEL_LEN, Step, config, random_cache, rando
 from weft.kernels import REFERENCE
 from weft.kernels.cpu import panel_layout
 from weft.kernels.cpu.fused_step import FusedStep
+from weft.kernels.cpu.processor import FEATURES
 from weft.kernels.quantised import FORMATS, PanelFormat, PanelLayout, QuantisedWeight, format_for, pack, rounded
 from weft.kernels.weights import DecoderWeights
 from weft.model.dense import DenseConfig, DenseModel
@@ -61,6 +65,13 @@ def test_a_scale_that_half_precision_cannot_hold_is_refused() -> None:
     with pytest.raises(OverflowError):
         pack(numbers, large, large, FORMATS[0], LAYOUT)
     assert pack(numbers, large, large, FORMATS[1], LAYOUT).dequantised().max() == 1e6
+
+
+@pytest.mark.parametrize("wanted", FORMATS)
+def test_a_weight_may_be_a_single_panel(wanted: PanelFormat) -> None:
+    numbers, scales = torch.ones(5, 96, dtype=torch.uint8), torch.rand(5, 96 // wanted.group_size).half().float()
+    packed = pack(numbers, scales, scales, wanted, PanelLayout(8))
+    assert torch.equal(packed.dequantised(), 2 * scales.repeat_interleave(wanted.group_size, dim=1))
 
 
 def test_inputs_are_rounded_by_groups() -> None:
@@ -137,3 +148,14 @@ def test_a_nan_is_seen_in_the_logits() -> None:
     step = random_step(c, [3], [3], cache)
     broken = weights._replace(norm=torch.full_like(weights.norm, float("nan")))
     assert run(c, broken, cache, step).isnan().all()
+
+
+@pytest.mark.parametrize(("features", "lanes"), [("", 4), ("+avx2,+f16c,+fma", 8)])
+def test_older_processors_compute_the_same(features: str, lanes: int) -> None:
+    """They have no dot products of bytes: neither VNNI nor Arm's."""
+    if not {feature.removeprefix("+") for feature in features.split(",") if feature} <= FEATURES:
+        pytest.skip("this processor is another")
+    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
+    command = [sys.executable, "-m", "tests.kernels.panel_products"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{lanes}\n", done.stderr

@@ -147,5 +147,5 @@ def pack(numbers: Tensor, scales: Tensor, minima: Tensor, wanted: PanelFormat, l
     stored = both.view(2, num_panels, lanes, num_blocks, fine).permute(1, 3, 0, 4, 2).to(wanted.scale_type)
     if not torch.isfinite(stored).all() and torch.isfinite(both).all():
         raise OverflowError("A scale is too large for half precision.")
-    panels[..., size:] = stored.reshape(num_panels, num_blocks, -1).view(torch.uint8)
+    panels[..., size:] = stored.reshape(num_panels, num_blocks, -1).contiguous().view(torch.uint8)
     return QuantisedWeight(panels, wanted, layout, num_rows)

@@ -24,9 +24,9 @@ def panel_layout() -> PanelLayout | None:
     """Return how this processor's kernels want quantised weights, or None where it has no such kernels."""
     if not has_native_code():
         return None
-    from weft.kernels.cpu.panels import IS_ARM, LANES
+    from weft.kernels.cpu.panels import IS_SIGNED, LANES
 
-    return PanelLayout(LANES, is_signed=IS_ARM)
+    return PanelLayout(LANES, is_signed=IS_SIGNED)
 
 
 def native_step(

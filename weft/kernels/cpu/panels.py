@@ -7,14 +7,14 @@ result does not depend on what it is computed beside: sums of whole numbers are 
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from weft.kernels.cpu.emit import FLOAT, INDEX, WIDTH, load, loop, multiply_add, prefetch, store
-from weft.kernels.cpu.jit import cgutils, inner, intrinsic, ir, llvm, types
+from weft.kernels.cpu.emit import FLOAT, INDEX, WIDTH, float_of_half, load, loop, multiply_add, prefetch, store
+from weft.kernels.cpu.jit import cgutils, inner, intrinsic, ir, types
+from weft.kernels.cpu.processor import FEATURES, IS_ARM
 from weft.kernels.cpu.raw_memory import BYTES, FLOATS, Bytes, Float, Floats, at, float_at, half_at
 from weft.kernels.quantised import BLOCK, FORMATS, INPUT_GROUP, PanelFormat
 
@@ -23,9 +23,10 @@ _I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
 _NUMBERS = ir.VectorType(_I8, 4 * LANES)
 _SUMS = ir.VectorType(_I32, LANES)
 _VALUES = ir.VectorType(FLOAT, LANES)
-_FEATURES = llvm.get_host_cpu_features()
-IS_ARM = platform.machine() in ("aarch64", "arm64")
+IS_SIGNED = IS_ARM
 """Arm's dot products are of signed numbers, x86's of unsigned ones with signed ones."""
+_VNNI = {8: "avxvnni", 16: "avx512vnni"}
+"""LLVM's name of x86's dot products for registers of so many numbers."""
 _AHEAD_BYTES = 2048
 SCRATCH_FLOATS = 8 * LANES
 
@@ -43,9 +44,9 @@ def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
 
 def _dots_of_four(builder: Any, total: Any, numbers: Any, inputs: Any) -> Any:
     """Add to each lane the products of four numbers with as many inputs, both vectors of bytes."""
-    if IS_ARM and _FEATURES.get("dotprod"):
+    if IS_ARM and "dotprod" in FEATURES:
         return _call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", _SUMS, total, numbers, inputs)
-    if LANES > 4 and (_FEATURES.get("avx512vnni") or _FEATURES.get("avxvnni")):
+    if _VNNI.get(LANES) in FEATURES:
         # As older versions of LLVM declare it; newer ones take this for vectors of bytes.
         words = [builder.bitcast(each, _SUMS) for each in (numbers, inputs)]
         return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", _SUMS, total, *words)
@@ -53,9 +54,9 @@ def _dots_of_four(builder: Any, total: Any, numbers: Any, inputs: Any) -> Any:
     wide = ir.VectorType(_I16, 2 * LANES)
     eight = ir.Constant(wide, [8] * (2 * LANES))
     left, right = builder.bitcast(numbers, wide), builder.bitcast(inputs, wide)
-    odd = builder.ashr(left, eight) if IS_ARM else builder.lshr(left, eight)
+    odd = builder.ashr(left, eight) if IS_SIGNED else builder.lshr(left, eight)
     low = builder.shl(left, eight)
-    even = builder.ashr(low, eight) if IS_ARM else builder.lshr(low, eight)
+    even = builder.ashr(low, eight) if IS_SIGNED else builder.lshr(low, eight)
     for one, other in ((even, builder.ashr(builder.shl(right, eight), eight)), (odd, builder.ashr(right, eight))):
         total = builder.add(total, _sums_of_pairs(builder, one, other))
     return total
@@ -64,7 +65,7 @@ def _dots_of_four(builder: Any, total: Any, numbers: Any, inputs: Any) -> Any:
 def _sums_of_pairs(builder: Any, left: Any, right: Any) -> Any:
     """Multiply numbers of 16 bits, and add neighbours."""
     names = {4: "llvm.x86.sse2.pmadd.wd", 8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
-    if not IS_ARM and (LANES < 16 or _FEATURES.get("avx512bw")):
+    if not IS_ARM and (LANES < 16 or "avx512bw" in FEATURES):
         return _call(builder, names[LANES], _SUMS, left, right)
     wide = ir.VectorType(_I32, 2 * LANES)
     products = builder.mul(builder.sext(left, wide), builder.sext(right, wide))
@@ -79,7 +80,7 @@ def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., 
     size = LANES * BLOCK * panel_format.bits // 8
     block_bytes = LANES * panel_format.bytes_per_row
     num_groups = BLOCK // panel_format.group_size
-    stored = ir.VectorType(ir.HalfType() if panel_format.half_scales else FLOAT, LANES)
+    stored = ir.VectorType(_I16 if panel_format.half_scales else FLOAT, LANES)
     stored_bytes = LANES * panel_format.scale_bytes
 
     @intrinsic
@@ -107,7 +108,7 @@ def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., 
 
             def per_row(start: Any, place: int) -> Any:
                 value = from_panel(stored, builder.add(start, INDEX(size + place * stored_bytes)))
-                return builder.fpext(value, _VALUES) if panel_format.half_scales else value
+                return float_of_half(builder, value) if panel_format.half_scales else value
 
             def block(index: Any, totals: list[Any]) -> list[Any]:
                 start = builder.mul(index, INDEX(block_bytes))
@@ -288,7 +289,7 @@ def unpack_row(kind: int, weight: Bytes, row: int, num_blocks: int, out: Floats)
                 number = (byte >> (column // 16 * 4)) & 15
             else:
                 number = np.int64(start[column // 4 * 4 * LANES + lane * 4 + column % 4])
-                if not IS_ARM:
+                if not IS_SIGNED:
                     number &= 255
             scale = _stored(kind, stored, group * LANES + lane)
             minimum = _stored(kind, stored, (num_groups + group) * LANES + lane)

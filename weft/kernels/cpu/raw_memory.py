@@ -5,11 +5,12 @@ Kernels index pointers and not arrays: an array's signed index may wrap round, w
 
 from __future__ import annotations
 
-import platform
 from typing import Any, TypeAlias
 
+from weft.kernels.cpu.emit import float_of_half
 from weft.kernels.cpu.emit import prefetch as emit_prefetch
 from weft.kernels.cpu.jit import cgutils, intrinsic, ir, types
+from weft.kernels.cpu.processor import IS_ARM
 
 Float: TypeAlias = Any
 """A float32, and so of numpy's type before the code is compiled."""
@@ -25,8 +26,7 @@ INTS = types.CPointer(types.int64)
 BYTES = types.CPointer(types.int8)
 
 # On Arm the barrier of instructions: its `yield` does nothing.
-_ARM = platform.machine() in ("aarch64", "arm64")
-_PAUSE, _PAUSE_ARGS = ("llvm.aarch64.isb", [ir.IntType(32)(15)]) if _ARM else ("llvm.x86.sse2.pause", [])
+_PAUSE, _PAUSE_ARGS = ("llvm.aarch64.isb", [ir.IntType(32)(15)]) if IS_ARM else ("llvm.x86.sse2.pause", [])
 
 
 @intrinsic
@@ -86,14 +86,14 @@ def _float_of_bytes(kind: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             there = builder.bitcast(builder.gep(args[0], [args[1]]), kind.as_pointer())
             value = builder.load(there, align=1)
-            return value if kind == ir.FloatType() else builder.fpext(value, ir.FloatType())
+            return value if kind == ir.FloatType() else float_of_half(builder, value)
 
         return types.float32(BYTES, types.int64), emit
 
     return load
 
 
-float_at, half_at = _float_of_bytes(ir.FloatType()), _float_of_bytes(ir.HalfType())
+float_at, half_at = _float_of_bytes(ir.FloatType()), _float_of_bytes(ir.IntType(16))
 """The float, and the half, that begins `offset` bytes from a pointer."""
 
 
