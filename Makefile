@@ -16,6 +16,7 @@
 #   make proto   write the Python of the gRPC door's messages from its .proto file
 #   make show-vllm-bench   let vLLM's own benchmark drive the server (vLLM goes into build/vllm: 2 GB)
 #   make show-agreement    one server measured by weft bench, vLLM's benchmark and guidellm in turns (the last in build/guidellm)
+#   make bench-cpu-peers   the default model by Weft and by llama.cpp on this machine's CPU (built in build/llama.cpp)
 #   make show-vllm-engine  the tests of vLLM as an engine, on this machine's CPU (in build/vllm)
 #   make show-remote-peers the remote engine against `vllm serve` (in build/vllm), and llama.cpp's LLAMA_SERVER if set
 
@@ -31,12 +32,13 @@ ARGS ?=
 export PYTHONDONTWRITEBYTECODE :=
 VLLM_ENV ?= build/vllm
 GUIDELLM_ENV ?= build/guidellm
+LLAMA_CPP ?= build/llama.cpp
 LLAMA_SERVER ?=
 ADVISORIES ?= build/advisories
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release proto show-agreement show-vllm-bench show-vllm-engine show-remote-peers clean
+.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release proto bench-cpu-peers show-agreement show-vllm-bench show-vllm-engine show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -107,6 +109,10 @@ show-agreement: .venv/installed-dev $(VLLM_ENV)/installed $(GUIDELLM_ENV)/instal
 	@$(BIN)/weft pull smollm2
 	$(BIN)/python -m tests.peers.agreement --vllm $(VLLM_ENV)/bin/python --guidellm $(GUIDELLM_ENV)/bin/python $(ARGS)
 
+bench-cpu-peers: .venv/installed-dev $(LLAMA_CPP)/installed
+	@$(BIN)/weft pull smollm2
+	$(BIN)/python -m tests.peers.llama_cpp --llama $(LLAMA_CPP)/made/bin $(ARGS)
+
 show-vllm-engine: $(VLLM_ENV)/installed
 	$(VLLM_ENV)/bin/python -m pytest tests/backends/vllm $(ARGS)
 
@@ -143,6 +149,16 @@ $(VLLM_ENV)/installed:
 $(GUIDELLM_ENV)/installed:
 	$(PYTHON) -m venv $(GUIDELLM_ENV)
 	$(GUIDELLM_ENV)/bin/python -m pip --disable-pip-version-check install --only-binary :all: torch==2.13.0 guidellm==0.8.1
+	@touch $@
+
+# llama.cpp as the sources of its Python bindings have it. Its commands need cmake and a C++ compiler; Weft needs neither.
+$(LLAMA_CPP)/installed:
+	mkdir -p $(LLAMA_CPP)
+	$(PYTHON) -m pip --disable-pip-version-check download --no-deps --no-binary llama-cpp-python --dest $(LLAMA_CPP) llama-cpp-python==0.3.36
+	tar xzf $(LLAMA_CPP)/llama_cpp_python-0.3.36.tar.gz -C $(LLAMA_CPP)
+	cmake -S $(LLAMA_CPP)/llama_cpp_python-0.3.36/vendor/llama.cpp -B $(LLAMA_CPP)/made -DCMAKE_BUILD_TYPE=Release \
+	    -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF
+	cmake --build $(LLAMA_CPP)/made --parallel --target llama-batched-bench llama-quantize
 	@touch $@
 
 clean:

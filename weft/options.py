@@ -155,6 +155,14 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 0
+    max_step_ms: Annotated[
+        int,
+        _doc(
+            "Time that a step with prompts should take: their chunks become shorter where steps took longer; "
+            "0: 200 on CPU, no bound on GPU.",
+            ge=0,
+        ),
+    ] = 0
     max_loras: Annotated[
         int, _doc("LoRA adapters that are in use at the same time; requests for others wait.", ge=1)
     ] = 8

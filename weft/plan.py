@@ -70,6 +70,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     max_preemptions: int = 3
     force_preempt_every: int = 0
+    max_step_seconds: float = 0
+    """The time that a step with prefills should take at most; 0: as long as its tokens need."""
     image: ImageLimits | None = None
     """None: there is no image model."""
     embeds_width: int = 0

@@ -170,7 +170,7 @@ def test_tc_010_memory_is_really_given_back(smollm2_files: ModelFiles) -> None:
         wait_until(lambda more_gb=more_gb: engine.get_memory_usage()["allocated_gb"] > more_gb, "more memory")
         held = {pid: size for pid, size in children().items() if pid not in before}
         usage = engine.get_memory_usage()
-        assert 0.5 < usage["allocated_gb"] < usage["total_gb"] and 0 < usage["utilization"] < 1
+        assert 0.2 < usage["allocated_gb"] < usage["total_gb"] and 0 < usage["utilization"] < 1
         assert usage["allocated_gb"] <= usage["reserved_gb"]
         assert max(held.values()) > 0.9 * usage["allocated_gb"] * 2**30, "by the engine's process"
         engine.unload_model()

@@ -184,5 +184,8 @@ def test_the_requests_side_by_side_are_those_of_the_cache_that_there_would_be(sh
 
 
 def test_weights_that_are_unpacked_are_told_so(smollm2_files: ModelFiles) -> None:
-    shown = CliRunner().invoke(cli.app, ["plan", "smollm2", "--device", "cpu", "--image-model", "none"])
+    asked = ["plan", "smollm2", "--device", "cpu", "--image-model", "none"]
+    shown = CliRunner().invoke(cli.app, asked)
+    assert "0.09 GiB quantised, and held so" in " ".join(shown.output.split())
+    shown = CliRunner().invoke(cli.app, [*asked, "--dtype", "float32"])
     assert "0.09 GiB quantised, unpacked to float32" in " ".join(shown.output.split())

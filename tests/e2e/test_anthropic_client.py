@@ -12,7 +12,7 @@ from tests.e2e.server import Server
 if TYPE_CHECKING:
     import anthropic
 
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "What is the capital of Germany?"}]
 WEATHER = {
     "name": "weather",
     "description": "The weather of a city.",
@@ -37,7 +37,7 @@ def client(locked: Server) -> Iterator[anthropic.Anthropic]:
 def test_streamed_and_not_are_the_same(client: anthropic.Anthropic) -> None:
     asked = {"model": "smollm2", "messages": QUESTION, "max_tokens": 24, "extra_body": {"temperature": 0}}
     whole = client.messages.create(**asked)
-    assert "Paris" in whole.content[0].text
+    assert "Berlin" in whole.content[0].text
     assert whole.stop_reason == "end_turn"
     with client.messages.stream(**asked) as stream:
         text = "".join(stream.text_stream)

@@ -13,8 +13,10 @@ from safetensors.torch import save_file
 
 from tests.tiny_models import SPECS
 from weft.checkpoint.model_files import ModelFiles, dummy_files, model_at
+from weft.kernels.quantised import PanelLayout, format_for
 from weft.machine.memory import num_parameters
-from weft.machine.model_size import Geometry, size_of
+from weft.machine.model_size import PANEL_BYTES, Geometry, size_of
+from weft.model.dequant import FORMATS
 from weft.model.loader import load_weights, open_model
 
 CPU = torch.device("cpu")
@@ -46,6 +48,23 @@ def test_what_is_kept_quantised_has_the_size_that_it_has_in_the_file(tiny_gguf: 
     assert weights.packed_bytes == weights.packed // 32 * 34
     assert weights.held_bytes(torch.float16, unpacked=False) == weights.packed_bytes + 2 * weights.floats
     assert weights.floats > 0, "norms are not quantised"
+
+
+@pytest.mark.parametrize("type_name", PANEL_BYTES)
+def test_weights_in_panels_are_as_large_as_kernels_hold_them(type_name: str) -> None:
+    known = FORMATS[type_name]
+    wanted = format_for(known.bits, known.group_size, half_scales=known.half_scales)
+    assert wanted.bytes_per_row == PANEL_BYTES[type_name]
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_1"])
+def test_a_gguf_file_in_panels_is_as_large_as_what_is_loaded(
+    type_name: str, tiny_gguf: Callable[[str, str], Path]
+) -> None:
+    files = model_at(tiny_gguf("smollm2", type_name))
+    with open_model(files) as (config, source):
+        weights = load_weights(files, config, source, dtype=torch.float32, device=CPU, panels=PanelLayout(16))
+    assert size_of(files).weights.held_in_panels(torch.float32) == weights.num_bytes
 
 
 def test_a_shape_alone_is_counted_by_its_geometry(tiny_directory: Callable[[str], Path]) -> None:

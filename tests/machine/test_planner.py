@@ -114,7 +114,9 @@ def test_what_is_quantised_stays_so_where_the_engine_keeps_it(tiny_gguf: Callabl
     files = model_at(tiny_gguf("smollm2", "Q8_0"))
     packed = size_of(files).weights
     ours, theirs = plan_load(config(), files, ROOMY), plan_load(config(), files, ROOMY, engine="cpu-vllm")
-    assert ours.weights == 4 * (packed.packed + packed.floats)
+    unpacked = plan_load(config(dtype="float32"), files, ROOMY)
+    assert ours.weights == packed.held_in_panels(torch.float32) < unpacked.weights
+    assert unpacked.weights == 4 * (packed.packed + packed.floats)
     assert theirs.weights == packed.packed_bytes + 4 * packed.floats
 
 
@@ -281,7 +283,7 @@ def test_what_is_asked_for_is_what_the_engine_takes(settings: dict[str, Any], ti
 def test_the_default_model_takes_what_the_plan_says(smollm2_files: ModelFiles) -> None:
     settings = Config(model=ModelOptions(device="cpu"))
     info, plan = Worker(settings, smollm2_files).info, plan_load(settings, smollm2_files, ROOMY)
-    assert plan.weights == pytest.approx(info.memory.weights, rel=0.01)
+    assert plan.weights == pytest.approx(info.memory.weights, rel=0.03)
     assert plan.kv == info.memory.kv
     assert (plan.num_blocks, plan.max_model_len, plan.dtype) == (info.num_blocks, info.max_model_len, info.dtype)
 

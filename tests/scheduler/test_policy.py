@@ -1,10 +1,10 @@
-"""How large steps may be after one for which there was no memory, and after many for which there was."""
+"""How large steps may be: after one for which there was no memory, and by the time that they take."""
 
 from __future__ import annotations
 
-from tests.scheduler.simulation import limits
-from weft.plan import Row, StepPlan
-from weft.scheduler.policy import LEAST_TOKENS, PATIENCE, Throttle
+from tests.scheduler.simulation import Simulation, limits, request
+from weft.plan import Row, StepPlan, StepResult
+from weft.scheduler.policy import LEAST_TOKENS, PATIENCE, PrefillPace, Throttle
 
 WIDE = limits(max_num_seqs=64, max_num_batched_tokens=1024)
 
@@ -91,3 +91,59 @@ def test_limits_below_the_least_are_kept() -> None:
     assert size(throttle) == (1, 8) and throttle.is_least
     throttle.failed(step(1, 8))
     assert size(throttle) == (1, 8)
+
+
+PACED = limits(max_num_seqs=64, max_num_batched_tokens=1024, max_step_seconds=0.2)
+
+
+def test_without_a_goal_the_time_of_steps_changes_nothing() -> None:
+    pace = PrefillPace(WIDE)
+    pace.took(1024, 60.0)
+    assert pace.tokens == 1024
+
+
+def test_prefills_follow_the_time_that_steps_take() -> None:
+    pace = PrefillPace(PACED)
+    assert pace.tokens == 1024, "until something is known"
+    pace.took(256, 0.512)
+    assert pace.tokens == 96, "of 2 ms each, in whole lots of 16"
+    for _ in range(20):
+        pace.took(pace.tokens, pace.tokens * 0.001)
+    assert 176 <= pace.tokens <= 192
+    pace.took(1, 0.1)
+    assert 176 <= pace.tokens <= 192, "a step of one token reads all weights for it"
+    pace.took(64, 60.0)
+    assert pace.tokens == LEAST_TOKENS
+    for _ in range(50):
+        pace.took(pace.tokens, 0.0)
+    assert pace.tokens == 1024
+
+
+def test_a_long_prompt_is_cut_so_that_no_step_takes_longer_than_the_goal() -> None:
+    """A token costs the more the more come before it; another request decodes meanwhile."""
+
+    class Clock:
+        now = 0.0
+
+        def __call__(self) -> float:
+            return self.now
+
+    roomy = limits(
+        num_blocks=400, max_model_len=1400, max_num_batched_tokens=512, max_prefill_chunk=256, max_step_seconds=0.2
+    )
+    simulation, clock = Simulation(roomy), Clock()
+    simulation.scheduler._clock = clock
+    simulation.add(request("short", [1], 200))
+    simulation.step()
+    simulation.add(request("long", [2] * 1200, 1))
+    lasted = []
+    execute = simulation.worker.execute
+
+    def slowly(plan: StepPlan) -> StepResult:
+        lasted.append(sum(row.count * (0.5 + row.start / 500) for row in plan.rows) / 1000)
+        clock.now += lasted[-1]
+        return execute(plan)
+
+    simulation.worker.execute = slowly
+    simulation.run()
+    assert len(lasted) > 10 and 0.1 < max(lasted) < 0.25

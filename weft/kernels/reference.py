@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.batch import AttentionBatch, HeadNorms, HeadShape
+from weft.kernels.quantised import QuantisedWeight, finely_rounded, rounded
+from weft.kernels.weights import Weight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -19,7 +21,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide.to(x.dtype) * weight
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, QuantisedWeight):
+        return F.linear(rounded(x), weight.dequantised().to(x.dtype), bias)
     return F.linear(x, weight, bias)
 
 
@@ -28,16 +32,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return linear(rms_norm(x, norm, eps), weight, bias)
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None) -> Tensor:
+    normal = rms_norm(x, norm, eps)
+    if isinstance(weight, QuantisedWeight):
+        return F.linear(finely_rounded(normal), weight.dequantised().to(x.dtype), bias)
+    return linear(normal, weight, bias)
 
 
-def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
     """Compute the first half of a gated feed-forward layer; the weight's first rows are the gates."""
-    return silu_mul(norm_linear(x, norm, eps, weight, None))
+    return silu_mul(linear(rms_norm(x, norm, eps), weight))
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> None:
     """Add linear(x, weight, bias) to the residual in place."""
     residual.add_(linear(x, weight, bias))
 

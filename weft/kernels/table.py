@@ -9,16 +9,17 @@ from torch import Tensor
 
 from weft.kernels import reference, sampling
 from weft.kernels.batch import AttentionBatch, HeadNorms, HeadShape
+from weft.kernels.weights import Weight
 
 
 class Ops(NamedTuple):
     """The ops have the signatures and meanings of the functions of the same names in `reference` and `sampling`."""
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]
-    norm_linear: Callable[[Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
-    norm_gate_up: Callable[[Tensor, Tensor, float, Tensor], Tensor]
-    linear_add: Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
+    linear: Callable[[Tensor, Weight, Tensor | None], Tensor]
+    norm_linear: Callable[[Tensor, Tensor, float, Weight, Tensor | None], Tensor]
+    norm_gate_up: Callable[[Tensor, Tensor, float, Weight], Tensor]
+    linear_add: Callable[[Tensor, Weight, Tensor | None, Tensor], None]
     rotate_and_store: Callable[[Tensor, HeadShape, Tensor, Tensor, Tensor, HeadNorms | None], None]
     attention: Callable[[Tensor, HeadShape, Tensor, AttentionBatch], Tensor]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from weft.kernels.batch import HeadNorms
+from weft.kernels.quantised import QuantisedWeight
+
+Weight: TypeAlias = Tensor | QuantisedWeight
+"""The weight of a linear layer."""
 
 
 class LayerWeights(NamedTuple):
     """One decoder layer. `qkv` and `gate_up` are fused along their output dimension."""
 
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    output: Tensor
+    output: Weight
     output_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
 
     def head_norms(self, eps: float) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
@@ -34,18 +38,30 @@ class LayerWeights(NamedTuple):
 class DecoderWeights(NamedTuple):
     """A whole decoder. `head` is `embedding` itself where the two are tied."""
 
-    embedding: Tensor
+    embedding: Weight
     layers: list[LayerWeights]
     norm: Tensor
-    head: Tensor
+    head: Weight
     rope_factors: Tensor | None = None
     """Divisors of the rotary frequencies, where the checkpoint has its own."""
 
     @property
+    def dtype(self) -> torch.dtype:
+        """The type of what is not quantised."""
+        return self.norm.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.device
+
+    @property
     def num_bytes(self) -> int:
-        tensors = [self.embedding, self.norm, self.head]
-        tensors += [tensor for layer in self.layers for tensor in layer if tensor is not None]
+        tensors = [weight if isinstance(weight, Tensor) else weight.panels for weight in self.all_weights()]
         return sum(t.untyped_storage().nbytes() for t in {t.data_ptr(): t for t in tensors}.values())
+
+    def all_weights(self) -> list[Weight]:
+        whole = [self.embedding, self.norm, self.head]
+        return [*whole, *(weight for layer in self.layers for weight in layer if weight is not None)]
 
 
 class LowRank(NamedTuple):

@@ -49,17 +49,30 @@ class Weights(Struct, frozen=True, kw_only=True):
     packed: int = 0
     """Numbers that the files hold quantised."""
     packed_bytes: int = 0
+    panel_bytes: int = 0
+    """Bytes of the quantised ones as the native engine's kernels of a CPU hold them; 0 where they cannot."""
 
     def held_bytes(self, dtype: NumberType, *, unpacked: bool) -> int:
         """Return the bytes of the weights as this type; of the quantised ones too, or as they are."""
         return self.floats * dtype.itemsize + (self.packed * dtype.itemsize if unpacked else self.packed_bytes)
+
+    def held_in_panels(self, dtype: NumberType) -> int:
+        """Return the bytes of the weights with the quantised ones as kernels of a CPU hold them."""
+        return self.floats * dtype.itemsize + self.panel_bytes
 
     def __add__(self, other: Weights) -> Weights:
         return Weights(
             floats=self.floats + other.floats,
             packed=self.packed + other.packed,
             packed_bytes=self.packed_bytes + other.packed_bytes,
+            panel_bytes=self.panel_bytes + other.panel_bytes,
         )
+
+
+PANEL_BYTES = {
+    "Q4_0": 20, "Q4_1": 20, "Q4_K": 24, "Q5_0": 36, "Q5_1": 36, "Q8_0": 36, "Q5_K": 48, "Q6_K": 48,
+}  # fmt: skip
+"""Bytes of 32 weights in `kernels.quantised`'s panels, by their type in a GGUF file."""
 
 
 class ModelSize(Struct, frozen=True):
@@ -110,6 +123,7 @@ def _gguf_weights(file: GgufFile) -> Weights:
         floats=sum(math.prod(tensor.shape) for tensor in held if tensor.type.block_size == 1),
         packed=sum(math.prod(tensor.shape) for tensor in packed),
         packed_bytes=sum(tensor.nbytes for tensor in packed),
+        panel_bytes=sum(math.prod(tensor.shape) // 32 * PANEL_BYTES.get(tensor.type.name, 128) for tensor in packed),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -126,6 +127,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Requests of `max_model_len` tokens that the cache holds at once."""
     unpacked_bytes: int = 0
     """Bytes that the files hold as quantised weights, which the engine unpacks; 0: none."""
+    packed_bytes: int = 0
+    """Bytes of those that it holds as they are."""
     more_cache_mb: int = 0
     """A --kv-cache-memory-mb with which more of them would fit; 0: there is no memory for more."""
     more_batch: int = 0
@@ -185,6 +188,14 @@ class _Planning:
         self.place = _place(config, self.profile, machine)
         dtype = config.model.dtype
         self.dtype = TYPES[AUTO_DTYPE[self.place] if dtype == "auto" else dtype]
+        self.holds_panels = (
+            planner.engine == "native"
+            and self.place == "cpu"
+            and dtype == "auto"
+            and planner.size.weights.panel_bytes > 0
+            and find_spec("numba") is not None
+        )
+        """True where quantised weights stay so, for the native engine's own kernels."""
         self.parts = config.backend.tensor_parallel_size if self.place != "cpu" else 1
         """Devices that share the model; the plan is for one of them."""
         self.weights = self._held_weights()
@@ -205,7 +216,8 @@ class _Planning:
             dtype=self.dtype.name,
             memory=memory,
             weights=self.weights,
-            unpacked_bytes=0 if self.profile.keeps_packed else self.planner.size.weights.packed_bytes,
+            unpacked_bytes=0 if self.keeps_packed else self.planner.size.weights.packed_bytes,
+            packed_bytes=self.planner.size.weights.packed_bytes if self.keeps_packed else 0,
             kv=0,
             kv_per_token=0,
             num_blocks=0,
@@ -276,11 +288,17 @@ class _Planning:
     def _held_weights(self) -> int:
         weights, quantization = self.planner.size.weights, self.config.backend.quantization
         held = weights.held_bytes(self.dtype, unpacked=not self.profile.keeps_packed)
+        if self.holds_panels:
+            held = weights.held_in_panels(self.dtype)
         if self.profile.keeps_packed and not weights.packed and quantization in ONLINE_BYTES:
             held = int(weights.floats * ONLINE_BYTES[quantization])
         image_model = _image_weights(self.config.model.image_model) if self.profile.has_image_model else Weights()
         adapters = 0 if self.profile.reserves_adapters else adapters_bytes(self.config, self.dtype)
         return held // self.parts + image_model.held_bytes(self.dtype, unpacked=True) + adapters
+
+    @property
+    def keeps_packed(self) -> bool:
+        return self.profile.keeps_packed or self.holds_panels
 
     def _known_memory(self) -> DeviceMemory:
         """Return the device's memory as it is now."""
@@ -316,11 +334,11 @@ class _Planning:
 
     def _too_heavy(self, known: DeviceMemory) -> OutOfMemory:
         ways = ["Serve a smaller model"]
-        if self.profile.keeps_packed:
+        if self.profile.keeps_packed or self.place == "cpu":
             ways.append("one that is quantised")
         if self.dtype.itemsize == 4:
             ways.append("set --dtype bfloat16")
-        packed = self.planner.size.weights.packed_bytes if not self.profile.keeps_packed else 0
+        packed = self.planner.size.weights.packed_bytes if not self.keeps_packed else 0
         unpacked = f", unpacked from {packed / GIB:.1f} GiB of quantised ones," if packed else ""
         return OutOfMemory(
             f"The weights of {self.planner.files.name}{unpacked} take {self.weights / GIB:.1f} GiB as "
@@ -399,6 +417,8 @@ def _title(plan: Plan) -> str:
 
 
 def _weights_source(plan: Plan) -> str:
+    if plan.packed_bytes:
+        return f"by the files: {plan.packed_bytes / GIB:.2f} GiB quantised, and held so"
     if not plan.unpacked_bytes:
         return f"by the files, held as {plan.dtype}"
     return f"by the files: {plan.unpacked_bytes / GIB:.2f} GiB quantised, unpacked to {plan.dtype}"

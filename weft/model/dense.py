@@ -53,14 +53,15 @@ class DenseModel:
         self.config = config
         self.weights = weights
         self.ops = ops
-        device = weights.embedding.device
+        device = weights.device
         self.rotations = rotations(
             config.head_dim, config.rope_theta, config.rope_scaling, max_model_len, weights.rope_factors
         ).to(device)
 
     def embed(self, tokens: Tensor, given: GivenRows | None = None) -> Tensor:
         """Return the embeddings of tokens, and the given rows in the place of some."""
-        embedded = self.weights.embedding[tokens]
+        embedding = self.weights.embedding
+        embedded = embedding[tokens] if isinstance(embedding, Tensor) else embedding.rows(tokens)
         if given is not None:
             embedded[given.at] = given.values
         return embedded

@@ -18,10 +18,11 @@ from torch import Tensor
 from weft.checkpoint import gguf, tokenizer_assets
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ModelError
-from weft.kernels.weights import DecoderWeights, LayerWeights
+from weft.kernels.quantised import BLOCK, PanelLayout, QuantisedWeight, format_for, pack
+from weft.kernels.weights import DecoderWeights, LayerWeights, Weight
 from weft.model.architectures import architecture_of, config_from_gguf, config_from_huggingface
 from weft.model.dense import DenseConfig
-from weft.model.dequant import dequantise
+from weft.model.dequant import BlockFormat, Groups, block_format, dequantise, unpack
 
 HUGGINGFACE_NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -76,6 +77,12 @@ class Source(Protocol):
 
     def read_into(self, out: Tensor, name: str) -> None: ...
 
+    def block_format(self, name: str) -> BlockFormat | None:
+        """Return how whole numbers are packed in a tensor; None for one of floats."""
+
+    def groups(self, name: str) -> Groups:
+        """Return a tensor of whole numbers as such."""
+
 
 class SafetensorsSource:
     def __init__(self, files: ModelFiles, stack: ExitStack) -> None:
@@ -99,6 +106,12 @@ class SafetensorsSource:
         # A copy between devices that changes the type as well would change it on the host.
         out.copy_(mapped if mapped.dtype == out.dtype else mapped.to(out.device))
 
+    def block_format(self, name: str) -> BlockFormat | None:
+        return None
+
+    def groups(self, name: str) -> Groups:
+        raise KeyError(name)
+
 
 class NoSource:
     """The source of a dummy model, which has no tensors: its weights are random."""
@@ -113,6 +126,12 @@ class NoSource:
         raise KeyError(name)
 
     def read_into(self, out: Tensor, name: str) -> None:
+        raise KeyError(name)
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        return None
+
+    def groups(self, name: str) -> Groups:
         raise KeyError(name)
 
 
@@ -133,6 +152,14 @@ class GgufSource:
             dequantise(raw, info.type.name, info.shape, out=out)
         else:
             out.copy_(dequantise(raw, info.type.name, info.shape))
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        known = block_format(self.file.tensors[name].type.name)
+        return None if known.unpack is None else known
+
+    def groups(self, name: str) -> Groups:
+        info = self.file.tensors[name]
+        return unpack(torch.from_numpy(self._raw[name]), info.type.name, info.shape)
 
 
 @contextmanager
@@ -164,30 +191,38 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    panels: PanelLayout | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DecoderWeights:
-    """Read every tensor of the model; `progress` is called with layers done and layers in all."""
+    """Read every tensor of the model; `progress` is called with layers done and layers in all. With a layout for
+    `panels`, the weights of linear layers that the files have as whole numbers stay so."""
     loading = _DummyLoading if files.kind == "dummy" else _Loading
-    return loading(files, config, source, dtype, device).decoder(progress)
+    return loading(files, config, source, dtype, device, panels).decoder(progress)
 
 
 class _Loading:
     def __init__(
-        self, files: ModelFiles, config: DenseConfig, source: Source, dtype: torch.dtype, device: torch.device
+        self,
+        files: ModelFiles,
+        config: DenseConfig,
+        source: Source,
+        dtype: torch.dtype,
+        device: torch.device,
+        panels: PanelLayout | None,
     ) -> None:
         is_gguf = files.kind == "gguf"
         self.config = config
         self.source = source
         self.dtype = dtype
         self.device = device
+        self.panels = panels
         self.names = GGUF_NAMES if is_gguf else HUGGINGFACE_NAMES
         self.rope_pairs = is_gguf and architecture_of(config.family).gguf_rope_pairs
         self.unread = {name for name in source.names() if not _NOT_WEIGHTS.search(name)}
 
     def decoder(self, progress: Callable[[int, int], None]) -> DecoderWeights:
         config = self.config
-        table = (config.vocab_size, config.hidden_size)
-        embedding = self.one("embedding", table)
+        embedding = self.linear({"embedding": config.vocab_size}, config.hidden_size)
         layers = []
         for i in range(config.num_layers):
             layers.append(self.layer(i))
@@ -197,7 +232,7 @@ class _Loading:
             head = embedding
             self.unread.discard(self.names["head"])
         else:
-            head = self.one("head", table)
+            head = self.linear({"head": config.vocab_size}, config.hidden_size)
         if self.unread:
             some = ", ".join(sorted(self.unread)[:3])
             raise ModelError(f"The model has {len(self.unread)} tensors that its kind does not know: {some}.")
@@ -220,16 +255,51 @@ class _Loading:
         with_bias = config.qkv_bias
         return LayerWeights(
             attention_norm=self.one("attention_norm", (hidden,), i),
-            qkv=self.fused({"q": q_rows, "k": kv_rows, "v": kv_rows}, (hidden,), i),
+            qkv=self.linear({"q": q_rows, "k": kv_rows, "v": kv_rows}, hidden, i),
             qkv_bias=self.fused({"q_bias": q_rows, "k_bias": kv_rows, "v_bias": kv_rows}, (), i) if with_bias else None,
             q_norm=self.one("q_norm", per_head, i) if config.qk_norm else None,
             k_norm=self.one("k_norm", per_head, i) if config.qk_norm else None,
-            output=self.one("output", (hidden, q_rows), i),
+            output=self.linear({"output": hidden}, q_rows, i),
             output_bias=self.one("output_bias", (hidden,), i) if config.output_bias else None,
             mlp_norm=self.one("mlp_norm", (hidden,), i),
-            gate_up=self.fused({"gate": middle, "up": middle}, (hidden,), i),
-            down=self.one("down", (hidden, middle), i),
+            gate_up=self.linear({"gate": middle, "up": middle}, hidden, i),
+            down=self.linear({"down": hidden}, middle, i),
         )
+
+    def linear(self, parts: dict[str, int], columns: int, layer: int = -1) -> Weight:
+        """Return the weight of a linear layer of several parts, in panels where it can be."""
+        quantised = self.quantised(parts, columns, layer) if self.panels is not None else None
+        return self.fused(parts, (columns,), layer) if quantised is None else quantised
+
+    def quantised(self, parts: dict[str, int], columns: int, layer: int) -> QuantisedWeight | None:
+        """Return the weight as the files have it, or None where they have floats, or parts that are no whole panels."""
+        assert self.panels is not None
+        if columns % BLOCK or (len(parts) > 1 and any(rows % self.panels.lanes for rows in parts.values())):
+            return None
+        names = [self.found(part, layer, (rows, columns)) for part, rows in parts.items()]
+        formats = [self.source.block_format(name) for name in names]
+        known = [one for one in formats if one is not None]
+        if len(known) < len(formats):
+            return None
+        bits, group_size = max(one.bits for one in known), min(one.group_size for one in known)
+        read = [self.read_groups(part, name, rows) for (part, rows), name in zip(parts.items(), names, strict=True)]
+        for half_scales in (all(one.half_scales for one in known), False):
+            wanted = format_for(bits, group_size, half_scales=half_scales)
+            try:
+                packed = [pack(*groups, wanted, self.panels) for groups in read]
+            except OverflowError:
+                continue
+            self.unread.difference_update(names)
+            panels = packed[0].panels if len(packed) == 1 else torch.cat([one.panels for one in packed])
+            return QuantisedWeight(panels, wanted, self.panels, sum(parts.values()))
+        raise AssertionError("float32 holds every scale")
+
+    def read_groups(self, part: str, name: str, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        groups = self.source.groups(name)
+        read = (groups.numbers.view(rows, -1), groups.scales.view(rows, -1), groups.minima.view(rows, -1))
+        if self.turns(part):
+            return tuple(pairs_from_halves(one, self.config.head_dim) for one in read)  # type: ignore[return-value]
+        return read
 
     def one(self, part: str, shape: tuple[int, ...], layer: int = -1) -> Tensor:
         return self.fused({part: shape[0]}, shape[1:], layer)
@@ -244,16 +314,25 @@ class _Loading:
         return whole
 
     def read_into(self, out: Tensor, part: str, layer: int) -> None:
+        name = self.found(part, layer, tuple(out.shape))
+        self.unread.discard(name)
+        self.source.read_into(out, name)
+        if self.turns(part):
+            out.copy_(pairs_from_halves(out, self.config.head_dim))
+
+    def found(self, part: str, layer: int, expected: tuple[int, ...]) -> str:
+        """Return the name of a tensor that was not read yet, after a check of its shape."""
         name = self.names[part].format(layer)
         if name not in self.unread:
             raise ModelError(f"The model has no tensor {name!r}.", hint="Is a shard missing?")
-        self.unread.discard(name)
         shape = self.source.shape(name)
-        if shape != tuple(out.shape):
-            raise ModelError(f"The tensor {name!r} has the shape {shape}; expected {tuple(out.shape)}.")
-        self.source.read_into(out, name)
-        if part.split("_")[0] in ("q", "k") and not self.rope_pairs:
-            out.copy_(pairs_from_halves(out, self.config.head_dim))
+        if shape != expected:
+            raise ModelError(f"The tensor {name!r} has the shape {shape}; expected {expected}.")
+        return name
+
+    def turns(self, part: str) -> bool:
+        """Return whether rotary pairs of a part are halves of a head, and must become neighbours."""
+        return part.split("_")[0] in ("q", "k") and not self.rope_pairs
 
 
 class _DummyLoading(_Loading):

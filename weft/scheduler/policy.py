@@ -44,6 +44,31 @@ def victim(running: Sequence[RowCursor], planned: Collection[RowCursor]) -> RowC
 
 
 LEAST_TOKENS = 16
+
+
+class PrefillPace:
+    """The pace sizes the prefills of a step by the time that steps take, so that none lasts longer than
+    `Limits.max_step_seconds`: running requests then wait no longer for a token, nor does a new one for its turn."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._seconds_per_token = 0.0
+        self.tokens = limits.max_num_batched_tokens
+        """Prefill tokens of a step."""
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """Take in a step of so many tokens. Short ones tell nothing: most of their time is the reading of weights."""
+        goal = self._limits.max_step_seconds
+        if not goal or num_tokens < LEAST_TOKENS:
+            return
+        cost = seconds / num_tokens
+        # A rise is followed at once, since attention over a long prompt grows from chunk to chunk, and a fall by halves.
+        self._seconds_per_token = max(cost, (self._seconds_per_token + cost) / 2)
+        most = self._limits.max_num_batched_tokens
+        tokens = int(min(most, goal / max(self._seconds_per_token, goal / most)))
+        self.tokens = max(LEAST_TOKENS, tokens // LEAST_TOKENS * LEAST_TOKENS)
+
+
 PATIENCE = 64
 """Good steps between growths. Every failure doubles the number, so that a size that keeps failing is tried less and
 less; as many good steps at the full size reset it."""

@@ -18,7 +18,7 @@ from weft.scheduler.block_pool import Block, BlockPool
 from weft.scheduler.cursors import Cursor, RowCursor, first_cursor, needs_row
 from weft.scheduler.denoise import Images
 from weft.scheduler.parallel_sampling import Siblings, shared_prompt, waits_for
-from weft.scheduler.policy import LEAST_TOKENS, Throttle
+from weft.scheduler.policy import LEAST_TOKENS, PrefillPace, Throttle
 from weft.scheduler.prefix_cache import PrefixCache
 from weft.scheduler.step import Promised, Step, denoise_event, failure_event, token_event, vector_event
 from weft.scheduler.validate import check_request
@@ -34,6 +34,7 @@ class Scheduler:
             raise ValueError(f"{limits.num_blocks} blocks cannot hold one request of {limits.max_model_len} tokens")
         self.limits = limits
         self.throttle = Throttle(limits)
+        self.pace = PrefillPace(limits)
         self.pool = BlockPool(limits.num_blocks)
         self.prefixes = PrefixCache(self.pool, limits)
         self.waiting = WaitingQueue()
@@ -114,7 +115,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Return the plan of the next step, or None when nothing can be computed now."""
-        step = Step(self.throttle.tokens)
+        step = Step(self.throttle.tokens, self._clock())
         self._force_preemption()
         for image in reversed(self.images.take_ready()):
             self._next_stage(image)
@@ -183,6 +184,8 @@ class Scheduler:
             if image.ends_step:
                 events.append(denoise_event(image, denoise, made))
         self.throttle.went_well()
+        if not plan.denoise:
+            self.pace.took(plan.num_tokens, self._clock() - promised.planned_at)
         return brought
 
     def take_back(self, failed: StepPlan, *later: StepPlan) -> list[Event]:
@@ -217,7 +220,10 @@ class Scheduler:
 
     def _plan_prefills(self, prefills: list[RowCursor], step: Step) -> None:
         """Plan the next chunks of running prefills, then admit waiting requests while there is budget for them."""
-        step.prefill_budget = policy.prefill_budget(self.limits, step.decodes, self.waiting.num_tokens)
+        step.prefill_budget = self.pace.tokens
+        if step.decodes:
+            beside = policy.prefill_budget(self.limits, step.decodes, self.waiting.num_tokens)
+            step.prefill_budget = min(step.prefill_budget, beside)
         for cursor in prefills:
             self._plan_running(cursor, self._chunk_size(cursor, step), step)
         can_begin = partial(self._can_begin, step)
@@ -296,9 +302,7 @@ class Scheduler:
         """Return how many tokens of this request the step can compute: chunked prefill divides long prompts."""
         if cursor.decoding:
             return min(1, step.budget)
-        chunk = self.limits.max_prefill_chunk
-        if step.decodes:
-            chunk = min(chunk, max(0, step.prefill_budget - step.prefill_tokens))
+        chunk = min(self.limits.max_prefill_chunk, max(0, step.prefill_budget - step.prefill_tokens))
         if cursor.scores_prompt:
             chunk = min(chunk, step.prompt_logprobs_budget)
         return min(cursor.todo, chunk, step.budget)

@@ -18,22 +18,23 @@ class Promised(NamedTuple):
     rows: dict[RowCursor, int]
     """Each with the number of preemptions that it had when it was planned."""
     images: list[DenoiseCursor]
+    planned_at: float
 
 
 class Step:
     """A step's plan while it grows, and what is left of the step's budgets."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, now: float) -> None:
         self.budget = budget
         self.rows: list[Row] = []
         self.admit: list[RowAdmission] = []
         self.denoise: list[Denoise] = []
         self.admit_images: list[DenoiseAdmission] = []
-        self.promised = Promised({}, [])
+        self.promised = Promised({}, [], now)
         self.decodes = 0
         self.prefill_tokens = 0
         self.prefill_budget = 0
-        """How many prefill tokens there may be beside decodes."""
+        """How many prefill tokens there may be."""
         self.prompt_logprobs_budget = MAX_PROMPT_LOGPROBS
         self.preempted = False
 

@@ -36,8 +36,8 @@ class LoraRows:
 
     def __init__(self, model: DenseModel, max_adapters: int = MAX_ADAPTERS) -> None:
         self._config = model.config
-        self._dtype = model.weights.embedding.dtype
-        self._device = model.weights.embedding.device
+        self._dtype = model.weights.dtype
+        self._device = model.weights.device
         self._max_adapters = max_adapters
         self._loaded: OrderedDict[int, AdapterWeights] = OrderedDict()
         """Adapters on the device by number, the most recently used last."""

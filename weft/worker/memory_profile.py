@@ -158,7 +158,7 @@ def denoise(plan: StepPlan, denoiser: Denoiser) -> None:
 
 def compute(plan: StepPlan, model: DenseModel, table: RowTable) -> None:
     """Compute a step with a cache of the null block alone, and release its rows."""
-    weights = model.weights.embedding
+    weights = model.weights
     cache = torch.zeros(cache_shape(model.config, 1, table.block_size), dtype=weights.dtype, device=weights.device)
     Runner(Stepper(model, cache, table)).execute(plan).result()
     table.take_in(StepPlan(plan.step_id, [row.row for row in plan.rows], [], []))

@@ -130,7 +130,7 @@ class Runner:
             output = self.graphs.replay(captured, packed)
         else:
             tokens, adapted = requests.tokens if requests else None, self.adapters.runs_in(layout)
-            given = given_rows(layout, table, self.stepper.model.weights.embedding.dtype) if has_embeds else None
+            given = given_rows(layout, table, self.stepper.model.weights.dtype) if has_embeds else None
             output = self.stepper.step(exact, views(packed, exact), layout.longest, tokens, adapted, given)
         rows = self.prompt_outputs.collect(requests, output.requested) if requests and output.requested else None
         side = SideOutputs(rows, denoised)

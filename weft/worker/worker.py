@@ -14,10 +14,11 @@ from torch import Tensor
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ConfigError
 from weft.kernels import ops_for
-from weft.kernels.cpu import native_step
+from weft.kernels.cpu import native_step, panel_layout
+from weft.kernels.quantised import PanelLayout
 from weft.machine.hardware import MemoryGauge
 from weft.machine.memory import DeviceMemory, MemoryPlan, check_step, graphs_bytes, num_parameters, plan_memory
-from weft.machine.model_size import adapters_bytes
+from weft.machine.model_size import adapters_bytes, size_of
 from weft.model.dense import DenseConfig, DenseModel
 from weft.model.loader import load_weights, open_model
 from weft.options import CacheOptions, Config
@@ -66,15 +67,20 @@ class Worker:
             images = load_image_model(config, files, text_width=geometry.hidden_size, dtype=dtype, device=device)
             denoiser = images.denoiser if images is not None else None
             beside_bytes = adapters_bytes(config, dtype) + (denoiser.num_bytes if denoiser is not None else 0)
+            panels = _panels(config, files, device)
+            if panels is None:
+                weights_bytes = num_parameters(geometry) * dtype.itemsize
+            else:
+                weights_bytes = size_of(files).weights.held_in_panels(dtype)
             # What cannot fit is refused before anything large is allocated.
-            plan = plan_for(room, weights_bytes=num_parameters(geometry) * dtype.itemsize + beside_bytes)
+            plan = plan_for(room, weights_bytes=weights_bytes + beside_bytes)
             self.limits = replace(
                 _limits(config, plan, geometry.vocab_size, device),
                 image=images.limits if images is not None else None,
                 embeds_width=geometry.hidden_size if config.limits.allow_prompt_embeds else 0,
                 max_embedding_bytes=config.scheduler.max_embedding_mb << 20,
             )
-            weights = load_weights(files, geometry, source, dtype=dtype, device=device)
+            weights = load_weights(files, geometry, source, dtype=dtype, device=device, panels=panels)
         model = DenseModel(geometry, weights, ops_for(device.type), plan.max_model_len)
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
         if device.type == "cuda":
@@ -130,6 +136,12 @@ def _dtype(config: Config, device: torch.device) -> torch.dtype:
     return DTYPES[config.model.dtype]
 
 
+def _panels(config: Config, files: ModelFiles, device: torch.device) -> PanelLayout | None:
+    """Return the layout of quantised weights that stay so; None where they are unpacked, or there are none."""
+    keeps = config.model.dtype == "auto" and device.type == "cpu" and files.kind == "gguf"
+    return panel_layout() if keeps else None
+
+
 def _room(device: torch.device, cache: CacheOptions) -> DeviceMemory:
     if device.type == "cpu":
         return DeviceMemory(total=available_cpu_bytes())
@@ -161,6 +173,7 @@ def _limits(config: Config, plan: MemoryPlan, vocab_size: int, device: torch.dev
         max_num_batched_tokens=budget,
         max_prefill_chunk=options.max_prefill_chunk or (256 if on_cpu else 2048),
         max_mixed_prefill=options.max_mixed_prefill or (256 if on_cpu else 384),
+        max_step_seconds=(options.max_step_ms or (200 if on_cpu else 0)) / 1000,
         logits_width=vocab_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_preemptions=options.max_preemptions,

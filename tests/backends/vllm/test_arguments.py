@@ -103,6 +103,7 @@ def test_room_for_adapters_only_where_there_are_any() -> None:
     [
         ("threads", 4),
         ("max_mixed_prefill", 100),
+        ("max_step_ms", 100),
         ("max_preemptions", 1),
         ("force_preempt_every", 2),
         ("max_num_images", 3),

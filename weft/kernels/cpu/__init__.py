@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.kernels.batch import HeadShape
 from weft.kernels.cpu.ops import argmax_rows, cpu_ops, has_native_code, is_plain
+from weft.kernels.quantised import PanelLayout
 from weft.kernels.weights import DecoderWeights
 
 if TYPE_CHECKING:
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-__all__ = ["argmax_rows", "cpu_ops", "has_native_code", "native_step"]
+__all__ = ["argmax_rows", "cpu_ops", "has_native_code", "native_step", "panel_layout"]
+
+
+def panel_layout() -> PanelLayout | None:
+    """Return how this processor's kernels want quantised weights, or None where it has no such kernels."""
+    if not has_native_code():
+        return None
+    from weft.kernels.cpu.panels import IS_SIGNED, LANES
+
+    return PanelLayout(LANES, is_signed=IS_SIGNED)
 
 
 def native_step(
@@ -26,8 +36,8 @@ def native_step(
 
     The first call on a machine compiles for some 15 s; later ones find what it compiled.
     """
-    tensors = [weights.embedding, weights.norm, weights.head, kv_cache, *(t for layer in weights.layers for t in layer)]
-    if any(t is not None and not is_plain(t) for t in tensors) or not has_native_code():
+    tensors = [kv_cache, *(weight for weight in weights.all_weights() if isinstance(weight, Tensor))]
+    if not all(map(is_plain, tensors)) or not has_native_code():
         return None
     from weft.kernels.cpu.jit import cache_directory
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.kernels.cpu.jit import cgutils, ir, llvm
+from weft.kernels.cpu.jit import cgutils, ir
+from weft.kernels.cpu.processor import FEATURES, IS_ARM
 
 INDEX = ir.IntType(64)
 FLOAT = ir.FloatType()
@@ -13,13 +14,8 @@ FLOAT = ir.FloatType()
 LINE = 16
 
 
-def _vector_width() -> int:
-    """Floats in a register. The cache of compiled code is keyed by these features too."""
-    features = llvm.get_host_cpu_features()
-    return 16 if features.get("avx512f") else 8 if features.get("avx2") else 4
-
-
-WIDTH = _vector_width()
+# Floats in a register.
+WIDTH = 16 if "avx512f" in FEATURES else 8 if "avx2" in FEATURES else 4
 VECTOR = ir.VectorType(FLOAT, WIDTH)
 
 
@@ -60,8 +56,32 @@ def call(builder: Any, name: str, *args: Any) -> Any:
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, of floats or of vectors."""
-    return call(builder, "fma", a, b, c)
+    """a * b + c, of floats or of vectors, rounded once where the processor can."""
+    return call(builder, "fma" if IS_ARM or "fma" in FEATURES else "fmuladd", a, b, c)
+
+
+def float_of_half(builder: Any, bits: Any) -> Any:
+    """The float, or the vector of floats, of the 16 bits of a half."""
+    count = getattr(bits.type, "count", 0)
+
+    def of(kind: Any) -> Any:
+        return ir.VectorType(kind, count) if count else kind
+
+    def constant(kind: Any, value: float) -> Any:
+        return ir.Constant(of(kind), [value] * count if count else value)
+
+    if IS_ARM or "f16c" in FEATURES:
+        return builder.fpext(builder.bitcast(bits, of(ir.HalfType())), of(FLOAT))
+    # Without such an instruction LLVM calls a function that may not be there.
+    word = ir.IntType(32)
+    given = builder.zext(bits, of(word))
+    size = builder.shl(builder.and_(given, constant(word, 0x7FFF)), constant(word, 13))
+    # The exponents of the two differ by 112, but for infinity and NaN.
+    finite = builder.bitcast(builder.fmul(builder.bitcast(size, of(FLOAT)), constant(FLOAT, 2.0**112)), of(word))
+    other = builder.or_(size, constant(word, 0x7F800000))
+    value = builder.select(builder.icmp_unsigned("<", size, constant(word, 0x7C00 << 13)), finite, other)
+    sign = builder.shl(builder.and_(given, constant(word, 0x8000)), constant(word, 16))
+    return builder.bitcast(builder.or_(value, sign), of(FLOAT))
 
 
 def load(builder: Any, kind: Any, pointer: Any, index: Any) -> Any:

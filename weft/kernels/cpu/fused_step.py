@@ -14,9 +14,11 @@ from weft.kernels.cpu import phases
 from weft.kernels.cpu.attention import KEYS, QUERIES
 from weft.kernels.cpu.jit import entry, types
 from weft.kernels.cpu.job import ITEM, ITEMS, JOB, JOBS, LAYER, LAYERS, RUN, RUNS, Here
+from weft.kernels.cpu.panels import SCRATCH_FLOATS
 from weft.kernels.cpu.phases import MOST_PIECE_ROWS, num_pieces
 from weft.kernels.cpu.threads import Job, Team
-from weft.kernels.weights import AdaptedRun, DecoderWeights
+from weft.kernels.quantised import FORMATS, INPUT_GROUP
+from weft.kernels.weights import AdaptedRun, DecoderWeights, Weight
 
 
 @entry((JOBS, LAYERS, ITEMS, RUNS, types.int64))
@@ -32,28 +34,33 @@ def step(jobs: Any, layers: Any, items: Any, runs: Any, thread: int) -> None:
         base = phases.place_given(here, job.num_given, base)
     for i in range(job.num_layers):
         here = Here(job, layers[i], items, runs, here.scratch)
+        layer = here.layer
         base = phases.attention_norm(here, num_tokens, base)
         if num_runs:
             base = phases.shrink_qkv(here, num_runs, base)
-        base = phases.qkv(here, num_pieces(job, qkv_size, hidden_size), base)
+        base = phases.qkv(here, num_pieces(job, layer.qkv_kind, qkv_size, hidden_size), base)
         base = phases.rotate_and_store(here, num_tokens, base)
         base = phases.attend(here, num_items * job.num_kv_heads, base)
         if job.num_parts:
             base = phases.join(here, num_items, base)
         if num_runs:
             base = phases.shrink_output(here, num_runs, base)
-        base = phases.output(here, num_pieces(job, hidden_size, job.num_heads * job.head_dim), base)
+        if layer.output_kind:
+            base = phases.quantise_attended(here, num_tokens, base)
+        base = phases.output(here, num_pieces(job, layer.output_kind, hidden_size, job.num_heads * job.head_dim), base)
         base = phases.mlp_norm(here, num_tokens, base)
         if num_runs:
             base = phases.shrink_gate_up(here, num_runs, base)
-        base = phases.gate_up(here, num_pieces(job, intermediate_size, hidden_size), base)
+        base = phases.gate_up(here, num_pieces(job, layer.gate_up_kind, intermediate_size, hidden_size), base)
         if num_runs:
             base = phases.shrink_down(here, num_runs, base)
-        base = phases.down(here, num_pieces(job, hidden_size, intermediate_size), base)
+        if layer.down_kind:
+            base = phases.quantise_gated(here, num_tokens, base)
+        base = phases.down(here, num_pieces(job, layer.down_kind, hidden_size, intermediate_size), base)
     if job.num_hidden:
         base = phases.hidden_norm(here, job.num_hidden, base)
     base = phases.final_norm(here, job.num_outputs, base)
-    phases.head(here, num_pieces(job, job.vocab_size, hidden_size), base)
+    phases.head(here, num_pieces(job, job.head_kind, job.vocab_size, hidden_size), base)
 
 
 _NONE = torch.empty(0, dtype=torch.int64)
@@ -81,14 +88,17 @@ class FusedStep:
         self._weights, self._rotations, self._kv_cache = weights, rotations.contiguous(), kv_cache
         self._layers = np.zeros(len(weights.layers), LAYER)
         for i, layer in enumerate(weights.layers):
-            for name, tensor in layer._asdict().items():
-                self._layers[i][name] = 0 if tensor is None else _address(tensor)
+            for name, weight in layer._asdict().items():
+                self._layers[i][name] = 0 if weight is None else _address(weight)
+                if name in ("qkv", "output", "gate_up", "down"):
+                    self._layers[i][f"{name}_kind"] = _kind(weight)
             self._layers[i]["kv_cache"] = _address(kv_cache[i])
             self._layers[i]["index"] = i
         group = heads.num_heads // heads.num_kv_heads
         self._tile_tokens = max(1, QUERIES // group)
         most = max(QUERIES, group)
-        scratch = max(most * (2 * heads.head_dim + 2 + KEYS), RUN_TOKENS * MOST_PIECE_ROWS)
+        scratch = max(most * (2 * heads.head_dim + 2 + KEYS), RUN_TOKENS * MOST_PIECE_ROWS, SCRATCH_FLOATS)
+        scratch = max(scratch, self._hidden_size)
         self._scratch = torch.empty(self._team.num_threads, -(-scratch // 64) * 64)
         self._jobs = np.zeros(1, JOB)
         self._set(
@@ -105,8 +115,10 @@ class FusedStep:
             num_layers=len(weights.layers),
             block_size=kv_cache.shape[2],
             embedding=_address(weights.embedding),
+            embedding_kind=_kind(weights.embedding),
             norm=_address(weights.norm),
             head=_address(weights.head),
+            head_kind=_kind(weights.head),
             rotations=_address(self._rotations),
             eps=eps,
             scale=heads.scale,
@@ -225,12 +237,17 @@ class FusedStep:
                 "residual": self._hidden_size,
                 "x": self._hidden_size,
                 "y": self._hidden_size,
-                "qkv": heads.q_size + heads.kv_size,
+                # Twice: see `phases.qkv`.
+                "qkv": 2 * (heads.q_size + heads.kv_size),
                 "attended": heads.q_size,
                 "gate_up": 2 * self._intermediate_size,
                 "gated": self._intermediate_size,
             }
             self._buffers = {name: torch.empty(num_tokens, size) for name, size in sizes.items()}
+            widest = max(2 * sizes["x"], sizes["attended"], sizes["gated"])
+            self._buffers["numbers"] = torch.empty(num_tokens, widest, dtype=torch.int8)
+            for name in ("scales", "sums"):
+                self._buffers[name] = torch.empty(num_tokens, -(-widest // INPUT_GROUP))
             self._set(**{name: _address(buffer) for name, buffer in self._buffers.items()})
         if num_parts > self._reserved_parts:
             self._reserved_parts = num_parts
@@ -269,5 +286,9 @@ def _adapter_runs(adapted: Sequence[AdaptedRun]) -> Iterator[tuple[int, ...]]:
             yield token, min(RUN_TOKENS, stop - token), run.weights.places.ctypes.data
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.data_ptr()
+def _address(weight: Weight) -> int:
+    return weight.data_ptr() if isinstance(weight, Tensor) else weight.panels.data_ptr()
+
+
+def _kind(weight: Weight) -> int:
+    return 0 if isinstance(weight, Tensor) else FORMATS.index(weight.format) + 1

@@ -17,7 +17,6 @@ numba: Any = import_module("numba")
 types: Any = import_module("numba.types")
 cgutils: Any = import_module("numba.core.cgutils")
 ir: Any = import_module("llvmlite.ir")
-llvm: Any = import_module("llvmlite.binding")
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ JOB = np.dtype(
         *_integers("cells num_threads claims scratch scratch_stride"),
         # The sizes of the model, and its own memory.
         *_integers("hidden_size num_heads num_kv_heads head_dim intermediate_size vocab_size num_layers block_size"),
-        *_integers("embedding norm head rotations"),
+        *_integers("embedding embedding_kind norm head head_kind rotations"),
         # What is asked in this step: tokens, attention to be done for them, whose logits are wanted, and whose
         # hidden states.
         *_integers("num_tokens tokens positions slots num_items num_parts tables table_stride num_outputs outputs"),
@@ -26,15 +26,21 @@ JOB = np.dtype(
         *_integers("num_given given_at given"),
         # What passes from one phase to the next, and what comes out.
         *_integers("residual x qkv attended gate_up gated y parts logits hidden shrunk shrunk_stride"),
+        # The input of a quantised weight: whole numbers, the scales of blocks, and their sums.
+        *_integers("numbers scales sums"),
         ("eps", np.float32),
         ("scale", np.float32),
     ]
 )
 
 LAYER = np.dtype(
-    _integers("attention_norm qkv qkv_bias q_norm k_norm output output_bias mlp_norm gate_up down kv_cache index")
+    [
+        *_integers("attention_norm qkv qkv_bias q_norm k_norm output output_bias mlp_norm gate_up down kv_cache"),
+        *_integers("qkv_kind output_kind gate_up_kind down_kind index"),
+    ]
 )
-"""Addresses, 0 for what a layer does not have; and which layer it is."""
+"""Addresses, 0 for what a layer does not have; what kind its weights are, 0 for float32 and else a place in
+`quantised.FORMATS` from 1 on; and which layer it is."""
 
 ITEM = np.dtype(_integers("token num_tokens sequence first stop position part"))
 """Attention of a few tokens of a sequence over a run of its keys. `part` is where the unfinished result goes to be

@@ -12,9 +12,11 @@ import numpy as np
 from weft.kernels.cpu import attention, row_ops
 from weft.kernels.cpu.jit import inner
 from weft.kernels.cpu.job import Here
-from weft.kernels.cpu.raw_memory import at, floats, ints
+from weft.kernels.cpu.panels import LANES, panel_linear, quantise, rest_of, unpack_row
+from weft.kernels.cpu.raw_memory import Floats, at, floats, ints, signed_bytes
 from weft.kernels.cpu.threads import spread
 from weft.kernels.cpu.tile import dots, stream_dots
+from weft.kernels.quantised import BLOCK, INPUT_GROUP
 
 # The places of `AdaptedLayer`, in its order.
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
@@ -61,15 +63,18 @@ _ONE = np.float32(1)
 _CACHED_FLOATS = 65536
 _MOST_ROWS = 96
 # What _piece_rows can come to.
-MOST_PIECE_ROWS = _MOST_ROWS + 4
+MOST_PIECE_ROWS = _MOST_ROWS + LANES
 
 
 @spread
 def embed(here: Here, token: int) -> None:
     job = here.job
-    size = job.hidden_size
-    source = floats(job.embedding + 4 * size * ints(job.tokens)[token])
-    row_ops.copy(source, at(floats(job.residual), token * size), size)
+    size, row = job.hidden_size, ints(job.tokens)[token]
+    target = at(floats(job.residual), token * size)
+    if job.embedding_kind:
+        unpack_row(job.embedding_kind, signed_bytes(job.embedding), row, size // BLOCK, target)
+    else:
+        row_ops.copy(floats(job.embedding + 4 * size * row), target, size)
 
 
 @spread
@@ -89,19 +94,57 @@ def _norm(job: Any, weight: int, source: int, out: int, target: int) -> None:
     row_ops.rms_norm(x, floats(weight), job.eps, at(floats(out), target * size), size)
 
 
+@inner
+def _quantise_row(job: Any, x: Floats, size: int, row: int) -> None:
+    """Make the floats at x the quantised input of that number."""
+    numbers, first = at(signed_bytes(job.numbers), row * size), row * (size // INPUT_GROUP)
+    quantise(x, size, numbers, at(floats(job.scales), first), at(floats(job.sums), first))
+
+
+@inner
+def _quantise(job: Any, kind: int, x: int, size: int, row: int) -> None:
+    """Make a row of what lies at the address x the input of a weight of that kind, where it is quantised."""
+    if kind:
+        _quantise_row(job, at(floats(x), row * size), size, row)
+
+
 @spread
 def attention_norm(here: Here, token: int) -> None:
-    _norm(here.job, here.layer.attention_norm, token, here.job.x, token)
+    job, kind, size = here.job, here.layer.qkv_kind, here.job.hidden_size
+    _norm(job, here.layer.attention_norm, token, job.x, token)
+    _quantise(job, kind, job.x, size, token)
+    if kind:
+        # What is left of it is an input of its own, behind those of all tokens: see `quantised.finely_rounded`.
+        numbers, scales = (
+            at(signed_bytes(job.numbers), token * size),
+            at(floats(job.scales), token * size // INPUT_GROUP),
+        )
+        rest = floats(here.scratch)
+        rest_of(at(floats(job.x), token * size), numbers, scales, size, rest)
+        _quantise_row(job, rest, size, job.num_tokens + token)
 
 
 @spread
 def mlp_norm(here: Here, token: int) -> None:
     _norm(here.job, here.layer.mlp_norm, token, here.job.x, token)
+    _quantise(here.job, here.layer.gate_up_kind, here.job.x, here.job.hidden_size, token)
 
 
 @spread
 def final_norm(here: Here, output: int) -> None:
     _norm(here.job, here.job.norm, ints(here.job.outputs)[output], here.job.x, output)
+    _quantise(here.job, here.job.head_kind, here.job.x, here.job.hidden_size, output)
+
+
+@spread
+def quantise_attended(here: Here, token: int) -> None:
+    job = here.job
+    _quantise(job, here.layer.output_kind, job.attended, job.num_heads * job.head_dim, token)
+
+
+@spread
+def quantise_gated(here: Here, token: int) -> None:
+    _quantise(here.job, here.layer.down_kind, here.job.gated, here.job.intermediate_size, token)
 
 
 @spread
@@ -111,25 +154,37 @@ def hidden_norm(here: Here, output: int) -> None:
 
 
 @inner
-def _piece_rows(job: Any, num_rows: int, row_size: int) -> Any:
+def _piece_rows(job: Any, kind: int, num_rows: int, row_size: int) -> Any:
     """Rows of a matrix that a thread takes at a time: enough for one stream of memory to get going, few enough to stay
-    in a core's own cache while all tokens pass, and as many pieces for every thread: three or more."""
-    most = max(4, min(_MOST_ROWS, _CACHED_FLOATS // row_size))
+    in a core's own cache while all tokens pass, and as many pieces for every thread: three or more. Whole panels."""
+    step = LANES if kind else 4
+    most = max(step, min(_MOST_ROWS, _CACHED_FLOATS // row_size))
     turns = max(3, -(-num_rows // (most * job.num_threads)))
-    return (num_rows // (turns * job.num_threads) + 4) // 4 * 4
+    return (num_rows // (turns * job.num_threads) + step) // step * step
 
 
 @inner
-def num_pieces(job: Any, num_rows: int, row_size: int) -> Any:
-    piece_rows = _piece_rows(job, num_rows, row_size)
+def num_pieces(job: Any, kind: int, num_rows: int, row_size: int) -> Any:
+    piece_rows = _piece_rows(job, kind, num_rows, row_size)
     return (num_rows + piece_rows - 1) // piece_rows
 
 
 @inner
-def _linear(weight: int, x: int, y: int, num_tokens: int, in_size: int, out_size: int, first: int, count: int) -> None:
-    """y[:, first : first + count] of x times the weight transposed."""
-    matrix = floats(weight + 4 * first * in_size)
-    stream_dots(matrix, count, floats(x), num_tokens, in_size, floats(y + 4 * first), out_size)
+def _linear(
+    here: Here, kind: int, weight: int, x: int, y: int, num_tokens: int, in_size: int, out_size: int, first: int,
+    count: int,
+) -> None:  # fmt: skip
+    """y[:, first : first + count] of x times the weight transposed; of a quantised weight, of the quantised x."""
+    job = here.job
+    if kind:
+        panel_linear(
+            kind, signed_bytes(weight), first, count, in_size // BLOCK,
+            signed_bytes(job.numbers), floats(job.scales), floats(job.sums), num_tokens, floats(y), out_size,
+            floats(here.scratch),
+        )  # fmt: skip
+    else:
+        matrix = floats(weight + 4 * first * in_size)
+        stream_dots(matrix, count, floats(x), num_tokens, in_size, floats(y + 4 * first), out_size)
 
 
 @inner
@@ -155,10 +210,14 @@ def shrink_qkv(here: Here, run: int) -> None:
 def qkv(here: Here, piece: int) -> None:
     job, layer = here.job, here.layer
     out_size = (job.num_heads + 2 * job.num_kv_heads) * job.head_dim
-    piece_rows = _piece_rows(job, out_size, job.hidden_size)
+    piece_rows = _piece_rows(job, layer.qkv_kind, out_size, job.hidden_size)
     first = piece * piece_rows
     count = min(piece_rows, out_size - first)
-    _linear(layer.qkv, job.x, job.qkv, job.num_tokens, job.hidden_size, out_size, first, count)
+    num_tokens, num_inputs = job.num_tokens, job.num_tokens * (2 if layer.qkv_kind else 1)
+    _linear(here, layer.qkv_kind, layer.qkv, job.x, job.qkv, num_inputs, job.hidden_size, out_size, first, count)
+    for token in range(num_inputs - num_tokens):
+        y = at(floats(job.qkv), token * out_size + first)
+        row_ops.add(at(y, num_tokens * out_size), y, count)
     _add_bias(layer.qkv_bias, job.qkv, job.num_tokens, out_size, first, count)
     expand(here, QKV, job.qkv, out_size, first, count)
 
@@ -245,10 +304,10 @@ def shrink_output(here: Here, run: int) -> None:
 def output(here: Here, piece: int) -> None:
     job, layer = here.job, here.layer
     in_size, size = job.num_heads * job.head_dim, job.hidden_size
-    piece_rows = _piece_rows(job, size, in_size)
+    piece_rows = _piece_rows(job, layer.output_kind, size, in_size)
     first = piece * piece_rows
     count = min(piece_rows, size - first)
-    _linear(layer.output, job.attended, job.y, job.num_tokens, in_size, size, first, count)
+    _linear(here, layer.output_kind, layer.output, job.attended, job.y, job.num_tokens, in_size, size, first, count)
     _add_bias(layer.output_bias, job.y, job.num_tokens, size, first, count)
     expand(here, OUTPUT, job.y, size, first, count)
     _add_to_residual(job, first, count)
@@ -264,11 +323,12 @@ def gate_up(here: Here, piece: int) -> None:
     """Rows of the gate and the same ones of up, so that one thread has both."""
     job, layer = here.job, here.layer
     size = job.intermediate_size
-    piece_rows = _piece_rows(job, size, job.hidden_size)
+    piece_rows = _piece_rows(job, layer.gate_up_kind, size, job.hidden_size)
     first = piece * piece_rows
     count = min(piece_rows, size - first)
-    _linear(layer.gate_up, job.x, job.gate_up, job.num_tokens, job.hidden_size, 2 * size, first, count)
-    _linear(layer.gate_up, job.x, job.gate_up, job.num_tokens, job.hidden_size, 2 * size, size + first, count)
+    weight, kind, num_tokens = layer.gate_up, layer.gate_up_kind, job.num_tokens
+    _linear(here, kind, weight, job.x, job.gate_up, num_tokens, job.hidden_size, 2 * size, first, count)
+    _linear(here, kind, weight, job.x, job.gate_up, num_tokens, job.hidden_size, 2 * size, size + first, count)
     expand(here, GATE_UP, job.gate_up, 2 * size, first, count)
     expand(here, GATE_UP, job.gate_up, 2 * size, size + first, count)
     for token in range(job.num_tokens):
@@ -284,10 +344,11 @@ def shrink_down(here: Here, run: int) -> None:
 @spread
 def down(here: Here, piece: int) -> None:
     job, layer = here.job, here.layer
-    piece_rows = _piece_rows(job, job.hidden_size, job.intermediate_size)
+    piece_rows = _piece_rows(job, layer.down_kind, job.hidden_size, job.intermediate_size)
     first = piece * piece_rows
     count = min(piece_rows, job.hidden_size - first)
-    _linear(layer.down, job.gated, job.y, job.num_tokens, job.intermediate_size, job.hidden_size, first, count)
+    in_size, size = job.intermediate_size, job.hidden_size
+    _linear(here, layer.down_kind, layer.down, job.gated, job.y, job.num_tokens, in_size, size, first, count)
     expand(here, DOWN, job.y, job.hidden_size, first, count)
     _add_to_residual(job, first, count)
 
@@ -295,7 +356,8 @@ def down(here: Here, piece: int) -> None:
 @spread
 def head(here: Here, piece: int) -> None:
     job = here.job
-    piece_rows = _piece_rows(job, job.vocab_size, job.hidden_size)
+    piece_rows = _piece_rows(job, job.head_kind, job.vocab_size, job.hidden_size)
     first = piece * piece_rows
     count = min(piece_rows, job.vocab_size - first)
-    _linear(job.head, job.x, job.logits, job.num_outputs, job.hidden_size, job.vocab_size, first, count)
+    kind, num_outputs, size = job.head_kind, job.num_outputs, job.vocab_size
+    _linear(here, kind, job.head, job.x, job.logits, num_outputs, job.hidden_size, size, first, count)

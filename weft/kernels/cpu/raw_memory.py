@@ -5,11 +5,12 @@ Kernels index pointers and not arrays: an array's signed index may wrap round, w
 
 from __future__ import annotations
 
-import platform
 from typing import Any, TypeAlias
 
+from weft.kernels.cpu.emit import float_of_half
 from weft.kernels.cpu.emit import prefetch as emit_prefetch
 from weft.kernels.cpu.jit import cgutils, intrinsic, ir, types
+from weft.kernels.cpu.processor import IS_ARM
 
 Float: TypeAlias = Any
 """A float32, and so of numpy's type before the code is compiled."""
@@ -17,13 +18,15 @@ Floats: TypeAlias = Any
 """A pointer to float32."""
 Ints: TypeAlias = Any
 """A pointer to int64."""
+Bytes: TypeAlias = Any
+"""A pointer to int8."""
 
 FLOATS = types.CPointer(types.float32)
 INTS = types.CPointer(types.int64)
+BYTES = types.CPointer(types.int8)
 
 # On Arm the barrier of instructions: its `yield` does nothing.
-_ARM = platform.machine() in ("aarch64", "arm64")
-_PAUSE, _PAUSE_ARGS = ("llvm.aarch64.isb", [ir.IntType(32)(15)]) if _ARM else ("llvm.x86.sse2.pause", [])
+_PAUSE, _PAUSE_ARGS = ("llvm.aarch64.isb", [ir.IntType(32)(15)]) if IS_ARM else ("llvm.x86.sse2.pause", [])
 
 
 @intrinsic
@@ -47,6 +50,16 @@ def ints(typing: Any, address: Any) -> Any:
 
 
 @intrinsic
+def signed_bytes(typing: Any, address: Any) -> Any:
+    """The int8s at an address."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return BYTES(types.int64), emit
+
+
+@intrinsic
 def at(typing: Any, pointer: Any, offset: Any) -> Any:
     """The pointer `offset` elements further on."""
 
@@ -65,6 +78,23 @@ def prefetch(typing: Any, pointer: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(pointer), emit
+
+
+def _float_of_bytes(kind: Any) -> Any:
+    @intrinsic
+    def load(typing: Any, pointer: Any, offset: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            there = builder.bitcast(builder.gep(args[0], [args[1]]), kind.as_pointer())
+            value = builder.load(there, align=1)
+            return value if kind == ir.FloatType() else float_of_half(builder, value)
+
+        return types.float32(BYTES, types.int64), emit
+
+    return load
+
+
+float_at, half_at = _float_of_bytes(ir.FloatType()), _float_of_bytes(ir.IntType(16))
+"""The float, and the half, that begins `offset` bytes from a pointer."""
 
 
 @intrinsic

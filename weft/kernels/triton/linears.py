@@ -20,9 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels import reference
 from weft.kernels.triton import gemv
 from weft.kernels.triton.elementwise import rms_norm, silu_mul, silu_times
 from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
+from weft.kernels.weights import Weight
 from weft.switches import is_on
 
 MAX_ROWS = 32
@@ -222,7 +224,9 @@ def _launch(
     )  # fmt: skip
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, Tensor):
+        return reference.linear(x, weight, bias)
     if _is_vector(x, weight):
         return gemv.gemv(x, weight, bias)
     if _is_skinny(x, weight):
@@ -230,23 +234,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if _is_vector(x, weight):
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    if isinstance(weight, Tensor) and _is_vector(x, weight):
         return gemv.norm_gemv(x, norm, eps, weight, bias)
     return linear(rms_norm(x, norm, eps), weight, bias)
 
 
-def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-    if _is_vector(x, weight):
+def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
+    if isinstance(weight, Tensor) and _is_vector(x, weight):
         return gemv.norm_gate_up_gemv(x, norm, eps, weight)
     normal = rms_norm(x, norm, eps)
-    if _is_skinny(normal, weight):
+    if isinstance(weight, Tensor) and _is_skinny(normal, weight):
         return skinny_gate_up(normal, weight)
-    return silu_mul(F.linear(normal, weight))
+    return silu_mul(reference.linear(normal, weight))
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-    if _is_vector(x, weight):
+def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> None:
+    if not isinstance(weight, Tensor):
+        reference.linear_add(x, weight, bias, residual)
+    elif _is_vector(x, weight):
         gemv.gemv_add(x, weight, bias, residual)
     elif _is_skinny(x, weight):
         skinny_linear_add(x, weight, bias, residual)

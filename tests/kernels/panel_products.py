@@ -1,0 +1,70 @@
+"""Products with two formats of panels against torch, as a program: what it is compiled for is settled at its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from weft.kernels.cpu import panels
+from weft.kernels.cpu.jit import numba
+from weft.kernels.cpu.raw_memory import floats, signed_bytes
+from weft.kernels.quantised import BLOCK, FORMATS, INPUT_GROUP, PanelLayout, pack
+
+SHAPES = ((45, 3, 1), (8, 5, 15))
+"""Rows, blocks of columns, and inputs: every tile of inputs, and a last panel that is not whole."""
+
+
+def native_product(kind: int) -> Callable[..., None]:
+    """The products of a weight with inputs, and the floats of its rows; all by their addresses."""
+    linear: Any = {1: panels._linear_1, 4: panels._linear_4}[kind]
+
+    def product(
+        weight: int, num_rows: int, num_blocks: int, x: int, num_inputs: int, numbers: int, scales: int, sums: int,
+        out: int, unpacked: int, scratch: int,
+    ) -> None:  # fmt: skip
+        size = num_blocks * BLOCK
+        panels.quantise(floats(x), num_inputs * size, signed_bytes(numbers), floats(scales), floats(sums))
+        linear(
+            signed_bytes(weight), num_rows, num_blocks, signed_bytes(numbers), floats(scales), floats(sums),
+            num_inputs, floats(out), num_rows, floats(scratch),
+        )  # fmt: skip
+        for row in range(num_rows):
+            panels.unpack_row(kind, signed_bytes(weight), row, num_blocks, floats(unpacked + row * size * 4))
+
+    compiled: Callable[..., None] = numba.njit((numba.types.int64,) * 11, error_model="numpy")(product)
+    return compiled
+
+
+def check(kind: int) -> None:
+    wanted, product = FORMATS[kind - 1], native_product(kind)
+    for num_rows, num_blocks, num_inputs in SHAPES:
+        size = num_blocks * BLOCK
+        numbers = torch.randint(0, 2**wanted.bits, (num_rows, size), dtype=torch.uint8)
+        scales = torch.rand(num_rows, size // wanted.group_size).half().float()
+        # Halves below the least that is normal, too.
+        scales[0] = 2.0**-20
+        weight = pack(
+            numbers, scales, -(2.0 ** (wanted.bits - 1)) * scales, wanted, PanelLayout(panels.LANES, panels.IS_SIGNED)
+        )
+        x, out = torch.randn(num_inputs, size), torch.empty(num_inputs, num_rows)
+        unpacked, scratch = torch.empty(num_rows, size), torch.empty(panels.SCRATCH_FLOATS)
+        whole = torch.empty(num_inputs, size, dtype=torch.int8)
+        steps, sums = (torch.empty(num_inputs, size // INPUT_GROUP) for _ in range(2))
+        product(
+            weight.panels.data_ptr(), num_rows, num_blocks, x.data_ptr(), num_inputs, whole.data_ptr(),
+            steps.data_ptr(), sums.data_ptr(), out.data_ptr(), unpacked.data_ptr(), scratch.data_ptr(),
+        )  # fmt: skip
+        torch.testing.assert_close(unpacked, weight.dequantised())
+        # One near the border of two whole numbers may be rounded to either.
+        inputs = whole.double() * steps.double().repeat_interleave(INPUT_GROUP, dim=1)
+        assert (inputs - x).abs().max() <= 0.51 * steps.max()
+        expected = inputs @ weight.dequantised().double().T
+        assert (out - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+if __name__ == "__main__":
+    for each in (1, 4):
+        check(each)
+    print(panels.LANES)

@@ -1,0 +1,301 @@
+"""Products of quantised weights with quantised rows, a panel and a few rows at a time.
+
+Written as LLVM instructions: four products of bytes are added to each lane of a register at once where the processor
+can (VNNI on x86, the dot products of Arm), and the sums of a block of 32 columns become floats only then. A row's
+result does not depend on what it is computed beside: sums of whole numbers are exact, and blocks follow in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from weft.kernels.cpu.emit import FLOAT, INDEX, WIDTH, float_of_half, load, loop, multiply_add, prefetch, store
+from weft.kernels.cpu.jit import cgutils, inner, intrinsic, ir, types
+from weft.kernels.cpu.processor import FEATURES, IS_ARM
+from weft.kernels.cpu.raw_memory import BYTES, FLOATS, Bytes, Float, Floats, at, float_at, half_at
+from weft.kernels.quantised import BLOCK, FORMATS, INPUT_GROUP, PanelFormat
+
+LANES = WIDTH
+_I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
+_NUMBERS = ir.VectorType(_I8, 4 * LANES)
+_SUMS = ir.VectorType(_I32, LANES)
+_VALUES = ir.VectorType(FLOAT, LANES)
+IS_SIGNED = IS_ARM
+"""Arm's dot products are of signed numbers, x86's of unsigned ones with signed ones."""
+_VNNI = {8: "avxvnni", 16: "avx512vnni"}
+"""LLVM's name of x86's dot products for registers of so many numbers."""
+_AHEAD_BYTES = 2048
+SCRATCH_FLOATS = 8 * LANES
+
+
+def _splat(builder: Any, value: Any, count: int = LANES) -> Any:
+    """A vector of one value."""
+    first = builder.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, _I32(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, count), [0] * count))
+
+
+def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def _dots_of_four(builder: Any, total: Any, numbers: Any, inputs: Any) -> Any:
+    """Add to each lane the products of four numbers with as many inputs, both vectors of bytes."""
+    if IS_ARM and "dotprod" in FEATURES:
+        return _call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", _SUMS, total, numbers, inputs)
+    if _VNNI.get(LANES) in FEATURES:
+        # As older versions of LLVM declare it; newer ones take this for vectors of bytes.
+        words = [builder.bitcast(each, _SUMS) for each in (numbers, inputs)]
+        return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * LANES}", _SUMS, total, *words)
+    # Bytes in pairs of 16 bits: the even ones and the odd ones.
+    wide = ir.VectorType(_I16, 2 * LANES)
+    eight = ir.Constant(wide, [8] * (2 * LANES))
+    left, right = builder.bitcast(numbers, wide), builder.bitcast(inputs, wide)
+    odd = builder.ashr(left, eight) if IS_SIGNED else builder.lshr(left, eight)
+    low = builder.shl(left, eight)
+    even = builder.ashr(low, eight) if IS_SIGNED else builder.lshr(low, eight)
+    for one, other in ((even, builder.ashr(builder.shl(right, eight), eight)), (odd, builder.ashr(right, eight))):
+        total = builder.add(total, _sums_of_pairs(builder, one, other))
+    return total
+
+
+def _sums_of_pairs(builder: Any, left: Any, right: Any) -> Any:
+    """Multiply numbers of 16 bits, and add neighbours."""
+    names = {4: "llvm.x86.sse2.pmadd.wd", 8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
+    if not IS_ARM and (LANES < 16 or "avx512bw" in FEATURES):
+        return _call(builder, names[LANES], _SUMS, left, right)
+    wide = ir.VectorType(_I32, 2 * LANES)
+    products = builder.mul(builder.sext(left, wide), builder.sext(right, wide))
+    evens, odds = (ir.Constant(ir.VectorType(_I32, LANES), [2 * i + odd for i in range(LANES)]) for odd in (0, 1))
+    return builder.add(
+        builder.shuffle_vector(products, products, evens), builder.shuffle_vector(products, products, odds)
+    )
+
+
+def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., Any]:
+    """out[t * out_stride + lane] = the product of a panel's rows with quantised input t."""
+    size = LANES * BLOCK * panel_format.bits // 8
+    block_bytes = LANES * panel_format.bytes_per_row
+    num_groups = BLOCK // panel_format.group_size
+    stored = ir.VectorType(_I16 if panel_format.half_scales else FLOAT, LANES)
+    stored_bytes = LANES * panel_format.scale_bytes
+
+    @intrinsic
+    def product(
+        typing: Any, panel: Any, num_blocks: Any, x: Any, scales: Any, sums: Any, out: Any, out_stride: Any
+    ) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            panel, num_blocks, x, scales, sums, out, out_stride = args
+
+            def from_panel(kind: Any, offset: Any) -> Any:
+                pointer = builder.gep(panel, [offset])
+                return builder.load(builder.bitcast(pointer, kind.as_pointer()), align=1)
+
+            def numbers_at(start: Any) -> list[Any]:
+                """The block's numbers, four columns of every row in a vector."""
+                width = 4 * LANES
+                loaded = [from_panel(_NUMBERS, builder.add(start, INDEX(i))) for i in range(0, size, width)]
+                if panel_format.bits == 8:
+                    return loaded
+                low_half = ir.Constant(_NUMBERS, [15] * width)
+                pairs = ir.VectorType(_I16, width // 2)
+                four = ir.Constant(pairs, [4] * (width // 2))
+                shifted = [builder.bitcast(builder.lshr(builder.bitcast(v, pairs), four), _NUMBERS) for v in loaded]
+                return [builder.and_(vector, low_half) for vector in (*loaded, *shifted)]
+
+            def per_row(start: Any, place: int) -> Any:
+                value = from_panel(stored, builder.add(start, INDEX(size + place * stored_bytes)))
+                return float_of_half(builder, value) if panel_format.half_scales else value
+
+            def block(index: Any, totals: list[Any]) -> list[Any]:
+                start = builder.mul(index, INDEX(block_bytes))
+                if num_inputs <= 2:
+                    for line in range(0, block_bytes, 64):
+                        prefetch(builder, builder.gep(panel, [builder.add(start, INDEX(_AHEAD_BYTES + line))]))
+                numbers = numbers_at(start)
+                row_scales = [per_row(start, group) for group in range(num_groups)]
+                minima = [per_row(start, num_groups + group) for group in range(num_groups)]
+                return [one_input(t, index, numbers, row_scales, minima, total) for t, total in enumerate(totals)]
+
+            def one_input(
+                t: int, index: Any, numbers: list[Any], row_scales: list[Any], minima: list[Any], total: Any
+            ) -> Any:
+                place = builder.mul(builder.add(builder.mul(num_blocks, INDEX(t)), index), INDEX(2))
+                products = [half_products(builder.add(place, INDEX(half)), half, numbers) for half in (0, 1)]
+                half_sums = [load(builder, FLOAT, sums, builder.add(place, INDEX(half))) for half in (0, 1)]
+                if num_groups == 1:
+                    (value, scale), (other, other_scale) = products
+                    products = [(multiply_add(builder, other, other_scale, builder.fmul(value, scale)), None)]
+                    half_sums = [builder.fadd(*half_sums)]
+                for group, (value, scale) in enumerate(products):
+                    both = row_scales[group] if scale is None else builder.fmul(row_scales[group], scale)
+                    total = multiply_add(builder, value, both, total)
+                    total = multiply_add(builder, minima[group], _splat(builder, half_sums[group]), total)
+                return total
+
+            def half_products(place: Any, half: int, numbers: list[Any]) -> tuple[Any, Any]:
+                """The products of half a block, as floats, and the input's scale there."""
+                first, count = builder.mul(place, INDEX(INPUT_GROUP)), INPUT_GROUP // 4
+                products = ir.Constant(_SUMS, [0] * LANES)
+                for i in range(count):
+                    pointer = builder.gep(x, [builder.add(first, INDEX(4 * i))])
+                    word = builder.load(builder.bitcast(pointer, _I32.as_pointer()), align=4)
+                    inputs = builder.bitcast(_splat(builder, word), _NUMBERS)
+                    products = _dots_of_four(builder, products, numbers[half * count + i], inputs)
+                return builder.sitofp(products, _VALUES), _splat(builder, load(builder, FLOAT, scales, place))
+
+            totals = [ir.Constant(_VALUES, [0.0] * LANES)] * num_inputs
+            for t, total in enumerate(loop(builder, INDEX(0), num_blocks, 1, totals, block)):
+                store(builder, total, out, builder.mul(out_stride, INDEX(t)))
+            return context.get_dummy_value()
+
+        number = types.int64
+        return types.void(BYTES, number, BYTES, FLOATS, FLOATS, FLOATS, number), emit
+
+    return product
+
+
+def _linear_of(panel_format: PanelFormat) -> Callable[..., None]:
+    """Products of several panels with any number of inputs, by tiles of inputs."""
+    by_8, by_4, by_2, by_1 = (_panel_product(panel_format, count) for count in (8, 4, 2, 1))
+    row_bytes = panel_format.bytes_per_row
+    num_scales = BLOCK // INPUT_GROUP
+
+    @inner
+    def linear(
+        panels: Bytes, num_rows: int, num_blocks: int, x: Bytes, scales: Floats, sums: Floats, num_inputs: int,
+        out: Floats, out_stride: int, scratch: Floats,
+    ) -> None:  # fmt: skip
+        for first in range(0, num_rows, LANES):
+            panel = at(panels, first * num_blocks * row_bytes)
+            count = min(LANES, num_rows - first)
+            t = 0
+            while t < num_inputs:
+                place = t * num_blocks * num_scales
+                tile_x, tile_scales, tile_sums = at(x, place * INPUT_GROUP), at(scales, place), at(sums, place)
+                target, stride = at(out, t * out_stride + first), out_stride
+                if count < LANES:
+                    target, stride = scratch, LANES
+                left = num_inputs - t
+                if left >= 8:
+                    by_8(panel, num_blocks, tile_x, tile_scales, tile_sums, target, stride)
+                    done = 8
+                elif left >= 4:
+                    by_4(panel, num_blocks, tile_x, tile_scales, tile_sums, target, stride)
+                    done = 4
+                elif left >= 2:
+                    by_2(panel, num_blocks, tile_x, tile_scales, tile_sums, target, stride)
+                    done = 2
+                else:
+                    by_1(panel, num_blocks, tile_x, tile_scales, tile_sums, target, stride)
+                    done = 1
+                if count < LANES:
+                    # The last panel has rows that are nobody's.
+                    for i in range(done):
+                        for row in range(count):
+                            out[(t + i) * out_stride + first + row] = scratch[i * LANES + row]
+                t += done
+
+    return linear
+
+
+_linear_1, _linear_2, _linear_3, _linear_4 = (_linear_of(panel_format) for panel_format in FORMATS)
+_ROW_BYTES = tuple(panel_format.bytes_per_row for panel_format in FORMATS)
+
+
+@intrinsic
+def _quantise_group(typing: Any, x: Any, numbers: Any, scale: Any, total: Any) -> Any:
+    """Round a group of floats to whole numbers of eight bits; their scale, and the sum of what they stand for."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, numbers, scale, total = args
+        values, words = ir.VectorType(FLOAT, INPUT_GROUP), ir.VectorType(_I32, INPUT_GROUP)
+        suffix = f"v{INPUT_GROUP}f32"
+        given = load(builder, values, x, INDEX(0))
+        sizes = _call(builder, f"llvm.fabs.{suffix}", values, given)
+        most = _call(builder, f"llvm.vector.reduce.fmax.{suffix}", FLOAT, sizes)
+        # NaN where one of them is, or is infinite, so that it is seen in what comes of it.
+        nothing = builder.fmul(given, ir.Constant(values, [0.0] * INPUT_GROUP))
+        poison = _call(builder, f"llvm.vector.reduce.fadd.{suffix}", FLOAT, FLOAT(0.0), nothing)
+        whole = builder.fcmp_ordered(">", most, FLOAT(0.0))
+        inverse = builder.select(whole, builder.fdiv(FLOAT(127.0), most), FLOAT(0.0))
+        scaled = builder.fmul(given, _splat(builder, inverse, INPUT_GROUP))
+        half = ir.Constant(values, [0.5] * INPUT_GROUP)
+        rounded = builder.fptosi(_call(builder, f"llvm.floor.{suffix}", values, builder.fadd(scaled, half)), words)
+        target = builder.bitcast(numbers, ir.VectorType(_I8, INPUT_GROUP).as_pointer())
+        builder.store(builder.trunc(rounded, ir.VectorType(_I8, INPUT_GROUP)), target, align=1)
+        count = _call(builder, f"llvm.vector.reduce.add.v{INPUT_GROUP}i32", _I32, rounded)
+        step = builder.fadd(builder.fdiv(most, FLOAT(127.0)), poison)
+        store(builder, step, scale, INDEX(0))
+        store(builder, builder.fmul(step, builder.sitofp(count, FLOAT)), total, INDEX(0))
+        return context.get_dummy_value()
+
+    return types.void(FLOATS, BYTES, FLOATS, FLOATS), emit
+
+
+@inner
+def quantise(x: Floats, size: int, numbers: Bytes, scales: Floats, sums: Floats) -> None:
+    """Make a row of floats the input of a quantised weight: whole numbers, and the scales and sums of their groups."""
+    for group in range(size // INPUT_GROUP):
+        first = group * INPUT_GROUP
+        _quantise_group(at(x, first), at(numbers, first), at(scales, group), at(sums, group))
+
+
+@inner
+def rest_of(x: Floats, numbers: Bytes, scales: Floats, size: int, out: Floats) -> None:
+    """Write what a row of floats has more than its whole numbers stand for."""
+    for group in range(size // INPUT_GROUP):
+        scale = scales[group]
+        for i in range(group * INPUT_GROUP, (group + 1) * INPUT_GROUP):
+            out[i] = x[i] - np.float32(numbers[i]) * scale
+
+
+@inner
+def panel_linear(
+    kind: int, weight: Bytes, first: int, count: int, num_blocks: int, x: Bytes, scales: Floats, sums: Floats,
+    num_inputs: int, out: Floats, out_stride: int, scratch: Floats,
+) -> None:  # fmt: skip
+    """out[:, first : first + count] = the products of these rows of a weight of FORMATS[kind - 1] with the inputs. The
+    first row begins a panel. `scratch` has room for SCRATCH_FLOATS."""
+    panels = at(weight, first * num_blocks * _ROW_BYTES[kind - 1])
+    target = at(out, first)
+    if kind == 1:
+        _linear_1(panels, count, num_blocks, x, scales, sums, num_inputs, target, out_stride, scratch)
+    elif kind == 2:
+        _linear_2(panels, count, num_blocks, x, scales, sums, num_inputs, target, out_stride, scratch)
+    elif kind == 3:
+        _linear_3(panels, count, num_blocks, x, scales, sums, num_inputs, target, out_stride, scratch)
+    else:
+        _linear_4(panels, count, num_blocks, x, scales, sums, num_inputs, target, out_stride, scratch)
+
+
+@inner
+def unpack_row(kind: int, weight: Bytes, row: int, num_blocks: int, out: Floats) -> None:
+    """The floats that a row of a weight of FORMATS[kind - 1] stands for."""
+    row_bytes = _ROW_BYTES[kind - 1]
+    lane = row % LANES
+    panel = at(weight, (row - lane) * num_blocks * row_bytes)
+    num_groups = 2 if kind == 4 else 1
+    for block in range(num_blocks):
+        start = at(panel, block * LANES * row_bytes)
+        stored = at(start, LANES * (BLOCK // 2 if kind <= 2 else BLOCK))
+        for column in range(BLOCK):
+            group = column * num_groups // BLOCK
+            if kind <= 2:
+                byte = start[column % 16 // 4 * 4 * LANES + lane * 4 + column % 4]
+                number = (byte >> (column // 16 * 4)) & 15
+            else:
+                number = np.int64(start[column // 4 * 4 * LANES + lane * 4 + column % 4])
+                if not IS_SIGNED:
+                    number &= 255
+            scale = _stored(kind, stored, group * LANES + lane)
+            minimum = _stored(kind, stored, (num_groups + group) * LANES + lane)
+            out[block * BLOCK + column] = np.float32(number) * scale + minimum
+
+
+@inner
+def _stored(kind: int, pointer: Bytes, index: int) -> Float:
+    return half_at(pointer, 2 * index) if kind % 2 else float_at(pointer, 4 * index)
