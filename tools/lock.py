@@ -22,8 +22,8 @@ FOLDER = Path(__file__).parents[1] / "requirements"
 INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
 FILES = {
     "build.txt": ("setuptools",),
-    "serve.txt": ("weft[cpu]",),
-    "dev.txt": ("weft[cpu,diffusers,dev]",),
+    "serve.txt": ("weft",),
+    "dev.txt": ("weft[diffusers,dev]",),
 }
 
 

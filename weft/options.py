@@ -49,9 +49,13 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
         bool, _doc("Reserve memory for adapters that are loaded later; vLLM takes none without.")
     ] = False
     device: Annotated[Device, _doc("The device: auto takes a GPU when there is one.")] = "auto"
-    dtype: Annotated[Dtype, _doc("The type of weights and activations; auto: float32 on CPU, bfloat16 on GPU.")] = (
-        "auto"
-    )
+    dtype: Annotated[
+        Dtype,
+        _doc(
+            "The type of weights and activations; auto: bfloat16 on GPU, float32 on CPU, where quantised GGUF weights "
+            "stay as they are."
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         int, _doc("Longest prompt plus output, in tokens; 0: what the model allows and the memory holds.", ge=0)
     ] = 0

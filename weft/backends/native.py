@@ -88,7 +88,7 @@ def refuse(config: Config, files: ModelFiles | None) -> None:
     if config.backend.quantization:
         raise ConfigError(
             f"The engine native does not quantise weights: --quantization cannot be {config.backend.quantization}.",
-            hint="Take an engine of vLLM. native reads quantised GGUF files, and unpacks their weights to --dtype.",
+            hint="Take an engine of vLLM; or a quantised GGUF file, whose weights stay so on a CPU.",
         )
     if config.backend.tensor_parallel_size > 1:
         raise ConfigError(

@@ -107,7 +107,7 @@ def _numba() -> Finding:
     try:
         version = import_module("numba").__version__
     except ImportError as error:  # also of one that does not fit the NumPy that is there
-        why = f"{error}: CPUs compute with torch's kernels, which are slower; pip install 'weft[cpu]'"
+        why = f"{error}: CPUs compute with torch's kernels, which are slower; pip install numba"
         return Finding("numba", why, good=False)
     return Finding("numba", f"{version}, which compiles the CPU's kernels")
 

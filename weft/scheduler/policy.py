@@ -62,7 +62,7 @@ class PrefillPace:
         if not goal or num_tokens < LEAST_TOKENS:
             return
         cost = seconds / num_tokens
-        # A rise is followed at once, since attention over a long prompt grows from chunk to chunk, and a fall by halves.
+        # A rise is followed at once, as attention over a long prompt grows from chunk to chunk; a fall by halves.
         self._seconds_per_token = max(cost, (self._seconds_per_token + cost) / 2)
         most = self._limits.max_num_batched_tokens
         tokens = int(min(most, goal / max(self._seconds_per_token, goal / most)))

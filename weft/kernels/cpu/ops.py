@@ -102,7 +102,7 @@ def has_native_code() -> bool:
     except ImportError as error:  # numba is not there, or does not fit the NumPy that is
         log.warning(
             "numba cannot be used (%s): CPUs compute with torch's kernels, which are slower. "
-            "`pip install 'weft[cpu]'` installs it.",
+            "`pip install numba` installs it.",
             error,
         )
         return False

@@ -1,0 +1,98 @@
+"""What rounding costs: the default model with its weights as they are in the file, against the same in floats.
+
+    python -m tests.kernels.accuracy
+
+Both read a page of Newton's Opticks, a token after the other from those before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from msgspec import Struct
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from weft.checkpoint.model_files import ModelFiles
+from weft.hub.resolve import resolve
+from weft.kernels import REFERENCE, AttentionBatch
+from weft.kernels.cpu import native_step, panel_layout
+from weft.kernels.quantised import PanelLayout
+from weft.model.dense import DenseModel
+from weft.model.loader import load_weights, open_model
+from weft.worker.memory_profile import cache_shape
+
+TEXT = Path(__file__).with_name("opticks.txt")
+BLOCK = 16
+
+
+class Accuracy(Struct, frozen=True):
+    num_tokens: int
+    perplexity: float
+    """The perplexity of the text by the weights in floats."""
+    rounded_perplexity: float
+    divergence: float
+    """The mean of the Kullback-Leibler divergences of the next token's distributions, in nats."""
+    same_best: float
+    """The share of places where both hold the same token the likeliest."""
+
+    @property
+    def loss(self) -> float:
+        return self.rounded_perplexity / self.perplexity - 1
+
+
+def measure(files: ModelFiles, num_tokens: int) -> Accuracy:
+    tokenizer = AutoTokenizer.from_pretrained(files.path.parent, gguf_file=files.path.name)
+    tokens = torch.tensor(tokenizer.encode(TEXT.read_text())[:num_tokens])
+    exact, rounded = (_log_probabilities(files, panels, tokens) for panels in (None, panel_layout()))
+    following = tokens[1:, None]
+    return Accuracy(
+        num_tokens=len(tokens),
+        perplexity=_perplexity(exact, following),
+        rounded_perplexity=_perplexity(rounded, following),
+        divergence=(exact.exp() * (exact - rounded)).sum(-1).mean().item(),
+        same_best=(exact.argmax(-1) == rounded.argmax(-1)).float().mean().item(),
+    )
+
+
+def _log_probabilities(files: ModelFiles, panels: PanelLayout | None, tokens: Tensor) -> Tensor:
+    with open_model(files) as (config, source):
+        device = torch.device("cpu")
+        weights = load_weights(files, config, source, dtype=torch.float32, device=device, panels=panels)
+    count = len(tokens)
+    num_blocks = -(-count // BLOCK)
+    model = DenseModel(config, weights, REFERENCE, num_blocks * BLOCK)
+    cache = torch.zeros(cache_shape(config, num_blocks + 1, BLOCK))
+    step = native_step(weights, config.heads, config.norm_eps, model.rotations, cache)
+    assert step is not None, "numba is missing"
+    batch = AttentionBatch(
+        num_decodes=0,
+        query_starts=torch.tensor([0, count]),
+        lengths=torch.tensor([count]),
+        block_tables=torch.arange(1, num_blocks + 1)[None],
+        slots=torch.arange(BLOCK, BLOCK + count),
+    )
+    logits = step(tokens, torch.arange(count), batch)
+    step.close()
+    return logits.log_softmax(-1)
+
+
+def _perplexity(log_probabilities: Tensor, following: Tensor) -> float:
+    return log_probabilities[:-1].gather(1, following).mean().neg().exp().item()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2000)
+    found = measure(resolve("smollm2"), parser.parse_args().tokens)
+    print(f"tokens                {found.num_tokens:,}")
+    print(f"perplexity, floats    {found.perplexity:.4f}")
+    print(f"perplexity, rounded   {found.rounded_perplexity:.4f} ({found.loss:+.3%})")
+    print(f"KL divergence         {found.divergence:.5f} nats a token")
+    print(f"same likeliest token  {found.same_best:.1%}")
+
+
+if __name__ == "__main__":
+    main()
