@@ -24,9 +24,11 @@ def panel_layout() -> PanelLayout | None:
     """Return how this processor's kernels want quantised weights, or None where it has no such kernels."""
     if not has_native_code():
         return None
-    from weft.kernels.cpu.panels import IS_SIGNED, LANES
+    from weft.kernels.cpu.emit import WIDTH
+    from weft.kernels.cpu.processor import IS_ARM
 
-    return PanelLayout(LANES, is_signed=IS_SIGNED)
+    # Arm's dot products are of signed numbers, x86's of unsigned ones with signed ones.
+    return PanelLayout(WIDTH, is_signed=IS_ARM)
 
 
 def native_step(

@@ -12,13 +12,15 @@ from torch import Tensor
 from weft.kernels.batch import AttentionBatch, GivenRows, HeadShape
 from weft.kernels.cpu import phases
 from weft.kernels.cpu.attention import KEYS, QUERIES
-from weft.kernels.cpu.jit import entry, types
+from weft.kernels.cpu.jit import address_of, entry, types
 from weft.kernels.cpu.job import ITEM, ITEMS, JOB, JOBS, LAYER, LAYERS, RUN, RUNS, Here
-from weft.kernels.cpu.panels import SCRATCH_FLOATS
+from weft.kernels.cpu.panels import LINEAR_SIGNATURE, SCRATCH_FLOATS, linear_at
 from weft.kernels.cpu.phases import MOST_PIECE_ROWS, num_pieces
 from weft.kernels.cpu.threads import Job, Team
 from weft.kernels.quantised import FORMATS, INPUT_GROUP
 from weft.kernels.weights import AdaptedRun, DecoderWeights, Weight
+
+_PANEL_LINEAR = address_of(LINEAR_SIGNATURE)(linear_at)
 
 
 @entry((JOBS, LAYERS, ITEMS, RUNS, types.int64))
@@ -106,6 +108,7 @@ class FusedStep:
             num_threads=self._team.num_threads,
             scratch=_address(self._scratch),
             scratch_stride=self._scratch.stride(0) * 4,
+            panel_linear=_PANEL_LINEAR,
             hidden_size=self._hidden_size,
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,37 +30,50 @@ IN_ORDER = frozenset({"contract"})
 
 
 def cache_directory() -> Path:
-    """Where compiled code is kept, under a digest of this package's place and sources.
+    """Where compiled code is kept, under a digest of this package's place and sources, and of the layout of weights.
 
     numba finds its cached code by the place of the outermost function's file, and looks only at that file to see
     whether it is still true, not at the files of what it calls.
     """
     digest = hashlib.sha256(__file__.encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for source in (*sorted(here.glob("*.py")), here.parent / "quantised.py"):
         digest.update(source.read_bytes())
     return compile_cache() / NUMBA / digest.hexdigest()[:16]
 
 
 def entry(signature: str | Any) -> Callable[[Function], Function]:
     """A function that Python calls: compiled now or taken from the cache, and run without the GIL."""
-    numba.config.CACHE_DIR = str(_CACHE)
-
-    def compiled(function: Function, *, cached: bool) -> Function:
-        options = {"cache": cached, "nogil": True, "error_model": "numpy", "fastmath": set(REORDER)}
-        wrapped: Function = numba.njit(signature, **options)(function)
-        return wrapped
 
     def wrap(function: Function) -> Function:
-        before = os.umask(0o077)
-        try:
-            return compiled(function, cached=True)
-        except (OSError, RuntimeError) as error:  # numba's, where it can make no file
-            log.warning("Compiled kernels cannot be kept in %s (%s): each start compiles them.", _CACHE, error)
-            return compiled(function, cached=False)
-        finally:
-            os.umask(before)
+        wrapped: Function = _kept(partial(numba.njit, signature, nogil=True), function)
+        return wrapped
 
     return wrap
+
+
+def address_of(signature: Any) -> Callable[[Callable[..., None]], int]:
+    """The address of a function that native code calls: compiled as an entry is, once, and not into each caller."""
+
+    def wrap(function: Callable[..., None]) -> int:
+        address: int = _kept(partial(numba.cfunc, signature), function).address
+        return address
+
+    return wrap
+
+
+def _kept(decorator: Callable[..., Any], function: Callable[..., Any]) -> Any:
+    """Compile a function, or take it from the cache."""
+    numba.config.CACHE_DIR = str(_CACHE)
+    options = {"error_model": "numpy", "fastmath": set(REORDER)}
+    before = os.umask(0o077)
+    try:
+        return decorator(cache=True, **options)(function)
+    except (OSError, RuntimeError) as error:  # numba's, where it can make no file
+        log.warning("Compiled kernels cannot be kept in %s (%s): each start compiles them.", _CACHE, error)
+        return decorator(cache=False, **options)(function)
+    finally:
+        os.umask(before)
 
 
 def inner(function: Function, *, fastmath: frozenset[str] = REORDER) -> Function:

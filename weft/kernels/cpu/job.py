@@ -15,6 +15,8 @@ def _integers(names: str) -> list[tuple[str, type]]:
 JOB = np.dtype(
     [
         *_integers("cells num_threads claims scratch scratch_stride"),
+        # The address of the function that multiplies quantised weights.
+        *_integers("panel_linear"),
         # The sizes of the model, and its own memory.
         *_integers("hidden_size num_heads num_kv_heads head_dim intermediate_size vocab_size num_layers block_size"),
         *_integers("embedding embedding_kind norm head head_kind rotations"),

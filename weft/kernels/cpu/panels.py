@@ -12,10 +12,31 @@ from typing import Any
 
 import numpy as np
 
-from weft.kernels.cpu.emit import FLOAT, INDEX, WIDTH, float_of_half, load, loop, multiply_add, prefetch, store
+from weft.kernels.cpu.emit import (
+    FLOAT,
+    INDEX,
+    WIDTH,
+    float_of_half,
+    load,
+    loop,
+    multiply_add,
+    prefetch,
+    store,
+)
 from weft.kernels.cpu.jit import cgutils, inner, intrinsic, ir, types
 from weft.kernels.cpu.processor import FEATURES, IS_ARM
-from weft.kernels.cpu.raw_memory import BYTES, FLOATS, Bytes, Float, Floats, at, float_at, half_at
+from weft.kernels.cpu.raw_memory import (
+    BYTES,
+    FLOATS,
+    Bytes,
+    Float,
+    Floats,
+    at,
+    float_at,
+    floats,
+    half_at,
+    signed_bytes,
+)
 from weft.kernels.quantised import BLOCK, FORMATS, INPUT_GROUP, PanelFormat
 
 LANES = WIDTH
@@ -253,15 +274,18 @@ def rest_of(x: Floats, numbers: Bytes, scales: Floats, size: int, out: Floats) -
             out[i] = x[i] - np.float32(numbers[i]) * scale
 
 
-@inner
-def panel_linear(
-    kind: int, weight: Bytes, first: int, count: int, num_blocks: int, x: Bytes, scales: Floats, sums: Floats,
-    num_inputs: int, out: Floats, out_stride: int, scratch: Floats,
+LINEAR_SIGNATURE = types.void(*[types.int64] * 12)
+
+
+def linear_at(
+    kind: int, weight: int, first: int, count: int, num_blocks: int, numbers: int, scale_at: int, sum_at: int,
+    num_inputs: int, y: int, out_stride: int, scratch_at: int,
 ) -> None:  # fmt: skip
-    """out[:, first : first + count] = the products of these rows of a weight of FORMATS[kind - 1] with the inputs. The
-    first row begins a panel. `scratch` has room for SCRATCH_FLOATS."""
-    panels = at(weight, first * num_blocks * _ROW_BYTES[kind - 1])
-    target = at(out, first)
+    """out[:, first : first + count] = the products of these rows of a weight of FORMATS[kind - 1] with the inputs, all
+    by their addresses. The first row begins a panel. `scratch` has room for SCRATCH_FLOATS."""
+    panels = signed_bytes(weight + first * num_blocks * _ROW_BYTES[kind - 1])
+    x, scales, sums = signed_bytes(numbers), floats(scale_at), floats(sum_at)
+    target, scratch = floats(y + 4 * first), floats(scratch_at)
     if kind == 1:
         _linear_1(panels, count, num_blocks, x, scales, sums, num_inputs, target, out_stride, scratch)
     elif kind == 2:
@@ -270,6 +294,22 @@ def panel_linear(
         _linear_3(panels, count, num_blocks, x, scales, sums, num_inputs, target, out_stride, scratch)
     else:
         _linear_4(panels, count, num_blocks, x, scales, sums, num_inputs, target, out_stride, scratch)
+
+
+@intrinsic
+def panel_linear(
+    typing: Any, address: Any, kind: Any, weight: Any, first: Any, count: Any, num_blocks: Any, x: Any, scales: Any,
+    sums: Any, num_inputs: Any, out: Any, out_stride: Any, scratch: Any,
+) -> Any:  # fmt: skip
+    """Call `linear_at`, which was compiled by itself, at its address: within its callers its sixteen tiles would be
+    compiled again for each of them."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = ir.FunctionType(ir.VoidType(), [INDEX] * 12)
+        builder.call(builder.inttoptr(args[0], function.as_pointer()), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 13), emit
 
 
 @inner

@@ -178,9 +178,8 @@ def _linear(
     job = here.job
     if kind:
         panel_linear(
-            kind, signed_bytes(weight), first, count, in_size // BLOCK,
-            signed_bytes(job.numbers), floats(job.scales), floats(job.sums), num_tokens, floats(y), out_size,
-            floats(here.scratch),
+            job.panel_linear, kind, weight, first, count, in_size // BLOCK, job.numbers, job.scales, job.sums,
+            num_tokens, y, out_size, here.scratch,
         )  # fmt: skip
     else:
         matrix = floats(weight + 4 * first * in_size)
