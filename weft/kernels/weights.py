@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from weft.kernels.batch import HeadNorms
+from weft.kernels.fp8 import Fp8Weight
 from weft.kernels.quantised import QuantisedWeight
 
-Weight: TypeAlias = Tensor | QuantisedWeight
+Weight: TypeAlias = Tensor | QuantisedWeight | Fp8Weight
 """The weight of a linear layer."""
 
 
@@ -56,7 +57,7 @@ class DecoderWeights(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        tensors = [weight if isinstance(weight, Tensor) else weight.panels for weight in self.all_weights()]
+        tensors = [tensor for weight in self.all_weights() for tensor in _tensors(weight)]
         return sum(t.untyped_storage().nbytes() for t in {t.data_ptr(): t for t in tensors}.values())
 
     def all_weights(self) -> list[Weight]:
@@ -114,6 +115,16 @@ class AdaptedRun(NamedTuple):
     weights: AdapterWeights
     first: int
     num_tokens: int
+
+
+def _tensors(weight: Weight) -> list[Tensor]:
+    match weight:
+        case QuantisedWeight():
+            return [weight.panels]
+        case Fp8Weight():
+            return [weight.numbers, weight.scales]
+        case _:
+            return [weight]
 
 
 def _place(added: LowRank | None) -> tuple[int, int, int]:

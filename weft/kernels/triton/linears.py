@@ -4,7 +4,8 @@ and the library's products for more. The skinny kernels read every weight once, 
 A program multiplies a tile of weights by all the rows, the weights standing where the matrix units are wide, and walks
 along the inner dimension with several tiles on their way. Where there are too few tiles for the chip the inner
 dimension is cut, and the program that ends last adds the parts in their order: a result does not depend on timing.
-What stands behind a linear layer (bias, SiLU·mul, the residual's sum) can be part of it.
+What stands behind a linear layer (bias, SiLU·mul, the residual's sum) can be part of it. Weights of eight bits are
+widened to the type of the rows: it is the memory that takes its time here, not the arithmetic.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
@@ -21,7 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.triton import gemv
+from weft.kernels.fp8 import GROUP, FloatWeight, Fp8Weight, numbers_of
+from weft.kernels.quantised import QuantisedWeight
+from weft.kernels.triton import fp8_linears, gemv
 from weft.kernels.triton.elementwise import rms_norm, silu_mul, silu_times
 from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
 from weft.kernels.weights import Weight
@@ -29,6 +32,7 @@ from weft.switches import is_on
 
 MAX_ROWS = 32
 _NARROW = (torch.bfloat16, torch.float16)
+_GROUP = tl.constexpr(GROUP)
 _MULTIPROCESSORS, _SHARED_BYTES, _REGISTERS = 132, 228 << 10, 64 << 10
 """The multiprocessors of an H200, and the memory of each; a program takes 1 KiB of shared memory more than it asks
 for."""
@@ -55,12 +59,13 @@ class SkinnyConfig(NamedTuple):
 @triton.jit
 def _prefetch(rows_at, begin, end):
     """Ask the L2 cache for these columns, in two requests a row. Rows are aligned to 16 bytes."""
-    half = (end - begin) // 16 * 8
+    SIZE: tl.constexpr = rows_at.dtype.element_ty.primitive_bitwidth // 8
+    half = (end - begin) * SIZE // 32 * 16 // SIZE
     if half > 0:
         tl.inline_asm_elementwise(
             "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
             "=r,l,r",
-            [rows_at[:, None] + begin + tl.arange(0, 2)[None, :] * half, half * 2],
+            [rows_at[:, None] + begin + tl.arange(0, 2)[None, :] * half, half * SIZE],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -69,10 +74,11 @@ def _prefetch(rows_at, begin, end):
 
 @triton.jit(do_not_specialize=["num_rows", "prefetch"])
 def _skinny_kernel(
-    x, weight, bias, residual, out, partials, counters,
-    num_rows, num_outputs, k, x_stride, weight_stride, residual_stride, prefetch,
+    x, weight, scales, bias, residual, out, partials, counters,
+    num_rows, num_outputs, k, x_stride, weight_stride, scales_stride, residual_stride, prefetch,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
-    BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`num_outputs` counts columns of `out`. Gated, the program's first BLOCK_N / 2 rows of weights are gates and the
     others their ups, `num_outputs` further down."""
@@ -106,7 +112,12 @@ def _skinny_kernel(
             is_column = (column < k - start)[None, :]
             weights = tl.load(weight_at + start, mask=is_column, other=0.0)
             inputs = tl.load(x_at + start, mask=is_row & is_column, other=0.0)
-        y = tl.dot(weights, tl.trans(inputs), y)
+        weights = weights.to(inputs.dtype)
+        if GROUPED:
+            scale = tl.load(scales + start // _GROUP * scales_stride + output)
+            y += tl.dot(weights, tl.trans(inputs)) * scale[:, None]
+        else:
+            y = tl.dot(weights, tl.trans(inputs), y)
 
     rows = row[None, :]
     if SPLIT_K > 1:
@@ -118,6 +129,8 @@ def _skinny_kernel(
         for each in tl.static_range(SPLIT_K):
             y += tl.load(parts_at + each * (BLOCK_N * ROWS), mask=rows < num_rows, other=0.0, cache_modifier=".cg")
 
+    if SCALED and not GROUPED:
+        y *= tl.load(scales + output)[:, None]
     own = first + tl.arange(0, OWN)[:, None]
     inside = (own < num_outputs) & (rows < num_rows)
     y = y.to(out.dtype.element_ty)
@@ -134,7 +147,7 @@ def _skinny_kernel(
         tl.store(out + rows * num_outputs + own, y, mask=inside)
 
 
-def skinny_config(rows: int, n: int, k: int, gated: bool) -> SkinnyConfig:
+def skinny_config(rows: int, n: int, k: int, gated: bool, itemsize: int = 2) -> SkinnyConfig:
     """Return the tiling for weights [n, k], as measured on the linear layers of 7B and 14B models. All programs of a
     launch are on the chip together where they can be, and the shared memory is theirs for tiles on their way."""
     padded = max(16, triton.next_power_of_2(rows))
@@ -146,7 +159,7 @@ def skinny_config(rows: int, n: int, k: int, gated: bool) -> SkinnyConfig:
         neighbours = 2
         split_k = 2 * _MULTIPROCESSORS // tiles
     split_k = max(1, min(split_k, _MAX_SPLITS, triton.cdiv(k, _BLOCK_K) // _MIN_STEPS))
-    stage_bytes = 2 * _BLOCK_K * (_BLOCK_N + padded)
+    stage_bytes = _BLOCK_K * (itemsize * _BLOCK_N + 2 * padded)
     stages = min(_MAX_STAGES, (_SHARED_BYTES // neighbours - 1024) // stage_bytes)
     return SkinnyConfig(padded, _BLOCK_N, _BLOCK_K, split_k, _WARPS, stages, neighbours)
 
@@ -158,32 +171,32 @@ def _has_shared_memory(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= _SHARED_BYTES
 
 
-def fits_skinny(x: Tensor, weight: Tensor) -> bool:
+def fits_skinny(x: Tensor, weight: FloatWeight) -> bool:
     """Return whether the skinny kernels support this product."""
     return (
         x.dim() == 2
         and 0 < x.shape[0] <= MAX_ROWS
-        and x.dtype == weight.dtype
+        and (isinstance(weight, Fp8Weight) or x.dtype == weight.dtype)
         and x.dtype in _NARROW
         and x.stride(1) == 1
-        and weight.stride(1) == 1
+        and numbers_of(weight).stride(1) == 1
         and _has_shared_memory(x.device)
     )
 
 
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def skinny_linear(x: Tensor, weight: FloatWeight, bias: Tensor | None = None) -> Tensor:
     """Return x [rows, in] times weight [out, in] transposed."""
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, None, out)
     return out
 
 
-def skinny_linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+def skinny_linear_add(x: Tensor, weight: FloatWeight, bias: Tensor | None, residual: Tensor) -> None:
     """Add skinny_linear(x, weight, bias) to the residual in place."""
     _launch(x, weight, bias, residual, residual)
 
 
-def skinny_gate_up(x: Tensor, weight: Tensor) -> Tensor:
+def skinny_gate_up(x: Tensor, weight: FloatWeight) -> Tensor:
     """Return silu_mul(skinny_linear(x, weight)), the weight [2 * width, in] with the gates' rows first."""
     out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, None, None, out, gated=True)
@@ -192,7 +205,7 @@ def skinny_gate_up(x: Tensor, weight: Tensor) -> Tensor:
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    weight: FloatWeight,
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
@@ -200,10 +213,11 @@ def _launch(
     config: SkinnyConfig | None = None,
 ) -> None:
     num_rows, k = x.shape
-    if num_rows > MAX_ROWS or x.stride(1) != 1 or weight.stride(1) != 1 or out.stride(1) != 1:
+    numbers, scales = numbers_of(weight), weight.scales if isinstance(weight, Fp8Weight) else None
+    if num_rows > MAX_ROWS or x.stride(1) != 1 or numbers.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError(f"at most {MAX_ROWS} rows, each contiguous")
     if config is None:
-        config = skinny_config(num_rows, weight.shape[0], k, gated)
+        config = skinny_config(num_rows, weight.shape[0], k, gated, numbers.itemsize)
     rows, block_n, block_k, split_k, warps, stages, neighbours, prefetch = config
     num_outputs = out.shape[1]
     tiles = triton.cdiv(num_outputs, block_n // 2 if gated else block_n)
@@ -212,12 +226,14 @@ def _launch(
         counters = zeroed_counters(x.device)
     else:
         partials = counters = x
-    is_aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) % 8 == 0
+    is_aligned = numbers.data_ptr() % 16 == 0 and numbers.stride(0) * numbers.itemsize % 16 == 0
     _skinny_kernel[(tiles, split_k)](
-        x, weight, x if bias is None else bias, x if residual is None else residual, out, partials, counters,
-        num_rows, num_outputs, k, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
-        prefetch if is_aligned else 0,
+        x, numbers, x if scales is None else scales, x if bias is None else bias,
+        x if residual is None else residual, out, partials, counters,
+        num_rows, num_outputs, k, x.stride(0), numbers.stride(0), 0 if scales is None else scales.stride(0),
+        0 if residual is None else residual.stride(0), prefetch if is_aligned else 0,
         ROWS=rows, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split_k, EVEN_K=k % block_k == 0,
+        SCALED=scales is not None, GROUPED=scales is not None and len(scales) > 1,
         BIAS=bias is not None, GATED=gated, ADD=residual is not None,
         num_warps=warps, num_stages=stages, maxnreg=min(255, _REGISTERS // (32 * warps * neighbours)) // 8 * 8,
         **launch_options(),
@@ -225,46 +241,52 @@ def _launch(
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, Tensor):
+    if isinstance(weight, QuantisedWeight):
         return reference.linear(x, weight, bias)
     if _is_vector(x, weight):
         return gemv.gemv(x, weight, bias)
     if _is_skinny(x, weight):
         return skinny_linear(x, weight, bias)
+    if isinstance(weight, Fp8Weight):
+        return fp8_linears.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    if isinstance(weight, Tensor) and _is_vector(x, weight):
+    if not isinstance(weight, QuantisedWeight) and _is_vector(x, weight):
         return gemv.norm_gemv(x, norm, eps, weight, bias)
+    if isinstance(weight, Fp8Weight) and not _is_skinny(x, weight):
+        return fp8_linears.norm_linear(x, norm, eps, weight, bias)
     return linear(rms_norm(x, norm, eps), weight, bias)
 
 
 def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
-    if isinstance(weight, Tensor) and _is_vector(x, weight):
-        return gemv.norm_gate_up_gemv(x, norm, eps, weight)
-    normal = rms_norm(x, norm, eps)
-    if isinstance(weight, Tensor) and _is_skinny(normal, weight):
-        return skinny_gate_up(normal, weight)
-    return silu_mul(reference.linear(normal, weight))
+    if not isinstance(weight, QuantisedWeight):
+        if _is_vector(x, weight):
+            return gemv.norm_gate_up_gemv(x, norm, eps, weight)
+        if _is_skinny(x, weight):
+            return skinny_gate_up(rms_norm(x, norm, eps), weight)
+    return silu_mul(norm_linear(x, norm, eps, weight))
 
 
 def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> None:
-    if not isinstance(weight, Tensor):
+    if isinstance(weight, QuantisedWeight):
         reference.linear_add(x, weight, bias, residual)
     elif _is_vector(x, weight):
         gemv.gemv_add(x, weight, bias, residual)
     elif _is_skinny(x, weight):
         skinny_linear_add(x, weight, bias, residual)
+    elif isinstance(weight, Fp8Weight):
+        fp8_linears.linear_add(x, weight, bias, residual)
     else:
         residual.addmm_(x, weight.t())
         if bias is not None:
             residual.add_(bias)
 
 
-def _is_vector(x: Tensor, weight: Tensor) -> bool:
+def _is_vector(x: Tensor, weight: FloatWeight) -> bool:
     return gemv.fits(x, weight) and is_on("gemv")
 
 
-def _is_skinny(x: Tensor, weight: Tensor) -> bool:
+def _is_skinny(x: Tensor, weight: FloatWeight) -> bool:
     return fits_skinny(x, weight) and is_on("skinny")
