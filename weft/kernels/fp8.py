@@ -37,23 +37,36 @@ class Fp8Weight(NamedTuple):
         return self.numbers.float() * by_column
 
 
+class Fp8Rows(NamedTuple):
+    """The input of a linear layer as e4m3 numbers, with a scale for each row."""
+
+    numbers: Tensor
+    """e4m3, [rows, columns]."""
+    scales: Tensor
+    """float32, [rows, 1]."""
+
+
 FloatWeight: TypeAlias = Tensor | Fp8Weight
+FloatRows: TypeAlias = Tensor | Fp8Rows
 
 
-def numbers_of(weight: FloatWeight) -> Tensor:
-    return weight.numbers if isinstance(weight, Fp8Weight) else weight
+def numbers_of(floats: FloatWeight | FloatRows) -> Tensor:
+    return floats if isinstance(floats, Tensor) else floats.numbers
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x [rows, columns] as e4m3 numbers, and the scales of its rows, [rows, 1]. A row that is no number stays
-    so."""
+def scales_of(floats: FloatWeight | FloatRows) -> Tensor | None:
+    return None if isinstance(floats, Tensor) else floats.scales
+
+
+def quantise_rows(x: Tensor) -> Fp8Rows:
+    """Return x [rows, columns] as e4m3. What is no number stays so."""
     wide = x.float()
     scales = (wide.abs().amax(-1, keepdim=True) / E4M3_MAX).clamp_min(SMALLEST_SCALE)
-    return (wide / scales).to(E4M3), scales
+    return Fp8Rows((wide / scales).to(E4M3), scales)
 
 
 def rounded_rows(x: Tensor) -> Tensor:
-    """Return x as kernels of many rows take it."""
+    """Return x as kernels of several rows take it."""
     numbers, scales = quantise_rows(x)
     return (numbers.float() * scales).to(x.dtype)
 

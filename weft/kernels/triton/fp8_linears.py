@@ -1,8 +1,7 @@
-"""Linear layers of many rows with weights of e4m3: the rows are quantised too, each with a scale of its own, and the
-matrix units multiply eight bits by eight.
+"""Linear layers of many rows of e4m3 with weights of e4m3.
 
-Weights with one scale a row are multiplied by the library; those with a scale for every group of columns, and types
-and shapes that the library does not have, by the tiled kernel here.
+Weights with one scale a row are multiplied by the library; those with a scale for every group of columns, types and
+shapes that the library does not have, and products that are added to the residual, by the tiled kernel here.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
@@ -16,56 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.fp8 import E4M3, E4M3_MAX, GROUP, SMALLEST_SCALE, Fp8Weight
-from weft.kernels.triton.elementwise import normalised
+from weft.kernels.fp8 import GROUP, Fp8Rows, Fp8Weight
 from weft.kernels.triton.launch import launch_options, wait_for_inputs
 
-_GROUP, _E4M3_MAX, _SMALLEST_SCALE = tl.constexpr(GROUP), tl.constexpr(E4M3_MAX), tl.constexpr(SMALLEST_SCALE)
+_GROUP = tl.constexpr(GROUP)
 _LIBRARY_ALIGNMENT = 16
-_BLOCK_N, _BLOCK_K = 128, 128
-
-
-class Fp8Rows(NamedTuple):
-    """Rows that are quantised."""
-
-    numbers: Tensor
-    """e4m3, [rows, columns]."""
-    scales: Tensor
-    """float32, [rows, 1]."""
-
-
-@triton.jit
-def _quantise_kernel(
-    x, norm, out, scales, num_columns, stride, eps, BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)[None, :]
-    inside = columns < num_columns
-    if NORM:
-        weight = tl.load(norm + columns, mask=inside, other=0.0)
-    wait_for_inputs(PDL)
-    value = tl.load(x + row * stride + columns, mask=inside, other=0.0)
-    if NORM:
-        value = normalised(value, weight, eps, num_columns)
-    wide = value.to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(wide)) / _E4M3_MAX, _SMALLEST_SCALE)
-    tl.store(scales + row, scale)
-    tl.store(out + row * num_columns + columns, (wide / scale).to(out.dtype.element_ty), mask=inside)
-
-
-def quantise_rows(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Fp8Rows:
-    """Return the rows of x, or of their RMSNorm, as e4m3."""
-    num_rows, num_columns = x.shape
-    out = torch.empty(num_rows, num_columns, dtype=E4M3, device=x.device)
-    scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
-    rows = x if x.stride(1) == 1 else x.contiguous()
-    block = max(64, triton.next_power_of_2(num_columns))
-    if num_rows:
-        _quantise_kernel[(num_rows,)](
-            rows, rows if norm is None else norm, out, scales, num_columns, rows.stride(0), eps,
-            BLOCK=block, NORM=norm is not None, num_warps=min(16, max(4, block // 512)), **launch_options(),
-        )  # fmt: skip
-    return Fp8Rows(out, scales)
+_MULTIPROCESSORS = 132
 
 
 class TileConfig(NamedTuple):
@@ -123,10 +78,15 @@ def _tiled_kernel(
         tl.store(out + rows * num_outputs + own[None, :], y, mask=inside)
 
 
-def tile_config(num_rows: int) -> TileConfig:
-    if num_rows <= 64:
-        return TileConfig(64, _BLOCK_N, _BLOCK_K, 4, 4)
-    return TileConfig(128, _BLOCK_N, _BLOCK_K, 8, 4)
+def tile_config(num_rows: int, num_outputs: int, grouped: bool) -> TileConfig:
+    """Return the tiling, as measured on the linear layers of a 7B model: large tiles where they fill the chip."""
+    large = TileConfig(128, 256, 128, 8, 3)
+    if grouped:
+        # The scaled products of a group take as many registers as the sums.
+        large = TileConfig(128, 128, 128, 8, 4)
+    if triton.cdiv(num_rows, large.rows) * triton.cdiv(num_outputs, large.block_n) >= _MULTIPROCESSORS * 5 // 6:
+        return large
+    return TileConfig(64, 128, 128, 4, 5)
 
 
 def tiled(
@@ -142,7 +102,7 @@ def tiled(
     num_outputs = weight.shape[0]
     if num_rows == 0:
         return
-    rows, block_n, block_k, warps, stages = config or tile_config(num_rows)
+    rows, block_n, block_k, warps, stages = config or tile_config(num_rows, num_outputs, len(weight.scales) > 1)
     _tiled_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, block_n))](
         x.numbers, x.scales, weight.numbers, weight.scales,
         x.scales if bias is None else bias, x.scales if residual is None else residual, out,
@@ -153,28 +113,17 @@ def tiled(
     )  # fmt: skip
 
 
-def linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
-    return _product(quantise_rows(x), weight, bias, x.dtype)
-
-
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
-    return _product(quantise_rows(x, norm, eps), weight, bias, x.dtype)
-
-
-def linear_add(x: Tensor, weight: Fp8Weight, bias: Tensor | None, residual: Tensor) -> None:
-    rows = quantise_rows(x)
-    if _is_for_library(rows, weight, x.dtype):
-        residual.add_(_library_product(rows, weight, bias, x.dtype))
-    else:
-        tiled(rows, weight, bias, residual, residual)
-
-
-def _product(rows: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    if _is_for_library(rows, weight, dtype):
-        return _library_product(rows, weight, bias, dtype)
-    out = torch.empty(len(rows.numbers), weight.shape[0], dtype=dtype, device=rows.numbers.device)
-    tiled(rows, weight, bias, None, out)
+def linear(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the product as this type."""
+    if _is_for_library(x, weight, dtype):
+        return _library_product(x, weight, bias, dtype)
+    out = torch.empty(len(x.numbers), weight.shape[0], dtype=dtype, device=x.numbers.device)
+    tiled(x, weight, bias, None, out)
     return out
+
+
+def linear_add(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, residual: Tensor) -> None:
+    tiled(x, weight, bias, residual, residual)
 
 
 def _is_for_library(rows: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> bool:

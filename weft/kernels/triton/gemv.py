@@ -16,18 +16,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.fp8 import GROUP, FloatWeight, Fp8Weight, numbers_of
+from weft.kernels.fp8 import GROUP, FloatWeight, Fp8Weight, numbers_of, scales_of
 from weft.kernels.triton.elementwise import silu_times
 from weft.kernels.triton.launch import launch_options, wait_for_inputs
 
-_MAX_BLOCK_K = 1024
+_MAX_BLOCK_BYTES = 2048
+"""Bytes of a row of weights that a program takes at a time."""
 _NARROW = (torch.bfloat16, torch.float16)
 _GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
-def _weights(at, start, columns, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    if K % BLOCK_K == 0:
+def _weights(at, start, columns, K: tl.constexpr, WHOLE: tl.constexpr):
+    if WHOLE:
         return tl.load(at + start, eviction_policy="evict_first")
     return tl.load(at + start, mask=columns < K - start, other=0.0, eviction_policy="evict_first")
 
@@ -42,9 +43,9 @@ def _partial_sums(values, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: t
 def _multiplied(
     sums, squares, tile, x_at, norm_at, scales_at, scales_stride, start, columns,
     K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
-    NORM: tl.constexpr, GROUPED: tl.constexpr,
+    NORM: tl.constexpr, GROUPED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    inside = columns < K - start
+    inside = WHOLE | (columns < K - start)
     x = tl.load(x_at + start, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         squares += _partial_sums(x * x, 1, BLOCK_K, WIDTH)
@@ -77,21 +78,30 @@ def _gemv_kernel(
     norm_at = norm + columns
     scales_at = scales + output
 
-    tile = _weights(at, 0, columns, K, BLOCK_K)
+    # Only the last tile may be partial.
+    REST: tl.constexpr = K % BLOCK_K
+    LAST: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
+    tile = _weights(at, 0, columns, K, LAST > 0 or REST == 0)
     wait_for_inputs(PDL)
     sums = tl.zeros([OUTPUTS, BLOCK_K // WIDTH], dtype=tl.float32)
     squares = tl.zeros([1, BLOCK_K // WIDTH], dtype=tl.float32)
-    for start in range(BLOCK_K, K, BLOCK_K):
-        coming = _weights(at, start, columns, K, BLOCK_K)
+    for start in range(BLOCK_K, K - REST, BLOCK_K):
+        coming = _weights(at, start, columns, K, True)
         sums, squares = _multiplied(
             sums, squares, tile, x_at, norm_at, scales_at, scales_stride, start - BLOCK_K, columns,
-            K, OUTPUTS, BLOCK_K, WIDTH, NORM, GROUPED,
+            K, OUTPUTS, BLOCK_K, WIDTH, NORM, GROUPED, True,
         )  # fmt: skip
         tile = coming
-    LAST: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
+    if REST > 0 and LAST > 0:
+        coming = _weights(at, LAST, columns, K, False)
+        sums, squares = _multiplied(
+            sums, squares, tile, x_at, norm_at, scales_at, scales_stride, LAST - BLOCK_K, columns,
+            K, OUTPUTS, BLOCK_K, WIDTH, NORM, GROUPED, True,
+        )  # fmt: skip
+        tile = coming
     sums, squares = _multiplied(
         sums, squares, tile, x_at, norm_at, scales_at, scales_stride, LAST, columns,
-        K, OUTPUTS, BLOCK_K, WIDTH, NORM, GROUPED,
+        K, OUTPUTS, BLOCK_K, WIDTH, NORM, GROUPED, REST == 0,
     )  # fmt: skip
     y = tl.sum(sums, axis=1)
     if SCALED and not GROUPED:
@@ -170,8 +180,8 @@ def _launch(
 ) -> None:
     if not fits(x, weight) or out.stride(1) != 1:
         raise ValueError("one row, contiguous, and weights of its narrow type")
-    numbers, scales = numbers_of(weight), weight.scales if isinstance(weight, Fp8Weight) else None
-    outputs = _outputs_per_program(weight.shape[0])
+    numbers, scales = numbers_of(weight), scales_of(weight)
+    outputs = _outputs_per_program(weight.shape[0], numbers.itemsize)
     own = outputs // 2 if gated else outputs
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     k = x.shape[1]
@@ -179,15 +189,15 @@ def _launch(
         x, numbers, x if scales is None else scales, x if bias is None else bias, x if norm is None else norm,
         x if residual is None else residual, out,
         num_outputs, numbers.stride(0), 0 if scales is None else scales.stride(0), eps,
-        K=k, OUTPUTS=outputs, BLOCK_K=min(_MAX_BLOCK_K, max(16, triton.next_power_of_2(k))),
+        K=k, OUTPUTS=outputs, BLOCK_K=min(_MAX_BLOCK_BYTES // numbers.itemsize, max(16, triton.next_power_of_2(k))),
         SCALED=scales is not None, GROUPED=scales is not None and len(scales) > 1,
         BIAS=bias is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
         num_warps=4, **launch_options(),
     )  # fmt: skip
 
 
-def _outputs_per_program(num_outputs: int) -> int:
-    """Eight where that still leaves several programs for each multiprocessor."""
-    if num_outputs >= 8192:
+def _outputs_per_program(num_outputs: int, itemsize: int) -> int:
+    """Eight where that still leaves several programs for each multiprocessor, or their weights are small."""
+    if num_outputs >= 4096 * itemsize:
         return 8
     return 4 if num_outputs >= 2048 else 2
