@@ -14,6 +14,8 @@ from weft.kernels.quantised import QuantisedWeight
 
 Weight: TypeAlias = Tensor | QuantisedWeight | Fp8Weight
 """The weight of a linear layer."""
+Table: TypeAlias = Tensor | QuantisedWeight
+"""Embeddings, or the weight of the head."""
 
 
 class LayerWeights(NamedTuple):
@@ -39,10 +41,10 @@ class LayerWeights(NamedTuple):
 class DecoderWeights(NamedTuple):
     """A whole decoder. `head` is `embedding` itself where the two are tied."""
 
-    embedding: Weight
+    embedding: Table
     layers: list[LayerWeights]
     norm: Tensor
-    head: Weight
+    head: Table
     rope_factors: Tensor | None = None
     """Divisors of the rotary frequencies, where the checkpoint has its own."""
 
@@ -61,7 +63,7 @@ class DecoderWeights(NamedTuple):
         return sum(t.untyped_storage().nbytes() for t in {t.data_ptr(): t for t in tensors}.values())
 
     def all_weights(self) -> list[Weight]:
-        whole = [self.embedding, self.norm, self.head]
+        whole: list[Weight] = [self.embedding, self.norm, self.head]
         return [*whole, *(weight for layer in self.layers for weight in layer if weight is not None)]
 
 
