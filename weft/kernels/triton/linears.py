@@ -28,7 +28,6 @@ from weft.kernels.fp8 import E4M3, GROUP, FloatRows, FloatWeight, Fp8Rows, Fp8We
 from weft.kernels.quantised import QuantisedWeight
 from weft.kernels.triton import fp8_linears, gemv
 from weft.kernels.triton.elementwise import rms_norm, silu_mul, silu_times
-from weft.kernels.triton.fp8_rows import quantise_rows
 from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
 from weft.kernels.weights import Weight
 from weft.switches import is_on
@@ -303,7 +302,7 @@ def _linear(x: FloatRows, weight: FloatWeight, bias: Tensor | None, dtype: torch
 def _rows_for(weight: FloatWeight, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> FloatRows:
     """Return x or its RMSNorm, quantised if the weight is."""
     if isinstance(weight, Fp8Weight):
-        return quantise_rows(x, norm, eps)
+        return fp8_linears.quantise_rows(x, norm, eps)
     return x if norm is None else rms_norm(x, norm, eps)
 
 
