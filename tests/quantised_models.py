@@ -20,6 +20,7 @@ GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The order in which AWQ puts eight neighbours into a word."""
 FP8_MAX = 448.0
+FP8_BLOCK = 128
 
 
 def save_quantised(model: Path, folder: Path, method: str) -> Path:
@@ -83,6 +84,25 @@ def _fp8(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
 
 
+def _fp8_static(weight: Tensor) -> dict[str, Tensor]:
+    return _fp8(weight) | {"input_scale": torch.tensor(0.5)}
+
+
+def _fp8_channel(weight: Tensor) -> dict[str, Tensor]:
+    scales = weight.abs().amax(dim=1, keepdim=True) / FP8_MAX
+    return {"weight": (weight / scales).to(torch.float8_e4m3fn), "weight_scale": scales}
+
+
+def _fp8_block(weight: Tensor) -> dict[str, Tensor]:
+    rows, columns = weight.shape
+    padded = torch.zeros(-(-rows // FP8_BLOCK) * FP8_BLOCK, -(-columns // FP8_BLOCK) * FP8_BLOCK)
+    padded[:rows, :columns] = weight
+    blocks = padded.view(padded.shape[0] // FP8_BLOCK, FP8_BLOCK, -1, FP8_BLOCK)
+    scales = blocks.abs().amax(dim=(1, 3)) / FP8_MAX
+    numbers = (blocks / scales[:, None, :, None]).view_as(padded)[:rows, :columns]
+    return {"weight": numbers.to(torch.float8_e4m3fn).contiguous(), "weight_scale_inv": scales}
+
+
 METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], dict[str, Tensor]]]] = {
     "gptq": (
         {
@@ -93,13 +113,23 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], dict[str, Tensor]]]]
     ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, _awq),
     "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, _fp8),
+    "fp8-static": ({"quant_method": "fp8", "activation_scheme": "static"}, _fp8_static),
+    "fp8-channel": ({"quant_method": "compressed-tensors", "format": "float-quantized"}, _fp8_channel),
+    "fp8-block": (
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]},
+        _fp8_block,
+    ),
 }  # fmt: skip
 
 
 def unquantised(weight: Tensor, method: str) -> Tensor:
     """Return the weight that the quantised one stands for."""
-    if method == "fp8":
-        packed = _fp8(weight)
+    if method == "fp8-block":
+        packed = _fp8_block(weight)
+        scales = packed["weight_scale_inv"].repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+        return packed["weight"].float() * scales[: weight.shape[0], : weight.shape[1]]
+    if method.startswith("fp8"):
+        packed = METHODS[method][1](weight)
         return packed["weight"].float() * packed["weight_scale"]
     numbers, scales = _rounded(weight)
     return ((numbers - 8).view(weight.shape[0], -1, GROUP) * scales.float()[..., None]).view_as(weight)

@@ -104,7 +104,11 @@ class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     quantization: Annotated[
-        str, _doc("How vLLM quantises the weights, as in awq, gptq, fp8, bitsandbytes; empty: as the model says.")
+        str,
+        _doc(
+            "How the weights are quantised: fp8, on GPUs; with vLLM also awq, gptq, bitsandbytes and others; empty: as "
+            "the model says."
+        ),
     ] = ""
     tensor_parallel_size: Annotated[int, _doc("GPUs that hold the model together; for vLLM.", ge=1)] = 1
     trust_remote_code: Annotated[

@@ -240,12 +240,12 @@ async def adapts(stand: Stand) -> None:
 
 
 async def quantises(stand: Stand) -> None:
-    """The weights that are served are quantised: those of the file. To quantise others is not the native engine's."""
+    """The weights that are served are quantised: those of the file. The native engine quantises on GPUs alone."""
     types = {tensor.tensor_type for tensor in GGUFReader(stand.model).tensors}
     assert GGMLQuantizationType.Q8_0 in types
     answered = await stand.ask()
     assert answered.text == (await Stand(engine=stand.native, native=stand.native, model=stand.model).ask()).text
-    with pytest.raises(ConfigError, match="unpacks their weights"):
+    with pytest.raises(ConfigError, match="multiply FP8"):
         await start_native(load({"model": str(stand.model), "quantization": "fp8"}, env={}))
 
 

@@ -19,9 +19,11 @@ from torch import Tensor
 from tests.gpu.steps import DEVICE, INTERPRETED, TOLERANCE, assert_near, padded, paged, poisoned, randn
 from weft.kernels import AttentionBatch, HeadNorms, HeadShape, reference
 from weft.kernels import sampling as draws
+from weft.kernels.fp8 import GROUP, Fp8Weight, fp8_weight, quantise_rows, rounded_rows
 from weft.kernels.triton import (
     decode_attention,
     elementwise,
+    fp8_linears,
     gemv,
     linears,
     prefill_attention,
@@ -239,15 +241,15 @@ def check_skinny(rows: int, n: int, k: int, dtype: torch.dtype) -> None:
     assert linears.fits_skinny(x, weight)
     for _ in range(2):
         with poisoned():
-            assert_near(linears.skinny_linear(x, weight), plain, tolerance)
-            assert_near(linears.skinny_linear(x, weight, bias), plain + bias.float(), tolerance)
+            assert_near(linears.skinny_linear(x, weight, None, dtype), plain, tolerance)
+            assert_near(linears.skinny_linear(x, weight, bias, dtype), plain + bias.float(), tolerance)
             wide = randn(rows, n + 40, dtype=dtype)
             kept, residual = wide.clone(), wide[:, 16 : n + 16]
             linears.skinny_linear_add(x, weight, bias, residual)
             assert_near(residual, kept[:, 16 : n + 16].float() + plain + bias.float(), tolerance)
             assert torch.equal(wide[:, :16], kept[:, :16]) and torch.equal(wide[:, n + 16 :], kept[:, n + 16 :])
             if n % 2 == 0:
-                assert_near(linears.skinny_gate_up(x, weight), reference.silu_mul(plain), 2 * tolerance)
+                assert_near(linears.skinny_gate_up(x, weight, dtype), reference.silu_mul(plain), 2 * tolerance)
 
 
 def check_skinny_cut(config: linears.SkinnyConfig, gated: bool) -> None:
@@ -268,10 +270,12 @@ def check_skinny_cut(config: linears.SkinnyConfig, gated: bool) -> None:
 def check_skinny_configs() -> None:
     """Whatever is asked for, tiles are powers of two, several are on their way, and they fit in shared memory."""
     for n, k in ((12288, 4096), (4096, 11008), (34816, 5120), (151936, 5120), (96, 64), (7, 3)):
-        for rows in range(1, linears.MAX_ROWS + 1):
-            config = linears.skinny_config(rows, n, k, gated=n % 2 == 0)
+        sizes = [(rows, 2) for rows in range(1, linears.MAX_ROWS + 1)]
+        sizes += [(rows, 1) for rows in range(1, linears.MAX_FP8_ADDED_ROWS + 1)]
+        for rows, itemsize in sizes:
+            config = linears.skinny_config(rows, n, k, n % 2 == 0, itemsize)
             assert config.rows >= rows and config.stages >= 3 and 1 <= config.split_k <= max(1, k // config.block_k)
-            assert 2 * config.stages * config.block_k * (config.block_n + config.rows) <= 227 << 10
+            assert itemsize * config.stages * config.block_k * (config.block_n + config.rows) <= 227 << 10
             assert all(size & (size - 1) == 0 for size in (config.rows, config.block_n, config.block_k))
 
 
@@ -281,7 +285,7 @@ def check_skinny_replay(rows: int, hidden: int, width: int) -> None:
     gate_up, down = randn(2 * width, hidden) * hidden**-0.5, randn(hidden, width) * width**-0.5
 
     def layer() -> None:
-        linears.skinny_linear_add(linears.skinny_gate_up(x, gate_up), down, None, residual)
+        linears.skinny_linear_add(linears.skinny_gate_up(x, gate_up, BF16), down, None, residual)
 
     layer()
     graph = torch.cuda.CUDAGraph()
@@ -312,6 +316,132 @@ def check_linears(rows: int, dtype: torch.dtype) -> None:
     reference.linear_add(*wide[:3], wanted)
     linears.linear_add(x, weight, bias, residual)
     assert_near(residual, wanted, tolerance)
+
+
+FP8_TOLERANCE = {dtype: max(tolerance, 0.0 if INTERPRETED else 1e-3) for dtype, tolerance in TOLERANCE.items()}
+"""The matrix units add products of eight bits with fewer bits than float32 has."""
+
+
+def random_fp8(n: int, k: int, grouped: bool) -> Fp8Weight:
+    """A weight with a scale for each row, or for every group of its columns, of all sizes."""
+    weight = fp8_weight(randn(n, k, dtype=FP32) * k**-0.5)
+    return weight._replace(scales=weight.scales * (0.5 + torch.rand(-(-k // GROUP) if grouped else 1, n).to(DEVICE)))
+
+
+def check_fp8_gemv(n: int, k: int, dtype: torch.dtype, grouped: bool) -> None:
+    """The kernels of one row, which do not round it."""
+    x, weight, bias = randn(1, k, dtype=dtype), random_fp8(n, k, grouped), randn(n, dtype=dtype)
+    residual, scale = randn(1, n, dtype=dtype), 1 + randn(k, dtype=dtype) / 10
+    tolerance = TOLERANCE[dtype]
+    wide = [tensor.float() for tensor in (x, bias, scale)]
+    plain = reference.linear(wide[0], weight, wide[1])
+    with poisoned():
+        assert_near(linears.linear(x, weight, bias), plain, tolerance)
+        normed = reference.norm_linear(wide[0], wide[2], 1e-6, weight, None)
+        assert_near(linears.norm_linear(x, scale, 1e-6, weight), normed, tolerance)
+        linears.linear_add(x, weight, bias, residual.copy_(total := residual.clone()))
+        assert_near(residual, total.float() + plain, tolerance)
+        if n % 2 == 0:
+            gated = reference.norm_gate_up(wide[0], wide[2], 1e-6, weight)
+            assert_near(linears.norm_gate_up(x, scale, 1e-6, weight), gated, 2 * tolerance)
+
+
+def check_fp8_skinny(rows: int, n: int, k: int, dtype: torch.dtype, grouped: bool) -> None:
+    x, weight, bias = randn(rows, k, dtype=dtype), random_fp8(n, k, grouped), randn(n, dtype=dtype)
+    residual, quantised = randn(rows, n, dtype=dtype), quantise_rows(x)
+    plain = reference.linear(rounded_rows(x.float()), weight)
+    tolerance = FP8_TOLERANCE[dtype]
+    assert linears.fits_skinny(quantised, weight)
+    for _ in range(2):
+        with poisoned():
+            found = linears.skinny_linear(quantised, weight, bias, dtype)
+            assert_near(found, plain + bias.float(), tolerance)
+            total = residual.clone()
+            linears.skinny_linear_add(quantised, weight, bias, total)
+            assert_near(total, residual.float() + plain + bias.float(), tolerance)
+            if n % 2 == 0:
+                found = linears.skinny_gate_up(quantised, weight, dtype)
+                assert_near(found, reference.silu_mul(plain), 2 * tolerance)
+
+
+def check_fp8_rows(rows: int, columns: int, dtype: torch.dtype) -> None:
+    x, scale = randn(rows, columns + 8, dtype=dtype)[:, :columns], 1 + randn(columns, dtype=dtype) / 10
+    x[0] = 0
+    for norm in (None, scale):
+        numbers, scales = quantise_rows(x if norm is None else reference.rms_norm(x, norm, 1e-6))
+        with poisoned():
+            found = fp8_linears.quantise_rows(x, norm, 1e-6)
+        assert_near(found.scales, scales, TOLERANCE[dtype])
+        assert_near(found.numbers.float() * found.scales, numbers.float() * scales, 4 * TOLERANCE[dtype])
+
+
+def check_fp8_ops(rows: int, n: int, k: int, dtype: torch.dtype, grouped: bool) -> None:
+    """Whichever kernel takes this number of rows, they are rounded first."""
+    x, weight, bias = randn(rows, k, dtype=dtype), random_fp8(n, k, grouped), randn(n, dtype=dtype)
+    residual, scale = randn(rows, n, dtype=dtype), 1 + randn(k, dtype=dtype) / 10
+    # A normalised input near the border of two numbers may be rounded to either.
+    tolerance, rough = FP8_TOLERANCE[dtype], 2 * TOLERANCE[BF16]
+    plain = reference.linear(rounded_rows(x.float()), weight, bias.float())
+    normed = reference.linear(rounded_rows(reference.rms_norm(x, scale, 1e-6).float()), weight, bias.float())
+    with poisoned():
+        assert_near(linears.linear(x, weight, bias), plain, tolerance)
+        assert_near(linears.norm_linear(x, scale, 1e-6, weight, bias), normed, rough)
+        total = residual.clone()
+        linears.linear_add(x, weight, bias, total)
+        assert_near(total, residual.float() + plain, tolerance)
+        if n % 2 == 0:
+            gated = reference.silu_mul(normed - bias.float())
+            assert_near(linears.norm_gate_up(x, scale, 1e-6, weight), gated, 2 * rough)
+
+
+def check_fp8_tiled(rows: int, n: int, k: int, dtype: torch.dtype, grouped: bool) -> None:
+    """The kernel for what the library does not multiply."""
+    x, weight, bias = randn(rows, k, dtype=dtype), random_fp8(n, k, grouped), randn(n, dtype=dtype)
+    wide = randn(rows, n + 40, dtype=dtype)
+    kept, residual = wide.clone(), wide[:, 16 : n + 16]
+    quantised = quantise_rows(x)
+    plain = reference.linear(rounded_rows(x.float()), weight, bias.float())
+    tolerance = FP8_TOLERANCE[dtype]
+    out = torch.full((rows, n), float("nan"), dtype=dtype, device=DEVICE)
+    fp8_linears.tiled(quantised, weight, bias, None, out)
+    assert_near(out, plain, tolerance)
+    fp8_linears.tiled(quantised, weight, bias, residual, residual)
+    assert_near(residual, kept[:, 16 : n + 16].float() + plain, tolerance)
+    assert torch.equal(wide[:, :16], kept[:, :16]) and torch.equal(wide[:, n + 16 :], kept[:, n + 16 :])
+
+
+def check_fp8_no_number(rows: int) -> None:
+    """A row with a NaN gives NaN, and the others do not notice."""
+    x, weight = randn(rows, 256), random_fp8(64, 256, False)
+    wanted = linears.linear(x, weight)
+    x[1, 7] = float("nan")
+    found = linears.linear(x, weight)
+    assert bool(found[1].isnan().all())
+    found[1] = wanted[1]
+    assert torch.equal(found, wanted)
+
+
+def check_fp8_replay(rows: int, hidden: int, width: int) -> None:
+    """A feed-forward layer captured once, its launches overlapping, replayed on other inputs."""
+    x, residual, norm = randn(rows, hidden), randn(rows, hidden), torch.ones(hidden, dtype=BF16, device=DEVICE)
+    gate_up, down = random_fp8(2 * width, hidden, False), random_fp8(hidden, width, False)
+
+    def layer() -> None:
+        linears.linear_add(linears.norm_gate_up(x, norm, 1e-6, gate_up), down, None, residual)
+
+    layer()
+    graph = torch.cuda.CUDAGraph()
+    with overlapping_launches(), torch.cuda.graph(graph):
+        for _ in range(3):
+            layer()
+    for _ in range(4):
+        x.copy_(randn(rows, hidden))
+        residual.copy_(randn(rows, hidden))
+        wanted = residual.clone()
+        for _ in range(3):
+            linears.linear_add(linears.norm_gate_up(x, norm, 1e-6, gate_up), down, None, wanted)
+        graph.replay()
+        assert torch.equal(residual, wanted)
 
 
 def check_argmax(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
@@ -452,6 +582,13 @@ def cases() -> dict[str, Callable[[], None]]:
             linears.SkinnyConfig(32, 128, 64, 16, 8, 3, 3),
         ):
             add(check_skinny_cut, config, gated)
+    for grouped in (False, True):
+        for rows in (1, 5, 20):
+            add(check_fp8_skinny, rows, 200, 528, FP16, grouped)
+        add(check_fp8_gemv, 200, 528, FP16, grouped)
+        add(check_fp8_gemv, 37, 2050, FP16, grouped)
+        for dtype in (FP16, FP32):
+            add(check_fp8_tiled, 40, 99, 530, dtype, grouped)
     if INTERPRETED:
         add(check_splits, HeadShape(4, 1, 128), [129], FP16)
         for heads in (TINY, TINY_GROUPS):
@@ -483,8 +620,27 @@ def cases() -> dict[str, Callable[[], None]]:
         for rows in (5, 16, 32):
             add(check_skinny, rows, n, k, BF16)
         add(check_skinny, 11, n, k, FP16)
+        for grouped in (False, True):
+            add(check_fp8_gemv, n, k, BF16, grouped)
+            for rows in (5, 32, 60):
+                add(check_fp8_skinny, rows, n, k, BF16, grouped)
+            for rows in (2, 33, 100, 300):
+                add(check_fp8_ops, rows, n, k, BF16, grouped)
+            add(check_fp8_tiled, 200, n, k, BF16, grouped)
     for rows in (8, 32):
         add(check_skinny_replay, rows, 4096, 11008)
+    # The interpreter cuts float32 to e4m3 where hardware rounds.
+    for grouped in (False, True):
+        for rows in (3, 40):
+            add(check_fp8_ops, rows, 99, 530, FP16, grouped)
+    for dtype in dtypes:
+        add(check_fp8_rows, 5, 200, dtype)
+    for hidden in (4096, 11008, 28672):
+        add(check_fp8_rows, 129, hidden, BF16)
+    for rows in (2, 40):
+        add(check_fp8_no_number, rows)
+    for rows in (1, 8, 32, 48, 256):
+        add(check_fp8_replay, rows, 4096, 11008)
     for vocabulary in (102400, 151936):
         add(check_argmax, 65, vocabulary, BF16)
         add(check_gumbel, 9, vocabulary, BF16, True)

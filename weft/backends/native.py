@@ -85,11 +85,14 @@ async def open_engine(client: EngineClient, make: Callable[[EngineClient, ModelT
 
 def refuse(config: Config, files: ModelFiles | None) -> None:
     """Raise ConfigError for settings of other engines that this one cannot honour."""
-    if config.backend.quantization:
+    quantization = config.backend.quantization
+    if quantization not in ("", "fp8"):
         raise ConfigError(
-            f"The engine native does not quantise weights: --quantization cannot be {config.backend.quantization}.",
-            hint="Take an engine of vLLM; or a quantised GGUF file, whose weights stay so on a CPU.",
+            f"The engine native quantises weights to fp8 alone: --quantization cannot be {quantization}.",
+            hint="Take an engine of vLLM; or an FP8 checkpoint on a GPU, a quantised GGUF file on a CPU.",
         )
+    if quantization == "fp8" and config.model.device == "cpu":
+        raise ConfigError("CPUs do not multiply FP8: --quantization fp8 is for GPUs.", hint="Serve a GGUF file.")
     if config.backend.tensor_parallel_size > 1:
         raise ConfigError(
             f"The engine native computes on one device: --tensor-parallel-size cannot be "

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from weft.kernels.batch import HeadNorms
+from weft.kernels.fp8 import Fp8Weight
 from weft.kernels.quantised import QuantisedWeight
 
-Weight: TypeAlias = Tensor | QuantisedWeight
+Weight: TypeAlias = Tensor | QuantisedWeight | Fp8Weight
 """The weight of a linear layer."""
+Table: TypeAlias = Tensor | QuantisedWeight
+"""Embeddings, or the weight of the head."""
 
 
 class LayerWeights(NamedTuple):
@@ -38,10 +41,10 @@ class LayerWeights(NamedTuple):
 class DecoderWeights(NamedTuple):
     """A whole decoder. `head` is `embedding` itself where the two are tied."""
 
-    embedding: Weight
+    embedding: Table
     layers: list[LayerWeights]
     norm: Tensor
-    head: Weight
+    head: Table
     rope_factors: Tensor | None = None
     """Divisors of the rotary frequencies, where the checkpoint has its own."""
 
@@ -56,11 +59,11 @@ class DecoderWeights(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        tensors = [weight if isinstance(weight, Tensor) else weight.panels for weight in self.all_weights()]
+        tensors = [tensor for weight in self.all_weights() for tensor in _tensors(weight)]
         return sum(t.untyped_storage().nbytes() for t in {t.data_ptr(): t for t in tensors}.values())
 
     def all_weights(self) -> list[Weight]:
-        whole = [self.embedding, self.norm, self.head]
+        whole: list[Weight] = [self.embedding, self.norm, self.head]
         return [*whole, *(weight for layer in self.layers for weight in layer if weight is not None)]
 
 
@@ -114,6 +117,16 @@ class AdaptedRun(NamedTuple):
     weights: AdapterWeights
     first: int
     num_tokens: int
+
+
+def _tensors(weight: Weight) -> list[Tensor]:
+    match weight:
+        case QuantisedWeight():
+            return [weight.panels]
+        case Fp8Weight():
+            return [weight.numbers, weight.scales]
+        case _:
+            return [weight]
 
 
 def _place(added: LowRank | None) -> tuple[int, int, int]:

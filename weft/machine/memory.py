@@ -205,6 +205,21 @@ def num_parameters(config: Shape) -> int:
     return config.num_layers * layer + tables
 
 
+FP8_GROUP = 128
+"""Columns of e4m3 weights that share a scale, where a row has several."""
+
+
+def fp8_bytes(config: Shape, dtype: NumberType, *, grouped: bool = False) -> int:
+    """Return the bytes of the weights with those of the decoder's linear layers as e4m3."""
+    queries, keys_values = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
+    hidden, middle = config.hidden_size, config.intermediate_size
+    linears = ((queries + keys_values, hidden), (hidden, queries), (2 * middle, hidden), (hidden, middle))
+    numbers = sum(rows * columns for rows, columns in linears)
+    scales = sum(rows * (-(-columns // FP8_GROUP) if grouped else 1) for rows, columns in linears)
+    others = num_parameters(config) - config.num_layers * numbers
+    return config.num_layers * (numbers + 4 * scales) + others * dtype.itemsize
+
+
 def activations_bytes(config: Shape, dtype: NumberType, num_tokens: int) -> int:
     """Return the bytes of the activations of so many tokens in one layer."""
     queries, keys_values = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim

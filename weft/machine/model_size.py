@@ -24,6 +24,7 @@ from weft.options import Config
 
 PLAIN_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types of plain floats, which an engine may convert, and the bytes of each in a file."""
+FP8, FP8_SCALES = "F8_E4M3", ("weight_scale", "weight_scale_inv")
 NOT_HELD = ("rotary_emb.inv_freq", "rope_freqs.weight")
 """Tensors that engines compute themselves and do not load."""
 GGUF_EMBEDDING, GGUF_HEAD, HEAD = "token_embd.weight", "output.weight", "lm_head.weight"
@@ -52,6 +53,11 @@ class Weights(Struct, frozen=True, kw_only=True):
     panel_bytes: int = 0
     """Bytes of the quantised ones as the native engine's kernels of a CPU hold them; 0 where they cannot."""
 
+    fp8: int = 0
+    """Those of the quantised ones that are e4m3."""
+    has_fp8_blocks: bool = False
+    """True where blocks of them have scales of their own."""
+
     def held_bytes(self, dtype: NumberType, *, unpacked: bool) -> int:
         """Return the bytes of the weights as this type; of the quantised ones too, or as they are."""
         return self.floats * dtype.itemsize + (self.packed * dtype.itemsize if unpacked else self.packed_bytes)
@@ -66,6 +72,8 @@ class Weights(Struct, frozen=True, kw_only=True):
             packed=self.packed + other.packed,
             packed_bytes=self.packed_bytes + other.packed_bytes,
             panel_bytes=self.panel_bytes + other.panel_bytes,
+            fp8=self.fp8 + other.fp8,
+            has_fp8_blocks=self.has_fp8_blocks or other.has_fp8_blocks,
         )
 
 
@@ -100,20 +108,30 @@ def safetensors_weights(files: Iterable[Path], *, left_out: tuple[str, ...] = NO
 
 
 def _file_weights(path: Path, left_out: tuple[str, ...]) -> Weights:
-    floats = packed = float_bytes = 0
+    floats = packed = fp8 = float_bytes = 0
+    has_fp8_blocks = False
     try:
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118 - it is no mapping
                 tensor = file.get_slice(name)
-                count, size = math.prod(tensor.get_shape()), PLAIN_FLOATS.get(tensor.get_dtype())
+                shape, size = tensor.get_shape(), PLAIN_FLOATS.get(tensor.get_dtype())
+                count = math.prod(shape)
                 if size is None:
                     packed += count
+                    fp8 += count if tensor.get_dtype() == FP8 else 0
                 else:
                     float_bytes += count * size
                     floats += 0 if name.endswith(left_out) else count
+                    has_fp8_blocks |= name.endswith(FP8_SCALES) and len(shape) == 2 and shape[1] > 1
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is no readable safetensors file: {error}.") from error
-    return Weights(floats=floats, packed=packed, packed_bytes=path.stat().st_size - float_bytes if packed else 0)
+    return Weights(
+        floats=floats,
+        packed=packed,
+        packed_bytes=path.stat().st_size - float_bytes if packed else 0,
+        fp8=fp8,
+        has_fp8_blocks=has_fp8_blocks,
+    )
 
 
 def _gguf_weights(file: GgufFile) -> Weights:

@@ -33,6 +33,7 @@ from weft.machine.memory import (
     activations_bytes,
     adapter_bytes,
     check_step,
+    fp8_bytes,
     kv_bytes_per_token,
     plan_memory,
     safe_share,
@@ -45,9 +46,9 @@ Place = Literal["cpu", "cuda", "ascend"]
 
 SAMPLING_COPIES = 6
 """Copies of the logits, as float32, that the costliest way to sample holds at once."""
-GRAPH_ROWS, GRAPH_ROWS_BESIDES = 16, 128
+GRAPH_ROWS, GRAPH_ROWS_BESIDES = 16, 240
 """Rows of logits that all graphs hold together: so many for each running request, and so many more."""
-GRAPH_PROMPT_TOKENS = 384
+GRAPH_PROMPT_TOKENS = 2048
 """Prompt tokens in the largest graph."""
 ONLINE_BYTES = {"fp8": 1.0, "bitsandbytes": 0.5}
 """Bytes of a number that an engine quantises while it loads."""
@@ -196,6 +197,13 @@ class _Planning:
             and find_spec("numba") is not None
         )
         """True where quantised weights stay so, for the native engine's own kernels."""
+        self.holds_fp8 = (
+            planner.engine == "native"
+            and self.place == "cuda"
+            and self.dtype.itemsize == 2
+            and (config.backend.quantization == "fp8" or planner.size.weights.fp8 > 0)
+        )
+        """True where the native engine holds the decoder's linear weights as e4m3."""
         self.parts = config.backend.tensor_parallel_size if self.place != "cpu" else 1
         """Devices that share the model; the plan is for one of them."""
         self.weights = self._held_weights()
@@ -290,6 +298,8 @@ class _Planning:
         held = weights.held_bytes(self.dtype, unpacked=not self.profile.keeps_packed)
         if self.holds_panels:
             held = weights.held_in_panels(self.dtype)
+        if self.holds_fp8 and self.planner.size.geometry is not None:
+            held = fp8_bytes(self.planner.size.geometry, self.dtype, grouped=weights.has_fp8_blocks)
         if self.profile.keeps_packed and not weights.packed and quantization in ONLINE_BYTES:
             held = int(weights.floats * ONLINE_BYTES[quantization])
         image_model = _image_weights(self.config.model.image_model) if self.profile.has_image_model else Weights()
@@ -298,7 +308,7 @@ class _Planning:
 
     @property
     def keeps_packed(self) -> bool:
-        return self.profile.keeps_packed or self.holds_panels
+        return self.profile.keeps_packed or self.holds_panels or self.holds_fp8
 
     def _known_memory(self) -> DeviceMemory:
         """Return the device's memory as it is now."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,8 +18,9 @@ from torch import Tensor
 from weft.checkpoint import gguf, tokenizer_assets
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ModelError
+from weft.kernels.fp8 import E4M3, GROUP, Fp8Weight, quantise_rows
 from weft.kernels.quantised import BLOCK, PanelLayout, QuantisedWeight, format_for, pack
-from weft.kernels.weights import DecoderWeights, LayerWeights, Weight
+from weft.kernels.weights import DecoderWeights, LayerWeights, Table, Weight
 from weft.model.architectures import architecture_of, config_from_gguf, config_from_huggingface
 from weft.model.dense import DenseConfig
 from weft.model.dequant import BlockFormat, Groups, block_format, dequantise, unpack
@@ -65,7 +66,12 @@ GGUF_NAMES = {
     "down": "blk.{}.ffn_down.weight",
 }
 GGUF_ROPE_FACTORS = "rope_freqs.weight"
-_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|^rope_freqs\.weight$")
+_NOT_WEIGHTS = re.compile(
+    r"rotary_emb\.inv_freq$|^rope_freqs\.weight$|_proj\.(weight_scale(_inv)?|(in|out)put_scale)$|self_attn\.[qkv]_scale$"
+)
+"""Tensors that are no weights. Inputs are quantised with scales of their own: a checkpoint's are not needed."""
+FP8_SCALES = ("weight_scale", "weight_scale_inv")
+"""The names of the scales of an e4m3 weight: those of vLLM and compressed-tensors, and that of DeepSeek."""
 
 
 class Source(Protocol):
@@ -76,6 +82,9 @@ class Source(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def read_into(self, out: Tensor, name: str) -> None: ...
+
+    def is_fp8(self, name: str) -> bool:
+        """Return whether there is a tensor of this name, and its numbers are e4m3."""
 
     def block_format(self, name: str) -> BlockFormat | None:
         """Return how whole numbers are packed in a tensor; None for one of floats."""
@@ -106,6 +115,9 @@ class SafetensorsSource:
         # A copy between devices that changes the type as well would change it on the host.
         out.copy_(mapped if mapped.dtype == out.dtype else mapped.to(out.device))
 
+    def is_fp8(self, name: str) -> bool:
+        return name in self._file_of and self._file_of[name].get_slice(name).get_dtype() == "F8_E4M3"
+
     def block_format(self, name: str) -> BlockFormat | None:
         return None
 
@@ -127,6 +139,9 @@ class NoSource:
 
     def read_into(self, out: Tensor, name: str) -> None:
         raise KeyError(name)
+
+    def is_fp8(self, name: str) -> bool:
+        return False
 
     def block_format(self, name: str) -> BlockFormat | None:
         return None
@@ -152,6 +167,9 @@ class GgufSource:
             dequantise(raw, info.type.name, info.shape, out=out)
         else:
             out.copy_(dequantise(raw, info.type.name, info.shape))
+
+    def is_fp8(self, name: str) -> bool:
+        return False
 
     def block_format(self, name: str) -> BlockFormat | None:
         known = block_format(self.file.tensors[name].type.name)
@@ -184,6 +202,10 @@ def open_model(files: ModelFiles) -> Iterator[tuple[DenseConfig, Source]]:
             yield config_from_huggingface(tokenizer_assets.model_facts(files)), source_of(files, stack)
 
 
+Fp8Loading: TypeAlias = Literal["dequantise", "keep", "quantise"]
+"""The decoder's linear weights of e4m3: none, those that the files have so, or all."""
+
+
 def load_weights(
     files: ModelFiles,
     config: DenseConfig,
@@ -192,12 +214,13 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     panels: PanelLayout | None = None,
+    fp8: Fp8Loading = "dequantise",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DecoderWeights:
     """Read every tensor of the model; `progress` is called with layers done and layers in all. With a layout for
-    `panels`, the weights of linear layers that the files have as whole numbers stay so."""
+    `panels`, the weights of linear layers that the files have as whole numbers stay so; `fp8` says which are e4m3."""
     loading = _DummyLoading if files.kind == "dummy" else _Loading
-    return loading(files, config, source, dtype, device, panels).decoder(progress)
+    return loading(files, config, source, dtype, device, panels, fp8).decoder(progress)
 
 
 class _Loading:
@@ -209,6 +232,7 @@ class _Loading:
         dtype: torch.dtype,
         device: torch.device,
         panels: PanelLayout | None,
+        fp8: Fp8Loading,
     ) -> None:
         is_gguf = files.kind == "gguf"
         self.config = config
@@ -216,13 +240,14 @@ class _Loading:
         self.dtype = dtype
         self.device = device
         self.panels = panels
+        self.fp8 = fp8
         self.names = GGUF_NAMES if is_gguf else HUGGINGFACE_NAMES
         self.rope_pairs = is_gguf and architecture_of(config.family).gguf_rope_pairs
         self.unread = {name for name in source.names() if not _NOT_WEIGHTS.search(name)}
 
     def decoder(self, progress: Callable[[int, int], None]) -> DecoderWeights:
         config = self.config
-        embedding = self.linear({"embedding": config.vocab_size}, config.hidden_size)
+        embedding = self.table({"embedding": config.vocab_size}, config.hidden_size)
         layers = []
         for i in range(config.num_layers):
             layers.append(self.layer(i))
@@ -232,7 +257,7 @@ class _Loading:
             head = embedding
             self.unread.discard(self.names["head"])
         else:
-            head = self.linear({"head": config.vocab_size}, config.hidden_size)
+            head = self.table({"head": config.vocab_size}, config.hidden_size)
         if self.unread:
             some = ", ".join(sorted(self.unread)[:3])
             raise ModelError(f"The model has {len(self.unread)} tensors that its kind does not know: {some}.")
@@ -266,8 +291,14 @@ class _Loading:
             down=self.linear({"down": hidden}, middle, i),
         )
 
-    def linear(self, parts: dict[str, int], columns: int, layer: int = -1) -> Weight:
-        """Return the weight of a linear layer of several parts, in panels where it can be."""
+    def linear(self, parts: dict[str, int], columns: int, layer: int) -> Weight:
+        """Return the weight of a linear layer of several parts."""
+        if self.fp8 == "quantise" or (self.fp8 == "keep" and self.has_fp8(parts, layer)):
+            return self.fp8_weight(parts, columns, layer)
+        return self.table(parts, columns, layer)
+
+    def table(self, parts: dict[str, int], columns: int, layer: int = -1) -> Table:
+        """Return a weight of several parts, in panels where it can be."""
         quantised = self.quantised(parts, columns, layer) if self.panels is not None else None
         return self.fused(parts, (columns,), layer) if quantised is None else quantised
 
@@ -301,6 +332,56 @@ class _Loading:
             return tuple(pairs_from_halves(one, self.config.head_dim) for one in read)  # type: ignore[return-value]
         return read
 
+    def has_fp8(self, parts: dict[str, int], layer: int) -> bool:
+        return any(self.source.is_fp8(self.names[part].format(layer)) for part in parts)
+
+    def fp8_weight(self, parts: dict[str, int], columns: int, layer: int) -> Fp8Weight:
+        """Return the weight as e4m3. Parts of other floats are quantised."""
+        whole = torch.empty((sum(parts.values()), columns), dtype=E4M3, device=self.device)
+        scales, start = [], 0
+        for part, rows in parts.items():
+            numbers = whole[start : start + rows]
+            if self.has_fp8({part: rows}, layer):
+                scales.append(self.read_fp8(numbers, part, layer))
+            else:
+                quantised = quantise_rows(self.fused({part: rows}, (columns,), layer))
+                numbers.copy_(quantised.numbers)
+                scales.append(quantised.scales.T)
+            start += rows
+        num_groups = max(map(len, scales))
+        return Fp8Weight(whole, torch.cat([one.expand(num_groups, -1) for one in scales], dim=1).contiguous())
+
+    def read_fp8(self, out: Tensor, part: str, layer: int) -> Tensor:
+        """Read a part that the files have as e4m3, and return its scales as [groups, rows]."""
+        name = self.found(part, layer, tuple(out.shape))
+        self.unread.discard(name)
+        self.source.read_into(out, name)
+        scales = self.fp8_scales(name, *out.shape)
+        if self.turns(part):
+            # Not every device indexes e4m3.
+            stored = out.view(torch.uint8)
+            stored.copy_(pairs_from_halves(stored, self.config.head_dim))
+            scales = pairs_from_halves(scales.T, self.config.head_dim).T
+        return scales
+
+    def fp8_scales(self, name: str, rows: int, columns: int) -> Tensor:
+        """Return the scales of a weight, which is multiplied by them, as [groups, rows]."""
+        names = [f"{name.removesuffix('weight')}{one}" for one in FP8_SCALES]
+        found = next((one for one in names if one in self.source.names()), None)
+        if found is None:
+            raise ModelError(f"The model has no tensor {names[0]!r}.", hint=f"{name!r} is of FP8, and needs scales.")
+        shape, blocks = self.source.shape(found), (-(-rows // GROUP), -(-columns // GROUP))
+        if shape not in ((), (1,), (rows,), (rows, 1), blocks):
+            raise ModelError(
+                f"The tensor {found!r} has the shape {shape}; expected one scale, {rows} of them, or {blocks}.",
+                hint=f"Blocks of {GROUP} x {GROUP} are supported.",
+            )
+        read = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self.source.read_into(read, found)
+        if shape == blocks:
+            return read.repeat_interleave(GROUP, dim=0)[:rows].T
+        return read.reshape(1, -1).expand(1, rows)
+
     def one(self, part: str, shape: tuple[int, ...], layer: int = -1) -> Tensor:
         return self.fused({part: shape[0]}, shape[1:], layer)
 
@@ -314,6 +395,10 @@ class _Loading:
         return whole
 
     def read_into(self, out: Tensor, part: str, layer: int) -> None:
+        if self.has_fp8({part: len(out)}, layer):
+            numbers = torch.empty(out.shape, dtype=E4M3, device=out.device)
+            out.copy_(Fp8Weight(numbers, self.read_fp8(numbers, part, layer)).dequantised())
+            return
         name = self.found(part, layer, tuple(out.shape))
         self.unread.discard(name)
         self.source.read_into(out, name)

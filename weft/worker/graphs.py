@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 DECODES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 DECODES_BESIDE_PREFILLS = (0, 8, 32, 64, 128, 192, 256, 384, 512)
 PREFILL_TOKENS = (128, 256, 384)
+LONE_PREFILL_TOKENS = (512, 768, 1024, 1280, 1536, 1792, 2048)
+"""Prompt tokens of larger steps without decodes: to launch their kernels one by one takes longer than to run them."""
 PREFILLS = 16
 """Prefills of a step; each may be a whole prompt or a chunk of one."""
 CAPTURE_AFTER = 3
@@ -41,6 +43,7 @@ def graph_shapes(max_rows: int) -> list[StepShape]:
     """Return the shapes that graphs are captured for, the largest of each kind first."""
     shapes = [StepShape(size, 0, 0, size) for size in reversed(_up_to(max_rows, DECODES))]
     if is_on("prompt-graphs"):
+        shapes += [StepShape(0, PREFILLS, tokens, PREFILLS) for tokens in reversed(LONE_PREFILL_TOKENS)]
         shapes += [
             StepShape(decodes, PREFILLS, tokens, decodes + PREFILLS)
             for tokens in reversed(PREFILL_TOKENS)
@@ -90,8 +93,11 @@ class StepGraphs:
         if exact.samples_all:
             size = self._decodes[bisect_left(self._decodes, exact.decodes)]
             return StepShape(size, 0, 0, size)
-        if exact.prompts > PREFILLS or exact.prompt_tokens > PREFILL_TOKENS[-1]:
+        if exact.prompts > PREFILLS or exact.prompt_tokens > LONE_PREFILL_TOKENS[-1]:
             return None
+        if exact.prompt_tokens > PREFILL_TOKENS[-1]:
+            tokens = LONE_PREFILL_TOKENS[bisect_left(LONE_PREFILL_TOKENS, exact.prompt_tokens)]
+            return None if exact.decodes else StepShape(0, PREFILLS, tokens, PREFILLS)
         decodes = self._beside_prefills[bisect_left(self._beside_prefills, exact.decodes)]
         tokens = PREFILL_TOKENS[bisect_left(PREFILL_TOKENS, exact.prompt_tokens)]
         return StepShape(decodes, PREFILLS, tokens, decodes + PREFILLS)

@@ -17,10 +17,18 @@ from weft.kernels import ops_for
 from weft.kernels.cpu import native_step, panel_layout
 from weft.kernels.quantised import PanelLayout
 from weft.machine.hardware import MemoryGauge
-from weft.machine.memory import DeviceMemory, MemoryPlan, check_step, graphs_bytes, num_parameters, plan_memory
-from weft.machine.model_size import adapters_bytes, size_of
+from weft.machine.memory import (
+    DeviceMemory,
+    MemoryPlan,
+    check_step,
+    fp8_bytes,
+    graphs_bytes,
+    num_parameters,
+    plan_memory,
+)
+from weft.machine.model_size import Weights, adapters_bytes, size_of
 from weft.model.dense import DenseConfig, DenseModel
-from weft.model.loader import load_weights, open_model
+from weft.model.loader import Fp8Loading, load_weights, open_model
 from weft.options import CacheOptions, Config
 from weft.plan import Limits
 from weft.switches import is_on
@@ -42,6 +50,8 @@ from weft.worker.runner import Runner, WarmUp
 log = logging.getLogger(__name__)
 
 DEFAULT_CPU_CACHE_BYTES = 512 * 2**20
+FIRST_WITH_FP8 = (8, 9)
+"""The compute capability from which on matrix units multiply e4m3."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -68,10 +78,14 @@ class Worker:
             denoiser = images.denoiser if images is not None else None
             beside_bytes = adapters_bytes(config, dtype) + (denoiser.num_bytes if denoiser is not None else 0)
             panels = _panels(config, files, device)
-            if panels is None:
+            stored = size_of(files).weights
+            fp8 = _fp8(config, stored, device, dtype)
+            if fp8 != "dequantise":
+                weights_bytes = fp8_bytes(geometry, dtype, grouped=stored.has_fp8_blocks)
+            elif panels is None:
                 weights_bytes = num_parameters(geometry) * dtype.itemsize
             else:
-                weights_bytes = size_of(files).weights.held_in_panels(dtype)
+                weights_bytes = stored.held_in_panels(dtype)
             # What cannot fit is refused before anything large is allocated.
             plan = plan_for(room, weights_bytes=weights_bytes + beside_bytes)
             self.limits = replace(
@@ -80,7 +94,7 @@ class Worker:
                 embeds_width=geometry.hidden_size if config.limits.allow_prompt_embeds else 0,
                 max_embedding_bytes=config.scheduler.max_embedding_mb << 20,
             )
-            weights = load_weights(files, geometry, source, dtype=dtype, device=device, panels=panels)
+            weights = load_weights(files, geometry, source, dtype=dtype, device=device, panels=panels, fp8=fp8)
         model = DenseModel(geometry, weights, ops_for(device.type), plan.max_model_len)
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
         if device.type == "cuda":
@@ -140,6 +154,24 @@ def _panels(config: Config, files: ModelFiles, device: torch.device) -> PanelLay
     """Return the layout of quantised weights that stay so; None where they are unpacked, or there are none."""
     keeps = config.model.dtype == "auto" and device.type == "cpu" and files.kind == "gguf"
     return panel_layout() if keeps else None
+
+
+def _fp8(config: Config, stored: Weights, device: torch.device, dtype: torch.dtype) -> Fp8Loading:
+    """Return which linear weights are held as e4m3. Those of an FP8 checkpoint are dequantised where the device does
+    not multiply them, or float32 is asked for."""
+    is_wanted = config.backend.quantization == "fp8"
+    can_multiply = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_WITH_FP8
+    if is_wanted and (not can_multiply or dtype == torch.float32):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "A CPU"
+        raise ConfigError(
+            "--quantization fp8 does not go with --dtype float32."
+            if can_multiply
+            else f"{name} does not multiply FP8: --quantization fp8 needs an NVIDIA GPU of compute capability 8.9.",
+            hint="Leave --dtype at auto." if can_multiply else "Leave --quantization out.",
+        )
+    if is_wanted:
+        return "quantise"
+    return "keep" if stored.fp8 and can_multiply and dtype != torch.float32 else "dequantise"
 
 
 def _room(device: torch.device, cache: CacheOptions) -> DeviceMemory:

@@ -17,7 +17,7 @@ from weft.kernels.cpu.job import ITEM, ITEMS, JOB, JOBS, LAYER, LAYERS, RUN, RUN
 from weft.kernels.cpu.panels import LINEAR_SIGNATURE, SCRATCH_FLOATS, linear_at
 from weft.kernels.cpu.phases import MOST_PIECE_ROWS, num_pieces
 from weft.kernels.cpu.threads import Job, Team
-from weft.kernels.quantised import FORMATS, INPUT_GROUP
+from weft.kernels.quantised import FORMATS, INPUT_GROUP, QuantisedWeight
 from weft.kernels.weights import AdaptedRun, DecoderWeights, Weight
 
 _PANEL_LINEAR = address_of(LINEAR_SIGNATURE)(linear_at)
@@ -290,8 +290,17 @@ def _adapter_runs(adapted: Sequence[AdaptedRun]) -> Iterator[tuple[int, ...]]:
 
 
 def _address(weight: Weight) -> int:
-    return weight.data_ptr() if isinstance(weight, Tensor) else weight.panels.data_ptr()
+    return _tensor(weight).data_ptr()
 
 
 def _kind(weight: Weight) -> int:
-    return 0 if isinstance(weight, Tensor) else FORMATS.index(weight.format) + 1
+    return FORMATS.index(weight.format) + 1 if isinstance(weight, QuantisedWeight) else 0
+
+
+def _tensor(weight: Weight) -> Tensor:
+    match weight:
+        case QuantisedWeight():
+            return weight.panels
+        case Tensor():
+            return weight
+    raise TypeError(f"{type(weight).__name__} is for other devices")

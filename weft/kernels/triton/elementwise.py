@@ -19,6 +19,14 @@ _SMALL_TILE = 1024
 
 
 @triton.jit
+def normalised(x, scale, eps, dim):
+    """Return the RMSNorm of rows, rounded as torch rounds it."""
+    wide = x.to(tl.float32)
+    spread = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / dim + eps)
+    return ((wide * spread).to(x.dtype).to(tl.float32) * scale.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
 def _norm_kernel(
     x, weight, out, num_rows, hidden, stride, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
@@ -28,10 +36,7 @@ def _norm_kernel(
     scale = tl.load(weight + columns, mask=columns < hidden, other=0.0)
     wait_for_inputs(PDL)
     value = tl.load(x + rows * stride + columns, mask=inside, other=0.0)
-    wide = value.to(tl.float32)
-    spread = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / hidden + eps)
-    normal = (wide * spread).to(value.dtype).to(tl.float32) * scale.to(tl.float32)
-    tl.store(out + rows * hidden + columns, normal.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + rows * hidden + columns, normalised(value, scale, eps, hidden), mask=inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -90,13 +95,6 @@ _ROPE_TILE = 2048
 """Elements of a row that one program takes."""
 
 
-@triton.jit
-def _normalised(x, scale, eps, dim):
-    wide = x.to(tl.float32)
-    spread = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / dim + eps)
-    return ((wide * spread).to(x.dtype).to(tl.float32) * scale.to(tl.float32)).to(x.dtype)
-
-
 @triton.jit(do_not_specialize=["slots"])
 def _rope_store_kernel(
     qkv, rotations, kv, slots, q_norm, k_norm, qkv_stride, rotation_stride, slot_stride, eps,
@@ -119,7 +117,7 @@ def _rope_store_kernel(
         q_scale = tl.load(q_norm + columns, mask=columns < DIM, other=0.0)
         k_scale = tl.load(k_norm + columns, mask=columns < DIM, other=0.0)
         scale = tl.where(is_key, k_scale, q_scale)
-        y = _normalised(x, scale, eps, DIM)
+        y = normalised(x, scale, eps, DIM)
     real, imaginary = tl.split(tl.reshape(y.to(tl.float32), [HEADS, PADDED // 2, 2]))
     cos, sin = tl.split(tl.reshape(turns, [1, PADDED // 2, 2]))
     turned = tl.join(real * cos - imaginary * sin, real * sin + imaginary * cos)

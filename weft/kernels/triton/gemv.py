@@ -3,6 +3,8 @@
 A program owns a few outputs and walks along the whole of their weights, the next tile on its way while this one is
 multiplied. What stands before a linear layer (RMSNorm) and behind it (bias, SiLU·mul, the residual's sum) can be
 part of it: at batch 1 a kernel of its own costs as much as reading 10 MB of weights.
+
+Weights of eight bits are widened as they are multiplied, and their scales applied to the sums.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
@@ -14,49 +16,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.fp8 import GROUP, FloatWeight, Fp8Weight, numbers_of, scales_of
 from weft.kernels.triton.elementwise import silu_times
 from weft.kernels.triton.launch import launch_options, wait_for_inputs
 
-_MAX_BLOCK_K = 1024
+_MAX_BLOCK_BYTES = 2048
+"""Bytes of a row of weights that a program takes at a time."""
 _NARROW = (torch.bfloat16, torch.float16)
+_GROUP = tl.constexpr(GROUP)
 
 
 @triton.jit
-def _weights(at, start, columns, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    if K % BLOCK_K == 0:
+def _weights(at, start, columns, K: tl.constexpr, WHOLE: tl.constexpr):
+    if WHOLE:
         return tl.load(at + start, eviction_policy="evict_first")
     return tl.load(at + start, mask=columns < K - start, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _partial_sums(values, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Sum groups of eight neighbours, each held by one thread."""
-    return tl.sum(tl.reshape(values, [OUTPUTS, BLOCK_K // 8, 8]), axis=2)
+def _partial_sums(values, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr):
+    """Sum groups of WIDTH neighbours, each held by one thread."""
+    return tl.sum(tl.reshape(values, [OUTPUTS, BLOCK_K // WIDTH, WIDTH]), axis=2)
 
 
 @triton.jit
 def _multiplied(
-    sums, squares, tile, x_at, norm_at, start, columns,
-    K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
+    sums, squares, tile, x_at, norm_at, scales_at, scales_stride, start, columns,
+    K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
+    NORM: tl.constexpr, GROUPED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    inside = columns < K - start
+    inside = WHOLE | (columns < K - start)
     x = tl.load(x_at + start, mask=inside, other=0.0).to(tl.float32)
     if NORM:
-        squares += _partial_sums(x * x, 1, BLOCK_K)
+        squares += _partial_sums(x * x, 1, BLOCK_K, WIDTH)
         x = x * tl.load(norm_at + start, mask=inside, other=0.0).to(tl.float32)
-    sums += _partial_sums(tile.to(tl.float32) * x, OUTPUTS, BLOCK_K)
-    return sums, squares
+    products = _partial_sums(tile.to(tl.float32) * x, OUTPUTS, BLOCK_K, WIDTH)
+    if GROUPED:
+        column = start + tl.arange(0, BLOCK_K // WIDTH)[None, :] * WIDTH
+        products *= tl.load(scales_at + column // _GROUP * scales_stride, mask=column < K, other=0.0)
+    return sums + products, squares
 
 
 @triton.jit
 def _gemv_kernel(
-    x, weight, bias, norm, residual, out, num_outputs, weight_stride, eps,
-    K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, scales, bias, norm, residual, out, num_outputs, weight_stride, scales_stride, eps,
+    K: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_K: tl.constexpr, SCALED: tl.constexpr, GROUPED: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """`num_outputs` counts elements of `out`. Gated, the program's first OUTPUTS / 2 rows of weights are gates and the
     others their ups, `num_outputs` further down."""
     OWN: tl.constexpr = OUTPUTS // 2 if GATED else OUTPUTS
+    WIDTH: tl.constexpr = 128 // weight.dtype.element_ty.primitive_bitwidth
     first = tl.program_id(0) * OWN
     part = tl.arange(0, OUTPUTS)[:, None]
     output = tl.minimum(first + part % OWN, num_outputs - 1).to(tl.int64)
@@ -66,20 +76,36 @@ def _gemv_kernel(
     at = weight + output * weight_stride + columns
     x_at = x + columns
     norm_at = norm + columns
+    scales_at = scales + output
 
-    tile = _weights(at, 0, columns, K, BLOCK_K)
-    wait_for_inputs(PDL)
-    sums = tl.zeros([OUTPUTS, BLOCK_K // 8], dtype=tl.float32)
-    squares = tl.zeros([1, BLOCK_K // 8], dtype=tl.float32)
-    for start in range(BLOCK_K, K, BLOCK_K):
-        coming = _weights(at, start, columns, K, BLOCK_K)
-        sums, squares = _multiplied(
-            sums, squares, tile, x_at, norm_at, start - BLOCK_K, columns, K, OUTPUTS, BLOCK_K, NORM
-        )
-        tile = coming
+    # Only the last tile may be partial.
+    REST: tl.constexpr = K % BLOCK_K
     LAST: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
-    sums, squares = _multiplied(sums, squares, tile, x_at, norm_at, LAST, columns, K, OUTPUTS, BLOCK_K, NORM)
+    tile = _weights(at, 0, columns, K, LAST > 0 or REST == 0)
+    wait_for_inputs(PDL)
+    sums = tl.zeros([OUTPUTS, BLOCK_K // WIDTH], dtype=tl.float32)
+    squares = tl.zeros([1, BLOCK_K // WIDTH], dtype=tl.float32)
+    for start in range(BLOCK_K, K - REST, BLOCK_K):
+        coming = _weights(at, start, columns, K, True)
+        sums, squares = _multiplied(
+            sums, squares, tile, x_at, norm_at, scales_at, scales_stride, start - BLOCK_K, columns,
+            K, OUTPUTS, BLOCK_K, WIDTH, NORM, GROUPED, True,
+        )  # fmt: skip
+        tile = coming
+    if REST > 0 and LAST > 0:
+        coming = _weights(at, LAST, columns, K, False)
+        sums, squares = _multiplied(
+            sums, squares, tile, x_at, norm_at, scales_at, scales_stride, LAST - BLOCK_K, columns,
+            K, OUTPUTS, BLOCK_K, WIDTH, NORM, GROUPED, True,
+        )  # fmt: skip
+        tile = coming
+    sums, squares = _multiplied(
+        sums, squares, tile, x_at, norm_at, scales_at, scales_stride, LAST, columns,
+        K, OUTPUTS, BLOCK_K, WIDTH, NORM, GROUPED, REST == 0,
+    )  # fmt: skip
     y = tl.sum(sums, axis=1)
+    if SCALED and not GROUPED:
+        y = y * tl.reshape(tl.load(scales_at), [OUTPUTS])
     if NORM:
         y = y * tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
     y = y.to(out.dtype.element_ty)
@@ -98,44 +124,44 @@ def _gemv_kernel(
         tl.store(out + own, y, mask=inside)
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def fits(x: Tensor, weight: FloatWeight) -> bool:
     """Return whether these kernels support this product."""
     return (
         x.dim() == 2
         and x.shape[0] == 1
-        and x.dtype == weight.dtype
+        and (isinstance(weight, Fp8Weight) or x.dtype == weight.dtype)
         and x.dtype in _NARROW
         and x.stride(1) == 1
-        and weight.stride(1) == 1
+        and numbers_of(weight).stride(1) == 1
     )
 
 
-def gemv(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def gemv(x: Tensor, weight: FloatWeight, bias: Tensor | None = None) -> Tensor:
     out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, None, 0.0, None, out)
     return out
 
 
-def norm_gemv(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_gemv(x: Tensor, norm: Tensor, eps: float, weight: FloatWeight, bias: Tensor | None = None) -> Tensor:
     """Return linear(rms_norm(x, norm, eps), weight, bias), without rounding the normalised x."""
     out = torch.empty(1, weight.shape[0], dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, norm, eps, None, out)
     return out
 
 
-def gemv_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+def gemv_add(x: Tensor, weight: FloatWeight, bias: Tensor | None, residual: Tensor) -> None:
     """Add linear(x, weight, bias) to the residual in place."""
     _launch(x, weight, bias, None, 0.0, residual, residual)
 
 
-def gate_up_gemv(x: Tensor, weight: Tensor) -> Tensor:
+def gate_up_gemv(x: Tensor, weight: FloatWeight) -> Tensor:
     """Return silu_mul(linear(x, weight)), the weight [2 * width, in] with the gates' rows first."""
     out = torch.empty(1, weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, None, None, 0.0, None, out, gated=True)
     return out
 
 
-def norm_gate_up_gemv(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
+def norm_gate_up_gemv(x: Tensor, norm: Tensor, eps: float, weight: FloatWeight) -> Tensor:
     """Return gate_up_gemv(rms_norm(x, norm, eps), weight), without rounding the normalised x."""
     out = torch.empty(1, weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, None, norm, eps, None, out, gated=True)
@@ -144,7 +170,7 @@ def norm_gate_up_gemv(x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Te
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    weight: FloatWeight,
     bias: Tensor | None,
     norm: Tensor | None,
     eps: float,
@@ -154,21 +180,24 @@ def _launch(
 ) -> None:
     if not fits(x, weight) or out.stride(1) != 1:
         raise ValueError("one row, contiguous, and weights of its narrow type")
-    outputs = _outputs_per_program(weight.shape[0])
+    numbers, scales = numbers_of(weight), scales_of(weight)
+    outputs = _outputs_per_program(weight.shape[0], numbers.itemsize)
     own = outputs // 2 if gated else outputs
     num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     k = x.shape[1]
     _gemv_kernel[(triton.cdiv(num_outputs, own),)](
-        x, weight, x if bias is None else bias, x if norm is None else norm, x if residual is None else residual, out,
-        num_outputs, weight.stride(0), eps,
-        K=k, OUTPUTS=outputs, BLOCK_K=min(_MAX_BLOCK_K, max(16, triton.next_power_of_2(k))),
+        x, numbers, x if scales is None else scales, x if bias is None else bias, x if norm is None else norm,
+        x if residual is None else residual, out,
+        num_outputs, numbers.stride(0), 0 if scales is None else scales.stride(0), eps,
+        K=k, OUTPUTS=outputs, BLOCK_K=min(_MAX_BLOCK_BYTES // numbers.itemsize, max(16, triton.next_power_of_2(k))),
+        SCALED=scales is not None, GROUPED=scales is not None and len(scales) > 1,
         BIAS=bias is not None, NORM=norm is not None, GATED=gated, ADD=residual is not None,
         num_warps=4, **launch_options(),
     )  # fmt: skip
 
 
-def _outputs_per_program(num_outputs: int) -> int:
-    """Eight where that still leaves several programs for each multiprocessor."""
-    if num_outputs >= 8192:
+def _outputs_per_program(num_outputs: int, itemsize: int) -> int:
+    """Eight where that still leaves several programs for each multiprocessor, or their weights are small."""
+    if num_outputs >= 4096 * itemsize:
         return 8
     return 4 if num_outputs >= 2048 else 2

@@ -1,10 +1,13 @@
-"""Linear layers, by the number of rows: matrix-vector kernels (`gemv`) for one, the skinny kernels here for up to 32,
-and the library's products for more. The skinny kernels read every weight once, near the memory's speed.
+"""Linear layers, by the number of rows: matrix-vector kernels (`gemv`) for one, the skinny kernels here for a few, and
+the library's products for more. The skinny kernels read every weight once, near the memory's speed.
 
 A program multiplies a tile of weights by all the rows, the weights standing where the matrix units are wide, and walks
 along the inner dimension with several tiles on their way. Where there are too few tiles for the chip the inner
 dimension is cut, and the program that ends last adds the parts in their order: a result does not depend on timing.
 What stands behind a linear layer (bias, SiLU·mul, the residual's sum) can be part of it.
+
+With weights of e4m3 the rows are quantised too, but for a single one, each with a scale of its own, and the matrix
+units multiply eight bits by eight: to widen the weights takes longer than to read them.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
@@ -21,14 +24,18 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels import reference
-from weft.kernels.triton import gemv
+from weft.kernels.fp8 import E4M3, GROUP, FloatRows, FloatWeight, Fp8Rows, Fp8Weight, numbers_of, scales_of
+from weft.kernels.quantised import QuantisedWeight
+from weft.kernels.triton import fp8_linears, gemv
 from weft.kernels.triton.elementwise import rms_norm, silu_mul, silu_times
 from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
 from weft.kernels.weights import Weight
 from weft.switches import is_on
 
-MAX_ROWS = 32
-_NARROW = (torch.bfloat16, torch.float16)
+MAX_ROWS, MAX_FP8_ROWS, MAX_FP8_ADDED_ROWS = 32, 64, 128
+"""Rows up to which the skinny kernels are the fastest; with weights of e4m3 they add to the residual up to the last."""
+_NARROW = (torch.bfloat16, torch.float16, E4M3)
+_GROUP = tl.constexpr(GROUP)
 _MULTIPROCESSORS, _SHARED_BYTES, _REGISTERS = 132, 228 << 10, 64 << 10
 """The multiprocessors of an H200, and the memory of each; a program takes 1 KiB of shared memory more than it asks
 for."""
@@ -55,12 +62,13 @@ class SkinnyConfig(NamedTuple):
 @triton.jit
 def _prefetch(rows_at, begin, end):
     """Ask the L2 cache for these columns, in two requests a row. Rows are aligned to 16 bytes."""
-    half = (end - begin) // 16 * 8
+    SIZE: tl.constexpr = rows_at.dtype.element_ty.primitive_bitwidth // 8
+    half = (end - begin) * SIZE // 32 * 16 // SIZE
     if half > 0:
         tl.inline_asm_elementwise(
             "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
             "=r,l,r",
-            [rows_at[:, None] + begin + tl.arange(0, 2)[None, :] * half, half * 2],
+            [rows_at[:, None] + begin + tl.arange(0, 2)[None, :] * half, half * SIZE],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -69,10 +77,11 @@ def _prefetch(rows_at, begin, end):
 
 @triton.jit(do_not_specialize=["num_rows", "prefetch"])
 def _skinny_kernel(
-    x, weight, bias, residual, out, partials, counters,
-    num_rows, num_outputs, k, x_stride, weight_stride, residual_stride, prefetch,
+    x, x_scales, weight, scales, bias, residual, out, partials, counters,
+    num_rows, num_outputs, k, x_stride, weight_stride, scales_stride, residual_stride, prefetch,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
-    BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, GROUPED: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """`num_outputs` counts columns of `out`. Gated, the program's first BLOCK_N / 2 rows of weights are gates and the
     others their ups, `num_outputs` further down."""
@@ -106,7 +115,11 @@ def _skinny_kernel(
             is_column = (column < k - start)[None, :]
             weights = tl.load(weight_at + start, mask=is_column, other=0.0)
             inputs = tl.load(x_at + start, mask=is_row & is_column, other=0.0)
-        y = tl.dot(weights, tl.trans(inputs), y)
+        if GROUPED:
+            scale = tl.load(scales + start // _GROUP * scales_stride + output)
+            y += tl.dot(weights, tl.trans(inputs)) * scale[:, None]
+        else:
+            y = tl.dot(weights, tl.trans(inputs), y)
 
     rows = row[None, :]
     if SPLIT_K > 1:
@@ -118,6 +131,10 @@ def _skinny_kernel(
         for each in tl.static_range(SPLIT_K):
             y += tl.load(parts_at + each * (BLOCK_N * ROWS), mask=rows < num_rows, other=0.0, cache_modifier=".cg")
 
+    if SCALED:
+        y *= tl.load(x_scales + rows, mask=rows < num_rows, other=0.0)
+        if not GROUPED:
+            y *= tl.load(scales + output)[:, None]
     own = first + tl.arange(0, OWN)[:, None]
     inside = (own < num_outputs) & (rows < num_rows)
     y = y.to(out.dtype.element_ty)
@@ -134,7 +151,7 @@ def _skinny_kernel(
         tl.store(out + rows * num_outputs + own, y, mask=inside)
 
 
-def skinny_config(rows: int, n: int, k: int, gated: bool) -> SkinnyConfig:
+def skinny_config(rows: int, n: int, k: int, gated: bool, itemsize: int = 2) -> SkinnyConfig:
     """Return the tiling for weights [n, k], as measured on the linear layers of 7B and 14B models. All programs of a
     launch are on the chip together where they can be, and the shared memory is theirs for tiles on their way."""
     padded = max(16, triton.next_power_of_2(rows))
@@ -145,8 +162,10 @@ def skinny_config(rows: int, n: int, k: int, gated: bool) -> SkinnyConfig:
     elif tiles < _MULTIPROCESSORS * 5 // 6:
         neighbours = 2
         split_k = 2 * _MULTIPROCESSORS // tiles
+    elif itemsize == 1:
+        neighbours = 3 if padded <= 32 else 2
     split_k = max(1, min(split_k, _MAX_SPLITS, triton.cdiv(k, _BLOCK_K) // _MIN_STEPS))
-    stage_bytes = 2 * _BLOCK_K * (_BLOCK_N + padded)
+    stage_bytes = itemsize * _BLOCK_K * (_BLOCK_N + padded)
     stages = min(_MAX_STAGES, (_SHARED_BYTES // neighbours - 1024) // stage_bytes)
     return SkinnyConfig(padded, _BLOCK_N, _BLOCK_K, split_k, _WARPS, stages, neighbours)
 
@@ -158,66 +177,72 @@ def _has_shared_memory(device: torch.device) -> bool:
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= _SHARED_BYTES
 
 
-def fits_skinny(x: Tensor, weight: Tensor) -> bool:
+def fits_skinny(x: FloatRows, weight: FloatWeight, max_fp8_rows: int = MAX_FP8_ROWS) -> bool:
     """Return whether the skinny kernels support this product."""
+    rows, numbers = numbers_of(x), numbers_of(weight)
     return (
-        x.dim() == 2
-        and 0 < x.shape[0] <= MAX_ROWS
-        and x.dtype == weight.dtype
-        and x.dtype in _NARROW
-        and x.stride(1) == 1
-        and weight.stride(1) == 1
-        and _has_shared_memory(x.device)
+        rows.dim() == 2
+        and 0 < rows.shape[0] <= (max_fp8_rows if rows.dtype == E4M3 else MAX_ROWS)
+        and rows.dtype == numbers.dtype
+        and rows.dtype in _NARROW
+        and rows.stride(1) == 1
+        and numbers.stride(1) == 1
+        and _has_shared_memory(rows.device)
     )
 
 
-def skinny_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def skinny_linear(x: FloatRows, weight: FloatWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return x [rows, in] times weight [out, in] transposed."""
-    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    rows = numbers_of(x)
+    out = torch.empty(rows.shape[0], weight.shape[0], dtype=dtype, device=rows.device)
     _launch(x, weight, bias, None, out)
     return out
 
 
-def skinny_linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+def skinny_linear_add(x: FloatRows, weight: FloatWeight, bias: Tensor | None, residual: Tensor) -> None:
     """Add skinny_linear(x, weight, bias) to the residual in place."""
     _launch(x, weight, bias, residual, residual)
 
 
-def skinny_gate_up(x: Tensor, weight: Tensor) -> Tensor:
+def skinny_gate_up(x: FloatRows, weight: FloatWeight, dtype: torch.dtype) -> Tensor:
     """Return silu_mul(skinny_linear(x, weight)), the weight [2 * width, in] with the gates' rows first."""
-    out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
+    rows = numbers_of(x)
+    out = torch.empty(rows.shape[0], weight.shape[0] // 2, dtype=dtype, device=rows.device)
     _launch(x, weight, None, None, out, gated=True)
     return out
 
 
 def _launch(
-    x: Tensor,
-    weight: Tensor,
+    x: FloatRows,
+    weight: FloatWeight,
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
     gated: bool = False,
     config: SkinnyConfig | None = None,
 ) -> None:
-    num_rows, k = x.shape
-    if num_rows > MAX_ROWS or x.stride(1) != 1 or weight.stride(1) != 1 or out.stride(1) != 1:
-        raise ValueError(f"at most {MAX_ROWS} rows, each contiguous")
+    inputs, x_scales, numbers, scales = numbers_of(x), scales_of(x), numbers_of(weight), scales_of(weight)
+    num_rows, k = inputs.shape
+    if num_rows > MAX_FP8_ADDED_ROWS or inputs.stride(1) != 1 or numbers.stride(1) != 1 or out.stride(1) != 1:
+        raise ValueError(f"at most {MAX_FP8_ADDED_ROWS} rows, each contiguous")
     if config is None:
-        config = skinny_config(num_rows, weight.shape[0], k, gated)
+        config = skinny_config(num_rows, weight.shape[0], k, gated, numbers.itemsize)
     rows, block_n, block_k, split_k, warps, stages, neighbours, prefetch = config
     num_outputs = out.shape[1]
     tiles = triton.cdiv(num_outputs, block_n // 2 if gated else block_n)
     if split_k > 1:
-        partials = torch.empty(tiles * split_k * block_n * rows, dtype=torch.float32, device=x.device)
-        counters = zeroed_counters(x.device)
+        partials = torch.empty(tiles * split_k * block_n * rows, dtype=torch.float32, device=out.device)
+        counters = zeroed_counters(out.device)
     else:
-        partials = counters = x
-    is_aligned = weight.data_ptr() % 16 == 0 and weight.stride(0) % 8 == 0
+        partials = counters = out
+    is_aligned = numbers.data_ptr() % 16 == 0 and numbers.stride(0) * numbers.itemsize % 16 == 0
     _skinny_kernel[(tiles, split_k)](
-        x, weight, x if bias is None else bias, x if residual is None else residual, out, partials, counters,
-        num_rows, num_outputs, k, x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0),
-        prefetch if is_aligned else 0,
+        inputs, out if x_scales is None else x_scales, numbers, out if scales is None else scales,
+        out if bias is None else bias, out if residual is None else residual, out, partials, counters,
+        num_rows, num_outputs, k, inputs.stride(0), numbers.stride(0), 0 if scales is None else scales.stride(0),
+        0 if residual is None else residual.stride(0), prefetch if is_aligned else 0,
         ROWS=rows, BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split_k, EVEN_K=k % block_k == 0,
+        SCALED=scales is not None, GROUPED=scales is not None and len(scales) > 1,
         BIAS=bias is not None, GATED=gated, ADD=residual is not None,
         num_warps=warps, num_stages=stages, maxnreg=min(255, _REGISTERS // (32 * warps * neighbours)) // 8 * 8,
         **launch_options(),
@@ -225,46 +250,65 @@ def _launch(
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, Tensor):
+    if isinstance(weight, QuantisedWeight):
         return reference.linear(x, weight, bias)
     if _is_vector(x, weight):
         return gemv.gemv(x, weight, bias)
-    if _is_skinny(x, weight):
-        return skinny_linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+    return _linear(_rows_for(weight, x), weight, bias, x.dtype)
 
 
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    if isinstance(weight, Tensor) and _is_vector(x, weight):
+    if isinstance(weight, QuantisedWeight):
+        return reference.norm_linear(x, norm, eps, weight, bias)
+    if _is_vector(x, weight):
         return gemv.norm_gemv(x, norm, eps, weight, bias)
-    return linear(rms_norm(x, norm, eps), weight, bias)
+    return _linear(_rows_for(weight, x, norm, eps), weight, bias, x.dtype)
 
 
 def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
-    if isinstance(weight, Tensor) and _is_vector(x, weight):
+    if isinstance(weight, QuantisedWeight):
+        return reference.norm_gate_up(x, norm, eps, weight)
+    if _is_vector(x, weight):
         return gemv.norm_gate_up_gemv(x, norm, eps, weight)
-    normal = rms_norm(x, norm, eps)
-    if isinstance(weight, Tensor) and _is_skinny(normal, weight):
-        return skinny_gate_up(normal, weight)
-    return silu_mul(reference.linear(normal, weight))
+    rows = _rows_for(weight, x, norm, eps)
+    if _is_skinny(rows, weight):
+        return skinny_gate_up(rows, weight, x.dtype)
+    return silu_mul(_linear(rows, weight, None, x.dtype))
 
 
 def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> None:
-    if not isinstance(weight, Tensor):
+    if isinstance(weight, QuantisedWeight):
         reference.linear_add(x, weight, bias, residual)
     elif _is_vector(x, weight):
         gemv.gemv_add(x, weight, bias, residual)
-    elif _is_skinny(x, weight):
-        skinny_linear_add(x, weight, bias, residual)
+    elif _is_skinny(rows := _rows_for(weight, x), weight, MAX_FP8_ADDED_ROWS):
+        skinny_linear_add(rows, weight, bias, residual)
+    elif isinstance(rows, Fp8Rows) and isinstance(weight, Fp8Weight):
+        fp8_linears.linear_add(rows, weight, bias, residual)
     else:
-        residual.addmm_(x, weight.t())
+        residual.addmm_(x, numbers_of(weight).t())
         if bias is not None:
             residual.add_(bias)
 
 
-def _is_vector(x: Tensor, weight: Tensor) -> bool:
+def _linear(x: FloatRows, weight: FloatWeight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if _is_skinny(x, weight):
+        return skinny_linear(x, weight, bias, dtype)
+    if isinstance(x, Fp8Rows) and isinstance(weight, Fp8Weight):
+        return fp8_linears.linear(x, weight, bias, dtype)
+    return F.linear(numbers_of(x), numbers_of(weight), bias)
+
+
+def _rows_for(weight: FloatWeight, x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> FloatRows:
+    """Return x or its RMSNorm, quantised if the weight is."""
+    if isinstance(weight, Fp8Weight):
+        return fp8_linears.quantise_rows(x, norm, eps)
+    return x if norm is None else rms_norm(x, norm, eps)
+
+
+def _is_vector(x: Tensor, weight: FloatWeight) -> bool:
     return gemv.fits(x, weight) and is_on("gemv")
 
 
-def _is_skinny(x: Tensor, weight: Tensor) -> bool:
-    return fits_skinny(x, weight) and is_on("skinny")
+def _is_skinny(x: FloatRows, weight: FloatWeight, max_fp8_rows: int = MAX_FP8_ROWS) -> bool:
+    return fits_skinny(x, weight, max_fp8_rows) and is_on("skinny")

@@ -1,0 +1,178 @@
+"""Linear layers with weights of e4m3: rows are quantised to the same, what stands before the layer (RMSNorm) included,
+and many rows are multiplied.
+
+Weights with one scale a row are multiplied by the library; those with a scale for every group of columns, types and
+shapes that the library does not have, and products that are added to the residual, by the tiled kernel here.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.fp8 import E4M3, E4M3_MAX, GROUP, SMALLEST_SCALE, Fp8Rows, Fp8Weight
+from weft.kernels.triton.elementwise import normalised
+from weft.kernels.triton.launch import launch_options, wait_for_inputs
+
+_GROUP, _E4M3_MAX, _SMALLEST_SCALE = tl.constexpr(GROUP), tl.constexpr(E4M3_MAX), tl.constexpr(SMALLEST_SCALE)
+_LIBRARY_ALIGNMENT = 16
+_MULTIPROCESSORS = 132
+
+
+@triton.jit
+def _quantise_kernel(
+    x, norm, out, scales, num_columns, stride, eps, BLOCK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)[None, :]
+    inside = columns < num_columns
+    if NORM:
+        weight = tl.load(norm + columns, mask=inside, other=0.0)
+    wait_for_inputs(PDL)
+    value = tl.load(x + row * stride + columns, mask=inside, other=0.0)
+    if NORM:
+        value = normalised(value, weight, eps, num_columns)
+    wide = value.to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(wide)) / _E4M3_MAX, _SMALLEST_SCALE)
+    tl.store(scales + row, scale)
+    tl.store(out + row * num_columns + columns, (wide / scale).to(out.dtype.element_ty), mask=inside)
+
+
+def quantise_rows(x: Tensor, norm: Tensor | None = None, eps: float = 0.0) -> Fp8Rows:
+    """Return the rows of x, or of their RMSNorm, as e4m3."""
+    num_rows, num_columns = x.shape
+    out = torch.empty(num_rows, num_columns, dtype=E4M3, device=x.device)
+    scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
+    rows = x if x.stride(1) == 1 else x.contiguous()
+    block = max(64, triton.next_power_of_2(num_columns))
+    if num_rows:
+        _quantise_kernel[(num_rows,)](
+            rows, rows if norm is None else norm, out, scales, num_columns, rows.stride(0), eps,
+            BLOCK=block, NORM=norm is not None, num_warps=min(16, max(4, block // 512)), **launch_options(),
+        )  # fmt: skip
+    return Fp8Rows(out, scales)
+
+
+class TileConfig(NamedTuple):
+    """The tiling of a product: one program takes `rows` rows and `block_n` outputs."""
+
+    rows: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _tiled_kernel(
+    x, x_scales, weight, scales, bias, residual, out,
+    num_rows, num_outputs, k, weight_stride, scales_stride, residual_stride,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, GROUPED: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Neighbouring programs share weights."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    own = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    output = tl.minimum(own, num_outputs - 1)
+    column = tl.arange(0, BLOCK_K)
+    x_at = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * k + column[None, :]
+    weight_at = weight + output.to(tl.int64)[None, :] * weight_stride + column[:, None]
+    wait_for_inputs(PDL)
+    y = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
+    for start in range(0, k, BLOCK_K):
+        if EVEN_K:
+            inputs = tl.load(x_at + start)
+            weights = tl.load(weight_at + start)
+        else:
+            inputs = tl.load(x_at + start, mask=(column < k - start)[None, :], other=0.0)
+            weights = tl.load(weight_at + start, mask=(column < k - start)[:, None], other=0.0)
+        if GROUPED:
+            scale = tl.load(scales + start // _GROUP * scales_stride + output)
+            y += tl.dot(inputs, weights) * scale[None, :]
+        else:
+            y = tl.dot(inputs, weights, y)
+
+    y *= tl.load(x_scales + tl.minimum(row, num_rows - 1))[:, None]
+    if not GROUPED:
+        y *= tl.load(scales + output)[None, :]
+    y = y.to(out.dtype.element_ty)
+    rows = row.to(tl.int64)[:, None]
+    inside = (rows < num_rows) & (own < num_outputs)[None, :]
+    if BIAS:
+        y = (y.to(tl.float32) + tl.load(bias + output)[None, :].to(tl.float32)).to(y.dtype)
+    if ADD:
+        total = tl.load(residual + rows * residual_stride + own[None, :], mask=inside, other=0.0)
+        y = (total.to(tl.float32) + y.to(tl.float32)).to(y.dtype)
+        tl.store(residual + rows * residual_stride + own[None, :], y, mask=inside)
+    else:
+        tl.store(out + rows * num_outputs + own[None, :], y, mask=inside)
+
+
+def tile_config(num_rows: int, num_outputs: int, grouped: bool) -> TileConfig:
+    """Return the tiling, as measured on the linear layers of a 7B model: large tiles where they fill the chip."""
+    large = TileConfig(128, 256, 128, 8, 3)
+    if grouped:
+        # The scaled products of a group take as many registers as the sums.
+        large = TileConfig(128, 128, 128, 8, 4)
+    if triton.cdiv(num_rows, large.rows) * triton.cdiv(num_outputs, large.block_n) >= _MULTIPROCESSORS * 5 // 6:
+        return large
+    return TileConfig(64, 128, 128, 4, 5)
+
+
+def tiled(
+    x: Fp8Rows,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    config: TileConfig | None = None,
+) -> None:
+    """Multiply rows by a weight into `out`, or add the product to the residual, which is `out` then."""
+    num_rows, k = x.numbers.shape
+    num_outputs = weight.shape[0]
+    if num_rows == 0:
+        return
+    rows, block_n, block_k, warps, stages = config or tile_config(num_rows, num_outputs, len(weight.scales) > 1)
+    _tiled_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(num_outputs, block_n))](
+        x.numbers, x.scales, weight.numbers, weight.scales,
+        x.scales if bias is None else bias, x.scales if residual is None else residual, out,
+        num_rows, num_outputs, k, weight.numbers.stride(0), weight.scales.stride(0),
+        0 if residual is None else residual.stride(0),
+        ROWS=rows, BLOCK_N=block_n, BLOCK_K=block_k, EVEN_K=k % block_k == 0, GROUPED=len(weight.scales) > 1,
+        BIAS=bias is not None, ADD=residual is not None, num_warps=warps, num_stages=stages, **launch_options(),
+    )  # fmt: skip
+
+
+def linear(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the product as this type."""
+    if _is_for_library(x, weight, dtype):
+        return _library_product(x, weight, bias, dtype)
+    out = torch.empty(len(x.numbers), weight.shape[0], dtype=dtype, device=x.numbers.device)
+    tiled(x, weight, bias, None, out)
+    return out
+
+
+def linear_add(x: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, residual: Tensor) -> None:
+    tiled(x, weight, bias, residual, residual)
+
+
+def _is_for_library(rows: Fp8Rows, weight: Fp8Weight, dtype: torch.dtype) -> bool:
+    return (
+        rows.numbers.is_cuda
+        and len(rows.numbers) > 0
+        and len(weight.scales) == 1
+        and dtype == torch.bfloat16
+        and not any(size % _LIBRARY_ALIGNMENT for size in weight.shape)
+    )
+
+
+def _library_product(rows: Fp8Rows, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return torch._scaled_mm(
+        rows.numbers, weight.numbers.t(), rows.scales, weight.scales, bias, out_dtype=dtype, use_fast_accum=True
+    )
