@@ -78,18 +78,19 @@ def _gemv_kernel(
     norm_at = norm + columns
     scales_at = scales + output
 
-    # Only the last tile may be partial.
-    REST: tl.constexpr = K % BLOCK_K
+    # Of weights of eight bits only the last tile is masked, where it is partial; those of 16 are faster with masks.
+    REST: tl.constexpr = K % BLOCK_K if SCALED else 0
+    EVEN: tl.constexpr = K % BLOCK_K == 0
     LAST: tl.constexpr = (K - 1) // BLOCK_K * BLOCK_K
-    tile = _weights(at, 0, columns, K, LAST > 0 or REST == 0)
+    tile = _weights(at, 0, columns, K, EVEN or (SCALED and LAST > 0))
     wait_for_inputs(PDL)
     sums = tl.zeros([OUTPUTS, BLOCK_K // WIDTH], dtype=tl.float32)
     squares = tl.zeros([1, BLOCK_K // WIDTH], dtype=tl.float32)
     for start in range(BLOCK_K, K - REST, BLOCK_K):
-        coming = _weights(at, start, columns, K, True)
+        coming = _weights(at, start, columns, K, EVEN or SCALED)
         sums, squares = _multiplied(
             sums, squares, tile, x_at, norm_at, scales_at, scales_stride, start - BLOCK_K, columns,
-            K, OUTPUTS, BLOCK_K, WIDTH, NORM, GROUPED, True,
+            K, OUTPUTS, BLOCK_K, WIDTH, NORM, GROUPED, SCALED,
         )  # fmt: skip
         tile = coming
     if REST > 0 and LAST > 0:
@@ -101,7 +102,7 @@ def _gemv_kernel(
         tile = coming
     sums, squares = _multiplied(
         sums, squares, tile, x_at, norm_at, scales_at, scales_stride, LAST, columns,
-        K, OUTPUTS, BLOCK_K, WIDTH, NORM, GROUPED, REST == 0,
+        K, OUTPUTS, BLOCK_K, WIDTH, NORM, GROUPED, EVEN and SCALED,
     )  # fmt: skip
     y = tl.sum(sums, axis=1)
     if SCALED and not GROUPED:
