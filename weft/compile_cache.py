@@ -110,7 +110,7 @@ def _temporary(root: Path, doubt: str) -> Path:
         (folder / part).mkdir(mode=0o700)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     log.warning(
-        "The compiled kernels in %s are not used: %s. They are compiled again, which takes some 20 s at every start, "
+        "The compiled kernels in %s are not used: %s. They are compiled again at every start, up to a minute each, "
         "into %s. Remove that folder, or name one with %s in which only this user can write.",
         root, doubt, folder, VARIABLE,
     )  # fmt: skip

@@ -189,3 +189,9 @@ def test_weights_that_are_unpacked_are_told_so(smollm2_files: ModelFiles) -> Non
     assert "0.09 GiB quantised, and held so" in " ".join(shown.output.split())
     shown = CliRunner().invoke(cli.app, [*asked, "--dtype", "float32"])
     assert "0.09 GiB quantised, unpacked to float32" in " ".join(shown.output.split())
+
+
+def test_a_plan_refuses_fp8_where_serving_would(smollm2_files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    shown = CliRunner().invoke(cli.app, ["plan", "smollm2", "--image-model", "none", "--quantization", "fp8"])
+    assert shown.exit_code != 0 and "CPUs do not multiply FP8" in str(shown.exception)

@@ -42,9 +42,8 @@ def weft(dtype: str, folder: Path) -> Speeds:
         ]
     )  # fmt: skip
     values = {figure["name"]: figure["value"] for figure in json.loads(file.read_text())["figures"]}
-    decode = [next(v for name, v in values.items() if name.startswith(f"decode, batch {size}")) for size in BATCHES]
-    (first_token_ms,) = (value for name, value in values.items() if name.startswith("first token"))
-    return [*decode, PROMPT / first_token_ms * 1000]
+    decode = [values[f"decode, batch {size}"] for size in BATCHES]
+    return [*decode, PROMPT / values[f"first token after {PROMPT}"] * 1000]
 
 
 def llama(bench: Path, model: Path) -> Speeds:

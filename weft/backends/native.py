@@ -19,6 +19,7 @@ from weft.engine.process import LaunchedEngine, launch_engine
 from weft.engine.wire import Vocabulary
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, WeftError
 from weft.hub.resolve import find_model
+from weft.machine.devices import accelerator
 from weft.options import Config
 from weft.payloads import NO_TEXTS
 from weft.text.detokenizer import OutputText
@@ -91,7 +92,8 @@ def refuse(config: Config, files: ModelFiles | None) -> None:
             f"The engine native quantises weights to fp8 alone: --quantization cannot be {quantization}.",
             hint="Take an engine of vLLM; or an FP8 checkpoint on a GPU, a quantised GGUF file on a CPU.",
         )
-    if quantization == "fp8" and config.model.device == "cpu":
+    device = accelerator() if config.model.device == "auto" else config.model.device
+    if quantization == "fp8" and device == "cpu":
         raise ConfigError("CPUs do not multiply FP8: --quantization fp8 is for GPUs.", hint="Serve a GGUF file.")
     if config.backend.tensor_parallel_size > 1:
         raise ConfigError(

@@ -34,7 +34,7 @@ class Step:
         self.decodes = 0
         self.prefill_tokens = 0
         self.prefill_budget = 0
-        """How many prefill tokens there may be."""
+        """The step may have so many prefill tokens."""
         self.prompt_logprobs_budget = MAX_PROMPT_LOGPROBS
         self.preempted = False
 

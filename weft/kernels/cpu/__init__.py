@@ -44,7 +44,7 @@ def native_step(
     from weft.kernels.cpu.jit import cache_directory
 
     if not cache_directory().exists():
-        log.info("Compiling the kernels for this machine's CPU: some 20 s, once.")
+        log.info("Compiling the kernels for this machine's CPU: up to a minute, once.")
     from weft.kernels.cpu.fused_step import FusedStep
 
     return FusedStep(weights, heads, eps, rotations, kv_cache)

@@ -99,8 +99,8 @@ class FusedStep:
         group = heads.num_heads // heads.num_kv_heads
         self._tile_tokens = max(1, QUERIES // group)
         most = max(QUERIES, group)
-        scratch = max(most * (2 * heads.head_dim + 2 + KEYS), RUN_TOKENS * MOST_PIECE_ROWS, SCRATCH_FLOATS)
-        scratch = max(scratch, self._hidden_size)
+        attended = most * (2 * heads.head_dim + 2 + KEYS)
+        scratch = max(attended, RUN_TOKENS * MOST_PIECE_ROWS, SCRATCH_FLOATS, self._hidden_size)
         self._scratch = torch.empty(self._team.num_threads, -(-scratch // 64) * 64)
         self._jobs = np.zeros(1, JOB)
         self._set(

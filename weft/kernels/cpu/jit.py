@@ -30,7 +30,7 @@ IN_ORDER = frozenset({"contract"})
 
 
 def cache_directory() -> Path:
-    """Where compiled code is kept, under a digest of this package's place and sources, and of the layout of weights.
+    """Return where compiled code is kept, under a digest of this package and the layout of weights.
 
     numba finds its cached code by the place of the outermost function's file, and looks only at that file to see
     whether it is still true, not at the files of what it calls.

@@ -1,4 +1,4 @@
-"""What the processor that kernels are compiled for can do."""
+"""FEATURES tells what the processor that kernels are compiled for can do."""
 
 from __future__ import annotations
 
