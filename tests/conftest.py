@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import logging
 import os
@@ -35,8 +37,20 @@ if _NUM_WORKERS > 1 or "OMP_NUM_THREADS" not in os.environ:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A worker's fork server imports torch beside the collection, with the environment of no test."""
+    # What is imported and collected stays: looking for garbage in it again and again would take seconds.
+    gc.disable()
     if sys.platform == "linux" and hasattr(config, "workerinput"):
         shared_fork_server(engine_environment())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def certificates_are_read_once() -> Iterator[None]:
+    """Every client of httpx would read those of all the world anew, for 50 ms, and most of them for plain HTTP."""
+    from httpx._transports import default
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(default, "create_ssl_context", functools.cache(default.create_ssl_context))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,6 +67,11 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     items.sort(key=lambda item: item.path not in with_engines)
 
 
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
 GROUPS = {
     "the default model's server": (
         "tests/e2e/test_openai_client.py",
@@ -60,6 +79,7 @@ GROUPS = {
         "tests/e2e/test_anthropic_client.py",
         "tests/e2e/test_endpoints.py",
         "tests/e2e/test_faults.py",
+        "tests/e2e/test_secrets.py",
     ),
     "the long model's server": (
         "tests/backends/openai_server/test_weft.py",

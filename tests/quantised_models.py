@@ -1,4 +1,5 @@
-"""Tiny models with quantised weights, in the formats that are published: GPTQ and AWQ of four bits, and FP8.
+"""Tiny models with quantised weights, in the formats that are published: GPTQ, AWQ and compressed-tensors of four bits,
+and FP8.
 
 The weights are rounded and packed here, by the formats' own layouts, so that an engine that reads them computes with
 real quantised numbers.
@@ -9,8 +10,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -49,34 +51,88 @@ def _words(values: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     return words.to(torch.int32) if words.max() < 2**31 else (words - (words >= 2**31) * 2**32).to(torch.int32)
 
 
-def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the numbers 0 to 15 of a weight, [out, in], around 8, and the scales of its groups, [out, in / GROUP]."""
-    groups = weight.view(weight.shape[0], -1, GROUP)
+class Int4(NamedTuple):
+    """A way to quantise to four bits."""
+
+    layout: str
+    """gptq, gptq_v2, awq or pack-quantized."""
+    group: int = GROUP
+    """Columns that share a scale; 0 for all, as where they cannot be divided."""
+    zeros: bool = False
+    """True for zeros of their own, else 8."""
+    in_order: bool = True
+    """False where columns of a group are anywhere."""
+
+
+class Numbers(NamedTuple):
+    numbers: Tensor
+    """[out, in], 0 to 15."""
+    scales: Tensor
+    """[out, groups]."""
+    zeros: Tensor
+    group_of: Tensor
+    """[in]."""
+
+
+def _rounded(weight: Tensor, how: Int4) -> Numbers:
+    rows, columns = weight.shape
+    size = how.group if how.group and columns % how.group == 0 else columns
+    group_of = torch.arange(columns) // size
+    if not how.in_order:
+        group_of = group_of[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+    sorted_columns = torch.argsort(group_of, stable=True)
+    groups = weight[:, sorted_columns].view(rows, -1, size)
+    zeros = torch.full(groups.shape[:2], 8)
     scales = (groups.abs().amax(dim=-1) / 7).half()
-    numbers = (groups / scales.float()[..., None]).round().clamp(-8, 7) + 8
-    return numbers.view_as(weight), scales
+    if how.zeros:
+        scales = ((groups.amax(-1) - groups.amin(-1)) / 15).half()
+        # GPTQ cannot store 0.
+        zeros = (-groups.amin(-1) / scales.float()).round().clamp(1, 15).long()
+    numbers = torch.empty_like(weight)
+    shifted = (groups / scales.float()[..., None]).round() + zeros[..., None]
+    numbers[:, sorted_columns] = shifted.clamp(0, 15).view(rows, -1)
+    return Numbers(numbers, scales, zeros, group_of)
 
 
-def _gptq(weight: Tensor) -> dict[str, Tensor]:
-    numbers, scales = _rounded(weight)
-    # The stored zero is one less than the one that is meant.
-    zeros = torch.full((scales.shape[1], scales.shape[0]), 7)
+def _int4(how: Int4, weight: Tensor) -> dict[str, Tensor]:
+    numbers, scales, zeros, group_of = _rounded(weight, how)
+    by_column = {} if how.in_order else {"weight_g_idx": group_of.int()}
+    if how.layout == "pack-quantized":
+        packed = {"weight_packed": _words(numbers), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
+        own = {"weight_zero_point": _words(zeros.T.contiguous()).T.contiguous()} if how.zeros else {}
+        return packed | own | by_column
+    if how.layout == "awq":
+        return {
+            "qweight": _words(numbers.T.contiguous(), AWQ_ORDER),
+            "qzeros": _words(zeros.T.contiguous(), AWQ_ORDER),
+            "scales": scales.T.contiguous(),
+        }
+    # In the older layout the stored zero is one less than the one that is meant.
+    stored = zeros - 1 if how.layout == "gptq" else zeros
     return {
         "qweight": _words(numbers).T.contiguous(),
-        "qzeros": _words(zeros),
+        "qzeros": _words(stored.T.contiguous()),
         "scales": scales.T.contiguous(),
-        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GROUP,
+        "g_idx": group_of.int(),
     }
 
 
-def _awq(weight: Tensor) -> dict[str, Tensor]:
-    numbers, scales = _rounded(weight)
-    zeros = torch.full((scales.shape[1], scales.shape[0]), 8)
+def _settings(how: Int4) -> dict[str, Any]:
+    """Return what config.json says."""
+    size = how.group or -1
+    if how.layout == "awq":
+        return {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
+    if how.layout == "pack-quantized":
+        weights = {"num_bits": 4, "type": "int", "symmetric": not how.zeros, "strategy": "group", "group_size": size}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}},
+        }
     return {
-        "qweight": _words(numbers.T.contiguous(), AWQ_ORDER),
-        "qzeros": _words(zeros, AWQ_ORDER),
-        "scales": scales.T.contiguous(),
-    }
+        "quant_method": "gptq", "bits": 4, "group_size": size, "desc_act": not how.in_order, "sym": not how.zeros,
+        "checkpoint_format": how.layout,
+    }  # fmt: skip
 
 
 def _fp8(weight: Tensor) -> dict[str, Tensor]:
@@ -103,15 +159,23 @@ def _fp8_block(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": numbers.to(torch.float8_e4m3fn).contiguous(), "weight_scale_inv": scales}
 
 
+INT4 = {
+    "gptq": Int4("gptq"),
+    "gptq-zeros": Int4("gptq", 64, zeros=True),
+    "gptq-rows": Int4("gptq", 0),
+    "gptq-order": Int4("gptq", zeros=True, in_order=False),
+    "gptq-v2": Int4("gptq_v2", 128, zeros=True),
+    "gptq-v2-order": Int4("gptq_v2", in_order=False),
+    "awq": Int4("awq"),
+    "awq-zeros": Int4("awq", 64, zeros=True),
+    "awq-128": Int4("awq", 128, zeros=True),
+    "w4a16": Int4("pack-quantized", 128),
+    "w4a16-zeros": Int4("pack-quantized", 32, zeros=True),
+    "w4a16-rows": Int4("pack-quantized", 0),
+    "w4a16-order": Int4("pack-quantized", 32, in_order=False),
+}
 METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], dict[str, Tensor]]]] = {
-    "gptq": (
-        {
-            "quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True,
-            "checkpoint_format": "gptq",
-        },
-        _gptq,
-    ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, _awq),
+    **{name: (_settings(how), partial(_int4, how)) for name, how in INT4.items()},
     "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, _fp8),
     "fp8-static": ({"quant_method": "fp8", "activation_scheme": "static"}, _fp8_static),
     "fp8-channel": ({"quant_method": "compressed-tensors", "format": "float-quantized"}, _fp8_channel),
@@ -131,5 +195,5 @@ def unquantised(weight: Tensor, method: str) -> Tensor:
     if method.startswith("fp8"):
         packed = METHODS[method][1](weight)
         return packed["weight"].float() * packed["weight_scale"]
-    numbers, scales = _rounded(weight)
-    return ((numbers - 8).view(weight.shape[0], -1, GROUP) * scales.float()[..., None]).view_as(weight)
+    numbers, scales, zeros, group_of = _rounded(weight, INT4[method])
+    return (numbers - zeros[:, group_of]) * scales.float()[:, group_of]

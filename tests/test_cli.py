@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests import forked
 from tests.api.scripted_engine import ScriptedEngine, answer, forever
 from weft import __version__, cli, terminal
 from weft.api import server
@@ -29,8 +29,7 @@ WIDE = {"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}
 
 def weft(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WEFT_")}
-    command = [sys.executable, "-m", "weft", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=clean | WIDE | (env or {}), check=False)
+    return forked.weft(*arguments, environment=clean | WIDE | (env or {}))
 
 
 @pytest.fixture

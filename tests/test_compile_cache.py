@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weft import compile_cache as module
-from weft.compile_cache import NAME, NUMBA, VARIABLE, compile_cache, compile_cache_environment
+from weft.compile_cache import CPU, NAME, VARIABLE, compile_cache, compile_cache_environment
 from weft.engine.process import engine_environment
 
 
@@ -30,11 +30,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planted(home: Path) -> Path:
-    """A file as numba leaves it, in the folder that is used."""
-    folder = compile_cache() / NUMBA / "digest"
+    """A compiled kernel in the folder that is used."""
+    folder = compile_cache() / CPU / "digest"
     folder.mkdir(parents=True)
-    file = folder / "kernel.nbi"
-    file.write_bytes(b"a pickle")
+    file = folder / "kernel"
+    file.write_bytes(b"machine code")
     return file
 
 
@@ -80,7 +80,7 @@ def test_in_doubt_it_is_compiled_again_elsewhere(
     assert callable(tamper)
     tamper(file)
     folder = compile_cache()
-    assert folder.is_relative_to(tmp_path / "tmp") and not (folder / NUMBA).exists()
+    assert folder.is_relative_to(tmp_path / "tmp") and not any((folder / CPU).iterdir())
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert compile_cache() == folder and len(caplog.messages) == 1
     assert "compiled again" in caplog.messages[0] and VARIABLE in caplog.messages[0]
@@ -117,19 +117,17 @@ def test_an_engine_and_its_compilers_are_led_there(home: Path, monkeypatch: pyte
 
 
 KERNEL = """
-from weft.kernels.cpu.jit import cache_directory, entry
+import sys
+from weft.kernels.cpu.compiled import cache_directory, object_files
 
-@entry("int64(int64)")
-def double(number):
-    return 2 * number
-
-assert double(21) == 42
-assert any(cache_directory().rglob("*.nbi"))
+assert object_files(["weft_argmax"])["weft_argmax"]
+assert [file.name for file in cache_directory().iterdir()] == ["weft_argmax"]
+assert "numba" not in sys.modules
 print(cache_directory())
 """
 
 
-def test_numba_keeps_what_it_compiles_there_and_not_beside_models(home: Path, tmp_path: Path) -> None:
+def test_kernels_are_kept_there_and_not_beside_models(home: Path, tmp_path: Path) -> None:
     script, models = tmp_path / "kernel.py", tmp_path / "models"
     script.write_text(KERNEL)
     environment = {**os.environ, "WEFT_HOME": str(models), "TMPDIR": str(tmp_path / "tmp")}
@@ -142,3 +140,16 @@ def test_numba_keeps_what_it_compiles_there_and_not_beside_models(home: Path, tm
     compile_cache().chmod(0o777)
     assert run().is_relative_to(tmp_path / "tmp")
     assert not list((tmp_path / "tmp").glob(f"{NAME}-*")), "it ends with the process that made it"
+
+
+@pytest.mark.parametrize("broken", [b"", b"no object file", None])
+def test_a_kernel_of_which_not_all_is_there_is_compiled_again(home: Path, broken: bytes | None) -> None:
+    pytest.importorskip("numba")
+    from weft.kernels.cpu.compiled import cache_directory, object_files
+
+    code = object_files(["weft_argmax"])["weft_argmax"]
+    kept = cache_directory() / "weft_argmax"
+    whole = kept.read_bytes()
+    assert whole.endswith(code) and stat.S_IMODE(kept.stat().st_mode) == 0o600
+    kept.write_bytes(whole[:-1] if broken is None else broken)
+    assert object_files(["weft_argmax"])["weft_argmax"] == code and kept.read_bytes() == whole

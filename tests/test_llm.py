@@ -46,6 +46,22 @@ def test_a_chat_and_its_stream_say_the_same(llm: LLM) -> None:
     assert deltas[-1].finish is answer.finish
 
 
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0.7, "seed": 3, "logprobs": 2}])
+def test_drafts_change_nothing(llm: LLM, params: dict[str, Any]) -> None:
+    """A list that is counted on is drafted from itself."""
+    items = "".join(f"{i}. The loom number {i} is ready.\n" for i in range(1, 9))
+    plain, drafted = (
+        llm.generate(items, SamplingParams(max_tokens=32, ignore_eos=True, speculative=drafts, **params))[0]
+        for drafts in (False, True)
+    )
+    assert (drafted.text, drafted.token_ids) == (plain.text, plain.token_ids)
+    # torch sums the exponentials of several rows in another order than those of one.
+    for one, other in zip(drafted.logprobs or [], plain.logprobs or [], strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-5)
+    assert drafted.usage.draft_tokens >= drafted.usage.accepted_tokens > 5
+    assert plain.usage.draft_tokens == plain.usage.accepted_tokens == 0
+
+
 def test_leaving_a_stream_ends_its_request(llm: LLM) -> None:
     endless = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
     next(stream := llm.stream("Once upon a time", endless))

@@ -70,8 +70,8 @@ CORE = [
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "yaml.load", "os.system"}
 
-MAX_FILES = 267
-MAX_LINES = 47_000
+MAX_FILES = 275
+MAX_LINES = 49_000
 SMALL_LINES = 80
 SMALL_ON_PURPOSE = {
     "weft.__main__": "`python -m weft` needs a module of this name",
@@ -108,11 +108,14 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_run_one_way(path: Path) -> None:
-    package = top_name(path)
-    if package == "__init__" or path == PACKAGE / "backends/__init__.py":  # their names are lazy
-        return
+def test_imports_run_one_way() -> None:
+    for path in FILES:
+        package = top_name(path)
+        if package != "__init__" and path != PACKAGE / "backends/__init__.py":  # their names are lazy
+            check_imports(path, package)
+
+
+def check_imports(path: Path, package: str) -> None:
     allowed = GROUND | {package} | MAY_IMPORT.get(package, set())
     for module in imported_modules(parsed(path)):
         parts = module.split(".")
@@ -121,12 +124,12 @@ def test_imports_run_one_way(path: Path) -> None:
         assert parts[0] not in FORBIDDEN_MODULES, f"{path.name} imports {module}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_nothing_executes_data(path: Path) -> None:
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            assert name not in FORBIDDEN_CALLS, f"line {node.lineno}: {name}"
+def test_nothing_executes_data() -> None:
+    for path in FILES:
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Call) and isinstance(node.func, (ast.Name, ast.Attribute)):
+                name = ast.unparse(node.func)
+                assert name not in FORBIDDEN_CALLS, f"{path}, line {node.lineno}: {name}"
 
 
 def _only_narrows(node: ast.expr) -> bool:
@@ -159,10 +162,15 @@ def test_the_api_knows_only_the_contract_of_an_engine(package: str) -> None:
                 assert module.startswith("weft.backends.contract"), f"{path.name} imports {module}"
 
 
-@pytest.mark.parametrize("module", ["weft.cli", "weft.api.server", "weft.backends.native", "weft.llm"])
-def test_the_api_process_never_imports_torch(module: str) -> None:
-    script = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+def test_the_api_process_never_imports_torch() -> None:
+    script = (
+        "import sys, importlib\n"
+        "for name in ('weft.cli', 'weft.api.server', 'weft.backends.native', 'weft.llm'):\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules: sys.exit(name)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_a_gpu_runs_needs_no_front_end_package() -> None:

@@ -82,24 +82,23 @@ def _is_zero(call: ast.Call) -> bool:
     return bool(call.args) and isinstance(call.args[0], ast.Constant) and call.args[0].value == 0
 
 
-FILES = pytest.mark.parametrize(
-    "path", sorted(TESTS.rglob("*.py")), ids=lambda path: path.relative_to(TESTS).as_posix()
-)
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    """The text of every file of the tests."""
+    return {path.relative_to(TESTS).as_posix(): path.read_text() for path in sorted(TESTS.rglob("*.py"))}
 
 
-@FILES
-def test_no_test_waits_for_time(path: Path) -> None:
+def test_no_test_waits_for_time(texts: dict[str, str]) -> None:
     """On a busy machine what was to happen meanwhile has not happened: a test waits for it, with tests/waiting.py."""
-    if path.relative_to(TESTS).as_posix() in MAY_SLEEP:
-        return
-    found = [f"{path.relative_to(TESTS)}:{line}" for line in sleeps(path.read_text())]
+    sleepers = {name: text for name, text in texts.items() if "sleep" in text and name not in MAY_SLEEP}
+    found = [f"{name}:{line}" for name, text in sleepers.items() for line in sleeps(text)]
     assert not found, f"wait for a condition (tests/waiting.py), an Event, or on the virtual clock: {found}"
 
 
-@FILES
-def test_no_test_asserts_how_long_something_took(path: Path) -> None:
+def test_no_test_asserts_how_long_something_took(texts: dict[str, str]) -> None:
     """Seconds differ between machines: a test counts work, or shows by its growth that it is linear."""
-    found = [f"{path.relative_to(TESTS)}:{line}" for line in timed_assertions(path.read_text())]
+    timed = {name: text for name, text in texts.items() if any(clock in text for clock in CLOCKS)}
+    found = [f"{name}:{line}" for name, text in timed.items() for line in timed_assertions(text)]
     assert not found, (
         f"show how the time grows (tests/growth.py), count what is done, or ask a loop on the virtual clock: {found}"
     )

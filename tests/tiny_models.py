@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ import tokenizers
 import torch
 from gguf.quants import dequantize, quantize
 from msgspec import Struct
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
@@ -301,3 +302,16 @@ def _rope_factors(spec: Spec) -> np.ndarray:
 
 def _put(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1))
+
+
+def noisy_copy(model: Path, folder: Path) -> Path:
+    """A copy of a model with some noise in its weights."""
+    copy = shutil.copytree(model, folder / "noisy")
+    generator = torch.Generator().manual_seed(0)
+    for file in copy.glob("*.safetensors"):
+        noisy = {
+            name: weight + 0.03 * weight.std() * torch.randn(weight.shape, generator=generator)
+            for name, weight in load_file(file).items()
+        }
+        save_file(noisy, file, metadata={"format": "pt"})
+    return copy

@@ -151,11 +151,15 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 @configured(positional_model=True)
 def serve(config: Config) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it; or, with --models-file, several by their names."""
-    from weft.api.server import serve, serve_models
+    from weft.backends.registry import expect_engine
 
     if not config.fleet.models_file:
+        expect_engine(config)
+        from weft.api.server import serve
+
         serve(lambda: _start(config), config)
         return
+    from weft.api.server import serve_models
     from weft.backends.configured_models import ModelsFromFile
 
     roster = ModelsFromFile(config)
@@ -177,6 +181,9 @@ def generate(
     sampling: dict[str, Any],
 ) -> None:
     """Answer one prompt on standard output."""
+    from weft.backends.registry import expect_engine
+
+    expect_engine(config)
     from weft import logs, terminal
     from weft.backends.blocking import BlockingEngine
 
@@ -195,6 +202,9 @@ def chat(
     sampling: dict[str, Any],
 ) -> None:
     """Talk with a model."""
+    from weft.backends.registry import expect_engine
+
+    expect_engine(config)
     from weft import logs, terminal
     from weft.backends.blocking import BlockingEngine
 

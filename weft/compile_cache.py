@@ -1,5 +1,5 @@
-"""The folder of compiled kernels: numba's, Triton's and torch's. What lies there is run, and numba's is a pickle. So it
-is this user's alone, apart from models, and is looked at before it is used."""
+"""The folder of compiled kernels: the CPU's, Triton's and torch's. What lies there is run. So it is this user's alone,
+apart from models, and is looked at before it is used."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 VARIABLE = "WEFT_COMPILE_CACHE"
 NAME = "weft-compiled"
-NUMBA = "numba"
-"""The part that is a pickle, every file of which is looked at."""
+CPU = "cpu"
+"""The part that Weft loads itself, every file of which is looked at."""
 PARTS = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ def compile_cache() -> Path:
         with contextlib.suppress(FileExistsError):
             root.mkdir(mode=0o700)
         root = root.resolve()
-        doubt = _doubt(root) or _doubt_of_files(root / NUMBA)
-        for part in () if doubt else PARTS.values():
+        doubt = _doubt(root) or _doubt_of_files(root / CPU)
+        for part in () if doubt else (CPU, *PARTS.values()):
             (root / part).mkdir(mode=0o700, exist_ok=True)
     except (OSError, RuntimeError) as error:
         root, doubt = Path(NAME), str(error)
@@ -106,7 +106,7 @@ def _described(found: os.stat_result) -> str:
 def _temporary(root: Path, doubt: str) -> Path:
     """Make a folder for this process and its engines, once."""
     folder = Path(tempfile.mkdtemp(prefix=f"{NAME}-"))
-    for part in PARTS.values():
+    for part in (CPU, *PARTS.values()):
         (folder / part).mkdir(mode=0o700)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     log.warning(

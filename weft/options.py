@@ -38,6 +38,13 @@ class ModelOptions(Struct, frozen=True, forbid_unknown_fields=True):
             "directory: of a model like that one, or of a pipeline of diffusers."
         ),
     ] = "auto"
+    speculative_model: Annotated[
+        str,
+        _doc(
+            "A small model with the same vocabulary, named as --model is: it drafts tokens for requests that do not "
+            "say, which the model verifies in one step; no token changes. Empty: none."
+        ),
+    ] = ""
     adapter: Annotated[
         list[str],
         _doc(
@@ -106,8 +113,8 @@ class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
     quantization: Annotated[
         str,
         _doc(
-            "How the weights are quantised: fp8, on GPUs; with vLLM also awq, gptq, bitsandbytes and others; empty: as "
-            "the model says."
+            "How the weights are quantised: fp8 or int4, on GPUs; with vLLM fp8, awq, gptq, bitsandbytes and others; "
+            "empty: as the model says."
         ),
     ] = ""
     tensor_parallel_size: Annotated[int, _doc("GPUs that hold the model together; for vLLM.", ge=1)] = 1
@@ -171,6 +178,13 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 0
+    speculative: Annotated[
+        Literal["off", "ngram"],
+        _doc(
+            "ngram: for requests that do not say, draft tokens by looking the last ones up earlier in prompt and "
+            "answer, and verify them in one step; no token changes."
+        ),
+    ] = "off"
     max_loras: Annotated[
         int, _doc("LoRA adapters that are in use at the same time; requests for others wait.", ge=1)
     ] = 8

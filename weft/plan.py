@@ -6,6 +6,8 @@ how many tokens to compute, and which blocks were added.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 
 from weft.payloads import DeclaredInput, EmbedsSegment, GivenTexts, PipelineStage, PromptEmbeds
@@ -70,6 +72,13 @@ class Limits(Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     max_preemptions: int = 3
     force_preempt_every: int = 0
+    speculates: bool = False
+    """True when requests that do not say are decoded speculatively."""
+    max_speculative_tokens: int = 0
+    """Tokens that the decodes of a step have at most, drafted ones among them; a step with more decodes drafts
+    nothing."""
+    has_draft_model: bool = False
+    """True when the worker has a draft model, which drafts for requests that bring no text to draft from."""
     max_step_seconds: float = 0
     """The time that a step with prefills should take at most; 0: as long as its tokens need."""
     image: ImageLimits | None = None
@@ -133,6 +142,22 @@ RowRequest = PromptLogprobs | Pooled | KeptHiddenStates
 """What a row may request of its tokens besides sampling. Steps with such a row run without CUDA graphs."""
 
 
+TO_DRAFT = -1
+"""The token of a draft that the worker's draft model has yet to make."""
+
+
+class DraftPrefill(Struct, frozen=True):
+    """The draft model computes the known tokens at positions start .. start + count - 1 of one row, as it has their
+    keys and values in a cache of its own. Where the last of them is the last one known, it drafts."""
+
+    start: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+
 class Row(Struct, frozen=True):
     """Compute the known tokens at positions start .. start + count - 1 of one row."""
 
@@ -144,6 +169,15 @@ class Row(Struct, frozen=True):
     samples: bool
     """True when the last of these tokens is the last one known: the token that follows it is sampled."""
     request: RowRequest | None = None
+    draft: list[int] = []
+    """The tokens behind the first, which are guessed: `start` is the last position known, and the tokens that follow it
+    and each drafted one are sampled. All are TO_DRAFT when the draft model is to guess them."""
+    draft_prefill: DraftPrefill | None = None
+    """What the draft model computes before it drafts; None: it is not used."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.draft) + self.samples
 
 
 class PlacedEmbeds(Struct, frozen=True):
@@ -226,6 +260,15 @@ class Sampled(Struct, frozen=True):
     error: str = ""
 
 
+def accepted(draft: Sequence[int], sampled: list[Sampled]) -> list[Sampled]:
+    """Return the tokens that hold of those sampled after a row's last token and after each token of its draft: all
+    that were sampled behind right ones. Where one is an error, the next step will come to it again."""
+    count = 1
+    while count < len(sampled) and sampled[count - 1].token_id == draft[count - 1] and not sampled[count].error:
+        count += 1
+    return sampled[:count]
+
+
 class RowOutput(Struct, frozen=True):
     """The output of a row's request, or an `error` when it was not numbers."""
 
@@ -249,8 +292,9 @@ class StepResult(Struct, frozen=True):
     """The results of one step."""
 
     step_id: int
-    sampled: list[Sampled]
-    """One for every row of the plan that samples, in the plan's order."""
+    sampled: list[list[Sampled]]
+    """For every row of the plan that samples, in the plan's order, the tokens that hold: one, and behind a draft one
+    more for each drafted token that was right."""
     row_outputs: list[RowOutput] = []
     """One for every row of the plan that has a request, in the plan's order."""
     denoise_outputs: list[DenoiseOutput] = []

@@ -63,6 +63,12 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
     """The same for the tokens of the prompt, but the first: nothing stands before it."""
     grammar: str = ""
     """The grammar of the output, as `weft.text.grammars` writes it; empty: none."""
+    speculative: bool | None = None
+    """Whether tokens are drafted and verified several in a step, which changes none of them; None: as the engine is
+    set."""
+    prediction: tuple[int, ...] = ()
+    """Token ids of a text that the answer is expected to repeat: a source of drafts, also where the engine is not set
+    to draft."""
 
     def check(self) -> None:
         """Raise InvalidRequest for a value that no model could honour."""
@@ -112,8 +118,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True):
 
     def check_token_ids(self, logits_width: int) -> None:
         """Raise InvalidRequest for a token id that the model's logits do not have."""
-        for param, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
-            check_token_ids(ids, logits_width, param)
+        for param in ("logit_bias", "stop_token_ids", "prediction"):
+            check_token_ids(getattr(self, param), logits_width, param)
 
 
 class SamplingDefaults(Struct, frozen=True, kw_only=True):
@@ -490,6 +496,10 @@ class Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
     finish: FinishReason | None = None
     stop_token_id: int | None = None
     """The token that ended the output, when one did; it is the last of `token_ids`."""
+    draft_tokens: int = 0
+    """Tokens that were drafted and verified."""
+    accepted_tokens: int = 0
+    """Drafted tokens that were right: the first of `token_ids`."""
     error: str = ""
     prompt_logprobs: list[TokenLogprob] | None = None
     """Log probabilities of every prompt token but the first, on the first event, when asked for."""
@@ -529,6 +539,10 @@ class Usage(Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    draft_tokens: int = 0
+    """Tokens that were drafted and verified."""
+    accepted_tokens: int = 0
+    """Drafted tokens that are in the answer."""
 
 
 class Timings(Struct, frozen=True, kw_only=True):
@@ -584,6 +598,12 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
+    drafts: int = 0
+    """Drafts that were verified."""
+    draft_tokens: int = 0
+    """Tokens that were drafted and verified."""
+    accepted_tokens: int = 0
+    """Drafted tokens that were right."""
     steps: int = 0
     prepared: bool = True
     """True when nothing is left to compile or capture: steps are as fast as they will be."""
@@ -619,6 +639,9 @@ COUNTERS = (
     "prefix_queries",
     "prefix_hits",
     "preemptions",
+    "drafts",
+    "draft_tokens",
+    "accepted_tokens",
     "steps",
     "images",
     "denoise_steps",

@@ -314,8 +314,8 @@ class ScriptedEngine:
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self.open), waiting=2, blocks_total=10, blocks_used=5, prompt_tokens=7, generation_tokens=8,
-            prefix_queries=9, prefix_hits=4, preemptions=3, restarts=1, open_requests=len(self.open),
-            memory_allocated=self.memory[0], memory_reserved=self.memory[1],
+            prefix_queries=9, prefix_hits=4, preemptions=3, drafts=2, draft_tokens=6, accepted_tokens=5, restarts=1,
+            open_requests=len(self.open), memory_allocated=self.memory[0], memory_reserved=self.memory[1],
         )  # fmt: skip
 
     async def control(self, message: ControlMessage) -> str:

@@ -115,6 +115,7 @@ FULL: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"tools": [TOOL], "tool_choice": "required"}),
     (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
     (CHAT, {"max_completion_tokens": 9, "logprobs": True, "top_logprobs": 1, "prompt_logprobs": 1}),
+    (CHAT, {"prediction": {"type": "content", "content": "hi there"}}),
     (CHAT, {"metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s"}),
     (CHAT, {"parallel_tool_calls": False, "include_reasoning": False, "add_generation_prompt": True}),
     (CHAT, {"messages": MESSAGES[:4], "continue_final_message": True, "chat_template_kwargs": {"a": 1}}),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import httpx
 import msgspec
 import pytest
 
+from tests import forked
 from tests.api.http import COMPLETIONS, PROMPT
 from tests.ports import reserved_port
 from tests.waiting import PATIENCE, wait_until
@@ -25,17 +25,15 @@ from weft.errors import ConfigError
 
 
 @contextlib.contextmanager
-def process(**options: Any) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.api.serve_scripted", msgspec.json.encode(options).decode()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+def process(**options: Any) -> Iterator[Any]:
+    with forked.start("tests.api.serve_scripted", [msgspec.json.encode(options).decode()], os.environ) as child:
         try:
             yield child
         finally:
             child.kill()
 
 
-def address_of(child: subprocess.Popen[str]) -> str:
-    assert child.stdout is not None
+def address_of(child: Any) -> str:
     line = child.stdout.readline()
     found = re.fullmatch(r"Weft serves scripted at (https?://127\.0\.0\.1:\d+) \(ready in \d+\.\d s\)\n", line)
     assert found, line
@@ -120,7 +118,7 @@ def test_a_server_that_is_to_go_on_without_an_engine_starts_another(tmp_path: Pa
     with process(failed_while=str(died), settings={"keep_serving_without_engine": True}) as child:
         url = address_of(child)
         died.touch()
-        assert child.stdout is not None and child.stdout.readline() == "engine closed\n"
+        assert child.stdout.readline() == "engine closed\n"
         health = httpx.get(f"{url}/health", timeout=PATIENCE)
         assert health.status_code == 503 and "given up" in health.text
         refused = httpx.post(url + COMPLETIONS, json=PROMPT, timeout=PATIENCE)

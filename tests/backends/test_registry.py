@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import weft.backends
+from tests import forked
 from tests.compat.test_adapted import Parrot
 from weft import cli
 from weft.backends import (
@@ -30,9 +31,11 @@ from weft.backends.registry import (
     PREFERENCE,
     engine_named,
     engines_in_order,
+    expect_engine,
     why_unavailable,
 )
 from weft.config import load
+from weft.engine import process
 from weft.errors import ConfigError, Unavailable
 from weft.machine.devices import Accelerator
 
@@ -140,6 +143,25 @@ def test_auto_detect_is_the_first_that_can_be_used(
     assert EngineFactory.auto_detect() == "good", "Weft's own variable wins"
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"engine": "native"}, 1),
+        ({"device": "cpu"}, 1),
+        ({"engine": "remote", "engine_url": "http://127.0.0.1:1"}, 0),
+        ({"engine": "remote,native"}, 1),
+        ({"engine": "remote,native", "engine_url": "http://127.0.0.1:1"}, 0),
+    ],
+)
+def test_a_process_is_prepared_where_the_first_engine_is_wefts_own(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], expected: int
+) -> None:
+    launches: list[int] = []
+    monkeypatch.setattr(process, "expect_launch", lambda: launches.append(1))
+    expect_engine(load(settings))
+    assert len(launches) == expected
+
+
 def test_the_environment_and_the_flag_choose_the_engine() -> None:
     assert load({}, env={}).backend.engine == "auto"
     assert load({}, env={"CY_LLM_ENGINE": "cuda-vllm"}).backend.engine == "cuda-vllm"
@@ -220,8 +242,7 @@ def test_the_package_is_light_and_has_all_that_it_promises() -> None:
 
 def weft_command(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("WEFT_", "CY_LLM_"))}
-    command = [sys.executable, "-m", "weft", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=clean | (env or {}), check=False)
+    return forked.weft(*arguments, environment=clean | (env or {}))
 
 
 def test_the_command_lists_them() -> None:

@@ -20,7 +20,7 @@ ROOMY = Machine(cpu=Cpu(cores=2, usable_cores=2, features=()), memory=Memory(tot
 
 
 def test_it_arrives_by_its_type_and_is_tried_with_less(tiny_model: Path) -> None:
-    """numpy's MemoryError, in another process."""
+    """A MemoryError, in another process."""
     config = Config(
         model=ModelOptions(model=str(tiny_model), image_model="none", device="cpu", dtype="bfloat16"),
         cache=CacheOptions(kv_cache_memory_mb=8192),

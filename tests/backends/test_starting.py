@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,23 @@ def test_the_native_engine_refuses_what_only_others_can(tiny_model: Path) -> Non
         start("native", model=str(tiny_model), quantization="awq", image_model="none")
     with pytest.raises(ConfigError, match="--tensor-parallel-size cannot be 2"):
         start("native", model=str(tiny_model), tensor_parallel_size=2, image_model="none")
+
+
+def test_a_draft_model_with_other_tokens_is_refused_by_name(tiny_model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(tiny_model, tmp_path / "other")
+    tokens = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokens["model"]["vocab"]
+    first, second = list(vocab)[10:12]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokens))
+    differing = min(vocab[first], vocab[second])
+    with pytest.raises(ConfigError, match=f"--speculative-model other has another token {differing}:"):
+        start("native", model=str(tiny_model), speculative_model=str(other), image_model="none")
+
+
+def test_two_ways_to_draft_are_one_too_many(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="--speculative ngram and --speculative-model"):
+        start("native", model=str(tiny_model), speculative_model=str(tiny_model), speculative="ngram")
 
 
 def test_only_vllm_runs_code_that_comes_with_a_model(

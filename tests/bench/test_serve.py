@@ -8,6 +8,7 @@ import os
 import time
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,13 +19,14 @@ from typer.testing import CliRunner
 from tests.api.clock import Clock
 from tests.api.http import real_server
 from tests.api.scripted_engine import ScriptedEngine, answer, forever
-from tests.waiting import until
+from tests.waiting import PATIENCE, until
 from weft.api.app import build_app
 from weft.bench import generator, http_load
 from weft.bench.arrivals import Load, Size
 from weft.bench.commands import app as bench
 from weft.bench.datasets import DatasetSpec
 from weft.bench.generator import Cancellations, Run, Slo
+from weft.bench.grpc_load import open_channel
 from weft.bench.http_load import StreamTimes
 from weft.bench.serve import Point, ServeReport, ServeWork, Target, own_server, run_serve
 from weft.config import load
@@ -213,9 +215,14 @@ def test_no_server_and_a_wrong_one_are_told_before_anything_is_measured() -> Non
 def test_a_server_of_its_own_is_started_measured_and_ended(tiny_model: Path) -> None:
     async def scenario() -> ServeReport:
         flags = [str(tiny_model), "--device", "cpu", "--max-model-len", "256", "--kv-cache-memory-mb", "16"]
-        async with own_server(flags) as (url, seconds):
-            work = ServeWork(points=(point("2x4:8:6", 300),), runs=1)
-            [report] = await run_serve([Target(url=url, startup_seconds=seconds)], work)
+        work = ServeWork(points=(point("2x4:8:6", 300),), runs=1)
+        with TemporaryDirectory() as folder:  # pytest's own may have too long a name for a socket
+            async with (
+                own_server(flags, grpc_socket=f"{folder}/s") as (url, seconds),
+                open_channel(f"unix:{folder}/s") as channel,
+            ):
+                await asyncio.wait_for(channel.channel_ready(), PATIENCE)
+                [report] = await run_serve([Target(url=url, startup_seconds=seconds)], work)
         with pytest.raises(Unavailable):
             await run_serve([Target(url=url)], work)
         return report

@@ -79,8 +79,7 @@ class Canary:
         )
 
     def __enter__(self) -> Canary:
-        while not self.listen()[1]:
-            pass
+        wait_until(lambda: self.listen()[1], "the first song")
         return self
 
     def __exit__(self, *exc: object) -> None:

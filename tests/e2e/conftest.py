@@ -9,12 +9,18 @@ from tests.e2e.server import Server
 from tests.e2e.tiny_server import TinyServer
 from weft.checkpoint.model_files import ModelFiles
 
+SECRETS = {
+    "WEFT_API_KEY": "sesame",
+    "WEFT_ADMIN_KEY": "boss",
+    **dict.fromkeys(("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "DATABASE_URL"), "sesame-of-another"),
+}
+
 
 @pytest.fixture(scope="session")
 def locked(smollm2_files: ModelFiles) -> Iterator[Server]:
-    """The server of the public clients, which has a key. tests/conftest.py keeps their files in one worker. A test may
-    kill its engine, if it waits for the next one."""
-    with Server("--tool-style", "hermes", "--api-key", "sesame", "--admin-key", "boss") as server:
+    """The server of the public clients, which has keys from its environment. tests/conftest.py keeps their files in one
+    worker. A test may kill its engine, if it waits for the next one."""
+    with Server("--tool-style", "hermes", env=SECRETS) as server:
         server.key = "sesame"
         yield server
 

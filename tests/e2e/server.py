@@ -15,8 +15,9 @@ from types import MappingProxyType
 import httpx
 
 import weft
+from tests import forked
 from tests.processes import descendants, is_engine
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_until
 
 
 def run_first(module: str | Path, folder: Path) -> dict[str, str]:
@@ -34,15 +35,27 @@ class Server:
     key = ""
     """The API key for what is asked of the server itself, where it wants one."""
 
-    def __init__(self, *flags: str, under: Sequence[str] = (), env: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`under`: a command that runs the server's own, in the same process."""
-        self.process = subprocess.Popen(
-            [*under, sys.executable, "-m", "weft", "serve", "--port", "0", "--grpc-port", "0", *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
-        )
+    def __init__(
+        self,
+        *flags: str,
+        under: Sequence[str] = (),
+        env: Mapping[str, str] = MappingProxyType({}),
+        is_fork: bool = True,
+    ) -> None:
+        """`under`: a command that runs the server's own, in the same process. With it or with variables of its own the
+        server is no fork of tests/forked.py, nor where the test looks at the process itself."""
+        words = ("serve", "--port", "0", "--grpc-port", "0", *flags)
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **env}
+        if is_fork and not under and not env:
+            self.process = forked.start(forked.WEFT, words, environment)
+        else:
+            self.process = subprocess.Popen(
+                [*under, sys.executable, "-m", "weft", *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
         self.log: list[str] = []
         self._reading = threading.Thread(target=self._read_log, daemon=True)
         self._reading.start()
@@ -79,6 +92,12 @@ class Server:
         found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics").text, re.MULTILINE)
         assert found, f"no metric {name}"
         return float(found[1])
+
+    def grpc_port(self) -> int:
+        told = re.compile(r"gRPC answers on port (\d+)")
+        wait_until(lambda: told.search("".join(self.log)), "gRPC's port")
+        (port,) = told.findall("".join(self.log))
+        return int(port)
 
     def children(self) -> list[int]:
         return descendants(self.process.pid)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 
 import grpc
 import httpx
 import pytest
 
 from tests.e2e.server import Server
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import PATIENCE
 from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 
 KEY = {"authorization": "Bearer sesame"}
@@ -18,9 +17,7 @@ PROMPT = "One, two, three,"
 
 
 def predict(server: Server, **metadata: str) -> str:
-    wait_until(lambda: "gRPC answers" in "".join(server.log))
-    (port,) = re.findall(r"gRPC answers on port (\d+)", "".join(server.log))
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port()}") as channel:
         call = channel.stream_stream(
             "/cy.llm.AiInference/StreamPredict",
             request_serializer=StreamPredictRequest.SerializeToString,

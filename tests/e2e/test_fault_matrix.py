@@ -15,6 +15,7 @@ import pytest
 from msgspec import Struct
 
 from tests.e2e.tiny_server import TinyServer
+from tests.forked import weft
 
 HIDDEN = "import sys\nsys.modules['{package}'] = None\n"
 """As a sitecustomize.py: Python takes the package for one that is not installed."""
@@ -83,8 +84,11 @@ def peer(long_server: TinyServer) -> TinyServer:
 def generate(model: Path, engine: str, *flags: str, path: Path) -> subprocess.CompletedProcess[str]:
     words = ("generate", "hi", "--raw", "--max-tokens", "4", "--temperature", "0", "--model", str(model))
     small = () if engine == "remote" else ("--num-blocks", "64")
+    words = (*words, *small, "--engine", engine, *flags)
+    if not any(path.glob("*.py")):
+        return weft(*words, environment={**os.environ, "COLUMNS": "200"})
     return subprocess.run(
-        [sys.executable, "-m", "weft", *words, *small, "--engine", engine, *flags],
+        [sys.executable, "-m", "weft", *words],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(path), *sys.path]), "COLUMNS": "200"},
         capture_output=True,
         encoding="utf-8",

@@ -28,7 +28,7 @@ def chat(topic: str, max_tokens: int, **more: object) -> dict:
     return asked | more
 
 
-async def stream(client: httpx.AsyncClient, body: dict) -> str:
+async def stream(client: httpx.AsyncClient, body: dict, begun: asyncio.Event | None = None) -> str:
     text = ""
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200, await response.aread()
@@ -39,6 +39,8 @@ async def stream(client: httpx.AsyncClient, body: dict) -> str:
                 chunk = json.loads(line[6:])
                 assert "error" not in chunk, chunk
                 text += "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+                if text and begun is not None:
+                    begun.set()
     raise AssertionError("the stream ended without [DONE]")
 
 
@@ -108,23 +110,23 @@ def test_a_client_that_leaves_frees_its_blocks(locked: Server, streaming: bool) 
     asyncio.run(scenario())
 
 
-def test_terminated_it_finishes_what_runs_and_takes_nothing_new(smollm2_files: ModelFiles) -> None:
+def test_terminated_it_finishes_what_runs_and_takes_nothing_new(long_model: Path) -> None:
     async def scenario() -> None:
-        with Server("--drain-timeout-s", "3600", "--heartbeat-timeout-s", "3600") as server:
+        flags = ("--drain-timeout-s", "3600", "--heartbeat-timeout-s", "3600", "--image-model", "none")
+        with TinyServer(long_model, *flags) as server:
             children = server.children()
             async with connect(server) as client:
-                running = asyncio.create_task(stream(client, chat("tea", 20, ignore_eos=True)))
-                await until(lambda: server.metric("weft_generation_tokens_total") > 3)
-                engine_pid = server.engine_pid()
-                os.kill(engine_pid, signal.SIGSTOP)
-                server.process.send_signal(signal.SIGTERM)
-                await until(lambda: server.get("/health").status_code == 503)
-                refused = await client.post("/v1/chat/completions", json=chat("tea", 4))
-                assert refused.status_code == 503
-                assert "shutting down" in refused.json()["error"]["message"]
-                assert not running.done()
-                os.kill(engine_pid, signal.SIGCONT)
-                assert len(await running) > 30
+                asked, begun = chat("tea", 300, ignore_eos=True, model=NAME), asyncio.Event()
+                running = asyncio.create_task(stream(client, asked, begun))
+                await begun.wait()
+                with server.engine_stopped():
+                    server.process.send_signal(signal.SIGTERM)
+                    await until(lambda: server.get("/health").status_code == 503)
+                    refused = await client.post("/v1/chat/completions", json=chat("tea", 4, model=NAME))
+                    assert refused.status_code == 503
+                    assert "shutting down" in refused.json()["error"]["message"]
+                    assert not running.done()
+                assert len(await running) > 200
             assert await asyncio.to_thread(server.process.wait, PATIENCE) == 0
             assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 

@@ -39,7 +39,7 @@ def server(tiny_model: Path) -> Iterator[TinyServer]:
     long for a stopped engine, and meanwhile tells its streams that they wait."""
     flags = ("--max-num-seqs", "256", "--kv-cache-memory-mb", "16", "--heartbeat-timeout-s", "120")
     with files_allowed(256):
-        server = TinyServer(tiny_model, *flags, "--keep-alive-s", "0.5")
+        server = TinyServer(tiny_model, *flags, "--keep-alive-s", "0.5", is_fork=False)
     with server, files_allowed(2 * NUM_STREAMS):
         yield server
         server.check_unharmed()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ import openai
 import pytest
 
 from tests.e2e.server import Server
+from tests.forked import weft
 from tests.processes import is_engine
 from tests.waiting import PATIENCE, wait_until
 
@@ -147,13 +146,7 @@ def test_one_at_a_time_and_one_that_is_damaged(models: dict[str, dict[str, Any]]
         (damaged / file.name).write_bytes(file.read_bytes())
     (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:-100])
     file = write(tmp_path / "models.json", {**models, "damaged": {"path": "./damaged"}})
-    check = subprocess.run(
-        [sys.executable, "-m", "weft", "serve", "--models-file", str(file), "--check-models"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    check = weft("serve", "--models-file", str(file), "--check-models", environment=os.environ)
     first, second, third = check.stdout.splitlines()
     assert check.returncode == 1
     assert first.endswith("models.json:3: first: ok") and second.endswith("models.json:6: second: ok")

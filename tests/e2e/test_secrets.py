@@ -6,15 +6,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-import pytest
 
-from tests.e2e.tiny_server import NAME, TinyServer
+from tests.e2e.conftest import SECRETS
+from tests.e2e.server import Server
 from tests.waiting import PATIENCE
 
 LISTENS = "0A"
 MAPPED = "0000000000000000FFFF0000"
-SECRETS = ("WEFT_API_KEY", "WEFT_ADMIN_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "NVIDIA_API_KEY", "DATABASE_URL")
-SECRET = "sesame-open-wide"
 
 
 def listening(pids: list[int]) -> set[tuple[str, int]]:
@@ -30,34 +28,26 @@ def listening(pids: list[int]) -> set[tuple[str, int]]:
     return found
 
 
-def test_no_process_of_a_server_has_its_keys_or_a_port_of_its_own(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_process_of_a_server_has_its_keys_or_a_port_of_its_own(locked: Server) -> None:
     """The fork server, the engine, the process of templates and that of grammars."""
-    for name in SECRETS:
-        monkeypatch.setenv(name, SECRET)
-    with TinyServer(tiny_model) as server:
-        body = {
-            "model": NAME,
-            "messages": [{"role": "user", "content": "hi"}],
-            "max_tokens": 2,
-            "response_format": {"type": "json_object"},
-        }
-        answer = httpx.post(
-            f"{server.url}/v1/chat/completions",
-            json=body,
-            headers={"authorization": f"Bearer {SECRET}"},
-            timeout=PATIENCE,
-        )
-        assert answer.status_code == 200, answer.text
-        children = server.children()
-        commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
-        assert (
-            len([name for name in ("fork_server", "template_sandbox", "grammars/") if name in "".join(commands)]) == 3
-        )
-        here = "0100007F"
-        assert listening([server.process.pid]) == {(here, urlsplit(server.url).port), (here, server.grpc_port())}
-        assert not listening(children)
-        environments = [Path(f"/proc/{pid}/environ").read_text() for pid in children]
-        assert len(environments) >= 4
-        assert not [command for command, found in zip(commands, environments, strict=True) if SECRET in found]
+    body = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 2,
+        "response_format": {"type": "json_object"},
+    }
+    key = {"authorization": f"Bearer {SECRETS['WEFT_API_KEY']}"}
+    answer = httpx.post(f"{locked.url}/v1/chat/completions", json=body, headers=key, timeout=PATIENCE)
+    assert answer.status_code == 200, answer.text
+    children = locked.children()
+    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children]
+    assert len([name for name in ("fork_server", "template_sandbox", "grammars/") if name in "".join(commands)]) == 3
+    here = "0100007F"
+    assert listening([locked.process.pid]) == {(here, urlsplit(locked.url).port), (here, locked.grpc_port())}
+    assert not listening(children)
+    own = Path(f"/proc/{locked.process.pid}/environ").read_text()
+    assert all(f"{name}={secret}" in own for name, secret in SECRETS.items())
+    environments = [Path(f"/proc/{pid}/environ").read_text() for pid in children]
+    assert len(environments) >= 4
+    for command, found in zip(commands, environments, strict=True):
+        assert not [name for name, secret in SECRETS.items() if name in found or f"={secret}" in found], command

@@ -22,12 +22,6 @@ class TinyServer(Server):
         super().__init__("--model", str(model), "--served-model-name", NAME, *flags, **how)
         self.first_engine = self.engine_pid()
 
-    def grpc_port(self) -> int:
-        told = re.compile(r"gRPC answers on port (\d+)")
-        wait_until(lambda: told.search("".join(self.log)), "gRPC's port")
-        (port,) = told.findall("".join(self.log))
-        return int(port)
-
     def check_unharmed(self) -> None:
         """The first engine still runs, and holds nothing; the log tells of no error. The engine checks its own books
         whenever it is idle, and would have died of a block that was lost."""
@@ -78,7 +72,8 @@ class GuardedServer(TinyServer):
         guarded = ("--api-key-file", str(keys), "--admin-key", ADMIN_KEY)
         images = ("--image-model", str(image_model), "--allow-prompt-embeds")
         self.key = "good"
-        super().__init__(model, *guarded, *images, "--tool-style", "hermes", "--threads", "1", *flags)
+        # The tests look at its memory.
+        super().__init__(model, *guarded, *images, "--tool-style", "hermes", "--threads", "1", *flags, is_fork=False)
 
 
 def resident_mb(pid: int) -> float:

@@ -33,11 +33,11 @@ def install(fault: str) -> None:
                 threading.Event().wait()
         return execute(runner, plan)
 
-    def faulty_sampled(runner, rows, outcome):
+    def faulty_sampled(runner, rows, outcome, *others):
         for i, row in enumerate(rows):
             if fault == "nan" and runner.stepper.table.tokens[row.row, : len(POISON)].tolist() == POISON:
                 outcome.peaks[i] = outcome.logits[i, 0] = float("nan")
-        return sampled(runner, rows, outcome)
+        return sampled(runner, rows, outcome, *others)
 
     def faulty_add(scheduler, request):
         if fault == "queue" and [*request.prompt_token_ids] == POISON:

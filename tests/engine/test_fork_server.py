@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,20 +20,19 @@ from weft.engine.wire import frame
 WAITS = ForkCommand("tests.engine.waiting_engine")
 
 
-@pytest.fixture(scope="module")
-def lasting() -> Iterator[ForkServer]:
-    """For tests that leave it running."""
-    server = ForkServer(engine_environment())
-    yield server
-    server.close()
+@pytest.fixture
+def lasting() -> ForkServer:
+    """The worker's own, for tests that leave it running."""
+    server = fork_server.shared_fork_server(engine_environment())
+    assert server is not None
+    return server
 
 
 @pytest.fixture
-def server() -> Iterator[ForkServer]:
-    """A new one, which is importing yet."""
-    server = ForkServer(engine_environment())
-    yield server
-    server.close()
+def light(tmp_path: Path) -> dict[str, str]:
+    """An environment in which torch cannot be imported, which takes no time: engines that need none are forked."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: undefined symbol')")
+    return engine_environment() | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
 
 
 def pid_of(engine: ForkedEngine) -> int:
@@ -71,14 +69,17 @@ def test_an_engine_is_forked_named_killed_and_reaped(lasting: ForkServer) -> Non
         assert second.wait(PATIENCE) == "killed by SIGTERM"
 
 
-def test_it_is_killed_though_the_server_has_not_forked_it_yet(server: ForkServer) -> None:
+def test_it_is_killed_though_the_server_has_not_forked_it_yet() -> None:
+    server = ForkServer(engine_environment())
     engine = server.fork(WAITS)
     with engine.socket:
         engine.kill()
         assert engine.wait(PATIENCE) == "killed by SIGKILL"
+    server.close()
 
 
-def test_engines_end_with_their_server_and_the_next_has_a_new_one(server: ForkServer) -> None:
+def test_engines_end_with_their_server_and_the_next_has_a_new_one(light: dict[str, str]) -> None:
+    server = ForkServer(light)
     engine = server.fork(WAITS)
     with engine.socket:
         pid = pid_of(engine)
@@ -88,6 +89,7 @@ def test_engines_end_with_their_server_and_the_next_has_a_new_one(server: ForkSe
     wait_until(lambda: not server.is_alive, "the server's end")
     with pytest.raises(OSError):
         server.fork(WAITS)
+    server.close()
 
 
 def test_an_engine_whose_server_ended_before_it_could_notice_ends_at_once() -> None:
@@ -97,12 +99,23 @@ def test_an_engine_whose_server_ended_before_it_could_notice_ends_at_once() -> N
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_the_shared_server_is_started_again_when_it_has_died() -> None:
-    server = fork_server.shared_fork_server(engine_environment())
-    assert server is not None and server is fork_server.shared_fork_server(engine_environment())
+def test_a_server_that_has_forked_nothing_is_not_waited_for() -> None:
+    """It may be importing, and would hear of its end seconds later."""
+    server = ForkServer(engine_environment())
     server.close()
-    again = fork_server.shared_fork_server(engine_environment())
+    assert server._process.returncode == -signal.SIGKILL
+
+
+def test_the_shared_server_is_started_again_when_it_has_died(
+    light: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "_shared", None)
+    server = fork_server.shared_fork_server(light)
+    assert server is not None and server is fork_server.shared_fork_server(light)
+    server.close()
+    again = fork_server.shared_fork_server(light)
     assert again is not None and again is not server and again.is_alive
+    again.close()
 
 
 def test_an_engine_that_fails_says_how_it_ended(lasting: ForkServer) -> None:

@@ -35,8 +35,8 @@ LONG = {
         "required": ["name", "age"],
         "additionalProperties": False,
     },
-    "minItems": 8,
-    "maxItems": 8,
+    "minItems": 4,
+    "maxItems": 4,
 }
 
 

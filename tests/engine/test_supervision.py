@@ -100,6 +100,28 @@ def test_killed_in_mid_stream_every_stream_goes_on(tiny_files: ModelFiles) -> No
     asyncio.run(scenario())
 
 
+def test_killed_with_a_draft_model_every_stream_goes_on(tiny_files: ModelFiles) -> None:
+    """The new engine has a draft model again; usage counts what either engine has drafted."""
+    files, settings = replace(tiny_files, draft=tiny_files), {"speculative_model": str(tiny_files.path)}
+
+    async def scenario() -> None:
+        async with serving(files, **settings) as engine:
+            work = [(prompt, params) for prompt in PROMPTS for params in (LONG, LONG_SEEDED)]
+            plain = [(prompt, replace(params, speculative=False)) for prompt, params in work]
+            undisturbed = [text for text, _ in await asyncio.gather(*(answer(engine, *one) for one in plain))]
+            assert engine.stats().draft_tokens == 0
+            streams = [asyncio.create_task(answer(engine, *one)) for one in work]
+            await until(lambda: engine.stats().accepted_tokens > 10)
+            os.kill(engine.client.engine_pid, signal.SIGKILL)
+            disturbed = await asyncio.gather(*streams)
+            assert [text for text, _ in disturbed] == undisturbed
+            assert engine.stats().restarts == 1
+            for _, last in disturbed:
+                assert 20 < last.usage.accepted_tokens == last.usage.draft_tokens < last.usage.completion_tokens
+
+    asyncio.run(scenario())
+
+
 def test_killed_in_mid_image_it_is_drawn_again_and_is_the_same(tiny_files: ModelFiles, tmp_path: Path) -> None:
     """Beside a chat. No step is told twice, and none is left out."""
     image = ImageParams(

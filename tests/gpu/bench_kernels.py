@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels import HeadNorms, HeadShape
+from weft.kernels.int4 import GROUP, pack, quantised_groups
 from weft.kernels.triton import elementwise, launch, linears, sampling_kernels
 from weft.kernels.triton.decode_attention import decode_attention
 from weft.kernels.triton.elementwise import rotate_and_store
@@ -170,6 +171,31 @@ def bench_linear(model: str, heads: HeadShape, hidden: int, width: int, vocabula
         del weights
 
 
+def bench_int4(model: str, heads: HeadShape, hidden: int, width: int, vocabulary: int) -> None:
+    """Of weights of four bits `moved` counts scales and zeros as well."""
+    shapes = {
+        "qkv": (heads.q_size + heads.kv_size, hidden), "o": (hidden, heads.q_size), "gate_up": (2 * width, hidden),
+        "down": (hidden, width),
+    }  # fmt: skip
+    for name, (n, k) in shapes.items():
+        moved = n * k * (0.5 + 4 / GROUP)
+        weights = [pack(quantised_groups(randn(n, k)), torch.bfloat16) for _ in range(int(COLD_BYTES // moved) + 1)]
+        for rows in (1, 8, 32, 64, 128, 256, 2048):
+            x, scale, total = randn(rows, k), randn(k), randn(rows, n)
+            turn = iter(range(10**9))
+
+            def make(x=x, scale=scale, total=total, turn=turn, weights=weights, name=name) -> Callable[[], object]:
+                weight = weights[next(turn) % len(weights)]
+                if name == "gate_up":
+                    return lambda: linears.norm_gate_up(x, scale, 1e-6, weight)
+                if name == "qkv":
+                    return lambda: linears.norm_linear(x, scale, 1e-6, weight)
+                return lambda: linears.linear_add(x, weight, None, total)
+
+            report(f"{model} int4 {name} {n}x{k} rows {rows}", make, moved, 2.0 * rows * n * k if rows > 64 else 0.0)
+        del weights
+
+
 def main() -> None:
     began = time.monotonic()
     torch.manual_seed(0)
@@ -177,6 +203,7 @@ def main() -> None:
         bench_attention(model, heads)
         bench_small(model, heads, hidden, width, vocabulary)
         bench_linear(model, heads, hidden, width, vocabulary)
+        bench_int4(model, heads, hidden, width, vocabulary)
     print(f"{time.monotonic() - began:.0f} s; launches overlap: {launch.launch_options()['PDL']}")
 
 

@@ -20,11 +20,13 @@ from tests.gpu.steps import DEVICE, INTERPRETED, TOLERANCE, assert_near, padded,
 from weft.kernels import AttentionBatch, HeadNorms, HeadShape, reference
 from weft.kernels import sampling as draws
 from weft.kernels.fp8 import GROUP, Fp8Weight, fp8_weight, quantise_rows, rounded_rows
+from weft.kernels.int4 import Int4Groups, Int4Weight, pack
 from weft.kernels.triton import (
     decode_attention,
     elementwise,
     fp8_linears,
     gemv,
+    int4_linears,
     linears,
     prefill_attention,
     sampling_kernels,
@@ -444,6 +446,104 @@ def check_fp8_replay(rows: int, hidden: int, width: int) -> None:
         assert torch.equal(residual, wanted)
 
 
+if INTERPRETED:
+    # The interpreter runs one program after the other, each as slowly.
+    int4_linears._MULTIPROCESSORS = 1
+
+
+def random_int4(n: int, k: int, group: int, dtype: torch.dtype, zeros: bool = True, turned: bool = False) -> Int4Weight:
+    """A weight whose groups have scales of all sizes, and zeros of their own up to GPTQ's 16."""
+    numbers = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=DEVICE)
+    num_groups = -(-k // group)
+    scales = (0.5 + torch.rand(n, num_groups, device=DEVICE)) * k**-0.5 / 4
+    own = torch.randint(0, 17, (n, num_groups), device=DEVICE).float() if zeros else None
+    return pack(Int4Groups(numbers, scales, own, group, torch.randperm(k, device=DEVICE) if turned else None), dtype)
+
+
+def check_int4(
+    rows: int, n: int, k: int, group: int, dtype: torch.dtype, zeros: bool = True, turned: bool = False
+) -> None:
+    """Whichever kernel takes this number of rows, the ops mean what the reference's do."""
+    x, weight, bias = randn(rows, k, dtype=dtype), random_int4(n, k, group, dtype, zeros, turned), randn(n, dtype=dtype)
+    scale, wide = 1 + randn(k, dtype=dtype) / 10, randn(rows, n + 40, dtype=dtype)
+    kept, residual = wide.clone(), wide[:, 16 : n + 16]
+    floats, tolerance = weight.dequantised().to(dtype).float(), TOLERANCE[dtype]
+    plain = x.float() @ floats.T
+    normed = reference.rms_norm(x, scale, 1e-6).float() @ floats.T
+    with poisoned():
+        assert_near(linears.linear(x, weight), plain, tolerance)
+        assert_near(linears.linear(x, weight, bias), plain + bias.float(), tolerance)
+        assert_near(linears.norm_linear(x, scale, 1e-6, weight, bias), normed + bias.float(), tolerance)
+        linears.linear_add(x, weight, bias, residual)
+        assert_near(residual, kept[:, 16 : n + 16].float() + plain + bias.float(), tolerance)
+        assert torch.equal(wide[:, :16], kept[:, :16]) and torch.equal(wide[:, n + 16 :], kept[:, n + 16 :])
+        if n % 2 == 0:
+            gated = linears.norm_gate_up(x, scale, 1e-6, weight)
+            assert_near(gated, reference.silu_mul(normed), 2 * tolerance)
+
+
+def check_int4_cut(config: int4_linears.Int4Config, gated: bool) -> None:
+    """However a product is divided among programs it is the same product, and bit for bit the same one every time."""
+    rows, n, k = 20, 256 if gated else 200, 528
+    x, weight = randn(rows, k, dtype=FP16), random_int4(n, k, k, FP16)
+    plain = x.float() @ weight.dequantised().half().float().T
+    wanted = reference.silu_mul(plain) if gated else plain
+    chip = int4_linears._MULTIPROCESSORS
+    try:
+        for int4_linears._MULTIPROCESSORS in (1, 3, 132):
+            first = torch.full_like(wanted, float("nan"), dtype=FP16)
+            again = first.clone()
+            for out in (first, again):
+                with poisoned():
+                    int4_linears.product(x, weight, None, None, out, gated, config)
+            assert_near(first, wanted, 2 * TOLERANCE[FP16])
+            assert torch.equal(first, again)
+    finally:
+        int4_linears._MULTIPROCESSORS = chip
+
+
+def check_int4_floats(n: int, k: int, group: int, dtype: torch.dtype) -> None:
+    """Weights that are written out are the reference's, bit for bit."""
+    weight = random_int4(n, k, group, dtype)
+    with poisoned():
+        found = int4_linears.dequantised(weight, dtype)
+    wanted = weight.dequantised().to(dtype)
+    assert torch.equal(found, wanted) if not INTERPRETED else torch.allclose(found.float(), wanted.float(), rtol=8e-3)
+
+
+def check_int4_configs() -> None:
+    for n, k in ((12288, 4096), (4096, 11008), (34816, 5120), (128, 64)):
+        for rows in range(1, int4_linears.MAX_ROWS + 1):
+            for gated in (False, True):
+                config = int4_linears.int4_config(rows, n // 64, -(-k // 128), gated)
+                assert config.rows & (config.rows - 1) == 0 and config.tiles % (1 + gated) == 0
+                assert config.stages * (4608 * config.tiles + 256 * config.rows) <= 227 << 10
+                assert config.split_k <= max(1, k // 128)
+
+
+def check_int4_replay(rows: int, hidden: int, width: int) -> None:
+    """A feed-forward layer captured once, its launches overlapping, replayed on other inputs."""
+    x, residual, norm = randn(rows, hidden), randn(rows, hidden), torch.ones(hidden, dtype=BF16, device=DEVICE)
+    gate_up, down = random_int4(2 * width, hidden, 128, BF16), random_int4(hidden, width, 128, BF16)
+
+    def layer(total: Tensor) -> None:
+        linears.linear_add(linears.norm_gate_up(x, norm, 1e-6, gate_up), down, None, total)
+
+    layer(residual)
+    graph = torch.cuda.CUDAGraph()
+    with overlapping_launches(), torch.cuda.graph(graph):
+        for _ in range(3):
+            layer(residual)
+    for _ in range(4):
+        x.copy_(randn(rows, hidden))
+        residual.copy_(randn(rows, hidden))
+        wanted = residual.clone()
+        for _ in range(3):
+            layer(wanted)
+        graph.replay()
+        assert torch.equal(residual, wanted)
+
+
 def check_argmax(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     logits = randn(rows, vocabulary, dtype=dtype)
     logits[0, vocabulary // 2] = logits[0, vocabulary - 1] = 9.0
@@ -589,6 +689,20 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_fp8_gemv, 37, 2050, FP16, grouped)
         for dtype in (FP16, FP32):
             add(check_fp8_tiled, 40, 99, 530, dtype, grouped)
+    add(check_int4_configs)
+    for rows, n, k, group in ((1, 200, 160, 32), (3, 256, 320, 64), (5, 130, 256, 128), (20, 256, 200, 200)):
+        add(check_int4, rows, n, k, group, FP16)
+    add(check_int4, 2, 128, 384, 128, FP16, False)
+    add(check_int4, 130, 256, 256, 128, FP16, True, True)
+    for group in (32, 64, 128, 320):
+        add(check_int4_floats, 100, 320, group, FP16)
+    for gated in (False, True):
+        for config in (
+            int4_linears.Int4Config(8, 2, 3, 4, 3),
+            int4_linears.Int4Config(16, 4, 0, 4, 3),
+            int4_linears.Int4Config(128, 2, 0, 8, 3),
+        ):
+            add(check_int4_cut, config, gated)
     if INTERPRETED:
         add(check_splits, HeadShape(4, 1, 128), [129], FP16)
         for heads in (TINY, TINY_GROUPS):
@@ -641,6 +755,16 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_fp8_no_number, rows)
     for rows in (1, 8, 32, 48, 256):
         add(check_fp8_replay, rows, 4096, 11008)
+    for n, k in ((12288, 4096), (4096, 11008), (5120, 17408), (22016, 4096)):
+        for rows in (1, 6, 16, 32, 60, 100, 256, 300):
+            add(check_int4, rows, n, k, 128, BF16)
+        add(check_int4, 8, n, k, 64, BF16)
+        add(check_int4, 40, n, k, 32, BF16)
+        add(check_int4, 200, n, k, k, FP16, False)
+        add(check_int4, 8, n, k, 128, BF16, True, True)
+        add(check_int4_floats, n, k, 128, BF16)
+    for rows in (1, 8, 32, 48, 128, 256, 300):
+        add(check_int4_replay, rows, 4096, 11008)
     for vocabulary in (102400, 151936):
         add(check_argmax, 65, vocabulary, BF16)
         add(check_gumbel, 9, vocabulary, BF16, True)

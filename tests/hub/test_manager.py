@@ -34,6 +34,8 @@ def test_a_model_on_this_machine_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"weight files are missing: model-00001-of-00002\.safetensors"):
         find_model(config(str(folder)))
     assert find_model(config(str(folder), load_format="dummy")).kind == "dummy"
+    both = find_model(config(str(folder), load_format="dummy", speculative_model=str(folder)))
+    assert both.draft == find_model(config(str(folder), load_format="dummy"))
 
 
 def test_code_is_fetched_only_by_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""What rounding costs: the default model with its weights as they are in the file, against the same in floats.
+"""What rounding costs: the default model with its weights as they are in the file, or quantised again to four bits as
+for GPUs, against the same in floats.
 
-    python -m tests.kernels.accuracy
+    python -m tests.kernels.accuracy [--quantization int4]
 
 Both read a page of Newton's Opticks, a token after the other from those before it.
 """
@@ -13,15 +14,16 @@ from pathlib import Path
 import torch
 from msgspec import Struct
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from weft.checkpoint.model_files import ModelFiles
+from weft.checkpoint.tokenizer_assets import text_assets
 from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE, AttentionBatch
 from weft.kernels.cpu import native_step, panel_layout
-from weft.kernels.quantised import PanelLayout
+from weft.kernels.panel_format import PanelLayout
 from weft.model.dense import DenseModel
-from weft.model.loader import load_weights, open_model
+from weft.model.loader import LinearLoading, load_weights, open_model
+from weft.text.tokenizer import Tokenizer
 from weft.worker.memory_profile import cache_shape
 
 TEXT = Path(__file__).with_name("opticks.txt")
@@ -43,10 +45,12 @@ class Accuracy(Struct, frozen=True):
         return self.rounded_perplexity / self.perplexity - 1
 
 
-def measure(files: ModelFiles, num_tokens: int) -> Accuracy:
-    tokenizer = AutoTokenizer.from_pretrained(files.path.parent, gguf_file=files.path.name)
+def measure(files: ModelFiles, num_tokens: int, linears: LinearLoading = "dequantise") -> Accuracy:
+    tokenizer = Tokenizer.from_assets(text_assets(files))
     tokens = torch.tensor(tokenizer.encode(TEXT.read_text())[:num_tokens])
-    exact, rounded = (_log_probabilities(files, panels, tokens) for panels in (None, panel_layout()))
+    exact = _log_probabilities(files, None, tokens)
+    panels = panel_layout() if linears == "dequantise" else None
+    rounded = _log_probabilities(files, panels, tokens, linears)
     following = tokens[1:, None]
     return Accuracy(
         num_tokens=len(tokens),
@@ -57,16 +61,18 @@ def measure(files: ModelFiles, num_tokens: int) -> Accuracy:
     )
 
 
-def _log_probabilities(files: ModelFiles, panels: PanelLayout | None, tokens: Tensor) -> Tensor:
+def _log_probabilities(
+    files: ModelFiles, panels: PanelLayout | None, tokens: Tensor, linears: LinearLoading = "dequantise"
+) -> Tensor:
     with open_model(files) as (config, source):
         device = torch.device("cpu")
-        weights = load_weights(files, config, source, dtype=torch.float32, device=device, panels=panels)
+        weights = load_weights(
+            files, config, source, dtype=torch.float32, device=device, panels=panels, linears=linears
+        )
     count = len(tokens)
     num_blocks = -(-count // BLOCK)
     model = DenseModel(config, weights, REFERENCE, num_blocks * BLOCK)
     cache = torch.zeros(cache_shape(config, num_blocks + 1, BLOCK))
-    step = native_step(weights, config.heads, config.norm_eps, model.rotations, cache)
-    assert step is not None, "numba is missing"
     batch = AttentionBatch(
         num_decodes=0,
         query_starts=torch.tensor([0, count]),
@@ -74,6 +80,10 @@ def _log_probabilities(files: ModelFiles, panels: PanelLayout | None, tokens: Te
         block_tables=torch.arange(1, num_blocks + 1)[None],
         slots=torch.arange(BLOCK, BLOCK + count),
     )
+    if linears != "dequantise":
+        return model.logits(model.forward(tokens, torch.arange(count), cache, batch)).log_softmax(-1)
+    step = native_step(weights, config.heads, config.norm_eps, model.rotations, cache)
+    assert step is not None, "numba is missing"
     logits = step(tokens, torch.arange(count), batch)
     step.close()
     return logits.log_softmax(-1)
@@ -86,7 +96,9 @@ def _perplexity(log_probabilities: Tensor, following: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2000)
-    found = measure(resolve("smollm2"), parser.parse_args().tokens)
+    parser.add_argument("--quantization", choices=["int4"])
+    asked = parser.parse_args()
+    found = measure(resolve("smollm2"), asked.tokens, asked.quantization or "dequantise")
     print(f"tokens                {found.num_tokens:,}")
     print(f"perplexity, floats    {found.perplexity:.4f}")
     print(f"perplexity, rounded   {found.rounded_perplexity:.4f} ({found.loss:+.3%})")

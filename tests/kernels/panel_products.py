@@ -3,38 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from weft.kernels.cpu import panels
-from weft.kernels.cpu.jit import numba
+from weft.kernels.cpu.compiled import KERNELS, SYMBOL, ObjectCode
+from weft.kernels.cpu.jit import export, object_code, types
+from weft.kernels.cpu.job import LANES, SCRATCH_FLOATS
 from weft.kernels.cpu.raw_memory import floats, signed_bytes
-from weft.kernels.quantised import BLOCK, FORMATS, INPUT_GROUP, PanelLayout, pack
+from weft.kernels.panel_format import BLOCK, FORMATS, INPUT_GROUP, PanelLayout
+from weft.kernels.quantised import pack
 
+PANELS = [name for name in KERNELS if "panel" in name]
 SHAPES = ((45, 3, 1), (8, 5, 15))
 """Rows, blocks of columns, and inputs: every tile of inputs, and a last panel that is not whole."""
 
 
 def native_product(kind: int) -> Callable[..., None]:
     """The products of a weight with inputs, and the floats of its rows; all by their addresses."""
-    linear: Any = {1: panels._linear_1, 4: panels._linear_4}[kind]
 
+    @export(types.void(*[types.int64] * 11))
     def product(
         weight: int, num_rows: int, num_blocks: int, x: int, num_inputs: int, numbers: int, scales: int, sums: int,
         out: int, unpacked: int, scratch: int,
     ) -> None:  # fmt: skip
         size = num_blocks * BLOCK
         panels.quantise(floats(x), num_inputs * size, signed_bytes(numbers), floats(scales), floats(sums))
-        linear(
-            signed_bytes(weight), num_rows, num_blocks, signed_bytes(numbers), floats(scales), floats(sums),
+        panels.panel_linear(
+            kind, weight, 0, num_rows, num_blocks, signed_bytes(numbers), floats(scales), floats(sums),
             num_inputs, floats(out), num_rows, floats(scratch),
         )  # fmt: skip
         for row in range(num_rows):
             panels.unpack_row(kind, signed_bytes(weight), row, num_blocks, floats(unpacked + row * size * 4))
 
-    compiled: Callable[..., None] = numba.njit((numba.types.int64,) * 11, error_model="numpy")(product)
-    return compiled
+    return ObjectCode(map(object_code, [f"{SYMBOL}product", *PANELS])).function("product", 11)
 
 
 def check(kind: int) -> None:
@@ -46,10 +48,10 @@ def check(kind: int) -> None:
         # Halves below the least that is normal, too.
         scales[0] = 2.0**-20
         weight = pack(
-            numbers, scales, -(2.0 ** (wanted.bits - 1)) * scales, wanted, PanelLayout(panels.LANES, panels.IS_SIGNED)
+            numbers, scales, -(2.0 ** (wanted.bits - 1)) * scales, wanted, PanelLayout(LANES, panels.IS_SIGNED)
         )
         x, out = torch.randn(num_inputs, size), torch.empty(num_inputs, num_rows)
-        unpacked, scratch = torch.empty(num_rows, size), torch.empty(panels.SCRATCH_FLOATS)
+        unpacked, scratch = torch.empty(num_rows, size), torch.empty(SCRATCH_FLOATS)
         whole = torch.empty(num_inputs, size, dtype=torch.int8)
         steps, sums = (torch.empty(num_inputs, size // INPUT_GROUP) for _ in range(2))
         product(
@@ -67,4 +69,4 @@ def check(kind: int) -> None:
 if __name__ == "__main__":
     for each in (1, 4):
         check(each)
-    print(panels.LANES)
+    print(LANES)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.kernels.steps import config, random_cache, random_step
+from weft.compile_cache import VARIABLE
 from weft.kernels import REFERENCE, HeadNorms, ops_for, reference
-from weft.kernels.cpu import argmax_rows
+from weft.kernels.cpu.ops import argmax_rows
 
 OPS = ops_for("cpu")
 
@@ -97,7 +98,27 @@ def test_a_numba_that_cannot_be_used_costs_speed_and_nothing_else(tiny_model: Pa
     (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less.')")
     paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "weft", "generate", "--raw", "--model", str(tiny_model), "--max-tokens", "4", "a"]
-    environment = {**os.environ, "PYTHONPATH": paths}
+    environment = {**os.environ, "PYTHONPATH": paths, VARIABLE: str(tmp_path / "compiled")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip()
-    assert done.stderr.count("numba cannot be used (Numba needs NumPy 2.4 or less.)") == 1
+    assert done.stderr.count("cannot be compiled (ImportError: Numba needs NumPy 2.4 or less.)") == 1
+
+
+def test_every_kernel_is_compiled_and_by_processes_without_torch() -> None:
+    pytest.importorskip("numba")
+    script = (
+        "import sys; from weft.kernels.cpu import compiled, exports, jit\n"
+        "assert set(compiled.KERNELS) == set(jit.EXPORTS) and 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_engine_needs_no_numba_once_kernels_are_compiled() -> None:
+    assert argmax_rows(torch.zeros(1, 3)).tolist() == [0]
+    script = (
+        "import sys, torch; from weft.kernels.cpu.ops import argmax_rows\n"
+        "assert argmax_rows(torch.tensor([[1.0, 3.0, 2.0]])).tolist() == [1] and 'numba' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

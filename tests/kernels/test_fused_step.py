@@ -12,8 +12,9 @@ pytest.importorskip("numba")
 
 from tests.kernels.steps import MAX_MODEL_LEN, Step, config, random_cache, random_step, random_weights
 from weft.kernels import REFERENCE, AttentionBatch, GivenRows
-from weft.kernels.cpu import argmax_rows, native_step
+from weft.kernels.cpu import native_step
 from weft.kernels.cpu.fused_step import FusedStep
+from weft.kernels.cpu.ops import argmax_rows
 from weft.kernels.weights import DecoderWeights
 from weft.model.dense import DenseConfig, DenseModel
 

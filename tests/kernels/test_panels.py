@@ -16,9 +16,10 @@ pytest.importorskip("numba")
 from tests.kernels.steps import MAX_MODEL_LEN, Step, config, random_cache, random_step, random_weights
 from weft.kernels import REFERENCE
 from weft.kernels.cpu import panel_layout
+from weft.kernels.cpu.compiled import FEATURES
 from weft.kernels.cpu.fused_step import FusedStep
-from weft.kernels.cpu.processor import FEATURES
-from weft.kernels.quantised import FORMATS, PanelFormat, PanelLayout, QuantisedWeight, format_for, pack, rounded
+from weft.kernels.panel_format import FORMATS, PanelFormat, PanelLayout, format_for
+from weft.kernels.quantised import QuantisedWeight, pack, rounded
 from weft.kernels.weights import DecoderWeights
 from weft.model.dense import DenseConfig, DenseModel
 
@@ -51,6 +52,15 @@ def test_what_is_packed_comes_out_again(wanted: PanelFormat, layout: PanelLayout
     at = torch.tensor([44, 0, 13, 13])
     assert torch.equal(packed.rows(at), whole.flatten(1)[at])
     assert packed.panels.numel() == 48 * 3 * wanted.bytes_per_row
+
+
+@pytest.mark.parametrize("wanted", FORMATS)
+def test_numbers_in_pairs_are_packed_as_others_are(wanted: PanelFormat) -> None:
+    numbers = torch.randint(0, 16, (21, 96), dtype=torch.uint8)
+    scales = torch.rand(21, 96 // wanted.group_size).half().float()
+    low, high = numbers.view(21, 3, 2, 16).unbind(2)
+    found = pack((low | high << 4).flatten(1), scales, -scales, wanted, LAYOUT, in_pairs=True)
+    assert torch.equal(found.dequantised(), pack(numbers, scales, -scales, wanted, LAYOUT).dequantised())
 
 
 def test_the_smallest_format_is_taken_that_holds_a_weight_exactly() -> None:

@@ -280,6 +280,15 @@ def test_what_is_asked_for_is_what_the_engine_takes(settings: dict[str, Any], ti
     assert (plan.num_blocks, plan.max_model_len, plan.dtype) == (info.num_blocks, info.max_model_len, info.dtype)
 
 
+def test_a_draft_model_is_planned_for(tiny_model: Path) -> None:
+    files = model_at(tiny_model)
+    asked, both = config(device="cpu", speculative_model=str(tiny_model)), replace(files, draft=files)
+    info, plan = Worker(asked, both).info, plan_load(asked, both, ROOMY)
+    alone = plan_load(config(device="cpu"), files, ROOMY)
+    assert (plan.weights, plan.kv, plan.num_blocks) == (info.memory.weights, info.memory.kv, info.num_blocks)
+    assert plan.weights == 2 * alone.weights and plan.kv_per_token == 2 * alone.kv_per_token
+
+
 def test_the_default_model_takes_what_the_plan_says(smollm2_files: ModelFiles) -> None:
     settings = Config(model=ModelOptions(device="cpu"))
     info, plan = Worker(settings, smollm2_files).info, plan_load(settings, smollm2_files, ROOMY)

@@ -19,17 +19,17 @@ from weft.kernels.weights import DecoderWeights
 from weft.machine.memory import fp8_bytes
 from weft.machine.model_size import size_of
 from weft.model.dense import DenseConfig
-from weft.model.loader import Fp8Loading, load_weights, open_model, pairs_from_halves
+from weft.model.loader import LinearLoading, load_weights, open_model, pairs_from_halves
 
 METHODS = ("fp8", "fp8-static", "fp8-channel", "fp8-block")
 LINEARS = ("qkv", "output", "gate_up", "down")
 
 
-def read(path: Path, fp8: Fp8Loading) -> tuple[DenseConfig, DecoderWeights]:
+def read(path: Path, linears: LinearLoading) -> tuple[DenseConfig, DecoderWeights]:
     files = resolve(str(path))
     with open_model(files) as (config, source):
         device = torch.device("cpu")
-        return config, load_weights(files, config, source, dtype=torch.bfloat16, device=device, fp8=fp8)
+        return config, load_weights(files, config, source, dtype=torch.bfloat16, device=device, linears=linears)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_checkpoint_is_dequantised_where_nothing_multiplies_it(
 @pytest.mark.parametrize("method", ["", "fp8-block"])
 def test_all_linear_weights_are_quantised(method: str, wide_directory: Path, tmp_path: Path) -> None:
     folder = save_quantised(wide_directory, tmp_path / method, method) if method else wide_directory
-    _, weights = read(folder, "quantise")
+    _, weights = read(folder, "fp8")
     _, plain = read(folder, "dequantise")
     for layer, floats in zip(weights.layers, plain.layers, strict=True):
         for name in LINEARS:
@@ -131,9 +131,9 @@ def test_scales_that_are_missing_or_of_another_shape_are_refused(wide_directory:
         read(folder, "keep")
     del tensors[name]
     save_file(tensors, path)
-    for fp8 in ("keep", "dequantise"):
+    for linears in ("keep", "dequantise"):
         with pytest.raises(ModelError, match=r"no tensor 'model\.layers\.1\.mlp\.down_proj\.weight_scale'") as caught:
-            read(folder, fp8)
+            read(folder, linears)
         assert "FP8" in caught.value.hint
 
 

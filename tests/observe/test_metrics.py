@@ -28,6 +28,9 @@ CONTRACT = {
     "weft_generation_tokens_total": "counter",
     "weft_prefix_cache_queries_total": "counter",
     "weft_prefix_cache_hits_total": "counter",
+    "weft_spec_decode_num_drafts_total": "counter",
+    "weft_spec_decode_num_draft_tokens_total": "counter",
+    "weft_spec_decode_num_accepted_tokens_total": "counter",
     "weft_num_preemptions_total": "counter",
     "weft_images_total": "counter",
     "weft_denoise_steps_total": "counter",
@@ -101,6 +104,9 @@ def test_the_engine_s_figures() -> None:
     assert found["weft_generation_tokens_total"] == 8
     assert found["weft_prefix_cache_queries_total"] == 9
     assert found["weft_prefix_cache_hits_total"] == 4
+    assert found["weft_spec_decode_num_drafts_total"] == 2
+    assert found["weft_spec_decode_num_draft_tokens_total"] == 6
+    assert found["weft_spec_decode_num_accepted_tokens_total"] == 5
     assert found["weft_num_preemptions_total"] == 3
     assert found["weft_engine_restarts_total"] == 1
 

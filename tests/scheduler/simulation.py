@@ -8,6 +8,7 @@ its texts and of every step so far; as in the real worker those of the last step
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 
 from weft.payloads import DeclaredInput, EmbedsSegment, GivenTexts, PromptEmbeds
 from weft.plan import (
+    TO_DRAFT,
     Denoise,
     DenoiseAdmission,
     DenoiseOutput,
@@ -29,7 +31,9 @@ from weft.plan import (
     Sampled,
     StepPlan,
     StepResult,
+    accepted,
 )
+from weft.scheduler.cursors import TokenCursor
 from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
 from weft.types import (
@@ -251,12 +255,35 @@ def expected_images(request: Request) -> dict[int, bytes]:
     return shown
 
 
+class Oracle:
+    """A drafter that knows the whole answer: its drafts are right up to a random place, behind which they are not."""
+
+    def __init__(self, tokens: list[int], whole: list[int], rnd: random.Random) -> None:
+        self.tokens = tokens
+        self.whole = whole
+        self.rnd = rnd
+        self.accepted: list[int] = []
+
+    def draft(self, pending: int, most: int) -> list[int]:
+        first = len(self.tokens) + pending
+        length, right = self.rnd.randint(0, max(0, min(most, 12))), self.rnd.randint(0, 12)
+        truth = [*self.whole[first : first + right], *[self.rnd.randrange(VOCAB) for _ in range(length)]]
+        return truth[:length]
+
+    def learn(self, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted > 0
+        self.accepted.append(num_accepted)
+
+
 class SimulatedWorker:
     def __init__(self, block_size: int, *, reads_text: bool = False) -> None:
         self.block_size = block_size
         self.reads_text = reads_text
         self.rows: dict[int, tuple[list[int], list[int]]] = {}
         self.slots: dict[int, bytes] = {}
+        self.draft_slots: dict[int, bytes] = {}
+        """The same of the draft model."""
+        self.draft_prefilled = 0
         self.pooled: dict[int, int] = {}
         """Of each row whose hidden states are summed up: how many are."""
         self.computed = 0
@@ -289,6 +316,10 @@ class SimulatedWorker:
         for row in plan.rows:
             tokens, blocks = self.rows[row.row]
             blocks += row.new_blocks
+            draft = self._drafted(row, tokens, blocks)
+            if draft:
+                sampled.append(accepted(draft, self._verify(row, draft, tokens, blocks)))
+                continue
             assert row.count > 0 and row.start + row.count <= len(tokens), "the plan asks for tokens nobody knows"
             for position in range(row.start, row.start + row.count):
                 before = self._read(blocks, position - 1) if position else b""
@@ -303,7 +334,7 @@ class SimulatedWorker:
                 token = seen[0] % VOCAB
                 tokens.append(token)
                 broken = self.broken.intersection(tokens[:-1])
-                sampled.append(Sampled(-1, error="not a number") if broken else Sampled(token))
+                sampled.append([Sampled(-1, error="not a number") if broken else Sampled(token)])
             if row.request is not None:
                 broken = self.broken.intersection(tokens[: row.start + row.count])
                 row_outputs.append(RowOutput(error="not a number") if broken else self._row_output(row))
@@ -311,6 +342,47 @@ class SimulatedWorker:
             self._begin(admission)
         assert len({one.slot for one in plan.denoise}) == len(plan.denoise), "an image is planned twice"
         return StepResult(plan.step_id, sampled, row_outputs, [self._denoise(one) for one in plan.denoise])
+
+    def _drafted(self, row: Row, tokens: list[int], blocks: list[int]) -> list[int]:
+        """Return the row's draft. The draft model's cache is checked as the model's own is; its guesses are right, but
+        for some."""
+        prefill, draft = row.draft_prefill, list[int]()
+        if prefill is None:
+            assert TO_DRAFT not in row.draft
+            return row.draft
+        assert prefill.count > 0 and prefill.stop <= row.start + 1 <= len(tokens), "a guess is computed for a fact"
+        assert not row.draft or (prefill.stop == row.start + 1 and set(row.draft) == {TO_DRAFT})
+        self.draft_prefilled += prefill.count
+        for position in range(prefill.start, prefill.stop + max(0, len(row.draft) - 1)):
+            known = [*tokens[: row.start + 1], *draft]
+            before = self.draft_slots[self._slot(blocks, position - 1)] if position else b""
+            assert before == text_of(known[:position]), "the draft model would read a slot of somebody else"
+            seen = self.draft_slots[self._slot(blocks, position)] = digest(before, known[position])
+            if position >= row.start and row.draft:
+                draft.append((seen[0] + (seen[1] % 8 == 0)) % VOCAB)
+        assert len(draft) == len(row.draft)
+        return draft
+
+    def _verify(self, row: Row, draft: list[int], tokens: list[int], blocks: list[int]) -> list[Sampled]:
+        """Compute a row's last token and its draft, and keep the tokens that hold."""
+        assert row.start + 1 == len(tokens), "a draft follows something else than the last token"
+        assert row.samples and row.request is None and row.count == 1 + len(draft), "a draft beside other work"
+        computed = tokens + draft
+        for position in range(row.start, len(computed)):
+            self.slots[self._slot(blocks, position)] = digest(self._read(blocks, position - 1), computed[position])
+        self.computed += row.count
+        sampled, seen, holds = [], b"", True
+        for position, token in enumerate(computed):
+            seen = digest(seen, token)
+            assert self._read(blocks, position) == seen, "attention would read a slot of somebody else"
+            if position < row.start:
+                continue
+            broken = self.broken.intersection(computed[: position + 1])
+            holds = holds and (position == row.start or (token == sampled[-1].token_id and not broken))
+            sampled.append(Sampled(-1, error="not a number") if broken else Sampled(seen[0] % VOCAB))
+            if holds:
+                tokens.append(sampled[-1].token_id)
+        return sampled
 
     def _begin(self, admission: DenoiseAdmission) -> None:
         for text in (admission.prompt, admission.negative):
@@ -421,6 +493,13 @@ class Simulation:
         for request in requests:
             self.scheduler.add(request)
             self.outputs[request.request_id] = []
+
+    def foresee(self, asked: Request, rnd: random.Random) -> None:
+        """Draft for a request that has been added, often rightly."""
+        cursor = self.scheduler.cursors[asked.request_id]
+        if isinstance(cursor, TokenCursor):
+            whole = expected_output(asked, self.scheduler.limits.max_model_len)
+            cursor.drafter = Oracle(cursor.tokens, asked.prompt_token_ids + whole, rnd)
 
     def abort(self, name: str) -> bool:
         known = self.scheduler.abort(name)

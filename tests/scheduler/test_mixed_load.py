@@ -39,7 +39,7 @@ def blank(plan: StepPlan) -> StepResult:
     """What a worker that computes nothing answers."""
     return StepResult(
         plan.step_id,
-        [Sampled(1) for row in plan.rows if row.samples],
+        [[Sampled(1)] for row in plan.rows if row.samples],
         [RowOutput() for row in plan.rows if row.request is not None],
         [DenoiseOutput(b"" if one.wants_image else None) for one in plan.denoise],
     )

@@ -39,6 +39,9 @@ def workloads(draw: st.DrawFn) -> dict[str, object]:
             enable_prefix_caching=draw(st.booleans()),
             max_preemptions=draw(st.integers(0, 3)),
             force_preempt_every=draw(st.sampled_from([0, 0, 1, 2, 3, 7])),
+            max_speculative_tokens=draw(st.sampled_from([0, 3, 8, 30])),
+            speculates=True,
+            has_draft_model=draw(st.booleans()),
             embeds_width=2,
             max_embedding_bytes=4 * draw(st.integers(max_model_len, 3 * max_model_len)),
         ),
@@ -89,7 +92,10 @@ def test_every_request_ends_once_with_its_own_tokens(load: dict) -> None:
     aborted = set()
     for _ in range(20_000):
         while to_come and rnd.random() < load["arrivals_per_step"] / 2:
-            simulation.add(to_come.pop())
+            simulation.add(to_come[-1])
+            if rnd.random() < 0.5:
+                simulation.foresee(to_come[-1], rnd)
+            to_come.pop()
         if simulation.scheduler.cursors and rnd.random() < load["abort_share"] / 4:
             name = rnd.choice(list(simulation.scheduler.cursors))
             assert simulation.abort(name)

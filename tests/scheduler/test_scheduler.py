@@ -360,11 +360,11 @@ def test_a_request_that_holds_all_its_blocks_is_no_victim() -> None:
 
 
 def test_a_prompt_that_runs_out_of_blocks_does_not_take_those_of_a_planned_decode() -> None:
-    simulation = Simulation(tight(max_prefill_chunk=4))
+    simulation = Simulation(tight(max_prefill_chunk=2))
     scheduler = simulation.scheduler
     simulation.add(request("before", NUMBERS[100:133], 1))
     simulation.run()
-    asked = [request("older", NUMBERS[:40], 4), request("newest", NUMBERS[100:133], 20)]
+    asked = [request("older", NUMBERS[:24], 4), request("newest", NUMBERS[100:133], 20)]
     simulation.add(*asked)
     simulation.step()
     assert [cursor.id for cursor in scheduler.running] == ["older", "newest"]
@@ -377,6 +377,35 @@ def test_a_prompt_that_runs_out_of_blocks_does_not_take_those_of_a_planned_decod
     assert [cursor.id for cursor in scheduler.waiting] == ["older"]
     simulation.run()
     assert_answers(simulation, *asked)
+
+
+def test_a_short_prompt_passes_a_long_one_and_leaves_it_half_of_the_budget() -> None:
+    simulation = Simulation(limits(max_num_batched_tokens=8, max_prefill_chunk=8))
+    scheduler = simulation.scheduler
+    simulation.add(request("long", NUMBERS[:40], 2))
+    simulation.step()
+    simulation.add(
+        *(request(f"short{i}", NUMBERS[50 + i : 53 + i], 2) for i in range(3)), request("other", NUMBERS[:30], 2)
+    )
+    planned: list[dict[str, int]] = []
+    for _ in range(3):
+        simulation.step()
+        owners = simulation.owners[-1]
+        planned.append({owners[row.row]: row.count for row in simulation.plans[-1].rows})
+    # Beside a decode there is less budget; a prompt that does not fit into half of it waits for its turn.
+    assert planned[0] == {"short0": 3, "long": 5}
+    assert planned[1].keys() == {"short0", "short1", "long"} and planned[1]["long"] >= 4
+    assert "other" not in planned[2] and scheduler.cursors["other"].row < 0
+    simulation.run()
+
+
+def test_a_short_prompt_does_not_take_the_blocks_of_one_that_has_begun() -> None:
+    simulation = Simulation(tight(max_num_batched_tokens=8, max_prefill_chunk=8))
+    simulation.add(request("long", NUMBERS[:56], 2))
+    simulation.step()
+    simulation.add(*(request(f"short{i}", NUMBERS[60 + i : 63 + i], 2) for i in range(6)))
+    simulation.run()
+    assert simulation.scheduler.stats().preemptions == 0
 
 
 @DELAYS

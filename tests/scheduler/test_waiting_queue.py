@@ -6,7 +6,7 @@ import random
 from collections import Counter, deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.effort import EFFORT
@@ -173,7 +173,7 @@ class Bare:
         self.admitted += [owners[admission.row].id for admission in plan.admit]
         for row in plan.rows:
             self.served[owners[row.row].tenant] += row.count
-        result = StepResult(plan.step_id, [Sampled(1) for row in plan.rows if row.samples])
+        result = StepResult(plan.step_id, [[Sampled(1)] for row in plan.rows if row.samples])
         self.ended |= {event.request_id for event in scheduler.apply(plan, result).events if event.finish}
 
 
@@ -183,6 +183,7 @@ class Bare:
     priorities=st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=4), min_size=5, max_size=5),
     seed=st.integers(0, 2**32),
 )  # fmt: skip
+@example(rows=4, chunk=32, loads=[7, 1], priorities=[[-1, 0, -2, 1], [0, 1], [0], [0], [0]], seed=166)
 def test_a_greedy_tenant_gets_its_share_and_no_more(
     rows: int, chunk: int, loads: list[int], priorities: list[list[int]], seed: int
 ) -> None:

@@ -142,3 +142,15 @@ def test_the_garbage_collector_does_not_look_at_log_probabilities() -> None:
         gc.collect()
     assert read == scores
     assert not any(gc.is_tracked(score) or gc.is_tracked(score.top) for score in read)
+
+
+def test_usage_counts_the_drafted_tokens_that_are_in_the_answer(byte_level: Tokenizer) -> None:
+    """A stop string may end the answer among tokens that were drafted rightly."""
+    first, *others = byte_level.encode("abcdefgh", add_special_tokens=False)
+    drafted = Event(request_id="r", token_ids=others, draft_tokens=len(others) + 2, accepted_tokens=len(others) - 1)
+    end = Event(request_id="r", finish=FinishReason.LENGTH)
+    usage = answer(byte_level, [[first], [drafted], [end]], request()).usage
+    assert (usage.draft_tokens, usage.accepted_tokens) == (len(others) + 2, len(others) - 1)
+    usage = answer(byte_level, [[first], [drafted]], request(["d"])).usage
+    assert (usage.draft_tokens, usage.accepted_tokens) == (len(others) + 2, usage.completion_tokens - 1)
+    assert usage.completion_tokens < 1 + len(others)

@@ -70,9 +70,12 @@ def load(
     num_blocks: int = 128,
     max_num_seqs: int = 12,
     max_model_len: int = 256,
+    kv_cache_memory_mb: int = 0,
     image_model: Path | None = None,
+    draft: Path | None = None,
 ) -> Driven:
     files = model if isinstance(model, ModelFiles) else resolve(str(model))
+    files = files if draft is None else replace(files, draft=resolve(str(draft)))
     worker = Worker(
         Config(
             model=ModelOptions(
@@ -81,7 +84,7 @@ def load(
                 max_model_len=max_model_len,
                 image_model="none" if image_model is None else str(image_model),
             ),
-            cache=CacheOptions(num_blocks=num_blocks),
+            cache=CacheOptions(num_blocks=num_blocks, kv_cache_memory_mb=kv_cache_memory_mb),
             scheduler=SchedulerOptions(max_num_seqs=max_num_seqs),
         ),
         files,

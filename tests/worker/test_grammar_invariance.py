@@ -17,6 +17,7 @@ from tests.text.grammars.grammar_maker import grammars
 from tests.tiny_models import END_OF_TURN, VOCAB_SIZE, tokenizer_json
 from tests.worker.driving import Driven, Outcome, load, request, run
 from tests.worker.subjects import SAMPLED
+from tests.worker.test_speculation import foresee
 from weft.text.grammars.specs import ChoiceSpec, JsonSchemaSpec, RegexSpec, vocabulary_of
 from weft.text.tokenizer import Tokenizer
 from weft.types import FinishReason, Request, TextAssets
@@ -136,3 +137,52 @@ def test_log_probabilities_are_the_models_own(served: Served) -> None:
     firsts = outcome.outputs[name].logprobs[0]
     assert firsts.logprob < firsts.top[0][1], "the likeliest token was not allowed"
     assert outcome.tokens(name)[0] not in [token for token, _ in firsts.top[:1]]
+
+
+DRAFTS = {"speculates": True, "max_speculative_tokens": 99}
+
+
+@pytest.fixture
+def foreseen(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are right up to random places, and then often such as the grammar refuses."""
+    foresee(monkeypatch, [made.prompt_token_ids + served.alone[made.request_id] for made in served.requests])
+
+
+@pytest.mark.usefixtures("foreseen")
+class TestWithDrafts:
+    def check(self, served: Served, outcome: Outcome, done: int = 0) -> None:
+        served.check(outcome, done)
+        assert 20 < outcome.stats.accepted_tokens < outcome.stats.draft_tokens
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_in_one_batch(self, served: Served, overlap: bool) -> None:
+        self.check(served, run(served.driven, served.requests, overlap=overlap, max_num_seqs=12, **DRAFTS))
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_preempted_every_second_step(self, served: Served, overlap: bool) -> None:
+        outcome = run(served.driven, served.requests, force_preempt_every=2, overlap=overlap, **DRAFTS)
+        assert outcome.stats.preemptions > 6
+        self.check(served, outcome)
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_resumed_in_chunks(self, served: Served, overlap: bool) -> None:
+        self.check(served, run(served.driven, served.resumed(3), max_prefill_chunk=7, overlap=overlap, **DRAFTS), 3)
+
+    def test_alone(self, served: Served) -> None:
+        for made in served.requests:
+            outcome = run(served.driven, [made], **DRAFTS)
+            assert outcome.tokens(made.request_id) == served.alone[made.request_id]
+            assert not made.params.grammar or outcome.stats.draft_tokens > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_with_drafts_that_were_looked_up(served: Served, overlap: bool) -> None:
+    """An answer that must repeat itself is drafted from itself."""
+    (grammar,) = grammars(served.tokenizer, [RegexSpec(pattern="(abc1 ){12}")])
+    asked = [replace(request(f"r{i}", [5, i], 100, grammar=grammar), stop_token_ids=[END_OF_TURN]) for i in range(3)]
+    plain, drafted = run(served.driven, asked), run(served.driven, asked, overlap=overlap, **DRAFTS)
+    for one in asked:
+        assert drafted.tokens(one.request_id) == plain.tokens(one.request_id)
+        assert drafted.outputs[one.request_id].finish is FinishReason.STOP
+    assert drafted.stats.accepted_tokens > 20
+    assert drafted.stats.steps < plain.stats.steps

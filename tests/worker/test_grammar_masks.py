@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from weft.kernels import REFERENCE
 from weft.plan import Row, RowAdmission, Sampled
 from weft.types import SamplingParams
 from weft.worker import grammar_masks as constraints_module
-from weft.worker.grammar_masks import followed, masks_of, rule_out
+from weft.worker.grammar_masks import Masks, follow, masks_of, rule_out
 from weft.worker.rows import RowTable
 from weft.worker.sampler import sample
 
@@ -43,18 +44,29 @@ def rows(*numbers: int) -> list[Row]:
     return [Row(number, 0, 1, [], True) for number in numbers]
 
 
-def allowed(table: RowTable, row: int = 0) -> list[int]:
-    masks = masks_of(table.constraints.among(rows(row)))
-    logits = torch.zeros(1, WIDTH)
-    rule_out(logits, torch.from_numpy(masks.places), torch.from_numpy(masks.words).flatten())
-    return logits[0].isfinite().nonzero().flatten().tolist()
+def masks(table: RowTable, *numbers: int, draft: Sequence[int] = ()) -> Masks:
+    """The masks of these rows, the first of which has the draft."""
+    sampling = rows(*[numbers[0]] * len(draft), *numbers)
+    return masks_of(table.constraints.among(sampling), sampling, {numbers[0]: draft})
 
 
-def advance(table: RowTable, *tokens: int) -> None:
-    for token in tokens:
-        constrained = table.constraints.among(rows(0))
-        masks_of(constrained)
-        followed(constrained, [Sampled(token)])
+def along(table: RowTable, *draft: int) -> list[list[int]]:
+    """What row 0 may sample next, and behind each drafted token."""
+    made = masks(table, 0, draft=draft)
+    logits = torch.zeros(1 + len(draft), WIDTH)
+    rule_out(logits, torch.from_numpy(made.places), torch.from_numpy(made.words).flatten())
+    return [row.isfinite().nonzero().flatten().tolist() for row in logits]
+
+
+def allowed(table: RowTable) -> list[int]:
+    return along(table)[0]
+
+
+def advance(table: RowTable, *tokens: int) -> list[Sampled]:
+    masks(table, 0)
+    sampled = {0: [Sampled(token) for token in tokens]}
+    follow(table.constraints.among(rows(0)), sampled)
+    return sampled[0]
 
 
 def test_a_mask_has_the_grammars_tokens_and_the_ends_where_it_may_end() -> None:
@@ -66,6 +78,27 @@ def test_a_mask_has_the_grammars_tokens_and_the_ends_where_it_may_end() -> None:
     assert allowed(table) == ENDS, "complete: nothing but an end"
     advance(table, 7)
     assert not table.constraints.among(rows(0))[0].error
+
+
+def test_along_a_draft_each_position_has_a_mask() -> None:
+    table = table_of('start: "a" "b" "a"?')
+    assert along(table, 1, 2, 6) == [[1, 3, 6], [2], [0, 1, 6, 7], ENDS]
+    assert allowed(table) == [1, 3, 6], "the draft was a guess"
+    advance(table, 3)
+    assert along(table, 0, 1)[0] == [0, 1, 6, 7], "nothing is behind an end"
+    advance(table, 1)
+    assert allowed(table) == ENDS
+
+
+def test_a_draft_is_followed_up_to_the_token_that_the_grammar_refuses() -> None:
+    table = table_of('start: "a" "b" "a"')
+    assert along(table, 1, 1, 2, 60)[:2] == [[1, 3, 6], [2]]
+    assert along(table, 4, 1)[0] == [1, 3, 6]
+    advance(table, 1, 2)
+    assert along(table, 1, 0)[:2] == [[1, 6], ENDS]
+    assert along(table, 1, 7, 1)[:2] == [[1, 6], ENDS], "nothing is behind an end"
+    assert not table.constraints.among(rows(0))[0].error
+    assert allowed(table) == [1, 6]
 
 
 def test_a_resumed_row_goes_on_where_it_was() -> None:
@@ -81,7 +114,7 @@ def test_a_special_token_is_no_text() -> None:
 
 def test_a_released_row_and_a_row_without_a_grammar_have_none() -> None:
     table = table_of('start: "a"', "")
-    assert list(table.constraints.among(rows(1, 0))) == [1]
+    assert list(table.constraints.among(rows(1, 0))) == [0]
     table.constraints.release(0)
     assert table.constraints.among(rows(1, 0)) == {}
     admit(table, 0, "", [1])
@@ -92,8 +125,7 @@ def test_a_mask_wins_over_every_bias_and_only_in_its_own_row() -> None:
     table = table_of('start: "b"', "", logit_bias={1: 100.0, 60: 100.0}, logprobs=1)
     logits = torch.zeros(2, WIDTH)
     logits[:, 69] = 5.0
-    constrained = table.constraints.among(rows(0, 1))
-    got = sample(logits, *REFERENCE.greedy(logits), table, [0, 1], [1, 1], REFERENCE, masks_of(constrained)).read()
+    got = sample(logits, *REFERENCE.greedy(logits), table, [0, 1], [1, 1], REFERENCE, masks(table, 0, 1)).read()
     assert [one.token_id for one in got] == [2, 1]
     assert table.tokens[:2, 1].tolist() == [2, 1], "the next step goes on with these"
     total = math.log(69 + math.exp(5))
@@ -106,18 +138,17 @@ def test_logits_that_are_no_numbers_fail_their_row_alone() -> None:
     table = table_of('start: "a" "b"', 'start: "a" "b"')
     logits = torch.zeros(2, WIDTH)
     logits[0, 3] = math.nan
-    constrained = table.constraints.among(rows(0, 1))
     best = REFERENCE.greedy(logits)
-    got = followed(constrained, sample(logits, *best, table, [0, 1], [1, 1], REFERENCE, masks_of(constrained)).read())
-    assert "not a number" in got[0].error and got[1] == Sampled(1)
+    read = sample(logits, *best, table, [0, 1], [1, 1], REFERENCE, masks(table, 0, 1)).read()
+    got = {row: [one] for row, one in enumerate(read)}
+    follow(table.constraints.among(rows(0, 1)), got)
+    assert "not a number" in got[0][0].error and got[1] == [Sampled(1)]
 
 
 def test_a_token_that_does_not_fit_ends_the_row_with_an_error() -> None:
     table = table_of('start: "a" "b"')
     advance(table, 2)
-    constrained = table.constraints.among(rows(0))
-    masks_of(constrained)
-    (lost,) = followed(constrained, [Sampled(2)])
+    (lost,) = advance(table, 2, 2)
     assert "cannot be followed" in lost.error
 
 
@@ -147,5 +178,4 @@ def test_a_vocabulary_wider_than_the_logits_is_cut() -> None:
     table = RowTable(1, 20, 1, torch.device("cpu"))
     table.constraints.learn(TOKENS, SPECIALS, ENDS, 5)
     admit(table, 0, 'start: "a"?', [1])
-    masks = masks_of(table.constraints.among(rows(0)))
-    assert masks.words.tolist() == [[0b00011]]
+    assert masks(table, 0).words.tolist() == [[0b00011]]

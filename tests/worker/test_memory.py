@@ -26,7 +26,8 @@ from weft.model.dense import DenseConfig
 from weft.options import CacheOptions
 from weft.types import MemoryLedger
 from weft.worker.graphs import graph_shapes
-from weft.worker.memory_profile import available_cpu_bytes, cache_shape, gpu_share, ledger_table
+from weft.worker.memory_profile import available_cpu_bytes, cache_shape, gpu_share, ledger_table, memory_usage
+from weft.worker.worker import _kv_cache
 
 # 16 KiB of keys and values for a token in float32: 4 layers * 2 * 8 heads * 64 dimensions * 4 bytes.
 GEOMETRY = DenseConfig(
@@ -160,6 +161,16 @@ def test_this_machine_has_memory() -> None:
 def test_the_cache_has_the_size_that_was_planned() -> None:
     made = plan(CacheOptions(num_blocks=3))
     assert torch.empty(cache_shape(GEOMETRY, 3, 16)).nbytes == made.kv_bytes
+
+
+def test_the_cache_of_a_cpu_takes_memory_as_it_is_used() -> None:
+    made = plan(CacheOptions(kv_cache_memory_mb=64))
+    cpu = torch.device("cpu")
+    before, _ = memory_usage(cpu)
+    cache = _kv_cache(cache_shape(GEOMETRY, made.num_blocks, 16), torch.float32, cpu)
+    cache[:, 0, 0] = 1
+    after, _ = memory_usage(cpu)
+    assert cache.nbytes == 64 * MIB and after - before < MIB
 
 
 # A GPU.

@@ -84,7 +84,7 @@ def test_what_is_measured_becomes_the_room(
     stepper = driven.runner.stepper
     monkeypatch.setattr(type(stepper.model.weights), "num_bytes", 20_000)
     before = DeviceMemory(total=100_000, share=0.5, others=600, graphs=50)
-    room = measured(before, stepper.model, stepper.table, driven.limits)
+    room = measured(before, [stepper.model], stepper.table, driven.limits)
     assert room == DeviceMemory(total=100_000, share=0.5, others=700, libraries=100, activations=1000, graphs=50)
     assert room.available == 50_000 - 100 - 1000 - 50
 
@@ -100,5 +100,5 @@ def test_a_step_that_does_not_fit_is_refused_with_smaller_limits(
 
     monkeypatch.setattr(memory_profile, "compute", too_large)
     with pytest.raises(OutOfMemory, match="1020 tokens of 4 requests does not fit") as caught:
-        measured(DeviceMemory(total=100_000), stepper.model, stepper.table, driven.limits)
+        measured(DeviceMemory(total=100_000), [stepper.model], stepper.table, driven.limits)
     assert caught.value.hint == "Set --max-num-batched-tokens 510 and --max-num-seqs 2."

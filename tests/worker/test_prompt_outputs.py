@@ -4,6 +4,7 @@ cut up, and without a trace in anybody else's tokens."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,7 @@ from torch import Tensor
 from tests.tiny_models import VOCAB_SIZE
 from tests.worker.driving import Driven, Outcome, load, request, run, under_reference, watched_logits
 from tests.worker.subjects import Subject, alone
-from weft.checkpoint.model_files import ModelFiles
-from weft.text.tokenizer import Tokenizer
-from weft.types import FinishReason, Pooling, Request, TextAssets, TokenLogprob
+from weft.types import FinishReason, Pooling, Request, TokenLogprob
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -239,34 +238,14 @@ def test_sums_of_prompts_that_were_left_are_forgotten(company: Subject) -> None:
 # Siblings, on a real cache.
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_siblings_write_what_they_write_alone(company: Subject, caching: bool, overlap: bool) -> None:
+def test_siblings_write_what_they_write_alone(company: Subject) -> None:
     prompt = PROMPTS[2]
     asked = [request(str(i), prompt, 12, temperature=0.9, seed=i) for i in range(30)]
     expected = {one.request_id: run(company.driven, [one]).tokens(one.request_id) for one in asked}
-    siblings = [asked[0], *(replace(one, sibling_of="0") for one in asked[1:])]
-    outcome = run(company.driven, siblings, enable_prefix_caching=caching, overlap=overlap)
-    assert {name: output.token_ids for name, output in outcome.outputs.items()} == expected
     assert len({tuple(tokens) for tokens in expected.values()}) > 20
-    if caching:
-        assert outcome.stats.computed_tokens == 100 + 29 * 4 + 30 * 11
-
-
-# The default model.
-
-
-def test_the_default_models_vectors_and_scores(
-    smollm2_files: ModelFiles, smollm2_assets: TextAssets, judge: Any
-) -> None:
-    prompt = Tokenizer.from_assets(smollm2_assets).encode("A loom has a warp, and across it runs the weft.")
-    driven = load(smollm2_files, num_blocks=32, max_model_len=128)
-    reference = judge.from_llama_gguf(smollm2_files.path)
-    outcome = run(
-        driven,
-        [request("scored", prompt, 1, prompt_logprobs=2), *(embedding(f"{kind} 0", prompt, kind) for kind in Pooling)],
-    )
-    assert_scores(outcome.outputs["scored"].prompt_logprobs, judge.logits(reference, prompt), prompt, 2)
-    for pooling in Pooling:
-        expected = expected_vector(reference, prompt, pooling)
-        torch.testing.assert_close(vector(outcome, f"{pooling} 0"), expected, atol=1e-5, rtol=0)
+    siblings = [asked[0], *(replace(one, sibling_of="0") for one in asked[1:])]
+    for caching, overlap in product([True, False], repeat=2):
+        outcome = run(company.driven, siblings, enable_prefix_caching=caching, overlap=overlap)
+        assert {name: output.token_ids for name, output in outcome.outputs.items()} == expected
+        if caching:
+            assert outcome.stats.computed_tokens == 100 + 29 * 4 + 30 * 11

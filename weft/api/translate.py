@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from weft.api.body import off_loop
 from weft.api.openai.logprobs import FIGURE_BYTES
@@ -18,6 +19,7 @@ from weft.api.openai.openai_schema import (
     GivenPrompt,
     Message,
     NamedTool,
+    PredictedContent,
     SamplingFields,
     Tool,
     tensor_fields,
@@ -192,6 +194,8 @@ async def parse_chat(
     engine = served.engine
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    if request.prediction is not None and not engine.abilities.prediction:
+        raise not_taken(engine.name, "prediction")
     _check_continued(request)
     _check_tokens(request, engine)
     tools = toolbox(request, engine.text.styles, is_read=not engine.abilities.tokens)
@@ -213,6 +217,8 @@ async def parse_chat(
         grammar=await served.grammar_of(shape, reader_options.thinking),
         engine=engine,
     )
+    if request.prediction is not None:
+        params = replace(params, prediction=await asyncio.to_thread(_predicted, request.prediction, engine))
     prompts, truncated = _truncated([prompt], request, params, engine)
     task = Sample(params=params, markers=reader_options.markers)
     requests = _requests(request, prompts, task, served, request_id=request_id, tenant=tenant)
@@ -369,6 +375,16 @@ def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> tuple[
         max_tokens=max_encoded_tokens(engine),
     )
     return chat.text, tensors.prompt_of(chat.text, engine) if tensors else chat.token_ids
+
+
+def _predicted(prediction: PredictedContent, engine: Engine) -> tuple[int, ...]:
+    """Return the tokens of a predicted text, no more than the context holds."""
+    most = max_encoded_tokens(engine)
+    try:
+        token_ids = engine.text.tokenizer.encode(prediction.content, add_special_tokens=False, max_tokens=most)
+    except ContextTooLong as error:
+        raise ContextTooLong(error.message, hint="Shorten it.", param="prediction") from error
+    return tuple(token_ids[: engine.model.max_model_len])
 
 
 def _marked(message: Message, field: str, tensors: MarkedTensors) -> str | None:
@@ -577,6 +593,7 @@ def _params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+        speculative=request.speculative,
     )
     params.check()
     if engine.abilities.tokens:

@@ -175,6 +175,10 @@ class Abilities(Struct, frozen=True, kw_only=True):
     stop_tokens: bool = True
     min_tokens: bool = True
     ignore_eos: bool = True
+    speculative: bool = True
+    """A request may choose whether its tokens are drafted."""
+    prediction: bool = True
+    """A request may bring a text to draft tokens from."""
     stop_in_output: bool = True
     """The text of a stop string may be a part of the answer."""
     special_tokens: bool = True
@@ -422,6 +426,8 @@ FIELD_RULES = (
     FieldRule("stop_token_ids", "stop_tokens", lambda params: bool(params.stop_token_ids)),
     FieldRule("min_tokens", "min_tokens", lambda params: params.min_tokens > 0),
     FieldRule("ignore_eos", "ignore_eos", lambda params: params.ignore_eos),
+    FieldRule("speculative", "speculative", lambda params: params.speculative is not None),
+    FieldRule("prediction", "prediction", lambda params: bool(params.prediction)),
     FieldRule("include_stop_str_in_output", "stop_in_output", lambda params: params.include_stop_str_in_output),
     FieldRule("skip_special_tokens", "special_tokens", lambda params: not params.skip_special_tokens),
     FieldRule("structured_outputs", "grammar", lambda params: bool(params.grammar)),

@@ -14,6 +14,7 @@ from weft.backends.contract import Abilities, Health, Stream, Take, check_abilit
 from weft.backends.model_text import ModelText, open_model_text
 from weft.checkpoint.adapter_files import adapter_paths, allowed_adapter
 from weft.checkpoint.model_files import ModelFiles
+from weft.checkpoint.tokenizer_assets import text_assets
 from weft.engine.client import EngineClient
 from weft.engine.process import LaunchedEngine, launch_engine
 from weft.engine.wire import Vocabulary
@@ -24,6 +25,7 @@ from weft.options import Config
 from weft.payloads import NO_TEXTS
 from weft.text.detokenizer import OutputText
 from weft.text.grammars.specs import vocabulary_of
+from weft.text.tokenizer import Tokenizer
 from weft.types import (
     Adapter,
     Arrival,
@@ -59,6 +61,8 @@ async def start_native(
     refuse(config, files)
     if files is None:
         files = await asyncio.to_thread(find_model, config)
+    if files.draft is not None:
+        await asyncio.to_thread(check_vocabulary, files, files.draft)
     return await open_engine(EngineClient(config, files, launch), NativeEngine)
 
 
@@ -86,20 +90,40 @@ async def open_engine(client: EngineClient, make: Callable[[EngineClient, ModelT
 
 def refuse(config: Config, files: ModelFiles | None) -> None:
     """Raise ConfigError for settings of other engines that this one cannot honour."""
-    quantization = config.backend.quantization
-    if quantization not in ("", "fp8"):
+    if config.model.speculative_model and config.scheduler.speculative != "off":
         raise ConfigError(
-            f"The engine native quantises weights to fp8 alone: --quantization cannot be {quantization}.",
-            hint="Take an engine of vLLM; or an FP8 checkpoint on a GPU, a quantised GGUF file on a CPU.",
+            f"--speculative {config.scheduler.speculative} and --speculative-model are two ways to draft.",
+            hint="Leave one of them out.",
+        )
+    quantization = config.backend.quantization
+    if quantization not in ("", "fp8", "int4"):
+        raise ConfigError(
+            f"The engine native quantises weights to fp8 or int4: --quantization cannot be {quantization}.",
+            hint="Leave it out for a checkpoint of FP8, AWQ, GPTQ or compressed-tensors, or take an engine of vLLM.",
         )
     device = accelerator() if config.model.device == "auto" else config.model.device
-    if quantization == "fp8" and device == "cpu":
-        raise ConfigError("CPUs do not multiply FP8: --quantization fp8 is for GPUs.", hint="Serve a GGUF file.")
+    if quantization and device == "cpu":
+        kind = "FP8" if quantization == "fp8" else quantization
+        raise ConfigError(
+            f"CPUs do not multiply {kind}: --quantization {quantization} is for GPUs.", hint="Serve a GGUF file."
+        )
     if config.backend.tensor_parallel_size > 1:
         raise ConfigError(
             f"The engine native computes on one device: --tensor-parallel-size cannot be "
             f"{config.backend.tensor_parallel_size}.",
             hint="Take an engine of vLLM.",
+        )
+
+
+def check_vocabulary(files: ModelFiles, draft: ModelFiles) -> None:
+    """Raise ConfigError for a draft model whose tokens are not those of the model."""
+    ours, theirs = (vocabulary_of(Tokenizer.from_assets(text_assets(one))).tokens for one in (files, draft))
+    if ours != theirs:
+        differing = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
+        why = f"has {len(theirs)} tokens, not {len(ours)}" if differing is None else f"has another token {differing}"
+        raise ConfigError(
+            f"--speculative-model {draft.name} {why}: a draft model needs the vocabulary of {files.name}.",
+            hint="Name a smaller model of the same family.",
         )
 
 

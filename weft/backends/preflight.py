@@ -6,7 +6,6 @@ import platform
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
@@ -17,9 +16,9 @@ from weft.backends.registry import engine_named, engines_in_order, list_engines,
 from weft.backends.safe_loading import Start, check_load, in_daemon_thread
 from weft.backends.starting import chosen_engines, refusal_of, start_first
 from weft.checkpoint.adapter_files import adapter_paths
-from weft.checkpoint.model_files import ModelFiles, dummy_files
+from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ConfigError
-from weft.hub.resolve import find_model, resolve
+from weft.hub.resolve import find_model
 from weft.machine.devices import Device
 from weft.machine.hardware import Machine, Memory, inspect_machine
 from weft.machine.memory import GIB
@@ -114,10 +113,7 @@ def _numba() -> Finding:
 
 def files_here(config: Config) -> ModelFiles:
     """Return the files of the model, where they are on this machine; nothing is fetched. Raises ModelError."""
-    model = config.model
-    if model.load_format == "dummy":
-        return dummy_files(Path(model.model))
-    return resolve(model.model, model.revision, allow_pull=False, progress=False)
+    return find_model(config, allow_pull=False)
 
 
 def planned(config: Config, files: ModelFiles, memory_gib: float = 0) -> Plan:

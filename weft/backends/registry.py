@@ -248,6 +248,16 @@ def obstacle(spec: EngineSpec, config: Config | None = None) -> str:
     return ""
 
 
+def expect_engine(config: Config) -> None:
+    """Let the process that Weft's own engine is forked from, where that is the engine, import torch while this one
+    imports other things."""
+    specs = engines_in_order(config.backend.engine, config.model.device)
+    if next((spec.name for spec in specs if not obstacle(spec, config)), "") == "native":
+        from weft.engine.process import expect_launch
+
+        expect_launch()
+
+
 def why_unavailable(name: str, config: Config | None = None) -> str:
     """Return why an engine cannot be used on this machine with this configuration; empty: it can. Imports what it
     stands on, in another process."""

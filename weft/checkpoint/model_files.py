@@ -29,6 +29,8 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
     """The commit of a hub model, the version of a catalogue model; empty for a path."""
     sampling: dict[str, float] = {}
     """Values for fields of `SamplingDefaults`, which hold where its files recommend nothing."""
+    draft: ModelFiles | None = None
+    """The draft model beside it, which is loaded with it."""
 
 
 def dummy_files(path: Path) -> ModelFiles:

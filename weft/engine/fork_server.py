@@ -47,6 +47,7 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._reads_at_import = (dict(environment), Path.cwd())
+        self._has_forked = False
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -71,6 +72,7 @@ class ForkServer:
         """Ask for an engine process, and return at once: the server may be importing yet. Raises OSError when it is
         gone."""
         engine = ForkedEngine()
+        self._has_forked = True
         with engine.theirs, engine.control_theirs:
             fds = [engine.theirs.fileno(), engine.control_theirs.fileno(), 1, 2]
             try:
@@ -83,6 +85,8 @@ class ForkServer:
     def close(self) -> None:
         atexit.unregister(self.close)
         self._socket.close()
+        if not self._has_forked:
+            self._process.kill()  # it may be importing yet, and would not hear
         self._process.wait()
 
 
@@ -193,10 +197,12 @@ def _tell(control: socket.socket, number: int) -> None:
 
 
 def serve(commands: socket.socket) -> None:
+    # Nothing that is imported is garbage.
+    gc.disable()
     with contextlib.suppress(Exception):  # an engine that cannot import it says so to its own api process
         import_module("weft.engine.loop")
-    gc.collect()
     gc.freeze()
+    gc.enable()
     warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     ended, wake = os.pipe()
     os.set_blocking(wake, False)

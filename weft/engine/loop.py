@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import queue
@@ -82,6 +83,7 @@ def serve(start: Start, channel: Channel) -> None:
     core = EngineCore(Scheduler(worker.limits), worker.runner, overlap=overlap, memory=worker.memory)
     gc.collect()
     gc.freeze()
+    _return_freed_memory()
     channel.send(Ready(worker.info, core.stats()))
     recorder = Recorder()
     told = 0.0
@@ -93,6 +95,12 @@ def serve(start: Start, channel: Channel) -> None:
             told = channel.step_began
             channel.send(StepOutput(brought.tokens, brought.events, core.stats()))
         channel.step_began = 0.0
+
+
+def _return_freed_memory() -> None:
+    """Give back what loading the model has freed. glibc would keep it for later."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _idle(core: EngineCore, channel: Channel) -> ToEngine | None:

@@ -174,6 +174,12 @@ def launch_engine(module: str = __name__, *arguments: str) -> LaunchedEngine:
     return EngineProcess(sys.executable, "-c", f"from {module} import main; main()", *arguments)
 
 
+def expect_launch() -> None:
+    """Start what engine processes are forked from: it imports torch while this process does other things."""
+    if sys.platform == "linux":
+        shared_fork_server(engine_environment())
+
+
 class EngineThread:
     def __init__(self) -> None:
         self.pid: int | None = None

@@ -7,6 +7,8 @@ import logging
 from contextlib import nullcontext
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from weft.checkpoint.model_files import SOURCES, ModelFiles, dummy_files, model_at, models_folder
 from weft.errors import ModelError
 from weft.hub.catalog import CATALOGUE, installed, is_installed, pull
@@ -131,13 +133,21 @@ def _nearest(model: str) -> str:
     return f"Did you mean {close[0]!r}? {POSSIBLE}" if close else f"Known names: {', '.join(known)}. {POSSIBLE}"
 
 
-def find_model(config: Config, report: Report = unheard) -> ModelFiles:
-    """Return the files of the model that a configuration names, pulled if necessary, whole and checked.
+def find_model(config: Config, report: Report = unheard, *, allow_pull: bool = True) -> ModelFiles:
+    """Return the files of the model that a configuration names, and of its draft model, pulled if necessary and
+    allowed, whole and checked.
 
     `report` is called for every stage, in the calling thread. A download of which nothing comes for STALL_SECONDS ends
     with a ModelError. Python files come along where the operator trusts them.
     """
-    report(Progress("resolve", note=config.model.model))
-    if config.model.load_format == "dummy":
-        return dummy_files(Path(config.model.model))
-    return resolve(config.model.model, config.model.revision, report=report, with_code=config.backend.trust_remote_code)
+    options = config.model
+    report(Progress("resolve", note=options.model))
+
+    def find(model: str, revision: str = "") -> ModelFiles:
+        if options.load_format == "dummy":
+            return dummy_files(Path(model))
+        with_code = config.backend.trust_remote_code
+        return resolve(model, revision, allow_pull=allow_pull, progress=allow_pull, report=report, with_code=with_code)
+
+    files = find(options.model, options.revision)
+    return replace(files, draft=find(options.speculative_model)) if options.speculative_model else files

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weft.kernels.batch import AttentionBatch, HeadNorms, HeadShape
 from weft.kernels.fp8 import Fp8Weight
+from weft.kernels.int4 import Int4Weight
 from weft.kernels.quantised import QuantisedWeight, finely_rounded, rounded
 from weft.kernels.weights import Weight
 
@@ -25,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, QuantisedWeight):
         return F.linear(rounded(x), weight.dequantised().to(x.dtype), bias)
-    if isinstance(weight, Fp8Weight):
+    if isinstance(weight, Fp8Weight | Int4Weight):
         return F.linear(x, weight.dequantised().to(x.dtype), bias)
     return F.linear(x, weight, bias)
 

@@ -124,13 +124,17 @@ def plan_memory(
     dtype: NumberType,
     weights_bytes: int,
     kv_memory_bytes: int | None = None,
+    draft: Shape | None = None,
 ) -> MemoryPlan:
     """Plan the blocks and the context that fit. Raises OutOfMemory with the numbers and the flags that would help.
 
     `max_model_len` 0 takes the longest context that the model allows and the cache holds. The cache gets
-    `kv_memory_bytes` unless the operator says otherwise; None: all that the weights leave.
+    `kv_memory_bytes` unless the operator says otherwise; None: all that the weights leave. A draft model has as many
+    blocks, of its own geometry.
     """
     block_bytes = kv_bytes_per_token(config, dtype) * cache.block_size
+    if draft is not None:
+        block_bytes += kv_bytes_per_token(draft, dtype) * cache.block_size
     if cache.kv_cache_memory_mb:
         kv_memory_bytes = cache.kv_cache_memory_mb * MIB
     elif kv_memory_bytes is None:
@@ -205,19 +209,28 @@ def num_parameters(config: Shape) -> int:
     return config.num_layers * layer + tables
 
 
-FP8_GROUP = 128
-"""Columns of e4m3 weights that share a scale, where a row has several."""
+QUANTISED_GROUP = 128
+"""Columns of quantised weights that share a scale, where a row has several."""
 
 
 def fp8_bytes(config: Shape, dtype: NumberType, *, grouped: bool = False) -> int:
-    """Return the bytes of the weights with those of the decoder's linear layers as e4m3."""
+    """Return the bytes of the weights with those of the decoder's linear layers as e4m3, their scales as float32."""
+    return _quantised_bytes(config, dtype, bits=8, bytes_of_group=4, grouped=grouped)
+
+
+def int4_bytes(config: Shape, dtype: NumberType) -> int:
+    """Return the bytes of the weights with those of the decoder's linear layers of four bits, quantised here."""
+    return _quantised_bytes(config, dtype, bits=4, bytes_of_group=2 * dtype.itemsize, grouped=True)
+
+
+def _quantised_bytes(config: Shape, dtype: NumberType, *, bits: int, bytes_of_group: int, grouped: bool) -> int:
     queries, keys_values = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
     hidden, middle = config.hidden_size, config.intermediate_size
     linears = ((queries + keys_values, hidden), (hidden, queries), (2 * middle, hidden), (hidden, middle))
     numbers = sum(rows * columns for rows, columns in linears)
-    scales = sum(rows * (-(-columns // FP8_GROUP) if grouped else 1) for rows, columns in linears)
+    groups = sum(rows * (-(-columns // QUANTISED_GROUP) if grouped else 1) for rows, columns in linears)
     others = num_parameters(config) - config.num_layers * numbers
-    return config.num_layers * (numbers + 4 * scales) + others * dtype.itemsize
+    return config.num_layers * (numbers * bits // 8 + bytes_of_group * groups) + others * dtype.itemsize
 
 
 def activations_bytes(config: Shape, dtype: NumberType, num_tokens: int) -> int:

@@ -25,6 +25,8 @@ from weft.options import Config
 PLAIN_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types of plain floats, which an engine may convert, and the bytes of each in a file."""
 FP8, FP8_SCALES = "F8_E4M3", ("weight_scale", "weight_scale_inv")
+INT4_NUMBERS, INT4_OTHERS = (".qweight", ".weight_packed"), (".qzeros", ".g_idx", "_zero_point", "_g_idx", "_shape")
+"""The names of words of eight numbers of four bits, and of what is not held as it is stored."""
 NOT_HELD = ("rotary_emb.inv_freq", "rope_freqs.weight")
 """Tensors that engines compute themselves and do not load."""
 GGUF_EMBEDDING, GGUF_HEAD, HEAD = "token_embd.weight", "output.weight", "lm_head.weight"
@@ -57,6 +59,10 @@ class Weights(Struct, frozen=True, kw_only=True):
     """Those of the quantised ones that are e4m3."""
     has_fp8_blocks: bool = False
     """True where blocks of them have scales of their own."""
+    int4: int = 0
+    """Those of the quantised ones that have four bits."""
+    int4_scales: int = 0
+    """Their scales, which are counted among the floats as well."""
 
     def held_bytes(self, dtype: NumberType, *, unpacked: bool) -> int:
         """Return the bytes of the weights as this type; of the quantised ones too, or as they are."""
@@ -66,6 +72,10 @@ class Weights(Struct, frozen=True, kw_only=True):
         """Return the bytes of the weights with the quantised ones as kernels of a CPU hold them."""
         return self.floats * dtype.itemsize + self.panel_bytes
 
+    def held_as_int4(self, dtype: NumberType) -> int:
+        """Return the bytes of the weights with those of four bits as they are, and a zero beside every scale."""
+        return (self.floats + self.int4_scales) * dtype.itemsize + self.int4 // 2
+
     def __add__(self, other: Weights) -> Weights:
         return Weights(
             floats=self.floats + other.floats,
@@ -74,6 +84,8 @@ class Weights(Struct, frozen=True, kw_only=True):
             panel_bytes=self.panel_bytes + other.panel_bytes,
             fp8=self.fp8 + other.fp8,
             has_fp8_blocks=self.has_fp8_blocks or other.has_fp8_blocks,
+            int4=self.int4 + other.int4,
+            int4_scales=self.int4_scales + other.int4_scales,
         )
 
 
@@ -108,7 +120,7 @@ def safetensors_weights(files: Iterable[Path], *, left_out: tuple[str, ...] = NO
 
 
 def _file_weights(path: Path, left_out: tuple[str, ...]) -> Weights:
-    floats = packed = fp8 = float_bytes = 0
+    floats = packed = fp8 = int4 = scales = float_bytes = 0
     has_fp8_blocks = False
     try:
         with safe_open(path, framework="numpy") as file:
@@ -116,21 +128,26 @@ def _file_weights(path: Path, left_out: tuple[str, ...]) -> Weights:
                 tensor = file.get_slice(name)
                 shape, size = tensor.get_shape(), PLAIN_FLOATS.get(tensor.get_dtype())
                 count = math.prod(shape)
-                if size is None:
+                if size is None and name.endswith(INT4_NUMBERS):
+                    int4 += count * 8
+                elif size is None and not name.endswith(INT4_OTHERS):
                     packed += count
                     fp8 += count if tensor.get_dtype() == FP8 else 0
-                else:
+                elif size is not None:
                     float_bytes += count * size
+                    scales += count if name.endswith((".scales", ".weight_scale")) else 0
                     floats += 0 if name.endswith(left_out) else count
                     has_fp8_blocks |= name.endswith(FP8_SCALES) and len(shape) == 2 and shape[1] > 1
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is no readable safetensors file: {error}.") from error
     return Weights(
         floats=floats,
-        packed=packed,
-        packed_bytes=path.stat().st_size - float_bytes if packed else 0,
+        packed=packed + int4,
+        packed_bytes=path.stat().st_size - float_bytes if packed + int4 else 0,
         fp8=fp8,
         has_fp8_blocks=has_fp8_blocks,
+        int4=int4,
+        int4_scales=scales if int4 else 0,
     )
 
 

@@ -34,11 +34,12 @@ from weft.machine.memory import (
     adapter_bytes,
     check_step,
     fp8_bytes,
+    int4_bytes,
     kv_bytes_per_token,
     plan_memory,
     safe_share,
 )
-from weft.machine.model_size import Geometry, Weights, adapters_bytes, safetensors_weights, size_of
+from weft.machine.model_size import Geometry, ModelSize, Weights, adapters_bytes, safetensors_weights, size_of
 from weft.options import Config
 from weft.types import MemoryLedger
 
@@ -165,6 +166,7 @@ class Planner:
         self.files = files
         self.engine = engine
         self.size = size_of(files)
+        self.draft = size_of(files.draft) if files.draft is not None else None
 
     def plan(self, config: Config, machine: Machine) -> Plan:
         return _Planning(config, machine, self).plan()
@@ -197,16 +199,17 @@ class _Planning:
             and find_spec("numba") is not None
         )
         """True where quantised weights stay so, for the native engine's own kernels."""
-        self.holds_fp8 = (
-            planner.engine == "native"
-            and self.place == "cuda"
-            and self.dtype.itemsize == 2
-            and (config.backend.quantization == "fp8" or planner.size.weights.fp8 > 0)
-        )
+        quantization, stored = config.backend.quantization, planner.size.weights
+        multiplies = planner.engine == "native" and self.place == "cuda" and self.dtype.itemsize == 2
+        self.holds_fp8 = multiplies and (quantization == "fp8" or (stored.fp8 > 0 and not quantization))
         """True where the native engine holds the decoder's linear weights as e4m3."""
+        self.holds_int4 = multiplies and (quantization == "int4" or (stored.int4 > 0 and not quantization))
+        """True where it holds them with four bits."""
         self.parts = config.backend.tensor_parallel_size if self.place != "cpu" else 1
         """Devices that share the model; the plan is for one of them."""
         self.weights = self._held_weights()
+        self.draft = planner.draft.geometry if planner.draft is not None else None
+        """The geometry of the draft model; None: there is none, or its description does not tell."""
         self.seqs = config.scheduler.max_num_seqs or MAX_NUM_SEQS[self.place]
         self.budget = config.scheduler.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[self.place]
         check_step(self.budget, self.seqs)
@@ -247,6 +250,8 @@ class _Planning:
     def _with_cache(self, plan: Plan, geometry: Geometry, known: DeviceMemory) -> Plan:
         geometry = replace(geometry, num_kv_heads=max(1, geometry.num_kv_heads // self.parts))
         per_token = kv_bytes_per_token(geometry, self.dtype)
+        if self.draft is not None:
+            per_token += kv_bytes_per_token(self.draft, self.dtype)
         block_size = self.config.cache.block_size
         free_tokens = max(0, plan.memory.available - plan.weights) // (per_token * block_size) * block_size - block_size
         plan = replace(
@@ -291,24 +296,33 @@ class _Planning:
             dtype=self.dtype,
             weights_bytes=self.weights,
             kv_memory_bytes=CPU_CACHE_BYTES if self.place == "cpu" else None,
+            draft=self.draft,
         )
 
     def _held_weights(self) -> int:
-        weights, quantization = self.planner.size.weights, self.config.backend.quantization
-        held = weights.held_bytes(self.dtype, unpacked=not self.profile.keeps_packed)
-        if self.holds_panels:
-            held = weights.held_in_panels(self.dtype)
-        if self.holds_fp8 and self.planner.size.geometry is not None:
-            held = fp8_bytes(self.planner.size.geometry, self.dtype, grouped=weights.has_fp8_blocks)
-        if self.profile.keeps_packed and not weights.packed and quantization in ONLINE_BYTES:
-            held = int(weights.floats * ONLINE_BYTES[quantization])
         image_model = _image_weights(self.config.model.image_model) if self.profile.has_image_model else Weights()
         adapters = 0 if self.profile.reserves_adapters else adapters_bytes(self.config, self.dtype)
-        return held // self.parts + image_model.held_bytes(self.dtype, unpacked=True) + adapters
+        draft = self._held(self.planner.draft) if self.planner.draft is not None else 0
+        beside = draft + image_model.held_bytes(self.dtype, unpacked=True) + adapters
+        return self._held(self.planner.size) // self.parts + beside
+
+    def _held(self, size: ModelSize) -> int:
+        """Return the bytes of a model's weights as the engine holds them."""
+        weights, quantization = size.weights, self.config.backend.quantization
+        held = weights.held_bytes(self.dtype, unpacked=not self.profile.keeps_packed)
+        if self.holds_panels and weights.panel_bytes:
+            held = weights.held_in_panels(self.dtype)
+        if self.holds_fp8 and size.geometry is not None and (quantization == "fp8" or weights.fp8):
+            held = fp8_bytes(size.geometry, self.dtype, grouped=weights.has_fp8_blocks)
+        if self.holds_int4 and size.geometry is not None and (quantization == "int4" or weights.int4):
+            held = weights.held_as_int4(self.dtype) if weights.int4 else int4_bytes(size.geometry, self.dtype)
+        if self.profile.keeps_packed and not weights.packed and quantization in ONLINE_BYTES:
+            held = int(weights.floats * ONLINE_BYTES[quantization])
+        return held
 
     @property
     def keeps_packed(self) -> bool:
-        return self.profile.keeps_packed or self.holds_panels or self.holds_fp8
+        return self.profile.keeps_packed or self.holds_panels or self.holds_fp8 or self.holds_int4
 
     def _known_memory(self) -> DeviceMemory:
         """Return the device's memory as it is now."""

@@ -26,15 +26,17 @@ class Groups(NamedTuple):
     """Weights as whole numbers: each is its number times the scale of its group of neighbours, plus their minimum."""
 
     numbers: Tensor
-    """uint8, [blocks, block size]."""
+    """uint8, [blocks, block size]; in pairs, [blocks, block size / 2]."""
     scales: Tensor
     """float32, [blocks, groups]."""
     minima: Tensor
     zero: int = 0
     """The number that stands for 0, which the minima follow from; 0 where they are the file's own."""
+    in_pairs: bool = False
+    """True for two numbers in a byte: the low bits of a block's bytes are its first half, the high ones the second."""
 
     def decode_into(self, out: Tensor) -> None:
-        groups = out.copy_(self.numbers).view(*self.scales.shape, -1)
+        groups = out.copy_(_nibbles(self.numbers) if self.in_pairs else self.numbers).view(*self.scales.shape, -1)
         if self.zero:
             groups.sub_(self.zero).mul_(self.scales.unsqueeze(2))
         else:
@@ -120,11 +122,11 @@ def _q8_0(blocks: Tensor) -> Groups:
 
 
 def _q4_0(blocks: Tensor) -> Groups:
-    return _around(_nibbles(blocks[:, 2:]), _half(blocks, 0), 8)
+    return _around(blocks[:, 2:], _half(blocks, 0), 8)._replace(in_pairs=True)
 
 
 def _q4_1(blocks: Tensor) -> Groups:
-    return Groups(_nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2))
+    return Groups(blocks[:, 4:], _half(blocks, 0), _half(blocks, 2), in_pairs=True)
 
 
 def _q5_0(blocks: Tensor) -> Groups:

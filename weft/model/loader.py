@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -19,11 +20,15 @@ from weft.checkpoint import gguf, tokenizer_assets
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ModelError
 from weft.kernels.fp8 import E4M3, GROUP, Fp8Weight, quantise_rows
-from weft.kernels.quantised import BLOCK, PanelLayout, QuantisedWeight, format_for, pack
+from weft.kernels.int4 import MIDDLE, Int4Groups, is_multiplied, quantised_groups
+from weft.kernels.int4 import pack as pack_int4
+from weft.kernels.panel_format import BLOCK, PanelLayout, format_for
+from weft.kernels.quantised import QuantisedWeight, pack
 from weft.kernels.weights import DecoderWeights, LayerWeights, Table, Weight
 from weft.model.architectures import architecture_of, config_from_gguf, config_from_huggingface
 from weft.model.dense import DenseConfig
 from weft.model.dequant import BlockFormat, Groups, block_format, dequantise, unpack
+from weft.model.int4_formats import SUFFIXES, Int4Format, int4_format, read_int4
 
 HUGGINGFACE_NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -83,8 +88,12 @@ class Source(Protocol):
 
     def read_into(self, out: Tensor, name: str) -> None: ...
 
-    def is_fp8(self, name: str) -> bool:
-        """Return whether there is a tensor of this name, and its numbers are e4m3."""
+    @property
+    def int4(self) -> Int4Format | None:
+        """How linear weights of four bits are packed; None where there are none."""
+
+    def number_type(self, name: str) -> str:
+        """Return the type of a tensor as safetensors files call it; empty for one of blocks, or where there is none."""
 
     def block_format(self, name: str) -> BlockFormat | None:
         """Return how whole numbers are packed in a tensor; None for one of floats."""
@@ -94,7 +103,8 @@ class Source(Protocol):
 
 
 class SafetensorsSource:
-    def __init__(self, files: ModelFiles, stack: ExitStack) -> None:
+    def __init__(self, files: ModelFiles, stack: ExitStack, int4: Int4Format | None = None) -> None:
+        self.int4 = int4
         self._file_of: dict[str, Any] = {}
         for path in files.weight_files:
             try:
@@ -115,8 +125,8 @@ class SafetensorsSource:
         # A copy between devices that changes the type as well would change it on the host.
         out.copy_(mapped if mapped.dtype == out.dtype else mapped.to(out.device))
 
-    def is_fp8(self, name: str) -> bool:
-        return name in self._file_of and self._file_of[name].get_slice(name).get_dtype() == "F8_E4M3"
+    def number_type(self, name: str) -> str:
+        return str(self._file_of[name].get_slice(name).get_dtype()) if name in self._file_of else ""
 
     def block_format(self, name: str) -> BlockFormat | None:
         return None
@@ -128,8 +138,7 @@ class SafetensorsSource:
 class NoSource:
     """The source of a dummy model, which has no tensors: its weights are random."""
 
-    def __init__(self, files: ModelFiles, stack: ExitStack) -> None:
-        pass
+    int4 = None
 
     def names(self) -> set[str]:
         return set()
@@ -140,8 +149,8 @@ class NoSource:
     def read_into(self, out: Tensor, name: str) -> None:
         raise KeyError(name)
 
-    def is_fp8(self, name: str) -> bool:
-        return False
+    def number_type(self, name: str) -> str:
+        return ""
 
     def block_format(self, name: str) -> BlockFormat | None:
         return None
@@ -151,6 +160,8 @@ class NoSource:
 
 
 class GgufSource:
+    int4 = None
+
     def __init__(self, files: ModelFiles) -> None:
         self.file = gguf.read_gguf(files.path)
         self._raw = gguf.map_tensors(self.file)
@@ -168,8 +179,8 @@ class GgufSource:
         else:
             out.copy_(dequantise(raw, info.type.name, info.shape))
 
-    def is_fp8(self, name: str) -> bool:
-        return False
+    def number_type(self, name: str) -> str:
+        return ""
 
     def block_format(self, name: str) -> BlockFormat | None:
         known = block_format(self.file.tensors[name].type.name)
@@ -198,12 +209,16 @@ def open_model(files: ModelFiles) -> Iterator[tuple[DenseConfig, Source]]:
                 source,
             )
         else:
-            source_of = NoSource if files.kind == "dummy" else SafetensorsSource
-            yield config_from_huggingface(tokenizer_assets.model_facts(files)), source_of(files, stack)
+            facts = tokenizer_assets.model_facts(files)
+            dummy = files.kind == "dummy"
+            yield (
+                config_from_huggingface(facts),
+                NoSource() if dummy else SafetensorsSource(files, stack, int4_format(facts)),
+            )
 
 
-Fp8Loading: TypeAlias = Literal["dequantise", "keep", "quantise"]
-"""The decoder's linear weights of e4m3: none, those that the files have so, or all."""
+LinearLoading: TypeAlias = Literal["dequantise", "keep", "fp8", "int4"]
+"""How the decoder's linear weights are held: as floats, as the files have them, or quantised."""
 
 
 def load_weights(
@@ -214,13 +229,13 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     panels: PanelLayout | None = None,
-    fp8: Fp8Loading = "dequantise",
+    linears: LinearLoading = "dequantise",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DecoderWeights:
     """Read every tensor of the model; `progress` is called with layers done and layers in all. With a layout for
-    `panels`, the weights of linear layers that the files have as whole numbers stay so; `fp8` says which are e4m3."""
+    `panels`, linear weights that a GGUF file has as whole numbers stay so; `linears` says how others are held."""
     loading = _DummyLoading if files.kind == "dummy" else _Loading
-    return loading(files, config, source, dtype, device, panels, fp8).decoder(progress)
+    return loading(files, config, source, dtype, device, panels, linears).decoder(progress)
 
 
 class _Loading:
@@ -232,7 +247,7 @@ class _Loading:
         dtype: torch.dtype,
         device: torch.device,
         panels: PanelLayout | None,
-        fp8: Fp8Loading,
+        linears: LinearLoading,
     ) -> None:
         is_gguf = files.kind == "gguf"
         self.config = config
@@ -240,7 +255,7 @@ class _Loading:
         self.dtype = dtype
         self.device = device
         self.panels = panels
-        self.fp8 = fp8
+        self.linears = linears
         self.names = GGUF_NAMES if is_gguf else HUGGINGFACE_NAMES
         self.rope_pairs = is_gguf and architecture_of(config.family).gguf_rope_pairs
         self.unread = {name for name in source.names() if not _NOT_WEIGHTS.search(name)}
@@ -258,6 +273,7 @@ class _Loading:
             self.unread.discard(self.names["head"])
         else:
             head = self.table({"head": config.vocab_size}, config.hidden_size)
+        self.pass_over_empty_biases()
         if self.unread:
             some = ", ".join(sorted(self.unread)[:3])
             raise ModelError(f"The model has {len(self.unread)} tensors that its kind does not know: {some}.")
@@ -293,8 +309,12 @@ class _Loading:
 
     def linear(self, parts: dict[str, int], columns: int, layer: int) -> Weight:
         """Return the weight of a linear layer of several parts."""
-        if self.fp8 == "quantise" or (self.fp8 == "keep" and self.has_fp8(parts, layer)):
+        if self.linears == "fp8" or (self.linears == "keep" and self.has_fp8(parts, layer)):
             return self.fp8_weight(parts, columns, layer)
+        if self.linears in ("keep", "int4") and all(self.has_int4(part, layer) for part in parts):
+            return self.int4_weight(parts, columns, layer)
+        if self.linears == "int4":
+            return pack_int4(quantised_groups(self.fused(parts, (columns,), layer)), self.dtype)
         return self.table(parts, columns, layer)
 
     def table(self, parts: dict[str, int], columns: int, layer: int = -1) -> Table:
@@ -317,7 +337,7 @@ class _Loading:
         for half_scales in (all(one.half_scales for one in known), False):
             wanted = format_for(bits, group_size, half_scales=half_scales)
             try:
-                packed = [pack(*groups, wanted, self.panels) for groups in read]
+                packed = [pack(*one[:3], wanted, self.panels, in_pairs=one.in_pairs) for one in read]
             except OverflowError:
                 continue
             self.unread.difference_update(names)
@@ -325,15 +345,18 @@ class _Loading:
             return QuantisedWeight(panels, wanted, self.panels, sum(parts.values()))
         raise AssertionError("float32 holds every scale")
 
-    def read_groups(self, part: str, name: str, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    def read_groups(self, part: str, name: str, rows: int) -> Groups:
+        """Return the numbers, scales and minima of a part by its rows."""
         groups = self.source.groups(name)
-        read = (groups.numbers.view(rows, -1), groups.scales.view(rows, -1), groups.minima.view(rows, -1))
+        numbers, scales, minima = (one.reshape(rows, -1) for one in groups[:3])
         if self.turns(part):
-            return tuple(pairs_from_halves(one, self.config.head_dim) for one in read)  # type: ignore[return-value]
-        return read
+            numbers, scales, minima = (
+                pairs_from_halves(one, self.config.head_dim) for one in (numbers, scales, minima)
+            )
+        return Groups(numbers, scales, minima, in_pairs=groups.in_pairs)
 
     def has_fp8(self, parts: dict[str, int], layer: int) -> bool:
-        return any(self.source.is_fp8(self.names[part].format(layer)) for part in parts)
+        return any(self.source.number_type(self.names[part].format(layer)) == "F8_E4M3" for part in parts)
 
     def fp8_weight(self, parts: dict[str, int], columns: int, layer: int) -> Fp8Weight:
         """Return the weight as e4m3. Parts of other floats are quantised."""
@@ -382,6 +405,54 @@ class _Loading:
             return read.repeat_interleave(GROUP, dim=0)[:rows].T
         return read.reshape(1, -1).expand(1, rows)
 
+    def has_int4(self, part: str, layer: int) -> bool:
+        return (
+            self.source.int4 is not None
+            and f"{self.stem(part, layer)}{self.source.int4.numbers}" in self.source.names()
+        )
+
+    def stem(self, part: str, layer: int) -> str:
+        return self.names[part].format(layer).removesuffix("weight")
+
+    def int4_weight(self, parts: dict[str, int], columns: int, layer: int) -> Weight:
+        """Return the weight as the files have it, or as floats where its parts have groups of different columns."""
+        read = [self.read_int4(part, rows, columns, layer) for part, rows in parts.items()]
+        size, order = read[0].group_size, read[0].order
+        if not is_multiplied(size, columns):
+            raise ModelError(
+                f"Weights of four bits in groups of {size} columns are not supported.",
+                hint="Groups of 32, 64, multiples of 128 and whole rows are; --dtype float32 dequantises.",
+            )
+        if any(one.group_size != size or not _is_same(one.order, order) for one in read):
+            return torch.cat([one.dequantised().to(self.dtype) for one in read])
+        zeros = torch.cat(
+            [one.scales.new_full((), MIDDLE).expand_as(one.scales) if one.zeros is None else one.zeros for one in read]
+        )
+        numbers, scales = torch.cat([one.numbers for one in read]), torch.cat([one.scales for one in read])
+        is_plain = bool((zeros == MIDDLE).all())
+        return pack_int4(Int4Groups(numbers, scales, None if is_plain else zeros, size, order), self.dtype)
+
+    def read_int4(self, part: str, rows: int, columns: int, layer: int) -> Int4Groups:
+        assert self.source.int4 is not None
+        stem = self.stem(part, layer)
+        self.unread.difference_update(f"{stem}{suffix}" for suffix in SUFFIXES)
+        groups = read_int4(self.source, self.source.int4, stem, rows, columns, self.device)
+        if not self.turns(part):
+            return groups
+        turned = partial(pairs_from_halves, head_dim=self.config.head_dim)
+        zeros = None if groups.zeros is None else turned(groups.zeros)
+        return groups._replace(numbers=turned(groups.numbers), scales=turned(groups.scales), zeros=zeros)
+
+    def pass_over_empty_biases(self) -> None:
+        """Pass over biases that GPTQ wrote for layers that have none, which are zeros."""
+        if self.source.int4 is None:
+            return
+        for name in [name for name in self.unread if name.endswith("_proj.bias")]:
+            bias = torch.empty(self.source.shape(name))
+            self.source.read_into(bias, name)
+            if not bias.any():
+                self.unread.discard(name)
+
     def one(self, part: str, shape: tuple[int, ...], layer: int = -1) -> Tensor:
         return self.fused({part: shape[0]}, shape[1:], layer)
 
@@ -395,6 +466,10 @@ class _Loading:
         return whole
 
     def read_into(self, out: Tensor, part: str, layer: int) -> None:
+        if self.has_int4(part, layer):
+            rows, columns = out.shape
+            out.copy_(self.read_int4(part, rows, columns, layer).dequantised())
+            return
         if self.has_fp8({part: len(out)}, layer):
             numbers = torch.empty(out.shape, dtype=E4M3, device=out.device)
             out.copy_(Fp8Weight(numbers, self.read_fp8(numbers, part, layer)).dequantised())
@@ -428,7 +503,11 @@ class _DummyLoading(_Loading):
             out.normal_(std=0.02)
 
 
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
 def pairs_from_halves(tensor: Tensor, head_dim: int) -> Tensor:
     """Reorder the rows of each head so that the two halves of a rotary pair become neighbours."""
-    halves = tensor.view(-1, 2, head_dim // 2, *tensor.shape[1:])
+    halves = tensor.reshape(-1, 2, head_dim // 2, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)

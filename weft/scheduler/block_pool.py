@@ -12,13 +12,15 @@ from collections.abc import Iterator, Sequence
 class Block:
     """One block of the KV cache."""
 
-    __slots__ = ("id", "key", "next", "prev", "refs")
+    __slots__ = ("drafted", "id", "key", "next", "prev", "refs")
 
     def __init__(self, id: int) -> None:
         self.id = id
         self.refs = 0
         self.key: bytes | None = None
         """The key of its content, when it is full and the prefix cache may find it."""
+        self.drafted = False
+        """True when the draft model's cache has its tokens as well."""
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -90,6 +92,7 @@ class BlockPool:
         for block in taken:
             self._forget(block)
             block.refs = 1
+            block.drafted = False
         return taken
 
     def share(self, block: Block) -> None:

@@ -2,8 +2,10 @@
 
 A cursor has `known` units of work and `computed` ones, and scheduling lets `computed` catch up with `known`. For tokens
 a unit is a token: prefill computes many known tokens at once, in chunks, and decode computes the one that the last step
-sampled. For an encoding the units are the prompt's tokens, and no more become known. For an image they are its denoise
-steps, before them the prompts that the pipeline's text encoder encodes, and after those that show it the decodings.
+sampled. With a draft decode computes the guessed tokens behind it as well, and `known` runs ahead until the result of
+the step tells how many were right. For an encoding the units are the prompt's tokens, and no more become known. For an
+image they are its denoise steps, before them the prompts that the pipeline's text encoder encodes, and after those that
+show it the decodings.
 
 Most requests have one stage. An image has up to three, each with a cursor of its own: its prompt and its negative
 prompt are encoded by the language model, and then it is denoised. Prompts that are empty, that the client has encoded
@@ -23,8 +25,10 @@ from msgspec import Struct
 
 from weft.payloads import EmbedsSegment
 from weft.plan import (
+    TO_DRAFT,
     Denoise,
     DenoiseAdmission,
+    DraftPrefill,
     ImageLimits,
     KeptHiddenStates,
     Limits,
@@ -34,9 +38,11 @@ from weft.plan import (
     Row,
     RowOutput,
     RowRequest,
+    Sampled,
 )
 from weft.scheduler.block_pool import Block
 from weft.scheduler.prompt_embeds import EmbedsPair, EmbedsSlot, ImageMemory, PromptKey, embeds_sources
+from weft.scheduler.speculation import LONGEST_MATCH, NO_DRAFT, Draft, Drafter, ModelDrafter, NgramDrafter
 from weft.types import Adapter, FinishReason, ImageParams, Pooling, Request, TokenLogprob
 
 
@@ -202,7 +208,12 @@ class RowCursor(Cursor):
         self.settled = 0
         """Computed tokens that were planned before the newest step that advances this request."""
         self.pending = 0
-        """Tokens that steps under way will sample: known to exist, their values not yet."""
+        """Tokens that steps under way will sample: known to exist, their values not yet. Of those behind a draft, how
+        many exist is not known either."""
+        self.drafted = 0
+        """Drafted tokens under way: until their step is read the request is not planned again."""
+        self.draft_computed = 0
+        """Tokens that the draft model has computed, or will have after the steps that are under way."""
         self.row = -1
         """The worker's row; -1 while the request waits."""
         self.blocks: list[Block] = []
@@ -232,7 +243,7 @@ class RowCursor(Cursor):
 
     def preempted(self) -> None:
         """Start over: the request has lost its row and its blocks."""
-        self.computed = self.settled = 0
+        self.computed = self.settled = self.draft_computed = 0
         self.preemptions += 1
 
     @property
@@ -268,6 +279,37 @@ class RowCursor(Cursor):
     def row_request(self, count: int) -> RowRequest | None:
         """Return what the row of the next `count` tokens requests besides sampling."""
 
+    def draft(self, most: int, prefill_budget: int) -> Draft:
+        """Return at most `most` tokens that may follow the next one to be computed; none when there is no guess. The
+        draft model may compute `prefill_budget` tokens for it."""
+        return NO_DRAFT
+
+    def take_sampled(self, sampled: list[Sampled]) -> FinishReason | None:
+        """Append tokens up to the one that ends the answer, if one does, remove those behind it from the list, and
+        return why the answer ends."""
+        for count, token in enumerate(sampled, 1):
+            self.tokens.append(token.token_id)
+            finish = self.finish_after(token.token_id)
+            if finish is not None:
+                del sampled[count:]
+                return finish
+        return None
+
+    def settle_draft(self, row: Row, num_sampled: int, *, holds_still: bool) -> None:
+        """Take in that so many of the tokens sampled in a row with a draft hold. What was computed behind them is
+        computed again; a request that was preempted meanwhile computes everything again."""
+        self.drafted = 0
+        if holds_still:
+            self.computed -= row.count - num_sampled
+            self.draft_computed = min(self.draft_computed, self.computed)
+
+    def take_draft_prefill(self, prefill: DraftPrefill, row: Row, num_sampled: int) -> None:
+        """Take in that the draft model has computed tokens, and of those that it drafted all that were right but the
+        last, which it has not read."""
+        stop = prefill.stop + max(0, min(len(row.draft), num_sampled) - 1)
+        for block in self.blocks[prefill.start // self.block_size : stop // self.block_size]:
+            block.drafted = True
+
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
@@ -295,13 +337,19 @@ class TokenCursor(RowCursor):
     """A request for tokens."""
 
     def __init__(
-        self, request: Request, max_model_len: int, block_size: int, arrival: int = 0, arrived_at: float = 0.0
-    ) -> None:
+        self, request: Request, max_model_len: int, block_size: int, arrival: int = 0, arrived_at: float = 0.0,
+        *, speculates: bool = False, has_draft_model: bool = False,
+    ) -> None:  # fmt: skip
         prompt, max_tokens = request.prompt_token_ids, request.params.max_tokens
         wanted = max_model_len if max_tokens is None else len(prompt) + max_tokens
         tokens = [*prompt, *request.output_token_ids]
         limit = min(max_model_len, wanted)
         super().__init__(request, tokens, len(prompt), limit, block_size, arrival, arrived_at)
+        self.drafter: Drafter | None = None
+        if speculates:
+            # The draft model has embeddings of its own: it cannot read a prompt's rows.
+            uses_model = has_draft_model and not request.params.prediction and not request.embeds
+            self.drafter = ModelDrafter(tokens) if uses_model else NgramDrafter(tokens, _predicted(request))
 
     @property
     def known(self) -> int:
@@ -355,6 +403,23 @@ class TokenCursor(RowCursor):
     def row_request(self, count: int) -> RowRequest | None:
         num_top = self.request.params.prompt_logprobs
         return PromptLogprobs(num_top) if num_top is not None and self.scores_prompt else None
+
+    def draft(self, most: int, prefill_budget: int) -> Draft:
+        """Return a draft of no more tokens than the answer may still have behind the one that is sampled anyway. A
+        draft model that is far behind catches up first, in several steps."""
+        if self.drafter is None:
+            return NO_DRAFT
+        tokens = self.drafter.draft(self.pending, min(most, self.limit - self.known - 1))
+        if tokens[:1] != [TO_DRAFT]:
+            return Draft(tokens)
+        behind = self.computed + 1 - self.draft_computed
+        count = min(behind, prefill_budget)
+        return Draft(tokens if count == behind else [], DraftPrefill(self.draft_computed, count) if count else None)
+
+    def settle_draft(self, row: Row, num_sampled: int, *, holds_still: bool) -> None:
+        super().settle_draft(row, num_sampled, holds_still=holds_still)
+        if self.drafter is not None:
+            self.drafter.learn(len(row.draft), num_sampled - 1)
 
 
 class EncodeCursor(RowCursor):
@@ -570,6 +635,12 @@ def _units_of(request: Request, image: ImageParams, slot: int, cost: int, limits
     return units
 
 
+def _predicted(request: Request) -> list[int]:
+    """Return the text that an answer is expected to repeat, behind the end of its prompt, where the answer begins."""
+    prediction = request.params.prediction
+    return [*request.prompt_token_ids[-LONGEST_MATCH:], *prediction] if prediction else []
+
+
 def needs_row(cursor: Cursor) -> TypeGuard[RowCursor]:
     """Return whether the cursor's stage is computed in a row of the worker."""
     return isinstance(cursor, RowCursor) and cursor.needs_row
@@ -582,4 +653,13 @@ def first_cursor(request: Request, limits: Limits, arrival: int, arrived_at: flo
             return PoolCursor(request, pooling, limits.block_size, arrival, arrived_at)
         case DenoiseStage(image=image, cost=cost):
             return DenoiseCursor(request, image, cost, arrival, arrived_at)
-    return TokenCursor(request, limits.max_model_len, limits.block_size, arrival, arrived_at)
+    wish = request.params.speculative
+    return TokenCursor(
+        request,
+        limits.max_model_len,
+        limits.block_size,
+        arrival,
+        arrived_at,
+        speculates=limits.speculates or bool(request.params.prediction) if wish is None else wish,
+        has_draft_model=limits.has_draft_model,
+    )

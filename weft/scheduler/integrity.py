@@ -45,7 +45,9 @@ def _check_requests(scheduler: Scheduler) -> None:
     for name, cursor in scheduler.cursors.items():
         _require(cursor.id == name and not cursor.ended, f"{cursor} is filed wrongly, or has ended")
         if isinstance(cursor, RowCursor):
-            _require(0 <= cursor.pending <= scheduler.num_promises(cursor), f"{cursor} expects a token of no step")
+            promised = scheduler.num_promises(cursor) + cursor.drafted
+            _require(0 <= cursor.pending <= promised, f"{cursor} expects a token of no step")
+            _require(0 <= cursor.drafted <= cursor.pending, f"{cursor} has a draft in no step")
     for cursor in waiting:
         holds = isinstance(cursor, RowCursor) and (cursor.row >= 0 or bool(cursor.blocks))
         _require(not holds and cursor.computed == 0, f"{cursor} waits, but holds something")
@@ -53,6 +55,7 @@ def _check_requests(scheduler: Scheduler) -> None:
         capacity = len(cursor.blocks) * scheduler.limits.block_size
         _require(cursor.computed <= capacity, f"{cursor} has more tokens than its blocks hold")
         _require(cursor.settled <= cursor.computed, f"{cursor} would share what is not computed")
+        _require(cursor.draft_computed <= cursor.computed, f"{cursor} was drafted further than it is computed")
         _require(cursor.computed <= cursor.known <= cursor.limit, f"{cursor} ran ahead of itself")
         _require(cursor.limit <= scheduler.limits.max_model_len, f"{cursor} may pass the context limit")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.plan import Limits, Row
+from weft.plan import Limits
 from weft.scheduler.block_pool import Block, BlockPool
 from weft.scheduler.cursors import RowCursor
 
@@ -35,8 +35,8 @@ class PrefixCache:
         full = (len(cursor.tokens) - 1) // self._block_size
         return find_prefix(self._pool, (cursor.keys.of(cursor.tokens, i) for i in range(full)))
 
-    def remember(self, cursor: RowCursor, row: Row) -> None:
-        """Add the blocks that a row filled."""
+    def remember(self, cursor: RowCursor, start: int, stop: int) -> None:
+        """Add the blocks that were filled when the known tokens from `start` to `stop` were computed."""
         if self._is_on:
-            for i in range(row.start // self._block_size, (row.start + row.count) // self._block_size):
+            for i in range(start // self._block_size, stop // self._block_size):
                 self._pool.remember(cursor.blocks[i], cursor.keys.of(cursor.tokens, i))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
+from itertools import takewhile
+from operator import attrgetter
 
 from weft.plan import Limits, PromptLogprobs, Row, RowAdmission, Sampled, StepPlan, StepResult
 from weft.scheduler import policy
@@ -20,10 +21,11 @@ from weft.scheduler.denoise import Images
 from weft.scheduler.parallel_sampling import Siblings, shared_prompt, waits_for
 from weft.scheduler.policy import LEAST_TOKENS, PrefillPace, Throttle
 from weft.scheduler.prefix_cache import PrefixCache
+from weft.scheduler.speculation import NO_DRAFT, Draft
 from weft.scheduler.step import Promised, Step, denoise_event, failure_event, token_event, vector_event
 from weft.scheduler.validate import check_request
 from weft.scheduler.waiting_queue import WaitingQueue
-from weft.types import EngineStats, Event, Request, StepEvents
+from weft.types import EngineStats, Event, FinishReason, Request, StepEvents
 
 NO_MEMORY = f"There is no memory for this request, even alone and in steps of {LEAST_TOKENS} tokens."
 
@@ -51,7 +53,11 @@ class Scheduler:
         self._clock = clock
         self._num_arrived = 0
         self._counts = dict.fromkeys(
-            ("prompt_tokens", "computed_tokens", "generation_tokens", "prefix_queries", "prefix_hits", "preemptions"), 0
+            (
+                *("prompt_tokens", "computed_tokens", "generation_tokens", "prefix_queries", "prefix_hits"),
+                *("preemptions", "drafts", "draft_tokens", "accepted_tokens"),
+            ),
+            0,
         )
 
     # Requests come and go.
@@ -115,7 +121,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Return the plan of the next step, or None when nothing can be computed now."""
-        step = Step(self.throttle.tokens, self._clock())
+        tokens = self.throttle.tokens
+        step = Step(tokens, min(tokens, self.limits.max_prefill_chunk), self._clock())
         self._force_preemption()
         for image in reversed(self.images.take_ready()):
             self._next_stage(image)
@@ -135,7 +142,7 @@ class Scheduler:
             step.denoise,
         )
         self._under_way[plan.step_id] = step.promised
-        self._counts["computed_tokens"] += step.decodes + step.prefill_tokens
+        self._counts["computed_tokens"] += step.decodes + step.draft_tokens + step.prefill_tokens
         self._next_step_id += 1
         self._released_rows = []
         self.images.memory.released = []
@@ -148,20 +155,27 @@ class Scheduler:
         sampled, outputs = iter(result.sampled), iter(result.row_outputs)
         promised = self._under_way.pop(plan.step_id)
         for row, (cursor, preemptions) in zip(plan.rows, promised.rows.items(), strict=True):
-            token = next(sampled) if row.samples else None
+            tokens = next(sampled) if row.samples else []
             output = next(outputs) if row.request is not None else None
             if cursor.ended:
                 continue
-            cursor.pending -= row.samples
-            if error := (token.error if token else "") or (output.error if output else ""):
+            cursor.pending -= row.num_samples
+            if error := (tokens[0].error if tokens else "") or (output.error if output else ""):
                 events.append(self._failure(cursor, error))
                 continue
-            if token is not None:
-                cursor.tokens.append(token.token_id)
-            # Blocks behind broken logits must not be found again, and a preempted request has lost its blocks.
             holds_still = cursor.preemptions == preemptions
+            num_sampled = len(tokens)
+            if row.draft:
+                cursor.settle_draft(row, num_sampled, holds_still=holds_still)
+                self._counts["drafts"] += 1
+                self._counts["draft_tokens"] += len(row.draft)
+                self._counts["accepted_tokens"] += num_sampled - 1
+            finish = cursor.take_sampled(tokens)
+            # Blocks behind broken logits must not be found again, and a preempted request has lost its blocks.
             if holds_still:
-                self.prefixes.remember(cursor, row)
+                if row.draft_prefill is not None:
+                    cursor.take_draft_prefill(row.draft_prefill, row, num_sampled)
+                self.prefixes.remember(cursor, row.start, row.start + (len(tokens) if row.draft else row.count))
             if output is not None:
                 cursor.take_output(row, output)
                 if output.vector is not None:
@@ -171,8 +185,8 @@ class Scheduler:
                 self._leave_row(cursor)
                 cursor.end_stage()
                 self._next_stage(cursor)
-            if token is not None:
-                self._sampled(cursor, token, brought)
+            if tokens:
+                self._sampled(cursor, tokens, finish, brought, len(row.draft), min(num_sampled - 1, len(tokens)))
         for denoise, image, made in zip(plan.denoise, promised.images, result.denoise_outputs, strict=True):
             if image.ended:
                 continue
@@ -215,25 +229,58 @@ class Scheduler:
             self.images.plan_idle_rest(step)
 
     def _plan_decodes(self, decodes: list[RowCursor], step: Step) -> None:
+        """Plan the next token of each, and drafts behind it while the decodes are few."""
+        spare = min(self.limits.max_speculative_tokens, step.budget) - len(decodes)
         for cursor in decodes:
-            self._plan_running(cursor, min(1, step.budget), step)
+            # A request may have lost its row to one before it; and where one goes on behind a draft is not known yet.
+            if cursor.row < 0 or cursor.drafted:
+                continue
+            draft = NO_DRAFT
+            if spare > 0:
+                draft = cursor.draft(min(spare, self._spare_slots(cursor)), step.draft_budget)
+                spare -= len(draft.tokens)
+            self._plan_running(cursor, min(1, step.budget) + len(draft.tokens), step, draft)
+
+    def _spare_slots(self, cursor: RowCursor) -> int:
+        """Return how many tokens behind the next one the request has slots for, or could have with blocks that no
+        running request will want soon: a draft is no reason to preempt."""
+        spare = max(0, self.pool.num_free - len(self.running))
+        return (len(cursor.blocks) + spare) * self.limits.block_size - cursor.computed - 1
 
     def _plan_prefills(self, prefills: list[RowCursor], step: Step) -> None:
-        """Plan the next chunks of running prefills, then admit waiting requests while there is budget for them."""
-        step.prefill_budget = self.pace.tokens
+        """Plan the next chunks of running prefills, then admit waiting requests while there is budget for them. Prompts
+        that fit whole into half of the budget come before those that do not: none waits until a long one is through."""
+        budget = self.pace.tokens
         if step.decodes:
-            beside = policy.prefill_budget(self.limits, step.decodes, self.waiting.num_tokens)
-            step.prefill_budget = min(step.prefill_budget, beside)
+            budget = min(budget, policy.prefill_budget(self.limits, step.decodes, self.waiting.num_tokens))
+        wanted = ((self.limits.blocks_for(cursor.known), len(cursor.blocks)) for cursor in prefills)
+        step.prefill_blocks = sum(max(0, all_blocks - held) for all_blocks, held in wanted)
+        step.prefill_budget = budget // 2
+        for cursor in prefills[1:]:
+            if cursor.todo <= step.prefill_left:
+                self._plan_running(cursor, self._chunk_size(cursor, step), step)
+        if prefills:
+            self._admit_waiting(step, whole=True)
+        step.prefill_budget = budget
         for cursor in prefills:
-            self._plan_running(cursor, self._chunk_size(cursor, step), step)
-        can_begin = partial(self._can_begin, step)
-        while (head := self.waiting.next(can_begin)) is not None and self._admit(head, step):
+            if cursor not in step.promised.rows:
+                self._plan_running(cursor, self._chunk_size(cursor, step), step)
+        self._admit_waiting(step)
+
+    def _admit_waiting(self, step: Step, *, whole: bool = False) -> None:
+        """Admit requests in their order; with `whole`, up to the first whose prompt does not fit into what is left."""
+
+        def can_begin(cursor: Cursor) -> bool:
+            return cursor.can_begin(step.prompt_logprobs_budget, self.images.memory)
+
+        while (head := self.waiting.next(can_begin)) is not None:
+            if whole and not (needs_row(head) and head.todo <= step.prefill_left):
+                return
+            if not self._admit(head, step):
+                return
             self.waiting.remove(head)
 
-    def _can_begin(self, step: Step, cursor: Cursor) -> bool:
-        return cursor.can_begin(step.prompt_logprobs_budget, self.images.memory)
-
-    def _plan_running(self, cursor: RowCursor, count: int, step: Step) -> None:
+    def _plan_running(self, cursor: RowCursor, count: int, step: Step, draft: Draft = NO_DRAFT) -> None:
         if cursor.row < 0 or count == 0:
             return
         new_blocks: list[Block] = []
@@ -247,7 +294,9 @@ class Scheduler:
                     return
             new_blocks = self.pool.allocate(missing)
             cursor.blocks += new_blocks
-        self._plan_row(cursor, count, new_blocks, step)
+            if not cursor.decoding:
+                step.prefill_blocks -= missing
+        self._plan_row(cursor, count, new_blocks, step, draft)
 
     def _admit(self, cursor: Cursor, step: Step) -> bool:
         """Let a waiting request begin, if it can."""
@@ -267,15 +316,18 @@ class Scheduler:
         whole = cursor.preemptions > self.limits.max_preemptions
         target = self.limits.blocks_for(cursor.limit if whole else cursor.known) - len(found)
         spare = self.pool.num_free - sum(block.refs == 0 for block in found)
-        # Running requests will soon want a block each: admitting down to the last one would only preempt again.
-        if target > spare - len(self.running):
+        # Running requests will soon want a block each, and those that prefill all of their prompts': admitting down to
+        # the last one would only preempt again.
+        if target > spare - len(self.running) - step.prefill_blocks:
             return False
         for block in found:
             self.pool.share(block)
         cursor.computed = len(found) * self.limits.block_size
+        cursor.draft_computed = sum(1 for _ in takewhile(attrgetter("drafted"), found)) * self.limits.block_size
         count = self._chunk_size(cursor, step)
         fresh = target if whole else self.limits.blocks_for(cursor.computed + count) - len(found)
         cursor.blocks = found + self.pool.allocate(fresh)
+        step.prefill_blocks += target - fresh
         cursor.holds_all = whole
         cursor.enter_row(self.free_rows.pop(), self.images.memory, self._clock())
         self.running.append(cursor)
@@ -302,20 +354,24 @@ class Scheduler:
         """Return how many tokens of this request the step can compute: chunked prefill divides long prompts."""
         if cursor.decoding:
             return min(1, step.budget)
-        chunk = min(self.limits.max_prefill_chunk, max(0, step.prefill_budget - step.prefill_tokens))
+        chunk = min(self.limits.max_prefill_chunk, step.prefill_left)
         if cursor.scores_prompt:
             chunk = min(chunk, step.prompt_logprobs_budget)
         return min(cursor.todo, chunk, step.budget)
 
-    def _plan_row(self, cursor: RowCursor, count: int, new_blocks: list[Block], step: Step) -> None:
+    def _plan_row(
+        self, cursor: RowCursor, count: int, new_blocks: list[Block], step: Step, draft: Draft = NO_DRAFT
+    ) -> None:
         start, decoding = cursor.computed, cursor.decoding
         samples = decoding or cursor.samples(count)
         request = None if decoding else cursor.row_request(count)
-        step.rows.append(Row(cursor.row, start, count, [block.id for block in new_blocks], samples, request))
+        row = Row(cursor.row, start, count, [block.id for block in new_blocks], samples, request, *draft)
+        step.rows.append(row)
         step.promised.rows[cursor] = cursor.preemptions
         step.budget -= count
         if decoding:
             step.decodes += 1
+            step.draft_tokens += len(draft.tokens)
         else:
             step.prefill_tokens += count
         if isinstance(request, PromptLogprobs):
@@ -323,7 +379,12 @@ class Scheduler:
         self.waiting.tenants.charge(cursor.tenant, count)
         cursor.settled = start
         cursor.computed += count
-        cursor.pending += samples
+        cursor.pending += row.num_samples
+        cursor.drafted = len(draft.tokens)
+        if draft.prefill is not None:
+            step.draft_budget -= draft.prefill.count
+            # It computes its drafts but the last.
+            cursor.draft_computed = draft.prefill.stop + max(0, len(draft.tokens) - 1)
 
     def _preempt(self, cursor: RowCursor) -> None:
         """Take row and blocks from a running request; it waits at the head of its tenant's requests of its priority."""
@@ -335,7 +396,9 @@ class Scheduler:
     def _take_back(self, plan: StepPlan) -> Promised:
         promised = self._under_way.pop(plan.step_id)
         for row, cursor in zip(plan.rows, promised.rows, strict=True):
-            cursor.pending -= row.samples
+            cursor.pending -= row.num_samples
+            if row.draft:
+                cursor.drafted = 0
         for cursor in [cursor for cursor in reversed(self.running) if cursor in promised.rows]:
             self._preempt(cursor)
         self._released_rows += plan.release
@@ -349,15 +412,17 @@ class Scheduler:
             if victim is not None and victim.preemptions <= self.limits.max_preemptions:
                 self._preempt(victim)
 
-    def _sampled(self, cursor: RowCursor, sampled: Sampled, brought: StepEvents) -> None:
-        self._counts["generation_tokens"] += 1
-        finish = cursor.finish_after(sampled.token_id)
+    def _sampled(
+        self, cursor: RowCursor, tokens: list[Sampled], finish: FinishReason | None, brought: StepEvents,
+        num_drafted: int, num_accepted: int,
+    ) -> None:  # fmt: skip
+        self._counts["generation_tokens"] += len(tokens)
         if finish is not None:
             self._end(cursor)
-        if finish is None and sampled.logprob is None and cursor.reported:
-            brought.tokens[cursor.id] = sampled.token_id
+        if finish is None and not num_drafted and tokens[0].logprob is None and cursor.reported:
+            brought.tokens[cursor.id] = tokens[0].token_id
         else:
-            brought.events.append(token_event(cursor, sampled, finish))
+            brought.events.append(token_event(cursor, tokens, finish, num_drafted, num_accepted))
 
     def _next_stage(self, cursor: Cursor) -> None:
         """Move a request on to its next stage: in the waiting queue if that needs a row."""

@@ -24,17 +24,22 @@ class Promised(NamedTuple):
 class Step:
     """A step's plan while it grows, and what is left of the step's budgets."""
 
-    def __init__(self, budget: int, now: float) -> None:
+    def __init__(self, budget: int, draft_budget: int, now: float) -> None:
         self.budget = budget
+        self.draft_budget = draft_budget
+        """Known tokens that the draft model may compute."""
         self.rows: list[Row] = []
         self.admit: list[RowAdmission] = []
         self.denoise: list[Denoise] = []
         self.admit_images: list[DenoiseAdmission] = []
         self.promised = Promised({}, [], now)
         self.decodes = 0
+        self.draft_tokens = 0
         self.prefill_tokens = 0
         self.prefill_budget = 0
         """The step may have so many prefill tokens."""
+        self.prefill_blocks = 0
+        """Blocks that running prefills will still want."""
         self.prompt_logprobs_budget = MAX_PROMPT_LOGPROBS
         self.preempted = False
 
@@ -42,17 +47,25 @@ class Step:
     def is_empty(self) -> bool:
         return not self.rows and not self.denoise
 
+    @property
+    def prefill_left(self) -> int:
+        return max(0, self.prefill_budget - self.prefill_tokens)
 
-def token_event(cursor: RowCursor, sampled: Sampled, finish: FinishReason | None) -> Event:
+
+def token_event(
+    cursor: RowCursor, sampled: list[Sampled], finish: FinishReason | None, num_drafted: int, num_accepted: int
+) -> Event:
     is_first, cursor.reported = not cursor.reported, True
     wants_prompt = is_first and cursor.request.params.prompt_logprobs is not None
     return Event(
         request_id=cursor.id,
-        token_ids=[sampled.token_id],
-        logprobs=None if sampled.logprob is None else [sampled.logprob],
+        token_ids=[token.token_id for token in sampled],
+        logprobs=[token.logprob for token in sampled if token.logprob is not None] or None,
         cached_tokens=cursor.cached_tokens if is_first else None,
         finish=finish,
-        stop_token_id=sampled.token_id if finish is FinishReason.STOP else None,
+        stop_token_id=sampled[-1].token_id if finish is FinishReason.STOP else None,
+        draft_tokens=num_drafted,
+        accepted_tokens=num_accepted,
         prompt_logprobs=cursor.prompt_logprobs if wants_prompt else None,
         queue_seconds=cursor.queue_seconds if is_first else None,
     )

@@ -184,6 +184,8 @@ class OutputText:
         self._num_prompt = len(token_ids)
         self._num_output = 0
         self._num_cached = 0
+        self._num_drafted = 0
+        self._num_accepted = 0
         self.ended = False
 
     def push(self, arrived: Sequence[Arrival]) -> Output | None:
@@ -204,8 +206,10 @@ class OutputText:
             if arrival.cached_tokens is not None and self._num_output == 0:
                 self._num_cached = arrival.cached_tokens
                 first = arrival
+            self._num_drafted += arrival.draft_tokens
             for i, token in enumerate(arrival.token_ids):
                 tokens.append(token)
+                self._num_accepted += i < arrival.accepted_tokens
                 logprobs += arrival.logprobs[i : i + 1] if arrival.logprobs else []
                 text += self._text_of(token)
                 if self._matched is not None:
@@ -265,4 +269,10 @@ class OutputText:
         )
 
     def _usage(self) -> Usage:
-        return Usage(prompt_tokens=self._num_prompt, completion_tokens=self._num_output, cached_tokens=self._num_cached)
+        return Usage(
+            prompt_tokens=self._num_prompt,
+            completion_tokens=self._num_output,
+            cached_tokens=self._num_cached,
+            draft_tokens=self._num_drafted,
+            accepted_tokens=self._num_accepted,
+        )

@@ -1,15 +1,16 @@
 """Grammar masks: which tokens each row that has a grammar may sample next.
 
 A row's matcher advances, and its next mask is computed, in a thread as soon as its last token is known: while the model
-computes the logits that the mask is for. An engine learns its vocabulary, and imports llguidance, when the first
-grammar comes; before that nothing here costs anything.
+computes the logits that the mask is for. Along a draft the matcher advances as far as the grammar goes, for a mask at
+each position, and is set back: what the model samples there may be something else. An engine learns its vocabulary, and
+imports llguidance, when the first grammar comes; before that nothing here costs anything.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
@@ -91,29 +92,46 @@ class Constraint:
         self._mask = np.zeros(factory.num_words, np.int64)
         self._matcher: LLMatcher
         self._ahead = factory.threads.submit(self._begin, factory.build(grammar), token_ids)
+        """The mask of the next token, once the matcher has advanced to there."""
 
-    def mask(self) -> MaskWords:
-        """Wait for the mask and return it. The next `advance` overwrites it."""
-        self._ahead.result()
-        return self._mask
+    def masks(self, draft: Sequence[int] = ()) -> Future[list[MaskWords]]:
+        """Return the masks of the next token, and of the one behind each drafted token. The next `advance` overwrites
+        the first. Behind a token that the grammar refuses there is no mask: the last one stands in its place, as
+        nothing that is sampled there will hold."""
+        if not draft:
+            return self._ahead
+        # Threads take up their work in order: the mask of the next token is computed, or being computed.
+        return self._factory.threads.submit(self._along, self._ahead, draft)
 
-    def advance(self, token_id: int) -> None:
-        """Advance the matcher by the token that the row has sampled."""
-        self._ahead = self._factory.threads.submit(self._consume, [token_id])
+    def advance(self, token_ids: list[int]) -> None:
+        """Advance the matcher by the tokens that the row has sampled."""
+        self._ahead = self._factory.threads.submit(self._consume, token_ids)
 
-    def _begin(self, built: Future[LLMatcher], token_ids: list[int]) -> None:
+    def _begin(self, built: Future[LLMatcher], token_ids: list[int]) -> list[MaskWords]:
         try:
             self._matcher = built.result().deep_copy()
         except InvalidRequest as error:
             self.error = error.message
-        else:
-            self._consume(token_ids)
+            return [self._mask]
+        return self._consume(token_ids)
 
-    def _consume(self, token_ids: list[int]) -> None:
+    def _consume(self, token_ids: list[int]) -> list[MaskWords]:
         if self._matcher.consume_tokens(token_ids):
             self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._factory.mask_bytes)
         if self._matcher.is_error():
             self.error = f"The output's grammar cannot be followed any further: {_first_line(self._matcher)}"
+        return [self._mask]
+
+    def _along(self, ahead: Future[list[MaskWords]], draft: Sequence[int]) -> list[MaskWords]:
+        masks = [*ahead.result()]
+        for token_id in [] if self.error else draft:
+            if self._matcher.is_stopped() or not self._matcher.try_consume_tokens([token_id]):
+                break
+            masks.append(np.zeros_like(self._mask))
+            self._matcher.unsafe_compute_mask_ptr(masks[-1].ctypes.data, self._factory.mask_bytes)
+        if len(masks) > 1:
+            self._matcher.rollback(len(masks) - 1)
+        return masks + masks[-1:] * (1 + len(draft) - len(masks))
 
 
 class Constraints:
@@ -151,25 +169,27 @@ class Constraints:
         self._rows.pop(row, None)
 
     def among(self, rows: list[Row]) -> dict[int, Constraint]:
-        """Return the constraints of a step's rows, by their places."""
-        if not self._rows:
-            return {}
-        return {i: self._rows[row.row] for i, row in enumerate(rows) if row.row in self._rows}
+        """Return the constraints of those of these rows that have one, by row."""
+        return {row.row: self._rows[row.row] for row in rows if row.row in self._rows} if self._rows else {}
 
 
-def masks_of(constrained: dict[int, Constraint]) -> Masks:
-    """Wait for the masks of these rows and return them."""
-    return Masks(np.array(list(constrained)), np.stack([constraint.mask() for constraint in constrained.values()]))
+def masks_of(constrained: dict[int, Constraint], sampling: list[Row], drafts: Mapping[int, Sequence[int]]) -> Masks:
+    """Wait for the masks of a batch and return them. A row that has a draft is there once for each position."""
+    promised = [(row, constraint.masks(drafts.get(row, ()))) for row, constraint in constrained.items()]
+    masks = {row: iter(promise.result()) for row, promise in promised}
+    places = [place for place, row in enumerate(sampling) if row.row in masks]
+    return Masks(np.array(places), np.stack([next(masks[sampling[place].row]) for place in places]))
 
 
-def followed(constrained: dict[int, Constraint], sampled: list[Sampled]) -> list[Sampled]:
-    """Advance the constraints by what a step sampled; a row whose grammar gave no mask gets an error."""
-    for i, constraint in constrained.items():
+def follow(constrained: dict[int, Constraint], sampled: dict[int, list[Sampled]]) -> None:
+    """Advance the constraints by the tokens that hold of those that a step sampled, by row. A row whose grammar gave
+    no mask gets an error."""
+    for row, constraint in constrained.items():
+        first = sampled[row][0]
         if constraint.error:
-            sampled[i] = Sampled(sampled[i].token_id, error=constraint.error)
-        elif not sampled[i].error:
-            constraint.advance(sampled[i].token_id)
-    return sampled
+            sampled[row] = [Sampled(first.token_id, error=constraint.error)]
+        elif not first.error:
+            constraint.advance([token.token_id for token in sampled[row]])
 
 
 def rule_out(logits: Tensor, places: Tensor, words: Tensor) -> None:

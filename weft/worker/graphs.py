@@ -39,10 +39,10 @@ class Captured(NamedTuple):
     output: ForwardOutput
 
 
-def graph_shapes(max_rows: int) -> list[StepShape]:
+def graph_shapes(max_rows: int, *, with_prefills: bool = True) -> list[StepShape]:
     """Return the shapes that graphs are captured for, the largest of each kind first."""
     shapes = [StepShape(size, 0, 0, size) for size in reversed(_up_to(max_rows, DECODES))]
-    if is_on("prompt-graphs"):
+    if with_prefills and is_on("prompt-graphs"):
         shapes += [StepShape(0, PREFILLS, tokens, PREFILLS) for tokens in reversed(LONE_PREFILL_TOKENS)]
         shapes += [
             StepShape(decodes, PREFILLS, tokens, decodes + PREFILLS)
@@ -55,12 +55,12 @@ def graph_shapes(max_rows: int) -> list[StepShape]:
 class StepGraphs:
     """The graphs of a stepper, by the shapes of steps."""
 
-    def __init__(self, stepper: Stepper, max_rows: int) -> None:
+    def __init__(self, stepper: Stepper, max_rows: int, *, with_prefills: bool = True) -> None:
         self._stepper = stepper
         self._decodes = _up_to(max_rows, DECODES)
         self._beside_prefills = _up_to(max_rows, DECODES_BESIDE_PREFILLS)
         self._captured: dict[StepShape, Captured] = {}
-        self._wanted = dict.fromkeys(graph_shapes(max_rows), 0)
+        self._wanted = dict.fromkeys(graph_shapes(max_rows, with_prefills=with_prefills), 0)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
@@ -90,7 +90,9 @@ class StepGraphs:
         return False
 
     def _padded(self, exact: StepShape) -> StepShape | None:
-        if exact.samples_all:
+        if exact.decodes > self._decodes[-1]:
+            return None
+        if not exact.prompts:
             size = self._decodes[bisect_left(self._decodes, exact.decodes)]
             return StepShape(size, 0, 0, size)
         if exact.prompts > PREFILLS or exact.prompt_tokens > LONE_PREFILL_TOKENS[-1]:

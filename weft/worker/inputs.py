@@ -107,6 +107,19 @@ class Layout(NamedTuple):
         return np.split(self.packed, np.cumsum(section_sizes(self.shape))[:-1])
 
 
+def decode_rows(rows: list[Row]) -> list[Row]:
+    """Return rows in which each token of one with a draft is a row of its own. Each is computed as it would be in a
+    step of one token, to the last bit where the kernels keep rows apart: keys and values of all tokens are written
+    before any of them is attended to."""
+    if not any(row.draft for row in rows):
+        return rows
+    return [
+        one
+        for row in rows
+        for one in ([Row(row.row, row.start + i, 1, [], True) for i in range(row.count)] if row.draft else [row])
+    ]
+
+
 def exact_shape(rows: list[Row]) -> StepShape:
     counts = [row.count for row in rows]
     decodes = counts.count(1)
@@ -115,7 +128,8 @@ def exact_shape(rows: list[Row]) -> StepShape:
 
 
 def lay_out(rows: list[Row], shape: StepShape, padding_row: int) -> Layout:
-    rows = sorted(rows, key=lambda row: row.count > 1)
+    # Of sequences with one new token those that sample come first: a captured step samples from its first tokens.
+    rows = sorted(rows, key=lambda row: (row.count > 1, row.count == 1 and not row.samples))
     table = np.array([(row.row, row.start, row.count, row.samples) for row in rows], dtype=np.int64)
     numbers, starts, counts, samples = table.T
     num_decodes = int((counts == 1).sum())

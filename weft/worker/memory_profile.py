@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 
 import torch
 from msgspec.structs import replace
@@ -76,15 +77,21 @@ COSTLIEST = SamplingParams(
 
 
 def measured(
-    room: DeviceMemory, model: DenseModel, table: RowTable, limits: Limits, *, denoiser: Denoiser | None = None
+    room: DeviceMemory,
+    models: Sequence[DenseModel],
+    table: RowTable,
+    limits: Limits,
+    *,
+    denoiser: Denoiser | None = None,
 ) -> DeviceMemory:
     """Return the memory of a GPU as measured once weights and tables are allocated, those of the image model too, and
-    the largest steps were computed."""
+    the largest steps were computed by each of the models."""
     device, plan = table.device, largest_step(limits)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     try:
-        compute(plan, model, table)
+        for model in models:
+            compute(plan, model, table)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"A step of {plan.num_tokens} tokens of {len(plan.rows)} requests does not fit beside the weights: {error}",
@@ -109,7 +116,9 @@ def measured(
         room,
         others=others,
         libraries=max(0, others - room.others),
-        activations=reserved - model.weights.num_bytes - (denoiser.num_bytes if denoiser is not None else 0),
+        activations=reserved
+        - sum(model.weights.num_bytes for model in models)
+        - (denoiser.num_bytes if denoiser is not None else 0),
     )
 
 

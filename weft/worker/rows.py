@@ -25,7 +25,8 @@ NO_TOKEN = -1
 
 
 class RowWrites(NamedTuple):
-    """The writes of a plan to the table: the place and the value of each new token and block."""
+    """The writes of a plan to the table: the place and the value of each new token and block. Drafted tokens are the
+    last of the tokens."""
 
     token_rows: Ints
     token_positions: Ints
@@ -59,10 +60,13 @@ class RowTable:
             self.settings.release(released)
             self.constraints.release(released)
             self.embeds.pop(released, None)
-        lengths = [len(admission.token_ids) for admission in plan.admit]
-        tokens = _ints([token for admission in plan.admit for token in admission.token_ids])
+        drafted = [row for row in plan.rows if row.draft]
+        owners = [admission.row for admission in plan.admit] + [row.row for row in drafted]
+        written = [admission.token_ids for admission in plan.admit] + [row.draft for row in drafted]
+        lengths = [len(token_ids) for token_ids in written]
+        tokens = _ints([token for token_ids in written for token in token_ids])
         first = 0
-        for admission, length in zip(plan.admit, lengths, strict=True):
+        for admission, length in zip(plan.admit, lengths, strict=False):
             self.num_blocks[admission.row] = 0
             self.settings.admit(admission)
             self.constraints.admit(admission)
@@ -79,8 +83,8 @@ class RowTable:
             firsts.append(self.num_blocks[row.row])
             self.num_blocks[row.row] += len(row.new_blocks)
         return RowWrites(
-            token_rows=np.repeat(_ints([admission.row for admission in plan.admit]), lengths),
-            token_positions=runs([0] * len(lengths), lengths),
+            token_rows=np.repeat(_ints(owners), lengths),
+            token_positions=runs([0] * len(plan.admit) + [row.start + 1 for row in drafted], lengths),
             tokens=tokens,
             block_rows=np.repeat(_ints([row.row for row in grown]), counts),
             block_positions=runs(firsts, counts),

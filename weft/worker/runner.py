@@ -9,15 +9,16 @@ from typing import NamedTuple
 
 import torch
 
-from weft.plan import Row, StepPlan, StepResult
+from weft.plan import Row, Sampled, StepPlan, StepResult, accepted
 from weft.worker.diffusion.denoiser import DenoiseOutputBatch, Denoiser
+from weft.worker.draft_model import DraftModel
 from weft.worker.forward_step import ForwardOutput, Stepper
-from weft.worker.grammar_masks import Constraint, Constraints, Masks, followed, masks_of
+from weft.worker.grammar_masks import Constraint, Constraints, Masks, follow, masks_of
 from weft.worker.graphs import StepGraphs
-from weft.worker.inputs import exact_shape, given_rows, lay_out, to_device, views
+from weft.worker.inputs import decode_rows, exact_shape, given_rows, lay_out, to_device, views
 from weft.worker.lora_rows import MAX_ADAPTERS, LoraRows
 from weft.worker.prompt_outputs import PromptOutputs, RowOutputBatch
-from weft.worker.sampler import SampledBatch, sample, warm_up_sampler
+from weft.worker.sampler import DraftedTokens, SampledBatch, sample, warm_up_sampler
 
 WARM_UP_SHAPES: tuple[tuple[int, ...], ...] = (
     (128,), (1,), (16,), (100,), (1, 1, 1, 1, 1, 100), (1,) * 16 + (128, 128), (512,), (1, 1, 2000), (2048,), (1024,),
@@ -28,22 +29,22 @@ WARM_UP_SHAPES: tuple[tuple[int, ...], ...] = (
 class WarmUp:
     """The warm-up compiles kernels by computing steps of the usual shapes."""
 
-    def __init__(self, stepper: Stepper) -> None:
-        self._stepper = stepper
-        self._left = list(reversed(WARM_UP_SHAPES))
+    def __init__(self, *steppers: Stepper) -> None:
+        self._left = [(stepper, counts) for stepper in reversed(steppers) for counts in reversed(WARM_UP_SHAPES)]
 
     def next(self) -> bool:
         """Compute one more of the shapes; returns False when all were."""
         if not self._left:
             return False
-        table = self._stepper.table
+        stepper, counts = self._left.pop()
+        table = stepper.table
         longest = table.tokens.shape[1]
-        rows = [Row(table.padding_row, 0, min(count, longest - 1), [], True) for count in self._left.pop()]
+        rows = [Row(table.padding_row, 0, min(count, longest - 1), [], True) for count in counts]
         shape = exact_shape(rows)
         layout = lay_out(rows, shape, table.padding_row)
         (packed,) = to_device([layout.packed], table.device)
-        output = self._stepper.step(shape, views(packed, shape), layout.longest)
-        warm_up_sampler(output.logits, self._stepper.model.ops)
+        output = stepper.step(shape, views(packed, shape), layout.longest)
+        warm_up_sampler(output.logits, stepper.model.ops)
         torch.cuda.synchronize()
         return True
 
@@ -60,16 +61,21 @@ class Pending(NamedTuple):
 
     plan: StepPlan
     sampling: list[Row]
+    """The rows that sample; one with a draft is there once for each of its tokens."""
     sampled: SampledBatch | None
     side: SideOutputs
+    drafts: DraftedTokens | None = None
     constrained: dict[int, Constraint] | None = None
-    """The constraints of the rows that sample, by place: a row may belong to another request when this step is read."""
+    """The constraints of the rows that sample, by row: one may belong to another request when this step is read."""
 
     def result(self) -> StepResult:
         read = self.sampled.read() if self.sampled is not None else []
-        if self.constrained is not None:
-            read = followed(self.constrained, read)
-        by_row = dict(zip((row.row for row in self.sampling), read, strict=True))
+        by_row: dict[int, list[Sampled]] = {row.row: [] for row in self.sampling}
+        for row, token in zip(self.sampling, read, strict=True):
+            by_row[row.row].append(token)
+        for number, draft in (self.drafts.read(self.plan.rows) if self.drafts is not None else {}).items():
+            by_row[number] = accepted(draft, by_row[number])
+        follow(self.constrained or {}, by_row)
         sampled = [by_row[row.row] for row in self.plan.rows if row.samples]
         outputs = self.side.rows.read() if self.side.rows is not None else {}
         denoised = self.side.denoise.read() if self.side.denoise is not None else []
@@ -97,6 +103,7 @@ class Runner:
         *,
         graphs: StepGraphs | None = None,
         warm_up: WarmUp | None = None,
+        draft_model: DraftModel | None = None,
         denoiser: Denoiser | None = None,
         max_adapters: int = MAX_ADAPTERS,
     ) -> None:
@@ -106,6 +113,7 @@ class Runner:
         self.prompt_outputs = PromptOutputs(stepper.table, denoiser)
         self.graphs = graphs
         self.warm_up = warm_up
+        self.draft_model = draft_model
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Pending | Deferred:
@@ -117,13 +125,18 @@ class Runner:
         if not plan.rows:
             self.prompt_outputs.forget(plan.release)
             return Pending(plan, [], None, SideOutputs(denoise=denoised))
-        exact = exact_shape(plan.rows)
+        rows = decode_rows(plan.rows)
+        exact = exact_shape(rows)
         has_requests, has_embeds = any(row.request is not None for row in plan.rows), table.has_embeds(plan.rows)
         is_plain = not has_requests and not has_embeds and not self.adapters.are_used_by(plan)
         captured = self.graphs.shape_for(exact) if self.graphs is not None and is_plain else None
-        layout = lay_out(plan.rows, captured or exact, table.padding_row)
+        layout = lay_out(rows, captured or exact, table.padding_row)
         packed, *writes = to_device([layout.packed, *new], table.device)
         table.write(*writes)
+        if self.draft_model is not None:
+            self.draft_model.draft(plan.rows)
+        num_drafted = sum(len(row.draft) for row in plan.rows)
+        drafts = DraftedTokens.of(table, *(column[-num_drafted:] for column in writes[:2])) if num_drafted else None
         self.prompt_outputs.forget(plan.release)
         requests = self.prompt_outputs.request(layout) if has_requests else None
         if self.graphs is not None and captured is not None:
@@ -132,12 +145,12 @@ class Runner:
             tokens, adapted = requests.tokens if requests else None, self.adapters.runs_in(layout)
             given = given_rows(layout, table, self.stepper.model.weights.dtype) if has_embeds else None
             output = self.stepper.step(exact, views(packed, exact), layout.longest, tokens, adapted, given)
-        rows = self.prompt_outputs.collect(requests, output.requested) if requests and output.requested else None
-        side = SideOutputs(rows, denoised)
+        prompts = self.prompt_outputs.collect(requests, output.requested) if requests and output.requested else None
+        side = SideOutputs(prompts, denoised)
         if constrained := table.constraints.among(layout.sampling):
-            sample = partial(self._sample_constrained, plan, layout.sampling, output, constrained, side)
+            sample = partial(self._sample_constrained, plan, layout.sampling, output, constrained, side, drafts)
             return Deferred(plan, sample)
-        return Pending(plan, layout.sampling, self._sampled(layout.sampling, output), side)
+        return Pending(plan, layout.sampling, self._sampled(layout.sampling, output, drafts), side, drafts)
 
     @property
     def constraints(self) -> Constraints:
@@ -148,8 +161,9 @@ class Runner:
         """Do a piece of warm-up; returns False when there is none left."""
         if self.warm_up is not None and self.warm_up.next():
             return True
-        if self.graphs is not None and self.graphs.capture_next():
-            return True
+        for graphs in (self.graphs, self.draft_model.graphs if self.draft_model is not None else None):
+            if graphs is not None and graphs.capture_next():
+                return True
         return self.denoiser is not None and self.denoiser.warm_up()
 
     @torch.inference_mode()
@@ -160,8 +174,10 @@ class Runner:
         output: ForwardOutput,
         constrained: dict[int, Constraint],
         side: SideOutputs,
+        drafts: DraftedTokens | None,
     ) -> Pending:
-        return Pending(plan, rows, self._sampled(rows, output, masks_of(constrained)), side, constrained)
+        masks = masks_of(constrained, rows, drafts.read(plan.rows) if drafts is not None else {})
+        return Pending(plan, rows, self._sampled(rows, output, drafts, masks), side, drafts, constrained)
 
     def _denoised(self, plan: StepPlan) -> DenoiseOutputBatch | None:
         if self.denoiser is None:
@@ -170,10 +186,13 @@ class Runner:
             self.denoiser.take_in(plan)
             return self.denoiser.denoise(plan.denoise) if plan.denoise else None
 
-    def _sampled(self, rows: list[Row], output: ForwardOutput, masks: Masks | None = None) -> SampledBatch | None:
+    def _sampled(
+        self, rows: list[Row], output: ForwardOutput, drafts: DraftedTokens | None, masks: Masks | None = None
+    ) -> SampledBatch | None:
         """Sample for the rows that need more than the likeliest token, which is in the table already."""
         if not rows:
             return None
         logits, tokens, peaks = (of[: len(rows)] for of in (output.logits, output.tokens, output.peaks))
         numbers, positions = [row.row for row in rows], [row.start + row.count for row in rows]
-        return sample(logits, tokens, peaks, self.stepper.table, numbers, positions, self.stepper.model.ops, masks)
+        table, ops = self.stepper.table, self.stepper.model.ops
+        return sample(logits, tokens, peaks, table, numbers, positions, ops, masks, drafts)

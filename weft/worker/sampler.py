@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels import Ops
-from weft.plan import RowAdmission, Sampled
+from weft.plan import Row, RowAdmission, Sampled
 from weft.types import MAX_LOGPROBS, SamplingParams, TokenLogprob
 from weft.worker.grammar_masks import Masks, rule_out
 from weft.worker.inputs import arrival_of, to_device, to_host
@@ -99,6 +99,29 @@ _WARM_UP_PARAMS = (
 )
 
 
+class DraftedTokens(NamedTuple):
+    """The drafted tokens of a step, with their places in the row table, which the likeliest tokens will take."""
+
+    rows: Tensor
+    positions: Tensor
+    tokens: Tensor
+    here: Tensor
+    """The tokens, on their way to the host."""
+    arrived: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, table: RowTable, rows: Tensor, positions: Tensor) -> DraftedTokens:
+        tokens = table.tokens[rows, positions]
+        return cls(rows, positions, tokens, to_host(tokens), arrival_of(tokens))
+
+    def read(self, rows: list[Row]) -> dict[int, list[int]]:
+        """Wait for the drafts of a plan's rows, and return them by row."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens = iter(self.here.tolist())
+        return {row.row: [next(tokens) for _ in row.draft] for row in rows if row.draft}
+
+
 class SampledBatch(NamedTuple):
     """The tokens that a step sampled, on their way to the host; `read` waits for them."""
 
@@ -129,17 +152,44 @@ class SampledBatch(NamedTuple):
 
 def sample(
     logits: Tensor, tokens: Tensor, peaks: Tensor, table: RowTable, rows: list[int], positions: list[int], ops: Ops,
-    masks: Masks | None = None,
+    masks: Masks | None = None, drafts: DraftedTokens | None = None,
 ) -> SampledBatch:  # fmt: skip
     """Sample one token for each of these rows of the table, at these positions, from logits [rows, vocabulary] and the
     likeliest token and the largest logit of each row. The likeliest are in the table already; others are written there.
-    Rows that have a grammar have a mask."""
+    Rows that have a grammar have a mask. A row that has a draft is there once for each position."""
     if table.settings.rows_needing_sampler.isdisjoint(rows):
         return _sent(tokens, peaks)
     wanted = table.settings.of(rows, positions, logits.shape[1])
     there = _on_device(wanted, logits.device)
+    chosen = _chosen(logits, tokens, peaks, table, wanted, there, ops, masks, drafts)
+    if not len(wanted.scored):
+        return _sent(chosen, peaks)
+    num_top = dict(zip(wanted.scored.tolist(), wanted.num_top.tolist(), strict=True))
+    logprobs = log_probabilities(logits[there.scored].float(), chosen[there.scored], any(num_top.values()))
+    return _sent(chosen, peaks, logprobs, num_top)
+
+
+def sample_draft(logits: Tensor, tokens: Tensor, peaks: Tensor, table: RowTable, sampling: list[Row], ops: Ops) -> None:
+    """Sample the next token of a draft for each of these rows, as the model would, and write it to the table. Where
+    the likeliest are wanted they are there already."""
+    rows, positions = [row.row for row in sampling], [row.start + row.count for row in sampling]
+    if table.settings.rows_needing_sampler.isdisjoint(rows):
+        return
+    logits, tokens, peaks = (of[: len(rows)] for of in (logits, tokens, peaks))
+    wanted = table.settings.of(rows, positions, logits.shape[1])
+    _chosen(logits, tokens, peaks, table, wanted, _on_device(wanted, logits.device), ops, None, None)
+
+
+def _chosen(
+    logits: Tensor, tokens: Tensor, peaks: Tensor, table: RowTable, wanted: StepSettings[NDArray[Any]],
+    there: StepSettings[Tensor], ops: Ops, masks: Masks | None, drafts: DraftedTokens | None,
+) -> Tensor:  # fmt: skip
+    """Return the sampled tokens, which are in the table then."""
     scores, chosen, best = logits, tokens, peaks
     if masks is not None or len(wanted.edit_places) or len(wanted.repeating) or len(wanted.counting):
+        if drafts is not None:
+            # Penalties of later positions count them, and the likeliest tokens stand in their places.
+            table.tokens[drafts.rows, drafts.positions] = drafts.tokens
         scores = _adjusted(logits, table.tokens, wanted, there)
         if masks is not None:
             places, words = to_device([masks.places, masks.words.ravel()], logits.device)
@@ -154,11 +204,7 @@ def sample(
         chosen = ops.gumbel_sample(scores, best, there.temperature, there.seed, there.positions, thresholds)
     if chosen is not tokens:
         table.tokens[there.rows, there.positions] = chosen
-    if not len(wanted.scored):
-        return _sent(chosen, peaks)
-    num_top = dict(zip(wanted.scored.tolist(), wanted.num_top.tolist(), strict=True))
-    logprobs = log_probabilities(logits[there.scored].float(), chosen[there.scored], any(num_top.values()))
-    return _sent(chosen, peaks, logprobs, num_top)
+    return chosen
 
 
 def warm_up_sampler(logits: Tensor, ops: Ops) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
+import mmap
+import sys
 import time
+from contextlib import ExitStack
 from functools import partial
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -15,25 +18,28 @@ from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ConfigError
 from weft.kernels import ops_for
 from weft.kernels.cpu import native_step, panel_layout
-from weft.kernels.quantised import PanelLayout
+from weft.kernels.panel_format import PanelLayout
 from weft.machine.hardware import MemoryGauge
 from weft.machine.memory import (
+    GIB,
     DeviceMemory,
     MemoryPlan,
     check_step,
     fp8_bytes,
     graphs_bytes,
+    int4_bytes,
     num_parameters,
     plan_memory,
 )
 from weft.machine.model_size import Weights, adapters_bytes, size_of
-from weft.model.dense import DenseConfig, DenseModel
-from weft.model.loader import Fp8Loading, load_weights, open_model
+from weft.model.dense import DenseModel
+from weft.model.loader import LinearLoading, load_weights, open_model
 from weft.options import CacheOptions, Config
 from weft.plan import Limits
 from weft.switches import is_on
 from weft.types import ModelInfo
 from weft.worker.diffusion.load import load_image_model
+from weft.worker.draft_model import DraftModel
 from weft.worker.forward_step import FastStep, Stepper
 from weft.worker.graphs import StepGraphs, graph_shapes
 from weft.worker.memory_profile import (
@@ -50,8 +56,8 @@ from weft.worker.runner import Runner, WarmUp
 log = logging.getLogger(__name__)
 
 DEFAULT_CPU_CACHE_BYTES = 512 * 2**20
-FIRST_WITH_FP8 = (8, 9)
-"""The compute capability from which on matrix units multiply e4m3."""
+FIRST_TO_MULTIPLY = {"fp8": (8, 9), "int4": (8, 0)}
+"""The compute capability from which on matrix units multiply e4m3, and bfloat16."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -65,7 +71,12 @@ class Worker:
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
         room = _room(device, config.cache)
-        with open_model(files) as (geometry, source):
+        with ExitStack() as opened:
+            target = OpenModel(config, files, device, dtype, opened)
+            draft = OpenModel(config, files.draft, device, dtype, opened) if files.draft is not None else None
+            geometry = target.geometry
+            if draft is not None:
+                _check_draft(target, draft)
             plan_for = partial(
                 plan_memory,
                 geometry,
@@ -73,44 +84,48 @@ class Worker:
                 max_model_len=config.model.max_model_len,
                 dtype=dtype,
                 kv_memory_bytes=DEFAULT_CPU_CACHE_BYTES if device.type == "cpu" else None,
+                draft=draft.geometry if draft is not None else None,
             )
             images = load_image_model(config, files, text_width=geometry.hidden_size, dtype=dtype, device=device)
             denoiser = images.denoiser if images is not None else None
             beside_bytes = adapters_bytes(config, dtype) + (denoiser.num_bytes if denoiser is not None else 0)
-            panels = _panels(config, files, device)
-            stored = size_of(files).weights
-            fp8 = _fp8(config, stored, device, dtype)
-            if fp8 != "dequantise":
-                weights_bytes = fp8_bytes(geometry, dtype, grouped=stored.has_fp8_blocks)
-            elif panels is None:
-                weights_bytes = num_parameters(geometry) * dtype.itemsize
-            else:
-                weights_bytes = stored.held_in_panels(dtype)
+            planned_bytes = sum(one.weights_bytes for one in (target, draft) if one is not None)
             # What cannot fit is refused before anything large is allocated.
-            plan = plan_for(room, weights_bytes=weights_bytes + beside_bytes)
+            plan = plan_for(room, weights_bytes=planned_bytes + beside_bytes)
             self.limits = replace(
-                _limits(config, plan, geometry.vocab_size, device),
+                _limits(config, plan, geometry.vocab_size, device, has_draft_model=draft is not None),
                 image=images.limits if images is not None else None,
                 embeds_width=geometry.hidden_size if config.limits.allow_prompt_embeds else 0,
                 max_embedding_bytes=config.scheduler.max_embedding_mb << 20,
             )
-            weights = load_weights(files, geometry, source, dtype=dtype, device=device, panels=panels, fp8=fp8)
-        model = DenseModel(geometry, weights, ops_for(device.type), plan.max_model_len)
+            model = target.load(plan.max_model_len)
+            draft_model = draft.load(plan.max_model_len) if draft is not None else None
+        models = [one for one in (model, draft_model) if one is not None]
+        weights_bytes = sum(one.weights.num_bytes for one in models) + beside_bytes
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
         if device.type == "cuda":
             if is_on("graphs"):
-                room = replace(room, graphs=graphs_bytes(geometry, dtype, graph_shapes(self.limits.max_num_seqs)))
-            room = measured(room, model, table, self.limits, denoiser=denoiser)
-            plan = plan_for(room, weights_bytes=weights.num_bytes + beside_bytes)
+                graphs = graphs_bytes(geometry, dtype, graph_shapes(_most_decodes(self.limits)))
+                if draft is not None:
+                    shapes = graph_shapes(self.limits.max_speculative_tokens, with_prefills=False)
+                    graphs += graphs_bytes(draft.geometry, dtype, shapes)
+                room = replace(room, graphs=graphs)
+            room = measured(room, models, table, self.limits, denoiser=denoiser)
+            plan = plan_for(room, weights_bytes=weights_bytes)
             self.limits = replace(self.limits, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len)
-        ledger = room.ledger(weights.num_bytes + beside_bytes, plan.kv_bytes)
-        kv_cache = _kv_cache(geometry, plan, config.cache.block_size, dtype, device)
+        ledger = room.ledger(weights_bytes, plan.kv_bytes)
         on_cpu = device.type == "cpu"
-        stepper = Stepper(model, kv_cache, table, fast_step=_native_step(model, kv_cache) if on_cpu else None)
+        has_graphs = not on_cpu and is_on("graphs")
+        steppers = [_stepper(one, plan.num_blocks, table) for one in models]
+        drafter = None
+        if draft_model is not None:
+            most, stepper = self.limits.max_speculative_tokens, steppers[1]
+            drafter = DraftModel(stepper, StepGraphs(stepper, most, with_prefills=False) if has_graphs else None)
         self.runner = Runner(
-            stepper,
-            graphs=None if on_cpu or not is_on("graphs") else StepGraphs(stepper, self.limits.max_num_seqs),
-            warm_up=None if on_cpu else WarmUp(stepper),
+            steppers[0],
+            graphs=StepGraphs(steppers[0], _most_decodes(self.limits)) if has_graphs else None,
+            warm_up=None if on_cpu else WarmUp(*steppers),
+            draft_model=drafter,
             denoiser=denoiser,
             max_adapters=config.scheduler.max_loras,
         )
@@ -150,28 +165,70 @@ def _dtype(config: Config, device: torch.device) -> torch.dtype:
     return DTYPES[config.model.dtype]
 
 
+class OpenModel:
+    """The open files of one model, and how its weights will be held."""
+
+    def __init__(
+        self, config: Config, files: ModelFiles, device: torch.device, dtype: torch.dtype, opened: ExitStack
+    ) -> None:
+        self.files = files
+        self._device, self._dtype = device, dtype
+        self.geometry, self._source = opened.enter_context(open_model(files))
+        stored = size_of(files).weights
+        self._panels = _panels(config, files, device)
+        self._linears = _linears(config, stored, device, dtype)
+        if self._linears == "fp8" or (self._linears == "keep" and stored.fp8):
+            self.weights_bytes = fp8_bytes(self.geometry, dtype, grouped=stored.has_fp8_blocks)
+        elif self._linears in ("int4", "keep"):
+            self.weights_bytes = stored.held_as_int4(dtype) if stored.int4 else int4_bytes(self.geometry, dtype)
+        elif self._panels is None:
+            self.weights_bytes = num_parameters(self.geometry) * dtype.itemsize
+        else:
+            self.weights_bytes = stored.held_in_panels(dtype)
+
+    def load(self, max_model_len: int) -> DenseModel:
+        weights = load_weights(
+            self.files, self.geometry, self._source,
+            dtype=self._dtype, device=self._device, panels=self._panels, linears=self._linears,
+        )  # fmt: skip
+        return DenseModel(self.geometry, weights, ops_for(self._device.type), max_model_len)
+
+
+def _check_draft(target: OpenModel, draft: OpenModel) -> None:
+    ours, theirs = target.geometry.vocab_size, draft.geometry.vocab_size
+    if ours != theirs:
+        raise ConfigError(
+            f"--speculative-model {draft.files.name} has {theirs} logits, and {target.files.name} has {ours}: a draft "
+            "model needs the same vocabulary.",
+            hint="Name a smaller model of the same family.",
+        )
+
+
 def _panels(config: Config, files: ModelFiles, device: torch.device) -> PanelLayout | None:
     """Return the layout of quantised weights that stay so; None where they are unpacked, or there are none."""
     keeps = config.model.dtype == "auto" and device.type == "cpu" and files.kind == "gguf"
     return panel_layout() if keeps else None
 
 
-def _fp8(config: Config, stored: Weights, device: torch.device, dtype: torch.dtype) -> Fp8Loading:
-    """Return which linear weights are held as e4m3. Those of an FP8 checkpoint are dequantised where the device does
-    not multiply them, or float32 is asked for."""
-    is_wanted = config.backend.quantization == "fp8"
-    can_multiply = device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_WITH_FP8
-    if is_wanted and (not can_multiply or dtype == torch.float32):
+def _linears(config: Config, stored: Weights, device: torch.device, dtype: torch.dtype) -> LinearLoading:
+    """Return how linear weights are held. Those of quantised checkpoints are dequantised where the device does not
+    multiply them, or float32 is asked for."""
+    wanted = config.backend.quantization
+    kind = wanted or ("int4" if stored.int4 else "fp8")
+    first = FIRST_TO_MULTIPLY[kind]
+    can_multiply = device.type == "cuda" and torch.cuda.get_device_capability(device) >= first
+    if wanted and (not can_multiply or dtype == torch.float32):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "A CPU"
         raise ConfigError(
-            "--quantization fp8 does not go with --dtype float32."
+            f"--quantization {wanted} does not go with --dtype float32."
             if can_multiply
-            else f"{name} does not multiply FP8: --quantization fp8 needs an NVIDIA GPU of compute capability 8.9.",
+            else f"{name} does not multiply {wanted.upper() if wanted == 'fp8' else wanted}: --quantization {wanted} "
+            f"needs an NVIDIA GPU of compute capability {first[0]}.{first[1]}.",
             hint="Leave --dtype at auto." if can_multiply else "Leave --quantization out.",
         )
-    if is_wanted:
-        return "quantise"
-    return "keep" if stored.fp8 and can_multiply and dtype != torch.float32 else "dequantise"
+    if wanted:
+        return "fp8" if wanted == "fp8" else "int4"
+    return "keep" if (stored.fp8 or stored.int4) and can_multiply and dtype != torch.float32 else "dequantise"
 
 
 def _room(device: torch.device, cache: CacheOptions) -> DeviceMemory:
@@ -181,17 +238,34 @@ def _room(device: torch.device, cache: CacheOptions) -> DeviceMemory:
     return DeviceMemory(total=total, share=gpu_share(cache), others=total - free)
 
 
-def _kv_cache(
-    geometry: DenseConfig, plan: MemoryPlan, block_size: int, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    shape = cache_shape(geometry, plan.num_blocks, block_size)
-    if device.type == "cpu":
-        # numpy's zeros are untouched pages: memory is used as blocks are, not at the start.
-        return torch.from_numpy(np.zeros(plan.kv_bytes, dtype=np.uint8)).view(dtype).view(shape)
-    return torch.zeros(shape, dtype=dtype, device=device)
+def _stepper(model: DenseModel, num_blocks: int, table: RowTable) -> Stepper:
+    """Return the stepper of a model with a KV cache for it."""
+    shape = cache_shape(model.config, num_blocks, table.block_size)
+    kv_cache = _kv_cache(shape, model.weights.dtype, table.device)
+    fast_step = _native_step(model, kv_cache) if table.device.type == "cpu" else None
+    return Stepper(model, kv_cache, table, fast_step=fast_step)
 
 
-def _limits(config: Config, plan: MemoryPlan, vocab_size: int, device: torch.device) -> Limits:
+def _kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. A CPU's take memory as they are used, in small pages: a few tokens are in every layer's part of a
+    cache, and would take a large page of each, 60 MB for SmolLM2. Steps are as fast."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(
+            f"Unable to allocate {num_bytes / GIB:.1f} GiB for the KV cache: {error.strerror}."
+        ) from error
+    if sys.platform == "linux":
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _limits(
+    config: Config, plan: MemoryPlan, vocab_size: int, device: torch.device, *, has_draft_model: bool
+) -> Limits:
     options = config.scheduler
     on_cpu = device.type == "cpu"
     max_num_seqs = options.max_num_seqs or (32 if on_cpu else 256)
@@ -210,7 +284,16 @@ def _limits(config: Config, plan: MemoryPlan, vocab_size: int, device: torch.dev
         enable_prefix_caching=config.cache.enable_prefix_caching,
         max_preemptions=options.max_preemptions,
         force_preempt_every=options.force_preempt_every,
+        speculates=options.speculative == "ngram" or has_draft_model,
+        has_draft_model=has_draft_model,
+        max_speculative_tokens=12 if on_cpu else 64,
     )
+
+
+def _most_decodes(limits: Limits) -> int:
+    """Return how many tokens the decodes of a captured step may have. Where a request alone asks for drafts, they are
+    as many as without."""
+    return max(limits.max_num_seqs, limits.max_speculative_tokens if limits.speculates else 0)
 
 
 def _native_step(model: DenseModel, kv_cache: Tensor) -> FastStep | None:

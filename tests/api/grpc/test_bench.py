@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
+from tests.e2e.server import Server
+from weft.bench import rpc
 from weft.bench.arrivals import Size
 from weft.bench.datasets import DatasetSpec
 from weft.bench.rpc import RpcWork, run_rpc
 
 
-def test_joining_saves_well_over_half_of_the_messages_and_no_text(tiny_model: Path) -> None:
+@asynccontextmanager
+async def forked_server(flags: list[str], *, grpc_socket: str) -> AsyncIterator[tuple[str, float]]:
+    """As `own_server`, which tests/bench/test_serve.py tries."""
+    with await asyncio.to_thread(Server, *flags, "--grpc-socket", grpc_socket) as server:
+        yield server.url, 0.0
+
+
+def test_joining_saves_well_over_half_of_the_messages_and_no_text(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rpc, "own_server", forked_server)
     dataset = DatasetSpec(input_tokens=Size(6, 6), output_tokens=Size(60, 60))
     work = RpcWork(requests=6, concurrencies=(2,), dataset=dataset)
     # On a slow machine fewer tokens come within the usual time than a message holds.

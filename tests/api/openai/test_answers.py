@@ -162,6 +162,18 @@ def test_usage_is_the_last_delta_s() -> None:
     assert chat(ScriptedEngine(script)).json()["usage"]["total_tokens"] == 3
 
 
+def test_usage_tells_how_much_of_the_drafts_was_right() -> None:
+    usage = Usage(prompt_tokens=1, completion_tokens=9, draft_tokens=8, accepted_tokens=5)
+    engine = ScriptedEngine([Output(text="a", token_ids=[1], usage=usage, finish=FinishReason.STOP)])
+    expected = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 3}
+    for door in (chat, complete):
+        assert door(engine).json()["usage"]["completion_tokens_details"] == expected
+        *_, last = events(door(engine, stream=True, stream_options={"include_usage": True}))
+        assert last["usage"]["completion_tokens_details"] == expected
+    both = complete(engine, n=2).json()["usage"]["completion_tokens_details"]
+    assert both == {"accepted_prediction_tokens": 10, "rejected_prediction_tokens": 6}
+
+
 def test_the_answer_s_id_holds_the_client_s() -> None:
     engine = ScriptedEngine()
     assert chat(engine, request_id="mine-1").json()["id"] == "chatcmpl-mine-1"

@@ -48,6 +48,11 @@ def params_of(**fields: Any) -> SamplingParams:
             {"include_stop_str_in_output": True, "skip_special_tokens": False},
             SamplingParams(include_stop_str_in_output=True, skip_special_tokens=False),
         ),
+        ({"prediction": {"type": "content", "content": "ab"}}, SamplingParams(prediction=(97, 98))),
+        (
+            {"prediction": {"type": "content", "content": [{"type": "text", "text": "a"}] * 2}},
+            SamplingParams(prediction=(97, 10, 97)),
+        ),
         ({"logprobs": True}, SamplingParams(logprobs=0)),
         ({"logprobs": True, "top_logprobs": 3}, SamplingParams(logprobs=3)),
         ({"logprobs": False}, SamplingParams()),
@@ -83,7 +88,6 @@ def test_fields_that_ask_for_nothing_are_taken(fields: dict[str, Any]) -> None:
         ("function_call", {"name": "f"}),
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
-        ("prediction", {"type": "content"}),
         ("reasoning_effort", "high"),
         ("service_tier", "flex"),
         ("store", True),
@@ -119,6 +123,9 @@ def test_an_unknown_field_is_refused_with_the_nearest(value: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
+        ({"prediction": {"type": "content"}}, "prediction.content"),
+        ({"prediction": {"type": "other", "content": "a"}}, "prediction.type"),
+        ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction.content"),
         ({"temperature": "0"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": True}, "temperature"),

@@ -163,11 +163,14 @@ def chat_chunk(finish: str | None = None, **delta: Any) -> dict[str, Any]:
     return {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "model", "choices": [choice]}
 
 
-def usage_chunk(prompt: int, completion: int, cached: int = 0) -> dict[str, Any]:
+def usage_chunk(
+    prompt: int, completion: int, cached: int = 0, accepted: int = 0, rejected: int | None = None
+) -> dict[str, Any]:
     usage = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected},
     }
     return {"id": "1", "object": "text_completion", "created": 1, "model": "model", "choices": [], "usage": usage}

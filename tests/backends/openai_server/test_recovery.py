@@ -99,13 +99,14 @@ def text_of(deltas: list[Output]) -> str:
 
 def test_text_comes_as_it_is_sent_and_is_counted_by_the_peer() -> None:
     deltas, [asked] = answers(
-        "completions", says(text_chunk("Ü"), text_chunk("ber"), text_chunk("", "stop"), usage_chunk(3, 2, 1))
+        "completions", says(text_chunk("Ü"), text_chunk("ber"), text_chunk("", "stop"), usage_chunk(3, 2, 1, 4, 6))
     )
     assert [delta.text for delta in deltas] == ["Ü", "ber", ""]
     assert all(delta.token_ids == [] for delta in deltas)
     assert deltas[-1].finish is FinishReason.STOP
     assert (deltas[-1].usage.prompt_tokens, deltas[-1].usage.completion_tokens) == (3, 2)
     assert deltas[-1].usage.cached_tokens == 1
+    assert (deltas[-1].usage.draft_tokens, deltas[-1].usage.accepted_tokens) == (10, 4)
     assert asked.body["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
 
 
@@ -386,7 +387,7 @@ def test_arguments_of_a_call_without_a_name_are_an_error() -> None:
 def test_tokens_become_text_here(tiny_model: Path) -> None:
     deltas, [asked] = answers(
         "completions",
-        says(token_chunk(A), token_chunk(B, C), token_chunk(finish="length"), usage_chunk(9, 9, 2)),
+        says(token_chunk(A), token_chunk(B, C), token_chunk(finish="length"), usage_chunk(9, 9, 2, 3, 1)),
         prompt=[5, 6],
         tokenizer=str(tiny_model),
     )
@@ -396,6 +397,7 @@ def test_tokens_become_text_here(tiny_model: Path) -> None:
     assert "?" not in text_of(deltas)
     usage = deltas[-1].usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (2, 3, 2)
+    assert (usage.draft_tokens, usage.accepted_tokens) == (4, 3)
 
 
 def test_stop_strings_and_end_tokens_are_found_here(tiny_model: Path) -> None:

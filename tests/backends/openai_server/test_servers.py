@@ -184,6 +184,7 @@ EVERYTHING = SamplingParams(
     stop=("x",),
     stop_token_ids=(4,),
     ignore_eos=True,
+    speculative=False,
     include_stop_str_in_output=True,
     skip_special_tokens=False,
 )

@@ -104,6 +104,8 @@ def test_room_for_adapters_only_where_there_are_any() -> None:
         ("threads", 4),
         ("max_mixed_prefill", 100),
         ("max_step_ms", 100),
+        ("speculative", "ngram"),
+        ("speculative_model", "/models/small"),
         ("max_preemptions", 1),
         ("force_preempt_every", 2),
         ("max_num_images", 3),

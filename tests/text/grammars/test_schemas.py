@@ -18,7 +18,7 @@ from weft.plan import Row, RowAdmission
 from weft.text.grammars.specs import JsonSchemaSpec, vocabulary_of
 from weft.text.tokenizer import Tokenizer
 from weft.types import SamplingParams, TextAssets
-from weft.worker.grammar_masks import followed, masks_of
+from weft.worker.grammar_masks import follow, masks_of
 from weft.worker.rows import RowTable
 from weft.worker.sampler import sample
 
@@ -54,11 +54,15 @@ def outputs(smollm2_assets: TextAssets) -> dict[str, list[str]]:
         for part in torch.tensor(active).split(32):
             numbers = part.tolist()
             batch = logits.repeat(len(numbers), 1)
-            constrained = table.constraints.among([Row(row, position - 1, 1, [], True) for row in numbers])
+            sampling = [Row(row, position - 1, 1, [], True) for row in numbers]
+            constrained = table.constraints.among(sampling)
             assert len(constrained) == len(numbers)
             best = REFERENCE.greedy(batch)
-            sampled = sample(batch, *best, table, numbers, [position] * len(numbers), REFERENCE, masks_of(constrained))
-            for row, got in zip(numbers, followed(constrained, sampled.read()), strict=True):
+            masks = masks_of(constrained, sampling, {})
+            sampled = sample(batch, *best, table, numbers, [position] * len(numbers), REFERENCE, masks)
+            tokens = {row: [got] for row, got in zip(numbers, sampled.read(), strict=True)}
+            follow(constrained, tokens)
+            for row, (got,) in tokens.items():
                 assert not got.error, got.error
                 written[row].append(got.token_id)
         active = [row for row in active if written[row][-1] != end]

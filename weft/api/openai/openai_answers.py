@@ -20,11 +20,20 @@ class PromptTokensDetails(Struct, frozen=True, omit_defaults=True):
     """Cut off the prompt's beginning, because truncate_prompt_tokens said so."""
 
 
+class CompletionTokensDetails(Struct, frozen=True):
+    accepted_prediction_tokens: int
+    """Drafted tokens that are in the answer."""
+    rejected_prediction_tokens: int
+    """Drafted tokens that are not."""
+
+
 class UsageBody(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    """Unset where nothing was drafted."""
 
 
 class TopLogprob(Struct, frozen=True):
@@ -167,11 +176,13 @@ def usage_body(usages: Sequence[Usage], n: int = 1, truncated_tokens: int = 0) -
     """Return the usage of all choices, `n` of each prompt one after the other: a prompt counts once."""
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
     completion = sum(usage.completion_tokens for usage in usages)
+    drafted, accepted = sum(usage.draft_tokens for usage in usages), sum(usage.accepted_tokens for usage in usages)
     return UsageBody(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptTokensDetails(sum(usage.cached_tokens for usage in usages[::n]), truncated_tokens),
+        completion_tokens_details=CompletionTokensDetails(accepted, drafted - accepted) if drafted else UNSET,
     )
 
 

@@ -98,6 +98,13 @@ def content_text(value: object) -> str | list[str | EmbedsPart]:
     return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
+def predicted_text(value: object) -> str:
+    text = content_text(value)
+    if not isinstance(text, str):
+        raise ValueError("its parts must be text.")
+    return text
+
+
 def prompts(value: object) -> list[GivenPrompt]:
     """Return one prompt or several, each a string or a list of token ids, with prompt embeds among them."""
     if isinstance(value, str):
@@ -363,6 +370,13 @@ class StructuredOutputs(Fields):
         return self
 
 
+class PredictedContent(Fields):
+    """A text that the answer is expected to repeat: tokens are drafted from it, and none changes."""
+
+    type: Literal["content"]
+    content: Annotated[str, PlainValidator(predicted_text, json_schema_input_type=str | list[TextPart])]
+
+
 class StreamOptions(Fields):
     not_yet: ClassVar[NotYet] = {"include_obfuscation": [False]}
 
@@ -416,6 +430,9 @@ class SamplingFields(Fields):
     stop_token_ids: Items[int] = []
     min_tokens: int = Field(0, json_schema_extra=_within(0, 2**31 - 1))
     ignore_eos: bool = Field(False, description="Go on behind the model's end of sequence.")
+    speculative: bool | None = Field(
+        None, description="Draft tokens and verify several in a step, which changes none; null: as the server is set."
+    )
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = Field(
@@ -451,7 +468,6 @@ class ChatRequest(SamplingFields):
         "functions": [[]],
         "modalities": [["text"]],
         "moderation": [],
-        "prediction": [],
         "prompt_cache_retention": ["in_memory", "in-memory"],
         "reasoning_effort": [],
         "service_tier": ["auto", "default"],
@@ -471,6 +487,7 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = Field(None, json_schema_extra=_LOGPROBS)
     metadata: Metadata = Field({}, description="Accepted, and without meaning here.")
     response_format: ResponseFormat | None = None
+    prediction: PredictedContent | None = None
     tools: Items[Tool] = []
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = Field(True, description="False: at most one call an answer.")

@@ -19,17 +19,26 @@ class CachedTokens(Struct, frozen=True):
     cached_tokens: int | None = None
 
 
+class PredictedTokens(Struct, frozen=True):
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
+
+
 class PeerUsage(Struct, frozen=True):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: CachedTokens | None = None
+    completion_tokens_details: PredictedTokens | None = None
 
     def usage(self) -> Usage:
-        details = self.prompt_tokens_details
+        details, predicted = self.prompt_tokens_details, self.completion_tokens_details or PredictedTokens()
+        accepted = predicted.accepted_prediction_tokens or 0
         return Usage(
             prompt_tokens=self.prompt_tokens or 0,
             completion_tokens=self.completion_tokens or 0,
             cached_tokens=(details.cached_tokens or 0) if details is not None else 0,
+            draft_tokens=accepted + (predicted.rejected_prediction_tokens or 0),
+            accepted_tokens=accepted,
         )
 
 

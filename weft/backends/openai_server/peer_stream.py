@@ -71,7 +71,8 @@ class PeerTokenAnswer:
         self._go_on = go_on
         self._stops = frozenset(request.stop_token_ids)
         self._delivered: list[int] = []
-        self._num_cached = 0
+        self._told = Usage()
+        """The usage of which the peer alone can count a part: cached and drafted tokens."""
         self._is_continued = False
         """The peer takes a part of the answer for its prompt, and finds that in its cache. How long the first part
         waited is not told."""
@@ -90,7 +91,8 @@ class PeerTokenAnswer:
     def take(self, data: bytes) -> Output | None:
         chunk = read(data, TextChunk)
         if chunk.usage is not None:
-            self._num_cached = 0 if self._is_continued else chunk.usage.usage().cached_tokens
+            told = chunk.usage.usage()
+            self._told = replace(told, cached_tokens=0) if self._is_continued else told
         for choice in chunk.choices:
             self._queue_seconds = None if self._is_continued else _queue_seconds(choice)
             if not self._text.ended:
@@ -103,7 +105,12 @@ class PeerTokenAnswer:
             self._last = self._text.push([Event(request_id="", finish=FinishReason.LENGTH)])
         if self._last is None:
             return None
-        usage = replace(self._last.usage, cached_tokens=self._num_cached)
+        usage = replace(
+            self._last.usage,
+            cached_tokens=self._told.cached_tokens,
+            draft_tokens=self._told.draft_tokens,
+            accepted_tokens=self._told.accepted_tokens,
+        )
         return replace(self._last, usage=usage, queue_seconds=self._queue_seconds)
 
     def rest(self) -> PeerRequest | None:

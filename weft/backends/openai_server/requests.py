@@ -85,8 +85,9 @@ class PeerRequestWriter:
         for name in WHEN_ASKED:
             if value := getattr(params, name):
                 self._say(body, name, value)
-        if params.seed is not None:
-            self._say(body, "seed", params.seed)
+        for name in ("seed", "speculative"):
+            if (value := getattr(params, name)) is not None:
+                self._say(body, name, value)
         if params.logit_bias:
             self._say(body, "logit_bias", {str(token): bias for token, bias in params.logit_bias.items()})
         if not params.skip_special_tokens:

@@ -115,7 +115,7 @@ TEMPLATE_FIELDS = frozenset({"add_generation_prompt", "continue_final_message"})
 WEFT = ServerKind(
     name="Weft",
     owner="weft",
-    fields=FULL | _same("priority", "cache_salt"),
+    fields=FULL | _same("priority", "cache_salt", "speculative"),
     template_fields=TEMPLATE_FIELDS,
     template_variables=None,
     token_answers={"return_token_ids": True},
@@ -206,6 +206,8 @@ def abilities_of(kind: ServerKind, *, tokens: bool) -> Abilities:
         stop_tokens=told or takes("stop_token_ids"),
         min_tokens=takes("min_tokens"),
         ignore_eos=takes("ignore_eos"),
+        speculative=takes("speculative"),
+        prediction=False,
         stop_in_output=told or takes("include_stop_str_in_output"),
         special_tokens=told or takes("skip_special_tokens"),
         grammar=kind.grammars if tokens else True,

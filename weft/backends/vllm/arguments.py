@@ -49,6 +49,8 @@ NOT_HONOURED = {
     "threads": "Set VLLM_CPU_OMP_THREADS_BIND, as in 0-3, to choose vLLM's cores.",
     "max_mixed_prefill": "vLLM decides what a step holds besides its decodes; --max-num-batched-tokens bounds it.",
     "max_step_ms": "vLLM does not follow the time that steps take; --max-num-batched-tokens bounds them.",
+    "speculative": "Only the native engine drafts tokens.",
+    "speculative_model": "Only the native engine drafts tokens.",
     "max_preemptions": "vLLM does not bound preemptions.",
     "force_preempt_every": "It is for tests of the native engine.",
     "max_num_images": "vLLM draws no images.",

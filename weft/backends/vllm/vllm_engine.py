@@ -27,7 +27,9 @@ from weft.machine.memory import safe_share
 from weft.options import Config
 from weft.types import GenerationRequest, Request, SamplingParams
 
-ABILITIES = Abilities(fair_shares=False, embeddings=False, images=False, prompt_embeds=False)
+ABILITIES = Abilities(
+    speculative=False, prediction=False, fair_shares=False, embeddings=False, images=False, prompt_embeds=False
+)
 """The abilities of every vLLM; grammars depend on the tokenizer, and LoRA on how vLLM was started."""
 
 

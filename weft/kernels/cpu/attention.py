@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from weft.kernels.cpu.emit import FLOAT, INDEX, LINE, VECTOR, WIDTH, call, join, load, loop, multiply_add, store
-from weft.kernels.cpu.jit import inner, intrinsic, ir, types
-from weft.kernels.cpu.raw_memory import FLOATS, Float, Floats, Ints, at, prefetch
+from weft.kernels.cpu.compiled import WIDTH
+from weft.kernels.cpu.emit import FLOAT, INDEX, LINE, VECTOR, call, join, load, loop, multiply_add, store
+from weft.kernels.cpu.jit import export, inner, intrinsic, ir, noinline, types
+from weft.kernels.cpu.job import KEYS
+from weft.kernels.cpu.raw_memory import FLOATS, INTS, Float, Floats, Ints, at, prefetch
 from weft.kernels.cpu.row_ops import exp
 from weft.kernels.cpu.tile import dots
 
@@ -59,7 +61,7 @@ def _mix_tile(num_outs: int) -> Callable[..., Any]:
 _mix_4, _mix_3, _mix_2, _mix_1 = (_mix_tile(count) for count in (4, 3, 2, 1))
 
 
-@inner
+@noinline
 def mix(
     weights: Floats,
     weight_stride: int,
@@ -92,10 +94,6 @@ def mix(
                 out[i * size + j] += factor * rows[t * row_stride + j]
 
 
-# Keys whose scores are held at once.
-KEYS = 128
-# Query rows (tokens times the heads that share a kv head) that read them together.
-QUERIES = 16
 # How many keys ahead of those in hand to ask memory for.
 AHEAD = 32
 
@@ -103,7 +101,7 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 _NOTHING = np.float32(-np.inf)
 
 
-@inner
+@noinline
 def fetch(
     source: Floats, token_stride: int, head_dim: int, table: Ints, block_size: int, position: int, stop: int
 ) -> None:
@@ -150,7 +148,7 @@ def scores_of(
         done += run
 
 
-@inner
+@noinline
 def weights_of(scores: Floats, count: int, highest: Float) -> Float:
     """Turn a row's scores to weights, exp(score - highest), in place; their sum."""
     total = _ZERO
@@ -211,7 +209,14 @@ def mix_values(
         done += run
 
 
-@inner
+_INT = types.int64
+
+
+@export(
+    types.void(
+        FLOATS, _INT, _INT, FLOATS, FLOATS, _INT, _INT, INTS, _INT, _INT, _INT, _INT, FLOATS, FLOATS, FLOATS, FLOATS
+    )
+)
 def attend(
     queries: Floats,
     num_tokens: int,
@@ -262,7 +267,7 @@ def attend(
         mix_values(scores, num_queries, values, token_stride, head_dim, table, block_size, start, count, out)
 
 
-@inner
+@noinline
 def join_parts(parts: Floats, stride: int, num_parts: int, head_dim: int, out: Floats) -> None:
     """One head's attention from parts [highest, total, unfinished sums...] over runs of its keys."""
     highest = parts[0]

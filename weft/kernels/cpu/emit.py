@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from weft.kernels.cpu.compiled import FEATURES, IS_ARM, WIDTH
 from weft.kernels.cpu.jit import cgutils, ir
-from weft.kernels.cpu.processor import FEATURES, IS_ARM
 
 INDEX = ir.IntType(64)
 FLOAT = ir.FloatType()
 # Floats in a cache line.
 LINE = 16
-
-
-# Floats in a register.
-WIDTH = 16 if "avx512f" in FEATURES else 8 if "avx2" in FEATURES else 4
 VECTOR = ir.VectorType(FLOAT, WIDTH)
 
 

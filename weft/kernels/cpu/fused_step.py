@@ -2,71 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from weft.kernels.batch import AttentionBatch, GivenRows, HeadShape
-from weft.kernels.cpu import phases
-from weft.kernels.cpu.attention import KEYS, QUERIES
-from weft.kernels.cpu.jit import address_of, entry, types
-from weft.kernels.cpu.job import ITEM, ITEMS, JOB, JOBS, LAYER, LAYERS, RUN, RUNS, Here
-from weft.kernels.cpu.panels import LINEAR_SIGNATURE, SCRATCH_FLOATS, linear_at
-from weft.kernels.cpu.phases import MOST_PIECE_ROWS, num_pieces
-from weft.kernels.cpu.threads import Job, Team
-from weft.kernels.quantised import FORMATS, INPUT_GROUP, QuantisedWeight
+from weft.kernels.cpu.compiled import kernels
+from weft.kernels.cpu.job import (
+    CELLS,
+    CLAIMS,
+    ITEM,
+    JOB,
+    KEYS,
+    LAYER,
+    MOST_PIECE_ROWS,
+    QUERIES,
+    RUN,
+    SCRATCH_FLOATS,
+)
+from weft.kernels.panel_format import FORMATS, INPUT_GROUP
+from weft.kernels.quantised import QuantisedWeight
 from weft.kernels.weights import AdaptedRun, DecoderWeights, Weight
-
-_PANEL_LINEAR = address_of(LINEAR_SIGNATURE)(linear_at)
-
-
-@entry((JOBS, LAYERS, ITEMS, RUNS, types.int64))
-def step(jobs: Any, layers: Any, items: Any, runs: Any, thread: int) -> None:
-    """A thread's share of the step that jobs[0] describes."""
-    job = jobs[0]
-    num_tokens, num_items, num_runs = job.num_tokens, job.num_items, job.num_runs
-    qkv_size = (job.num_heads + 2 * job.num_kv_heads) * job.head_dim
-    hidden_size, intermediate_size = job.hidden_size, job.intermediate_size
-    here = Here(job, layers[0], items, runs, job.scratch + thread * job.scratch_stride)
-    base = phases.embed(here, num_tokens, job.claims)
-    if job.num_given:
-        base = phases.place_given(here, job.num_given, base)
-    for i in range(job.num_layers):
-        here = Here(job, layers[i], items, runs, here.scratch)
-        layer = here.layer
-        base = phases.attention_norm(here, num_tokens, base)
-        if num_runs:
-            base = phases.shrink_qkv(here, num_runs, base)
-        base = phases.qkv(here, num_pieces(job, layer.qkv_kind, qkv_size, hidden_size), base)
-        base = phases.rotate_and_store(here, num_tokens, base)
-        base = phases.attend(here, num_items * job.num_kv_heads, base)
-        if job.num_parts:
-            base = phases.join(here, num_items, base)
-        if num_runs:
-            base = phases.shrink_output(here, num_runs, base)
-        if layer.output_kind:
-            base = phases.quantise_attended(here, num_tokens, base)
-        base = phases.output(here, num_pieces(job, layer.output_kind, hidden_size, job.num_heads * job.head_dim), base)
-        base = phases.mlp_norm(here, num_tokens, base)
-        if num_runs:
-            base = phases.shrink_gate_up(here, num_runs, base)
-        base = phases.gate_up(here, num_pieces(job, layer.gate_up_kind, intermediate_size, hidden_size), base)
-        if num_runs:
-            base = phases.shrink_down(here, num_runs, base)
-        if layer.down_kind:
-            base = phases.quantise_gated(here, num_tokens, base)
-        base = phases.down(here, num_pieces(job, layer.down_kind, hidden_size, intermediate_size), base)
-    if job.num_hidden:
-        base = phases.hidden_norm(here, job.num_hidden, base)
-    base = phases.final_norm(here, job.num_outputs, base)
-    phases.head(here, num_pieces(job, job.head_kind, job.vocab_size, hidden_size), base)
-
 
 _NONE = torch.empty(0, dtype=torch.int64)
 RUN_TOKENS = 16
+
+Job = Callable[[int], None]
+"""Called by each thread with its number. It must meet the others at its end: see `phases.wait_for_all`."""
+
+
+class Team:
+    """The calling thread and its helpers."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._cells = np.zeros(CELLS, np.int64)
+        self._job: Job | None = None
+        self._closed = False
+        self._busy = threading.Lock()
+        self._wake = [threading.Lock() for _ in range(num_threads - 1)]
+        for thread, wake in enumerate(self._wake, start=1):
+            wake.acquire()
+            threading.Thread(target=self._help, args=(thread, wake), name=f"weft-cpu-{thread}", daemon=True).start()
+
+    @property
+    def cells_address(self) -> int:
+        return int(self._cells.ctypes.data)
+
+    @property
+    def claims(self) -> int:
+        """The next job's claims begin here. The number stands still between jobs."""
+        return int(self._cells[CLAIMS])
+
+    def run(self, make_job: Callable[[], Job]) -> None:
+        """Make a job once no other runs, and run it on every thread."""
+        with self._busy:
+            if self._closed:
+                raise RuntimeError("The team of threads is closed.")
+            job = self._job = make_job()
+            for wake in self._wake:
+                wake.release()
+            job(0)
+
+    def close(self) -> None:
+        with self._busy:
+            self._job, self._closed = None, True
+            for wake in self._wake:
+                wake.release()
+            self._wake = []
+
+    def _help(self, thread: int, wake: threading.Lock) -> None:
+        while True:
+            wake.acquire()
+            job = self._job
+            if job is None:
+                return
+            job(thread)
 
 
 class FusedStep:
@@ -82,6 +96,7 @@ class FusedStep:
         kv_cache: Tensor,
         num_threads: int | None = None,
     ) -> None:
+        self._kernels = kernels()
         self._team = Team(num_threads or torch.get_num_threads())
         self._heads = heads
         self._vocab_size, self._hidden_size = weights.head.shape
@@ -108,7 +123,6 @@ class FusedStep:
             num_threads=self._team.num_threads,
             scratch=_address(self._scratch),
             scratch_stride=self._scratch.stride(0) * 4,
-            panel_linear=_PANEL_LINEAR,
             hidden_size=self._hidden_size,
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
@@ -193,7 +207,8 @@ class FusedStep:
                 num_runs=len(runs),
                 shrunk_stride=max_rank,
             )
-            return lambda thread: step(self._jobs, self._layers, items, runs, thread)
+            told = [array.ctypes.data for array in (self._jobs, self._layers, items, runs)]
+            return lambda thread: self._kernels.step(*told, thread)
 
         self._team.run(make_job)
         return logits, hidden

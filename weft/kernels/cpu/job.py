@@ -1,11 +1,28 @@
-"""What one step's native code is told: records of addresses and sizes, laid out for numpy and for numba alike."""
+"""A step's native code is told these: records of addresses and sizes, laid out for numpy and for numba alike, and the
+sizes on which the code and its callers agree."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import from_dtype
+
+from weft.kernels.cpu.compiled import WIDTH
+
+KEYS = 128
+"""Keys whose scores are held at once."""
+QUERIES = 48
+"""Query rows (tokens times the heads that share a kv head) that read them together."""
+LANES = WIDTH
+"""Rows of a panel."""
+SCRATCH_FLOATS = 8 * LANES
+"""The memory that a product with a panel needs."""
+MOST_ROWS = 96
+MOST_PIECE_ROWS = MOST_ROWS + LANES
+"""The most rows of a matrix that a thread takes at a time."""
+# Cells that threads share, a cache line or two apart, in int64s.
+CELLS = 48
+CLAIMS, ARRIVALS = 16, 32
 
 
 def _integers(names: str) -> list[tuple[str, type]]:
@@ -15,8 +32,6 @@ def _integers(names: str) -> list[tuple[str, type]]:
 JOB = np.dtype(
     [
         *_integers("cells num_threads claims scratch scratch_stride"),
-        # The address of the function that multiplies quantised weights.
-        *_integers("panel_linear"),
         # The sizes of the model, and its own memory.
         *_integers("hidden_size num_heads num_kv_heads head_dim intermediate_size vocab_size num_layers block_size"),
         *_integers("embedding embedding_kind norm head head_kind rotations"),
@@ -42,7 +57,7 @@ LAYER = np.dtype(
     ]
 )
 """Addresses, 0 for what a layer does not have; what kind its weights are, 0 for float32 and else a place in
-`quantised.FORMATS` from 1 on; and which layer it is."""
+`panel_format.FORMATS` from 1 on; and which layer it is."""
 
 ITEM = np.dtype(_integers("token num_tokens sequence first stop position part"))
 """Attention of a few tokens of a sequence over a run of its keys. `part` is where the unfinished result goes to be
@@ -51,16 +66,14 @@ joined with those of the token's other runs, or -1 where there is only one run."
 RUN = np.dtype(_integers("token num_tokens places"))
 """A few tokens with one adapter, and the address of its `AdapterWeights.places`."""
 
-JOBS, LAYERS, ITEMS, RUNS = (from_dtype(dtype)[::1] for dtype in (JOB, LAYER, ITEM, RUN))
-"""What numba calls arrays of these."""
-
 
 class Here(NamedTuple):
     """What native code is at."""
 
     job: Any
     layer: Any
-    items: Any
-    runs: Any
+    items: int
+    """The address of the step's items; the next, of its runs."""
+    runs: int
     scratch: int
     """The address of the thread's own memory."""

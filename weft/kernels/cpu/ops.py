@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import sys
 from functools import cache
-from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -71,9 +70,11 @@ def argmax_rows(logits: Tensor) -> Tensor:
     """[rows] int64: where each row's greatest element is. A NaN is greater than all, as torch has it."""
     if not (logits.dim() == 2 and is_plain(logits) and has_native_code()):
         return logits.argmax(-1)
-    from weft.kernels.cpu.row_ops import argmax_rows as native
+    from weft.kernels.cpu.compiled import kernels
 
-    return native(logits)
+    out = torch.empty(len(logits), dtype=torch.int64)
+    kernels().argmax(logits.data_ptr(), *logits.shape, out.data_ptr())
+    return out
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,20 +95,31 @@ def cpu_ops() -> Ops:
 
 @cache
 def has_native_code() -> bool:
-    """Return whether this machine can compile kernels, and say once why it cannot."""
+    """Return whether this machine has compiled kernels, and say once why it has none. The first call compiles them."""
     if sys.platform == "win32":
         return False
     try:
-        import_module("weft.kernels.cpu.jit")
-    except ImportError as error:  # numba is not there, or does not fit the NumPy that is
-        log.warning(
-            "numba cannot be used (%s): CPUs compute with torch's kernels, which are slower. "
-            "`pip install numba` installs it.",
-            error,
-        )
-        return False
-    return True
+        from weft.kernels.cpu.compiled import CompileError, kernels
+    except ImportError as error:
+        why = str(error)
+    else:
+        try:
+            kernels()
+            return True
+        except CompileError as error:  # numba is not there, or does not fit the NumPy that is
+            why = str(error)
+    log.warning(
+        "The CPU's kernels cannot be compiled (%s): torch's are used, which are slower. "
+        "`pip install numba` installs the compiler.",
+        why,
+    )
+    return False
 
 
 def is_plain(tensor: Tensor) -> bool:
     return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def all_plain(*weights: Weight) -> bool:
+    """Return whether all that are not quantised are plain."""
+    return all(is_plain(weight) for weight in weights if isinstance(weight, Tensor))

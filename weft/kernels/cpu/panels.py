@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from weft.kernels.cpu.compiled import FEATURES, IS_ARM
 from weft.kernels.cpu.emit import (
     FLOAT,
     INDEX,
-    WIDTH,
     float_of_half,
     load,
     loop,
@@ -23,8 +23,8 @@ from weft.kernels.cpu.emit import (
     prefetch,
     store,
 )
-from weft.kernels.cpu.jit import cgutils, inner, intrinsic, ir, types
-from weft.kernels.cpu.processor import FEATURES, IS_ARM
+from weft.kernels.cpu.jit import cgutils, export, inner, intrinsic, ir, noinline, types
+from weft.kernels.cpu.job import LANES
 from weft.kernels.cpu.raw_memory import (
     BYTES,
     FLOATS,
@@ -33,13 +33,11 @@ from weft.kernels.cpu.raw_memory import (
     Floats,
     at,
     float_at,
-    floats,
     half_at,
     signed_bytes,
 )
-from weft.kernels.quantised import BLOCK, FORMATS, INPUT_GROUP, PanelFormat
+from weft.kernels.panel_format import BLOCK, FORMATS, INPUT_GROUP, PanelFormat
 
-LANES = WIDTH
 _I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
 _NUMBERS = ir.VectorType(_I8, 4 * LANES)
 _SUMS = ir.VectorType(_I32, LANES)
@@ -49,7 +47,7 @@ IS_SIGNED = IS_ARM
 _VNNI = {8: "avxvnni", 16: "avx512vnni"}
 """LLVM's name of x86's dot products for registers of so many numbers."""
 _AHEAD_BYTES = 2048
-SCRATCH_FLOATS = 8 * LANES
+_INT = types.int64
 
 
 def _splat(builder: Any, value: Any, count: int = LANES) -> Any:
@@ -173,19 +171,20 @@ def _panel_product(panel_format: PanelFormat, num_inputs: int) -> Callable[..., 
                 store(builder, total, out, builder.mul(out_stride, INDEX(t)))
             return context.get_dummy_value()
 
-        number = types.int64
-        return types.void(BYTES, number, BYTES, FLOATS, FLOATS, FLOATS, number), emit
+        return types.void(BYTES, _INT, BYTES, FLOATS, FLOATS, FLOATS, _INT), emit
 
     return product
 
 
-def _linear_of(panel_format: PanelFormat) -> Callable[..., None]:
+def _linear_of(kind: int, panel_format: PanelFormat) -> Callable[..., None]:
     """Products of several panels with any number of inputs, by tiles of inputs."""
     by_8, by_4, by_2, by_1 = (_panel_product(panel_format, count) for count in (8, 4, 2, 1))
     row_bytes = panel_format.bytes_per_row
     num_scales = BLOCK // INPUT_GROUP
 
-    @inner
+    @export(
+        types.void(BYTES, _INT, _INT, BYTES, FLOATS, FLOATS, _INT, FLOATS, _INT, FLOATS), name=f"panel_linear_{kind}"
+    )
     def linear(
         panels: Bytes, num_rows: int, num_blocks: int, x: Bytes, scales: Floats, sums: Floats, num_inputs: int,
         out: Floats, out_stride: int, scratch: Floats,
@@ -223,7 +222,7 @@ def _linear_of(panel_format: PanelFormat) -> Callable[..., None]:
     return linear
 
 
-_linear_1, _linear_2, _linear_3, _linear_4 = (_linear_of(panel_format) for panel_format in FORMATS)
+_linear_1, _linear_2, _linear_3, _linear_4 = (_linear_of(*each) for each in enumerate(FORMATS, 1))
 _ROW_BYTES = tuple(panel_format.bytes_per_row for panel_format in FORMATS)
 
 
@@ -257,7 +256,7 @@ def _quantise_group(typing: Any, x: Any, numbers: Any, scale: Any, total: Any) -
     return types.void(FLOATS, BYTES, FLOATS, FLOATS), emit
 
 
-@inner
+@noinline
 def quantise(x: Floats, size: int, numbers: Bytes, scales: Floats, sums: Floats) -> None:
     """Make a row of floats the input of a quantised weight: whole numbers, and the scales and sums of their groups."""
     for group in range(size // INPUT_GROUP):
@@ -274,18 +273,14 @@ def rest_of(x: Floats, numbers: Bytes, scales: Floats, size: int, out: Floats) -
             out[i] = x[i] - np.float32(numbers[i]) * scale
 
 
-LINEAR_SIGNATURE = types.void(*[types.int64] * 12)
-
-
-def linear_at(
-    kind: int, weight: int, first: int, count: int, num_blocks: int, numbers: int, scale_at: int, sum_at: int,
-    num_inputs: int, y: int, out_stride: int, scratch_at: int,
+@inner
+def panel_linear(
+    kind: int, weight: int, first: int, count: int, num_blocks: int, x: Bytes, scales: Floats, sums: Floats,
+    num_inputs: int, target: Floats, out_stride: int, scratch: Floats,
 ) -> None:  # fmt: skip
-    """out[:, first : first + count] = the products of these rows of a weight of FORMATS[kind - 1] with the inputs, all
-    by their addresses. The first row begins a panel. `scratch` has room for SCRATCH_FLOATS."""
+    """target[t * out_stride + i] = the product of row first + i of the weight of FORMATS[kind - 1] at this address with
+    input t. The first row begins a panel. `scratch` has room for `job.SCRATCH_FLOATS`."""
     panels = signed_bytes(weight + first * num_blocks * _ROW_BYTES[kind - 1])
-    x, scales, sums = signed_bytes(numbers), floats(scale_at), floats(sum_at)
-    target, scratch = floats(y + 4 * first), floats(scratch_at)
     if kind == 1:
         _linear_1(panels, count, num_blocks, x, scales, sums, num_inputs, target, out_stride, scratch)
     elif kind == 2:
@@ -296,23 +291,7 @@ def linear_at(
         _linear_4(panels, count, num_blocks, x, scales, sums, num_inputs, target, out_stride, scratch)
 
 
-@intrinsic
-def panel_linear(
-    typing: Any, address: Any, kind: Any, weight: Any, first: Any, count: Any, num_blocks: Any, x: Any, scales: Any,
-    sums: Any, num_inputs: Any, out: Any, out_stride: Any, scratch: Any,
-) -> Any:  # fmt: skip
-    """Call `linear_at`, which was compiled by itself, at its address: within its callers its sixteen tiles would be
-    compiled again for each of them."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = ir.FunctionType(ir.VoidType(), [INDEX] * 12)
-        builder.call(builder.inttoptr(args[0], function.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 13), emit
-
-
-@inner
+@noinline
 def unpack_row(kind: int, weight: Bytes, row: int, num_blocks: int, out: Floats) -> None:
     """The floats that a row of a weight of FORMATS[kind - 1] stands for."""
     row_bytes = _ROW_BYTES[kind - 1]

@@ -5,18 +5,71 @@ Between two phases all threads meet. A piece is a token, some output rows of a m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from weft.kernels.cpu import attention, row_ops
-from weft.kernels.cpu.jit import inner
-from weft.kernels.cpu.job import Here
-from weft.kernels.cpu.panels import LANES, panel_linear, quantise, rest_of, unpack_row
-from weft.kernels.cpu.raw_memory import Floats, at, floats, ints, signed_bytes
-from weft.kernels.cpu.threads import spread
+from weft.kernels.cpu.jit import inner, noinline
+from weft.kernels.cpu.job import ARRIVALS, CLAIMS, ITEM, LANES, MOST_ROWS, QUERIES, RUN, Here
+from weft.kernels.cpu.panels import panel_linear, quantise, rest_of, unpack_row
+from weft.kernels.cpu.raw_memory import (
+    Floats,
+    Ints,
+    at,
+    fetch_add,
+    floats,
+    give_way,
+    ints,
+    load_acquire,
+    pause,
+    record_at,
+    signed_bytes,
+)
 from weft.kernels.cpu.tile import dots, stream_dots
-from weft.kernels.quantised import BLOCK, INPUT_GROUP
+from weft.kernels.panel_format import BLOCK, INPUT_GROUP
+
+item_at, run_at = record_at(ITEM), record_at(RUN)
+
+# Some 20 us: longer than the threads of an idle machine differ, and shorter than its scheduler's slices.
+_SPINS = 1000
+
+
+@noinline
+def wait_for_all(cells: Ints, num_threads: int) -> None:
+    """Return when every thread has called this as often as the caller has."""
+    arrivals = at(cells, ARRIVALS)
+    target = (fetch_add(arrivals, 1) // num_threads + 1) * num_threads
+    spins = 0
+    while load_acquire(arrivals) < target:
+        spins += 1
+        pause()
+        if spins > _SPINS:
+            # The others may be waiting for this very core.
+            give_way()
+
+
+def spread(work: Callable[..., None]) -> Callable[..., int]:
+    """From work on one piece, work on them all: for every piece work(here, piece), each by one thread.
+
+    Native code that passed `work` as an argument could not be cached: it would hold the function's address.
+    """
+    work = inner(work)
+
+    @inner
+    def run(here: Any, num_pieces: int, base: int) -> Any:
+        cells, num_threads = ints(here.job.cells), here.job.num_threads
+        while True:
+            piece = fetch_add(at(cells, CLAIMS), 1) - base
+            if piece >= num_pieces:
+                break
+            work(here, piece)
+        wait_for_all(cells, num_threads)
+        return base + num_pieces + num_threads
+
+    return run
+
 
 # The places of `AdaptedLayer`, in its order.
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
@@ -29,10 +82,10 @@ def _place(here: Here, run: Any, place: int) -> Any:
     return at(ints(run.places), (here.layer.index * _PLACES + place) * _FIELDS)
 
 
-@inner
+@noinline
 def shrink(here: Here, index: int, place: int, x: int, in_size: int) -> None:
     """An adapter's first matrix times the rows of its tokens in what lies at the address x."""
-    job, run = here.job, here.runs[index]
+    job, run = here.job, run_at(here.runs, index)
     fields = _place(here, run, place)
     rank = fields[0]
     if rank:
@@ -41,12 +94,12 @@ def shrink(here: Here, index: int, place: int, x: int, in_size: int) -> None:
         dots(floats(fields[1]), in_size, rank, source, in_size, run.num_tokens, in_size, target, job.shrunk_stride)
 
 
-@inner
+@noinline
 def expand(here: Here, place: int, y: int, out_size: int, first: int, count: int) -> None:
     """Add to y[:, first : first + count] what the adapters' second matrices make of that."""
     job = here.job
     for index in range(job.num_runs):
-        run = here.runs[index]
+        run = run_at(here.runs, index)
         fields = _place(here, run, place)
         rank = fields[0]
         if rank:
@@ -61,9 +114,6 @@ def expand(here: Here, place: int, y: int, out_size: int, first: int, count: int
 _ONE = np.float32(1)
 # A quarter of a megabyte: the second-level caches of server cores have one or two.
 _CACHED_FLOATS = 65536
-_MOST_ROWS = 96
-# What _piece_rows can come to.
-MOST_PIECE_ROWS = _MOST_ROWS + LANES
 
 
 @spread
@@ -158,7 +208,7 @@ def _piece_rows(job: Any, kind: int, num_rows: int, row_size: int) -> Any:
     """Rows of a matrix that a thread takes at a time: enough for one stream of memory to get going, few enough to stay
     in a core's own cache while all tokens pass, and as many pieces for every thread: three or more. Whole panels."""
     step = LANES if kind else 4
-    most = max(step, min(_MOST_ROWS, _CACHED_FLOATS // row_size))
+    most = max(step, min(MOST_ROWS, _CACHED_FLOATS // row_size))
     turns = max(3, -(-num_rows // (most * job.num_threads)))
     return (num_rows // (turns * job.num_threads) + step) // step * step
 
@@ -169,7 +219,7 @@ def num_pieces(job: Any, kind: int, num_rows: int, row_size: int) -> Any:
     return (num_rows + piece_rows - 1) // piece_rows
 
 
-@inner
+@noinline
 def _linear(
     here: Here, kind: int, weight: int, x: int, y: int, num_tokens: int, in_size: int, out_size: int, first: int,
     count: int,
@@ -178,8 +228,8 @@ def _linear(
     job = here.job
     if kind:
         panel_linear(
-            job.panel_linear, kind, weight, first, count, in_size // BLOCK, job.numbers, job.scales, job.sums,
-            num_tokens, y, out_size, here.scratch,
+            kind, weight, first, count, in_size // BLOCK, signed_bytes(job.numbers), floats(job.scales),
+            floats(job.sums), num_tokens, floats(y + 4 * first), out_size, floats(here.scratch),
         )  # fmt: skip
     else:
         matrix = floats(weight + 4 * first * in_size)
@@ -244,11 +294,11 @@ def rotate_and_store(here: Here, token: int) -> None:
 def attend(here: Here, piece: int) -> None:
     """One item of attention, for one kv head."""
     job = here.job
-    item = here.items[piece // job.num_kv_heads]
+    item = item_at(here.items, piece // job.num_kv_heads)
     kv_head = piece % job.num_kv_heads
     dim, group = job.head_dim, job.num_heads // job.num_kv_heads
     q_size, kv_size = job.num_heads * dim, 2 * job.num_kv_heads * dim
-    most = max(attention.QUERIES, group)
+    most = max(QUERIES, group)
     queries = floats(here.scratch)
     out = at(queries, most * dim)
     highest = at(out, most * dim)
@@ -280,11 +330,11 @@ def attend(here: Here, piece: int) -> None:
 def join(here: Here, piece: int) -> None:
     """Join the parts of a token's attention, from its first item on."""
     job = here.job
-    item = here.items[piece]
+    item = item_at(here.items, piece)
     if item.part < 0 or item.first > 0:
         return
     num_parts = 1
-    while piece + num_parts < job.num_items and here.items[piece + num_parts].token == item.token:
+    while piece + num_parts < job.num_items and item_at(here.items, piece + num_parts).token == item.token:
         num_parts += 1
     dim, num_heads = job.head_dim, job.num_heads
     stride = num_heads * (dim + 2)

@@ -5,12 +5,13 @@ Kernels index pointers and not arrays: an array's signed index may wrap round, w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from weft.kernels.cpu.compiled import IS_ARM
 from weft.kernels.cpu.emit import float_of_half
 from weft.kernels.cpu.emit import prefetch as emit_prefetch
-from weft.kernels.cpu.jit import cgutils, intrinsic, ir, types
-from weft.kernels.cpu.processor import IS_ARM
+from weft.kernels.cpu.jit import cgutils, intrinsic, ir, numba, types
 
 Float: TypeAlias = Any
 """A float32, and so of numpy's type before the code is compiled."""
@@ -29,34 +30,36 @@ BYTES = types.CPointer(types.int8)
 _PAUSE, _PAUSE_ARGS = ("llvm.aarch64.isb", [ir.IntType(32)(15)]) if IS_ARM else ("llvm.x86.sse2.pause", [])
 
 
-@intrinsic
-def floats(typing: Any, address: Any) -> Any:
-    """The float32s at an address."""
+def record_at(dtype: Any) -> Callable[..., Any]:
+    """From an address and an index, that record of the array of records there."""
+    kind = numba.from_dtype(dtype)
 
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.FloatType().as_pointer())
+    @intrinsic
+    def record(typing: Any, address: Any, index: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            offset = builder.mul(args[1], ir.IntType(64)(dtype.itemsize))
+            return builder.inttoptr(builder.add(args[0], offset), context.get_value_type(kind))
 
-    return FLOATS(types.int64), emit
+        return kind(types.int64, types.int64), emit
 
-
-@intrinsic
-def ints(typing: Any, address: Any) -> Any:
-    """The int64s at an address."""
-
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-
-    return INTS(types.int64), emit
+    return record
 
 
-@intrinsic
-def signed_bytes(typing: Any, address: Any) -> Any:
-    """The int8s at an address."""
+def _pointer_to(kind: Any) -> Callable[..., Any]:
+    """From an address, the values of numba's type `kind` there."""
 
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+    @intrinsic
+    def pointer(typing: Any, address: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
-    return BYTES(types.int64), emit
+        return types.CPointer(kind)(types.int64), emit
+
+    return pointer
+
+
+floats, ints, signed_bytes = (_pointer_to(kind) for kind in (types.float32, types.int64, types.int8))
+"""The float32s, the int64s and the int8s at an address."""
 
 
 @intrinsic

@@ -1,16 +1,13 @@
-"""The work on one row at a time: norms, rotations, the gate, an exponential that can be vectorised, and the greatest
-element."""
+"""The work on one row at a time: norms, rotations, the gate, and an exponential that can be vectorised."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from weft.kernels.cpu.jit import entry, in_order, inner, types
-from weft.kernels.cpu.raw_memory import Float, Floats, at, float_of_bits, floats, ints
+from weft.kernels.cpu.jit import in_order, inner, noinline
+from weft.kernels.cpu.raw_memory import Float, Floats, float_of_bits
 
 _ONE = np.float32(1.0)
 _LOWEST, _HIGHEST = np.float32(-87.0), np.float32(88.0)
@@ -32,13 +29,13 @@ def exp(x: Float) -> Float:
     return series * float_of_bits((np.int32(power) + _BIAS) << _MANTISSA_BITS)
 
 
-@inner
+@noinline
 def copy(source: Floats, out: Floats, size: int) -> None:
     for i in range(size):
         out[i] = source[i]
 
 
-@inner
+@noinline
 def add(x: Floats, out: Floats, size: int) -> None:
     for i in range(size):
         out[i] += x[i]
@@ -50,7 +47,7 @@ def scale(x: Floats, factor: Float, out: Floats, size: int) -> None:
         out[i] = x[i] * factor
 
 
-@inner
+@noinline
 def rms_norm(x: Floats, weight: Floats, eps: Float, out: Floats, size: int) -> None:
     total = np.float32(0)
     for i in range(size):
@@ -70,42 +67,7 @@ def rotate(x: Floats, rotation: Floats, head_dim: int) -> None:
         x[i + 1] = a * s + b * c
 
 
-@inner
+@noinline
 def silu_mul(gate: Floats, up: Floats, out: Floats, size: int) -> None:
     for i in range(size):
         out[i] = gate[i] / (_ONE + exp(-gate[i])) * up[i]
-
-
-# Floats compared before a row's winner so far is looked at again.
-_RUN = 256
-
-
-@entry((types.int64, types.int64, types.int64, types.int64))
-def _argmax(logits: int, num_rows: int, size: int, out: int) -> None:
-    for row in range(num_rows):
-        x = at(floats(logits), row * size)
-        best, where = np.float32(-np.inf), 0
-        for start in range(0, size, _RUN):
-            run = at(x, start)
-            count = min(_RUN, size - start)
-            # Whether any is greater, or a NaN, without a branch.
-            beaten = 0
-            for i in range(count):
-                beaten += not (run[i] <= best)
-            if beaten:
-                for i in range(count):
-                    if run[i] > best or run[i] != run[i]:
-                        best, where = run[i], start + i
-                        if best != best:
-                            break
-                if best != best:
-                    break
-        ints(out)[row] = where
-
-
-def argmax_rows(logits: Tensor) -> Tensor:
-    """[rows] int64: where each row's greatest element is, the first of equals; its first NaN where it has one."""
-    logits = logits.contiguous()
-    out = torch.empty(logits.shape[0], dtype=torch.int64)
-    _argmax(logits.data_ptr(), logits.shape[0], logits.shape[1], out.data_ptr())
-    return out

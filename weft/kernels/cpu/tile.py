@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.kernels.cpu.emit import FLOAT, INDEX, LINE, VECTOR, join, load, loop, multiply_add, prefetch, store
-from weft.kernels.cpu.jit import inner, intrinsic, ir, types
+from weft.kernels.cpu.jit import export, intrinsic, ir, types
 from weft.kernels.cpu.raw_memory import FLOATS, Floats, at
 
 
@@ -91,13 +91,14 @@ def _tile(num_rows: int, num_others: int, ahead: int = 0) -> Callable[..., Any]:
     return tile
 
 
+_INT = types.int64
 _tile_4x4, _tile_4x3, _tile_4x2, _tile_4x1 = (_tile(4, count) for count in (4, 3, 2, 1))
 _tile_1x4, _tile_1x3, _tile_1x2, _tile_1x1 = (_tile(1, count) for count in (4, 3, 2, 1))
 _stream_4x4, _stream_4x3 = (_tile(4, count, ahead=4096) for count in (4, 3))
 _stream_1x2, _stream_1x1 = (_tile(1, count, ahead=512) for count in (2, 1))
 
 
-@inner
+@export(types.void(FLOATS, _INT, _INT, FLOATS, _INT, _INT, _INT, FLOATS, _INT))
 def dots(
     rows: Floats,
     row_stride: int,
@@ -137,7 +138,7 @@ def dots(
                 _tile_1x1(left, row_stride, right, other_stride, size, at(column, i), out_stride)
 
 
-@inner
+@export(types.void(FLOATS, _INT, FLOATS, _INT, _INT, FLOATS, _INT))
 def stream_dots(
     rows: Floats, num_rows: int, others: Floats, num_others: int, size: int, out: Floats, out_stride: int
 ) -> None:

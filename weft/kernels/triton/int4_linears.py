@@ -1,0 +1,421 @@
+"""Linear layers with weights of four bits.
+
+A program multiplies tiles of weights by a block of rows: `out` is computed transposed, so that the weights are the
+operand that matrix units take from registers, where they are unpacked. Their layout (`kernels.int4`) is the one in
+which the units hold them: nothing is exchanged between threads. Where there are too few tiles for the chip the inner
+dimension is cut, and the program that ends last adds the parts in their order.
+
+For the rows of long prompts a weight is written out as floats once, and multiplied by the library.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.int4 import BLOCK, MIDDLE, TILE, Int4Weight
+from weft.kernels.triton.elementwise import rms_norm, silu_mul, silu_times
+from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
+
+MAX_ROWS = 256
+"""Rows up to which weights are multiplied as they are. For 512 rows and the queries, keys and values of a 7B model that
+takes 115 us on an H200, and 104 to write the weight out and multiply it by the library."""
+_BLOCK, _TILE, _MIDDLE = tl.constexpr(BLOCK), tl.constexpr(TILE), tl.constexpr(MIDDLE)
+_WORDS = tl.constexpr(TILE * BLOCK // 4)
+_MULTIPROCESSORS = 132
+
+
+def _unpacking(kind: str, magic: int, one: int) -> tl.constexpr:
+    """Write the instructions that make four pairs of floats of two words. `magic`, the exponent at which the last bit
+    of a float is a one, is put before each number; then offsets are added, and scales multiplied."""
+    lines = [".reg .b32 word, bits, one, none;", f"mov.b32 bits, {magic};", f"mov.b32 one, {one};"]
+    lines += ["mov.b32 none, 0x80008000;"]
+    for at in range(4):
+        lines += [
+            f"shr.u32 word, $4, {4 * at};",
+            f"lop3.b32 ${at}, word, 0x000F000F, bits, 0xEA;",
+            f"fma.rn.{kind} ${at}, ${at}, one, ${9 + at};",
+            f"fma.rn.{kind} ${at}, ${at}, ${5 + at}, none;",
+        ]
+    return tl.constexpr("{\n" + "\n".join(lines) + "\n}")
+
+
+_UNPACK_BF16 = _unpacking("bf16x2", 0x43004300, 0x3F803F80)
+_UNPACK_FP16 = _unpacking("f16x2", 0x64006400, 0x3C003C00)
+
+
+class Int4Config(NamedTuple):
+    """The tiling of a product: jobs of `tiles` tiles of weights, gates and ups counted alike, and `rows` rows."""
+
+    rows: int
+    """A power of two."""
+    tiles: int
+    split_k: int
+    """Programs that share a job; 0 where all blocks are divided evenly among as many programs as multiprocessors."""
+    warps: int
+    stages: int
+    registers: int = 255
+    """The most of a thread."""
+    prefetch: int = 4
+    """Blocks of weights that are on their way to the L2 cache before the inputs are there."""
+
+
+@triton.jit
+def _by_word(values, TILES: tl.constexpr):
+    """Repeat values of rows for the words that a thread has of each."""
+    return tl.reshape(tl.broadcast_to(values[None, :, :, :, None], [2, TILES, 128, 2, 4]), [2, TILES, 128, 8])
+
+
+@triton.jit
+def _group_values(at, block, quarter: tl.constexpr, GROUP: tl.constexpr):
+    return tl.load(at + (block * _BLOCK + quarter * (_BLOCK // 4)) // GROUP * _TILE)
+
+
+@triton.jit
+def _numbers(words, scale, zero, AT: tl.constexpr):
+    number = (words.to(tl.int32) >> 4 * AT & 15).to(tl.float32) - zero.to(tl.float32)
+    return (number * scale.to(tl.float32)).to(scale.dtype)
+
+
+@triton.jit
+def _weights(words_at, scales_at, zeros_at, block, GROUP: tl.constexpr, TILES: tl.constexpr, ZEROS: tl.constexpr,
+             NATIVE: tl.constexpr):  # fmt: skip
+    """Return the four quarters of a block of weights, as the threads hold them."""
+    words = tl.load(words_at + block * _WORDS)
+    scale0 = _group_values(scales_at, block, 0, GROUP)
+    scale1, scale2, scale3 = scale0, scale0, scale0
+    zero0 = tl.full(scale0.shape, _MIDDLE, scale0.dtype)
+    if ZEROS:
+        zero0 = _group_values(zeros_at, block, 0, GROUP)
+    zero1, zero2, zero3 = zero0, zero0, zero0
+    if GROUP < _BLOCK:
+        scale2 = _group_values(scales_at, block, 2, GROUP)
+        if ZEROS:
+            zero2 = _group_values(zeros_at, block, 2, GROUP)
+        scale3, zero3 = scale2, zero2
+    if GROUP < _BLOCK // 2:
+        scale1 = _group_values(scales_at, block, 1, GROUP)
+        scale3 = _group_values(scales_at, block, 3, GROUP)
+        if ZEROS:
+            zero1 = _group_values(zeros_at, block, 1, GROUP)
+            zero3 = _group_values(zeros_at, block, 3, GROUP)
+    if NATIVE:
+        IS_BF16: tl.constexpr = scale0.dtype == tl.bfloat16
+        # What the exponent of whole numbers adds is taken away with the zero.
+        MAGIC: tl.constexpr = -128 if IS_BF16 else -1024
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            _UNPACK_BF16 if IS_BF16 else _UNPACK_FP16,
+            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
+            [
+                words,
+                _by_word(scale0, TILES), _by_word(scale1, TILES), _by_word(scale2, TILES), _by_word(scale3, TILES),
+                _by_word(MAGIC - zero0, TILES), _by_word(MAGIC - zero1, TILES),
+                _by_word(MAGIC - zero2, TILES), _by_word(MAGIC - zero3, TILES),
+            ],
+            dtype=(scale0.dtype, scale0.dtype, scale0.dtype, scale0.dtype),
+            is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    else:
+        first = _numbers(words, _by_word(scale0, TILES), _by_word(zero0, TILES), 0)
+        second = _numbers(words, _by_word(scale1, TILES), _by_word(zero1, TILES), 1)
+        third = _numbers(words, _by_word(scale2, TILES), _by_word(zero2, TILES), 2)
+        fourth = _numbers(words, _by_word(scale3, TILES), _by_word(zero3, TILES), 3)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _quarter_tile(weights, TILES: tl.constexpr):
+    """Return a quarter as [rows, columns] of weights."""
+    laid = tl.permute(tl.reshape(weights, [2, TILES, 4, 8, 4, 2, 2, 2]), [1, 2, 5, 3, 0, 6, 4, 7])
+    return tl.reshape(laid, [TILES * _TILE, _BLOCK // 4])
+
+
+@triton.jit
+def _whole_tile(quarters, TILES: tl.constexpr):
+    """Return four quarters as [rows, columns] of weights."""
+    joined = tl.join(tl.join(quarters[0], quarters[1]), tl.join(quarters[2], quarters[3]))
+    laid = tl.permute(tl.reshape(joined, [2, TILES, 4, 8, 4, 2, 2, 2, 2, 2]), [1, 2, 5, 3, 9, 8, 0, 6, 4, 7])
+    return tl.reshape(laid, [TILES * _TILE, _BLOCK])
+
+
+@triton.jit
+def _add_quarter(y, weights, x_at, column, k, is_row, TILES: tl.constexpr, EVEN_K: tl.constexpr):
+    """Add the product of a quarter and its columns of x to y."""
+    inputs = tl.load(x_at + column, mask=is_row & (EVEN_K | (column < k)), other=0.0)
+    return tl.dot(_quarter_tile(weights, TILES), tl.trans(inputs), y)
+
+
+@triton.jit
+def _words_of(numbers, tile, num_blocks):
+    """Return the places of the first block's words of tiles."""
+    thread = tl.arange(0, 128)[None, None, :, None]
+    within = tl.arange(0, 2)[:, None, None, None] * (_WORDS // 2) + thread * 8 + tl.arange(0, 8)[None, None, None, :]
+    return numbers + (tile.to(tl.int64) * num_blocks * _WORDS)[None, :, None, None] + within
+
+
+@triton.jit
+def _values_of(values, tile, num_groups):
+    """Return the places of the first group's scales, or zeros, of tiles."""
+    within = (tl.arange(0, 128) // 4 * 2)[None, :, None] + tl.arange(0, 2)[None, None, :]
+    return values + (tile.to(tl.int64) * num_groups * _TILE)[:, None, None] + within
+
+
+@triton.jit
+def _prefetch(numbers, tile, begin, end, num_blocks):
+    """Ask the L2 cache for blocks of tiles, each of 128 threads for as much."""
+    size = (end - begin) * (_WORDS // 64)
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [
+            numbers
+            + (tile.to(tl.int64) * num_blocks + begin)[:, None] * _WORDS
+            + tl.arange(0, 128)[None, :] * (size // 2),
+            size,
+        ],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _program_of(block, share, longer):
+    """Return the program that takes a block, of all in their order."""
+    early = longer * (share + 1)
+    return tl.where(block < early, block // (share + 1), longer + (block - early) // share)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_blocks", "num_groups", "prefetch", "share", "longer"])
+def _int4_kernel(
+    x, numbers, scales, zeros, bias, residual, out, partials, counters,
+    num_rows, num_outputs, k, num_tiles, num_blocks, num_groups, x_stride, residual_stride, prefetch, share, longer,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
+    ZEROS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A job is TILES tiles of weights times ROWS rows. `num_outputs` counts columns of `out`. Gated, the second half of
+    a job's tiles are the ups of the first."""
+    OWN_TILES: tl.constexpr = TILES // 2 if GATED else TILES
+    OWN: tl.constexpr = OWN_TILES * _TILE
+    SIZE: tl.constexpr = TILES * _TILE * ROWS
+    part = tl.arange(0, TILES)
+    row_jobs = tl.cdiv(num_rows, ROWS)
+    program = tl.program_id(0)
+    if SPLIT_K > 0:
+        only = program // SPLIT_K
+        begin = only * num_blocks + num_blocks * (program % SPLIT_K) // SPLIT_K
+        end = only * num_blocks + num_blocks * (program % SPLIT_K + 1) // SPLIT_K
+    else:
+        # The first `longer` programs take a block more than the others.
+        begin = program * share + tl.minimum(program, longer)
+        end = begin + share + (program < longer)
+        only = begin // num_blocks
+    if PDL:
+        tile = only // row_jobs * OWN_TILES + part % OWN_TILES
+        if GATED:
+            tile += part // OWN_TILES * (num_tiles // 2)
+        first = begin - only * num_blocks
+        last = tl.minimum(tl.minimum(first + prefetch, first + end - begin), num_blocks)
+        _prefetch(numbers, tl.minimum(tile, num_tiles - 1), first, last, num_blocks)
+    wait_for_inputs(PDL)
+
+    for job in range(only, only + 1 if SPLIT_K > 0 else tl.cdiv(end, num_blocks)):
+        tile = job // row_jobs * OWN_TILES + part % OWN_TILES
+        if GATED:
+            tile += part // OWN_TILES * (num_tiles // 2)
+        tile = tl.minimum(tile, num_tiles - 1)
+        words_at = _words_of(numbers, tile, num_blocks)
+        scales_at = _values_of(scales, tile, num_groups)
+        zeros_at = _values_of(zeros, tile, num_groups)
+        row = job % row_jobs * ROWS + tl.arange(0, ROWS)
+        x_at = x + row.to(tl.int64)[:, None] * x_stride
+        is_row = (row < num_rows)[:, None]
+        start = job * num_blocks
+        first, last = tl.maximum(begin - start, 0), tl.minimum(end - start, num_blocks)
+        y = tl.zeros([TILES * _TILE, ROWS], dtype=tl.float32)
+        if ROWS >= 16:
+            for block in range(first, last):
+                weights = _whole_tile(
+                    _weights(words_at, scales_at, zeros_at, block, GROUP, TILES, ZEROS, NATIVE), TILES
+                )
+                column = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+                inputs = tl.load(x_at + column, mask=is_row & (EVEN_K | (column < k)), other=0.0)
+                y = tl.dot(weights, tl.trans(inputs), y)
+        else:
+            # The matrix units for so few rows take operands in the order of quarters; four sums do not wait for each
+            # other.
+            y1, y2, y3 = tl.zeros_like(y), tl.zeros_like(y), tl.zeros_like(y)
+            for block in range(first, last):
+                quarters = _weights(words_at, scales_at, zeros_at, block, GROUP, TILES, ZEROS, NATIVE)
+                column = block * _BLOCK + tl.arange(0, _BLOCK // 4)[None, :]
+                y = _add_quarter(y, quarters[0], x_at, column, k, is_row, TILES, EVEN_K)
+                y1 = _add_quarter(y1, quarters[1], x_at, column + _BLOCK // 4, k, is_row, TILES, EVEN_K)
+                y2 = _add_quarter(y2, quarters[2], x_at, column + _BLOCK // 2, k, is_row, TILES, EVEN_K)
+                y3 = _add_quarter(y3, quarters[3], x_at, column + 3 * _BLOCK // 4, k, is_row, TILES, EVEN_K)
+            y = (y + y1) + (y2 + y3)
+
+        rows = row[None, :]
+        is_whole = (first == 0) & (last == num_blocks)
+        if not is_whole:
+            # The programs that share a job: each has one part that begins within a job, and one that begins it.
+            if SPLIT_K > 0:
+                first_program, last_program = job * SPLIT_K, job * SPLIT_K + SPLIT_K - 1
+            else:
+                first_program = _program_of(start, share, longer)
+                last_program = _program_of(start + num_blocks - 1, share, longer)
+            within = tl.arange(0, ROWS)[None, :] * (TILES * _TILE) + tl.arange(0, TILES * _TILE)[:, None]
+            parts_at = partials + within
+            tl.store(parts_at + (2 * program + (first == 0)) * SIZE, y, mask=rows < num_rows)
+            is_whole = is_last(counters, job, last_program - first_program + 1)
+            if is_whole:
+                y = tl.zeros([TILES * _TILE, ROWS], dtype=tl.float32)
+                for each in range(first_program, last_program + 1):
+                    place = (2 * each + (each == first_program)) * SIZE
+                    y += tl.load(parts_at + place, mask=rows < num_rows, other=0.0, cache_modifier=".cg")
+
+        if is_whole:
+            own = job // row_jobs * OWN + tl.arange(0, OWN)[:, None]
+            inside = (own < num_outputs) & (rows < num_rows)
+            at = rows.to(tl.int64)
+            z = y.to(out.dtype.element_ty)
+            if GATED:
+                gate, up = tl.split(tl.permute(tl.reshape(z, [2, OWN, ROWS]), [1, 2, 0]))
+                z = silu_times(gate, up).to(z.dtype)
+            if BIAS:
+                added = tl.load(bias + own, mask=own < num_outputs, other=0.0)
+                z = (z.to(tl.float32) + added.to(tl.float32)).to(z.dtype)
+            if ADD:
+                total = tl.load(residual + at * residual_stride + own, mask=inside, other=0.0)
+                z = (total.to(tl.float32) + z.to(tl.float32)).to(z.dtype)
+                tl.store(residual + at * residual_stride + own, z, mask=inside)
+            else:
+                tl.store(out + at * num_outputs + own, z, mask=inside)
+
+
+@triton.jit
+def _dequantise_kernel(
+    numbers, scales, zeros, out, num_rows, num_columns, num_blocks, num_groups,
+    GROUP: tl.constexpr, ZEROS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile, block = tl.program_id(1), tl.program_id(0)
+    tiles = tile + tl.arange(0, 1)
+    quarters = _weights(
+        _words_of(numbers, tiles, num_blocks), _values_of(scales, tiles, num_groups),
+        _values_of(zeros, tiles, num_groups), block, GROUP, 1, ZEROS, NATIVE,
+    )  # fmt: skip
+    row = tile * _TILE + tl.arange(0, _TILE)[:, None]
+    column = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    # The kernel before this one may still read what is overwritten.
+    wait_for_inputs(PDL)
+    tl.store(
+        out + row.to(tl.int64) * num_columns + column,
+        _whole_tile(quarters, 1),
+        mask=(row < num_rows) & (column < num_columns),
+    )
+
+
+def int4_config(rows: int, num_tiles: int, num_blocks: int, gated: bool) -> Int4Config:
+    """Return the tiling of a product."""
+    padded = next(size for size in (8, 32, 64, 128, MAX_ROWS) if rows <= size)
+    tiles = 2 if gated or padded >= 128 else 1
+    jobs = triton.cdiv(num_tiles, tiles)
+    if padded >= 128:
+        split_k = min(_MULTIPROCESSORS // jobs, num_blocks // 4)
+        return Int4Config(padded, tiles, split_k if jobs * split_k >= _MULTIPROCESSORS * 5 // 6 else 0, 8, 3)
+    neighbours = 3 if padded <= 32 else 2
+    return Int4Config(padded, tiles, max(1, min(neighbours * _MULTIPROCESSORS // jobs, num_blocks // 8)), 4, 4)
+
+
+def dequantised(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+    """Return the weight as floats, its columns in the order of its groups."""
+    num_rows, num_columns = weight.shape
+    num_tiles, num_blocks, _ = weight.numbers.shape
+    out = torch.empty(num_rows, num_columns, dtype=dtype, device=weight.numbers.device)
+    _dequantise_kernel[(num_blocks, num_tiles)](
+        weight.numbers, weight.scales, weight.scales if weight.zeros is None else weight.zeros, out,
+        num_rows, num_columns, num_blocks, weight.scales.shape[1],
+        GROUP=weight.group_size, ZEROS=weight.zeros is not None, NATIVE=out.is_cuda, num_warps=4, **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+def product(
+    x: Tensor,
+    weight: Int4Weight,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    gated: bool = False,
+    config: Int4Config | None = None,
+) -> None:
+    """Multiply rows, their columns in the weight's order, into `out`, or add to the residual, which is `out` then."""
+    num_rows, k = x.shape
+    if num_rows == 0:
+        return
+    num_tiles, num_blocks, _ = weight.numbers.shape
+    config = config or int4_config(num_rows, num_tiles, num_blocks, gated)
+    rows, tiles, split_k, warps, stages, registers, prefetch = config
+    num_outputs = out.shape[1]
+    jobs = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, TILE * (tiles // 2 if gated else tiles))
+    programs = jobs * split_k or min(_MULTIPROCESSORS, jobs * num_blocks)
+    share, longer = divmod(jobs * num_blocks, programs)
+    partials = torch.empty(2 * programs * tiles * TILE * rows if split_k != 1 else 0, device=out.device)
+    _int4_kernel[(programs,)](
+        x, weight.numbers, weight.scales, weight.scales if weight.zeros is None else weight.zeros,
+        out if bias is None else bias, out if residual is None else residual, out, partials,
+        zeroed_counters(out.device),
+        num_rows, num_outputs, k, num_tiles, num_blocks, weight.scales.shape[1], x.stride(0),
+        0 if residual is None else residual.stride(0), prefetch, share, longer,
+        GROUP=weight.group_size, ROWS=rows, TILES=tiles, SPLIT_K=split_k, EVEN_K=k % BLOCK == 0,
+        ZEROS=weight.zeros is not None, BIAS=bias is not None, GATED=gated, ADD=residual is not None,
+        NATIVE=out.is_cuda, num_warps=warps, num_stages=stages, maxnreg=registers, **launch_options(),
+    )  # fmt: skip
+
+
+def linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+    x = _in_order(x, weight)
+    if len(x) > MAX_ROWS:
+        return F.linear(x, dequantised(weight, x.dtype), bias)
+    out = torch.empty(len(x), weight.shape[0], dtype=x.dtype, device=x.device)
+    product(x, weight, bias, None, out)
+    return out
+
+
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+    return linear(rms_norm(x, norm, eps), weight, bias)
+
+
+def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Int4Weight) -> Tensor:
+    x = rms_norm(x, norm, eps)
+    width = weight.shape[0] // 2
+    if width % TILE or len(x) > MAX_ROWS:
+        return silu_mul(linear(x, weight, None))
+    out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
+    product(_in_order(x, weight), weight, None, None, out, gated=True)
+    return out
+
+
+def linear_add(x: Tensor, weight: Int4Weight, bias: Tensor | None, residual: Tensor) -> None:
+    x = _in_order(x, weight)
+    if len(x) <= MAX_ROWS:
+        product(x, weight, bias, residual, residual)
+        return
+    residual.addmm_(x, dequantised(weight, x.dtype).t())
+    if bias is not None:
+        residual.add_(bias)
+
+
+def _in_order(x: Tensor, weight: Int4Weight) -> Tensor:
+    """Return x with its columns in the weight's order, contiguous in a row."""
+    if weight.order is not None:
+        return x.index_select(1, weight.order)
+    return x if x.stride(1) == 1 else x.contiguous()
