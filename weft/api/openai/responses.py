@@ -13,8 +13,9 @@ from msgspec.structs import replace
 
 from weft.api.body import LONG_BODY_BYTES, off_loop, parse
 from weft.api.error_responses import error_body
+from weft.api.fields import Fields
 from weft.api.handler import Writer, named_event
-from weft.api.openai.openai_schema import ChatRequest, Fields
+from weft.api.openai.openai_schema import ChatRequest
 from weft.api.openai.response_store import StoredResponse, TenantStore
 from weft.api.openai.responses_schema import (
     IncompleteDetails,
@@ -194,7 +195,7 @@ def _failure_code(error: WeftError) -> str:
 async def responses_endpoint(
     body: bytes, context: RequestContext, store: TenantStore
 ) -> tuple[list[GenerationRequest], ResponsesWriter]:
-    request = await parse(ResponsesRequest, body, context.config.limits)
+    request = await parse(ResponsesRequest, body, context)
     served = await context.choose(request.model)
     served.check_model(request.model)
     before = store.messages_of(request.previous_response_id) if request.previous_response_id else []
@@ -207,10 +208,11 @@ async def responses_endpoint(
 
     conversation, asked, items = await off_loop(len(body) > LONG_BODY_BYTES, read)
     try:
-        chat = await parse_chat(asked, served, request_id=unique_id(begun.id), tenant=context.tenant)
+        chat = await parse_chat(asked, served, context.fields, request_id=unique_id(begun.id), tenant=context.tenant)
     except InvalidRequest as error:
         error.param = OWN_NAMES.get(error.param or "", error.param)
         raise
+    context.fields.rename(OWN_NAMES)
 
     def keep(answer: bytes, blocks: Sequence[OutputBlock]) -> None:
         if request.store:

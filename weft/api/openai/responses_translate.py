@@ -23,9 +23,9 @@ from weft.serving.output_reader import BlockKind, OutputBlock
 ChatMessages = list[dict[str, Any]]
 
 OWN_NAMES = {
-    "chat_template_kwargs": "reasoning.effort",
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
     "truncate_prompt_tokens": "truncation",
@@ -36,7 +36,6 @@ OWN_NAMES = {
 def chat_request(request: ResponsesRequest, conversation: ChatMessages) -> ChatRequest:
     """Return the chat request that asks for the same. `conversation`: all of it but this request's instructions."""
     system = [{"role": "system", "content": request.instructions}] if request.instructions is not None else []
-    effort = request.reasoning.effort if request.reasoning else None
     return ChatRequest.model_validate(
         {
             "model": request.model,
@@ -51,7 +50,7 @@ def chat_request(request: ResponsesRequest, conversation: ChatMessages) -> ChatR
             "tool_choice": _tool_choice(request),
             "parallel_tool_calls": request.parallel_tool_calls,
             "response_format": _format(request.text.format) if request.text and request.text.format else None,
-            "chat_template_kwargs": {"reasoning_effort": effort} if effort is not None else {},
+            "reasoning_effort": request.reasoning.effort if request.reasoning else None,
             "truncate_prompt_tokens": -1 if request.truncation == "auto" else None,
             "priority": request.priority,
             "cache_salt": request.cache_salt,
