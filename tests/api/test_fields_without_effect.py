@@ -144,7 +144,7 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         RESPONSES,
         {
             "input": ITEMS, "instructions": "i", "max_output_tokens": 9, "temperature": 0.5, "top_p": 0.9,
-            "tools": [{"type": "function"} | TOOL["function"]],
+            "tools": [{"type": "function", "namespace": None} | TOOL["function"]],
             "tool_choice": {"type": "function", "name": "weather"}, "parallel_tool_calls": False, "store": False,
             "include": ["reasoning.encrypted_content"], "truncation": "auto", "metadata": {"a": "b"}, "user": "u",
             "top_k": 5, "seed": 1, "priority": 1, "cache_salt": "s", "stream": True,

@@ -53,9 +53,15 @@ def _prompts(value: Any) -> int:
     return _items(value) if isinstance(value, list) and value and not isinstance(value[0], int | dict) else 1
 
 
+def _tools(value: Any) -> int:
+    """Count tools, and those inside of namespaces."""
+    inside = (tool.get("tools") for tool in value if isinstance(tool, dict)) if isinstance(value, list) else ()
+    return _length(value) + sum(map(_length, inside))
+
+
 CAPS = (
     Cap("messages", _length, lambda limits: limits.max_messages, "--max-messages"),
-    Cap("tools", _length, lambda limits: limits.max_tools, "--max-tools"),
+    Cap("tools", _tools, lambda limits: limits.max_tools, "--max-tools"),
     Cap("functions", _length, lambda limits: limits.max_tools, "--max-tools"),
     Cap("prompt", _prompts, lambda limits: limits.max_prompts, "--max-prompts"),
     Cap("prompt_embeds", _items, lambda limits: limits.max_prompts, "--max-prompts"),

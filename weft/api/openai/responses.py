@@ -20,11 +20,13 @@ from weft.api.openai.response_store import StoredResponse, TenantStore
 from weft.api.openai.responses_schema import (
     IncompleteDetails,
     InputTokensDetails,
+    OutputItem,
     OutputTokensDetails,
     ResponseAnswer,
     ResponseFailure,
     ResponsesRequest,
     ResponseUsage,
+    offered_name,
     output_item,
     part_of,
 )
@@ -60,8 +62,11 @@ _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.THINKING: "rs", BlockKind.CALL: "f
 
 
 class ResponsesWriter(Writer):
-    def __init__(self, begun: ResponseAnswer, chat: ParsedRequest, engine: Engine, keep: Keep, *, stream: bool) -> None:
-        super().__init__(begun.id, begun.model, stream=stream)
+    def __init__(
+        self, begun: ResponseAnswer, request: ResponsesRequest, chat: ParsedRequest, engine: Engine, keep: Keep
+    ) -> None:
+        super().__init__(begun.id, begun.model, stream=request.stream)
+        self._tools = {offered_name(tool.name, tool.namespace): tool for tool in request.tools}
         self._begun = begun
         self._engine = engine
         self._keep = keep
@@ -129,12 +134,13 @@ class ResponsesWriter(Writer):
             case BlockKind.THINKING:
                 return self._block_event("response.reasoning_text.done", block, text=block.text, content_index=0)
             case BlockKind.CALL:
+                name = self._tools[block.name].name if block.name in self._tools else block.name
                 return self._block_event(
-                    "response.function_call_arguments.done", block, name=block.name, arguments=block.text
+                    "response.function_call_arguments.done", block, name=name, arguments=block.text
                 )
 
     def _item_event(self, name: str, block: OutputBlock, status: str) -> bytes:
-        return self._event(name, output_index=block.index, item=output_item(block, self._item_id(block), status))
+        return self._event(name, output_index=block.index, item=self._item(block, status))
 
     def _part_event(self, name: str, block: OutputBlock, text: str) -> bytes:
         """Return the event of a block's part; a call has no parts."""
@@ -148,6 +154,9 @@ class ResponsesWriter(Writer):
     def _event(self, event: str, /, **fields: object) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
         return named_event(event, {"type": event, "sequence_number": number, **fields})
+
+    def _item(self, block: OutputBlock, status: str) -> OutputItem:
+        return output_item(block, self._item_id(block), status, self._tools.get(block.name))
 
     def _item_id(self, block: OutputBlock) -> str:
         return f"{_PREFIXES[block.kind]}_{self.answer_id.removeprefix('resp_')}{block.index:04x}"
@@ -164,7 +173,7 @@ class ResponsesWriter(Writer):
             status="incomplete" if is_cut else "completed",
             incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
             completed_at=None if is_cut else int(time.time()),
-            output=[output_item(block, self._item_id(block), self._status(block)) for block in self._blocks.all],
+            output=[self._item(block, self._status(block)) for block in self._blocks.all],
             usage=await self._usage(usage),
         )
 
@@ -218,7 +227,7 @@ async def responses_endpoint(
         if request.store:
             store.put(begun.id, StoredResponse(answer, items, [*conversation, answer_message(blocks)]))
 
-    return chat.requests, ResponsesWriter(begun, chat, served.engine, keep, stream=request.stream)
+    return chat.requests, ResponsesWriter(begun, request, chat, served.engine, keep)
 
 
 def _begun(request: ResponsesRequest, usual: SamplingDefaults) -> ResponseAnswer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from weft.api.fields import Fields, client_tools
@@ -63,6 +63,11 @@ class InputMessage(Fields):
     status: ItemStatus | None = None
 
 
+def offered_name(name: str, namespace: str | None) -> str:
+    """Return the name by which the model knows a function; one of a namespace is known by both."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 class FunctionCall(Fields):
     """A call that the assistant made earlier."""
 
@@ -72,6 +77,7 @@ class FunctionCall(Fields):
     call_id: str
     name: str
     arguments: str = Field(description="JSON, as a string.")
+    namespace: Name | None = None
     id: str | None = None
     status: ItemStatus | None = None
 
@@ -140,6 +146,7 @@ class FunctionTool(Fields):
     description: str | None = None
     parameters: dict[str, Any] = Field({"type": "object", "properties": {}}, description="A JSON schema.")
     strict: bool | None = Field(None, description="Calls fit the schema even when none is forced.")
+    namespace: Name | None = Field(None, description="Of a tool of type namespace that holds it.")
 
     @model_validator(mode="before")
     @classmethod
@@ -147,6 +154,20 @@ class FunctionTool(Fields):
         if isinstance(value, dict) and value.get("type") != "function":
             raise ValueError(f"a tool of type {shown(value.get('type'))} is not supported; only functions are.")
         return value
+
+
+def without_namespaces(value: object) -> object:
+    """Return tools with the functions of namespaces in the places of these."""
+    if not isinstance(value, list):
+        return value
+    flat: list[object] = []
+    for tool in value:
+        inside = tool.get("tools") if isinstance(tool, dict) and tool.get("type") == "namespace" else None
+        if isinstance(inside, list):
+            flat += [{**one, "namespace": tool.get("name")} if isinstance(one, dict) else one for one in inside]
+        else:
+            flat.append(tool)
+    return flat
 
 
 class ChosenFunction(Fields):
@@ -201,7 +222,9 @@ class ResponsesRequest(Fields):
     top_p: float | None = Field(None, description=MODEL_S_OWN)
     stream: bool = False
     tools: Annotated[
-        Items[FunctionTool], BeforeValidator(client_tools("function"), json_schema_input_type=list[FunctionTool])
+        Items[FunctionTool],
+        BeforeValidator(client_tools("function"), json_schema_input_type=list[FunctionTool]),
+        BeforeValidator(without_namespaces, json_schema_input_type=list[FunctionTool]),
     ] = Field([])
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction = "auto"
     parallel_tool_calls: bool = Field(True, description="False: at most one call an answer.")
@@ -247,6 +270,7 @@ class OutputCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="funct
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
 class OutputReasoning(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
@@ -333,8 +357,8 @@ def part_of(block: OutputBlock, text: str) -> OutputTextPart | ReasoningPart:
     return OutputTextPart(text) if block.kind is BlockKind.TEXT else ReasoningPart(text)
 
 
-def output_item(block: OutputBlock, item_id: str, status: str) -> OutputItem:
-    """Return a block as an item, as far as it has come; what is in progress has nothing yet."""
+def output_item(block: OutputBlock, item_id: str, status: str, tool: FunctionTool | None) -> OutputItem:
+    """Return a block as an item, as far as it has come; what is in progress has nothing yet. `tool`: the one called."""
     begun = status == "in_progress"
     match block.kind:
         case BlockKind.TEXT:
@@ -346,6 +370,7 @@ def output_item(block: OutputBlock, item_id: str, status: str) -> OutputItem:
                 id=item_id,
                 status=status,
                 call_id=block.call_id,
-                name=block.name,
+                name=block.name if tool is None else tool.name,
                 arguments="" if begun else block.text,
+                namespace=UNSET if tool is None or tool.namespace is None else tool.namespace,
             )

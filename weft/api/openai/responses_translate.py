@@ -17,6 +17,7 @@ from weft.api.openai.responses_schema import (
     PastReasoning,
     ResponsesRequest,
     TextFormat,
+    offered_name,
 )
 from weft.serving.output_reader import BlockKind, OutputBlock
 
@@ -75,7 +76,8 @@ def chat_messages(items: Sequence[AnyItem]) -> ChatMessages:
             case FunctionCall():
                 if turn is None:
                     turn = _begun(messages)
-                turn["tool_calls"].append(_call(item.call_id, item.name, item.arguments))
+                name = offered_name(item.name, item.namespace)
+                turn["tool_calls"].append(_call(item.call_id, name, item.arguments))
             case InputMessage():
                 turn = None
                 messages.append({"role": item.role, "content": _text(item.content)})
@@ -145,7 +147,8 @@ def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"})}
+    function = tool.model_dump(exclude={"type", "namespace"}) | {"name": offered_name(tool.name, tool.namespace)}
+    return {"type": "function", "function": function}
 
 
 def _tool_choice(request: ResponsesRequest) -> str | dict[str, Any]:
