@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+FieldMode = Literal["standard", "strict", "tolerant"]
 
 
 def _doc(text: str, **limits: Any) -> Meta:
@@ -271,6 +272,14 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout_s: Annotated[float, _doc("How long running requests may go on after SIGTERM.", ge=0)] = 30.0
     request_timeout_s: Annotated[float, _doc("A request is ended after so long; 0: never.", ge=0)] = 0.0
     max_body_mb: Annotated[int, _doc("Largest request body, in MiB; a larger one is answered 413.", ge=1)] = 32
+    fields: Annotated[
+        FieldMode,
+        _doc(
+            "Published fields that Weft does not honour and that cannot make an answer wrong: standard accepts them, "
+            "and names them in the header weft-fields-without-effect; strict refuses them; tolerant accepts unknown "
+            "ones as well."
+        ),
+    ] = "standard"
     responses_store_entries: Annotated[
         int, _doc("Answers of /v1/responses kept for previous_response_id, at most a day; 0: none.", ge=0)
     ] = 1000

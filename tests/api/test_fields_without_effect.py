@@ -1,7 +1,7 @@
-"""Fields that are accepted and change nothing: docs/API.md has one table of them, and the code has no others.
+"""Fields are honoured, hints, impossible or unknown, and docs/API.md has the table that the code has.
 
-Requests that fill every field of every schema go through every endpoint. What the code never reads of them is without
-effect, and must be in the table; what is in the table is sent alone, and must leave the work as it was.
+Requests that fill every field of every schema go through every endpoint: what a schema has is read. What the table has
+is sent alone: a hint leaves the work as it was and is named, what is impossible is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import base64
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -20,14 +20,18 @@ import pytest
 from msgspec.structs import replace
 
 from tests.api.grpc.calls import door
-from tests.api.http import request
+from tests.api.http import request, request_app
 from tests.api.says import SCHEMA, model_that_says
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, Submitted, with_logprobs
+from weft.api.app import build_app
+from weft.api.error_responses import FIELDS_HEADER
+from weft.api.fields import RULES, Fields, rules_table
 from weft.api.grpc.ai_service_pb2 import DESCRIPTOR, StreamMetadata, StreamPredictRequest
 from weft.api.grpc.image import OPTIONAL
 from weft.api.grpc.prediction import PARAMETERS
-from weft.api.openai.openai_schema import Fields, SamplingFields
+from weft.api.openai.openai_schema import SamplingFields
 from weft.config import load
+from weft.options import Config
 from weft.serving.served_model import ServedModel
 from weft.text.grammars.specs import GrammarSpec
 from weft.types import LoadLora
@@ -45,7 +49,7 @@ TOOL: dict[str, Any] = {
 }
 SAMPLING = {
     "temperature": 0.5, "top_p": 0.9, "n": 2, "seed": 1, "stop": ["x"], "presence_penalty": 0.1,
-    "frequency_penalty": 0.1, "logit_bias": {"65": 1.0}, "user": "u", "top_k": 5, "min_p": 0.1,
+    "frequency_penalty": 0.1, "logit_bias": {"65": 1.0}, "top_k": 5, "min_p": 0.1,
     "repetition_penalty": 1.1, "stop_token_ids": [7], "min_tokens": 1, "ignore_eos": True,
     "include_stop_str_in_output": True, "skip_special_tokens": False, "return_token_ids": True,
     "return_tokens_as_token_ids": True, "return_timings": True, "truncate_prompt_tokens": 50, "priority": 1,
@@ -116,7 +120,7 @@ FULL: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
     (CHAT, {"max_completion_tokens": 9, "logprobs": True, "top_logprobs": 1, "prompt_logprobs": 1}),
     (CHAT, {"prediction": {"type": "content", "content": "hi there"}}),
-    (CHAT, {"metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s"}),
+    (CHAT, {"reasoning_effort": "low", "enable_thinking": True}),
     (CHAT, {"parallel_tool_calls": False, "include_reasoning": False, "add_generation_prompt": True}),
     (CHAT, {"messages": MESSAGES[:4], "continue_final_message": True, "chat_template_kwargs": {"a": 1}}),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": JSON}}),
@@ -130,7 +134,7 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         COUNTED
         | {
             "stop_sequences": ["x"], "temperature": 0.5, "top_p": 0.9, "top_k": 5, "stream": True, "seed": 1,
-            "metadata": {"user_id": "u"}, "service_tier": "auto", "priority": 1, "cache_salt": "s",
+            "priority": 1, "cache_salt": "s",
         },
     ),
     ("/v1/messages", {"output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}}}),
@@ -140,18 +144,17 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         RESPONSES,
         {
             "input": ITEMS, "instructions": "i", "max_output_tokens": 9, "temperature": 0.5, "top_p": 0.9,
-            "tools": [{"type": "function"} | TOOL["function"]],
+            "tools": [{"type": "function", "namespace": None} | TOOL["function"]],
             "tool_choice": {"type": "function", "name": "weather"}, "parallel_tool_calls": False, "store": False,
             "include": ["reasoning.encrypted_content"], "truncation": "auto", "metadata": {"a": "b"}, "user": "u",
-            "prompt_cache_key": "k", "safety_identifier": "s", "top_k": 5, "seed": 1, "priority": 1, "cache_salt": "s",
-            "stream": True, "stream_options": {},
+            "top_k": 5, "seed": 1, "priority": 1, "cache_salt": "s", "stream": True,
         },
     ),
     (RESPONSES, {"input": ITEMS, "text": {"format": {"type": "json_schema", **JSON}}, "reasoning": {"effort": "low"}}),
     (
         "/v1/embeddings",
         {
-            "encoding_format": "base64", "dimensions": 2, "user": "u", "pooling": "last", "truncate_prompt_tokens": 5,
+            "encoding_format": "base64", "dimensions": 2, "pooling": "last", "truncate_prompt_tokens": 5,
             "add_special_tokens": False, "priority": 1, "cache_salt": "s",
         },
     ),
@@ -159,7 +162,7 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         "/v1/images/generations",
         {
             "model": "painter", "n": 2, "size": "4x2", "response_format": "b64_json", "output_format": "png",
-            "stream": True, "partial_images": 1, "user": "u", "safety_identifier": "s", "seed": 1,
+            "stream": True, "partial_images": 1, "seed": 1,
             "num_inference_steps": 3, "guidance_scale": 2.0, "negative_prompt": "n", "sampler": "heun", "priority": 1,
             "cache_salt": "s",
         },
@@ -187,47 +190,10 @@ PATHS = {
 }  # fmt: skip
 
 
-def thinking(**fields: Any) -> dict[str, Any]:
-    """A conversation in which the assistant has thought, and these fields of the thought."""
-    said = [{"type": "thinking", "thinking": "t", **fields}, {"type": "text", "text": "t"}]
-    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": said}, {"role": "user", "content": "u"}]
-    return {"messages": turns}
-
-
-def shaped(**fields: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, **fields}}}
-
-
-def redacted(data: str) -> dict[str, Any]:
-    said = [{"type": "redacted_thinking", "data": data}, {"type": "text", "text": "t"}]
-    return {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": said}]}
-
-
-ASKED = {"role": "user", "content": "u"}
-NESTED: dict[Key, tuple[dict[str, Any], dict[str, Any]]] = {
-    ("chat", "index"): (
-        {"messages": [ASKED, MESSAGES[2], MESSAGES[4]]},
-        {"messages": [ASKED, MESSAGES[2] | {"tool_calls": [CALL | {"index": None}]}, MESSAGES[4]]},
-    ),
-    ("chat", "name"): (shaped(name="n"), shaped()),
-    ("chat", "description"): (shaped(description="d"), shaped()),
-    ("chat", "strict"): (shaped(strict=False), shaped()),
-    ("messages", "cache_control"): (
-        {"system": [TEXT], **CACHED},
-        {"system": [{"type": "text", "text": "t"}]},
-    ),
-    ("messages", "ttl"): (CACHED, {"cache_control": {"type": "ephemeral"}}),
-    ("messages", "user_id"): ({"metadata": {"user_id": "u"}}, {}),
-    ("messages", "budget_tokens"): (
-        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-        {"thinking": {"type": "enabled", "budget_tokens": 1}},
-    ),
-    ("messages", "signature"): (thinking(signature="s"), thinking()),
-    ("messages", "data"): (redacted("d"), redacted("")),
-    ("responses", "stream_options"): ({"stream": True, "stream_options": {}}, {"stream": True}),
-}
-"""Where a field is not the request's own, or needs another: a request with it, and one without."""
 ALLOWING = load({"allow_prompt_embeds": True}, env={})
+STRICT = load({"fields": "strict"}, env={})
+TOLERANT = load({"fields": "tolerant"}, env={})
+PAGE = (ROOT / "docs/API.md").read_text()
 
 
 def engine_for(path: str, body: Mapping[str, Any]) -> ScriptedEngine:
@@ -245,11 +211,30 @@ async def grammar_of(service: ServedModel, spec: GrammarSpec | None, thinking: o
     return "" if spec is None else repr(spec)
 
 
-def send(path: str, body: Mapping[str, Any]) -> tuple[ScriptedEngine, httpx.Response]:
+def send(path: str, body: Mapping[str, Any], config: Config = ALLOWING) -> tuple[ScriptedEngine, httpx.Response]:
     engine = engine_for(path, body)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServedModel, "grammar_of", grammar_of)
-        return engine, request(engine, "POST", path, ALLOWING, json=HI.get(path, {}) | {**body})
+        return engine, request(engine, "POST", path, config, json=HI.get(path, {}) | {**body})
+
+
+def send_each(
+    path: str, bodies: Sequence[Mapping[str, Any]], config: Config = ALLOWING
+) -> list[tuple[Any, httpx.Response]]:
+    """Send each to one application. With the answer comes what the engine was asked to do."""
+    engine = engine_for(path, {})
+    app = build_app(engine, config)
+
+    async def go() -> list[tuple[Any, httpx.Response]]:
+        replies = []
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            for body in bodies:
+                engine.submitted.clear(), engine.embedded.clear(), engine.drawn.clear()
+                answered = await client.post(path, json=HI[path] | {**body})
+                replies.append((work_of(engine), answered))
+        return replies
+
+    return asyncio.run(go())
 
 
 def schemas(base: type[Fields] = Fields) -> Iterator[type[Fields]]:
@@ -316,28 +301,25 @@ def read() -> set[Key]:
     return found
 
 
-def table() -> set[Key]:
-    page = (ROOT / "docs/API.md").read_text()
-    section = page.split("\n## Fields without effect\n", 1)[1].split("\n## ", 1)[0]
-    rows = re.findall(r"^\| (`.+?) \| (.+?) \| (.+?) \|$", section, re.MULTILINE)
-    assert rows and all(why for _, _, why in rows)
-    return {
-        (endpoint, name.split(".")[-1])
-        for names, endpoints, _ in rows
-        for name in re.findall(r"`([\w.]+)`", names)
-        for endpoint in endpoints.split(", ")
-    }
+LABELS = {
+    ("JsonSchema", "name"), ("JsonSchema", "description"), ("JsonSchema", "strict"), ("Thinking", "budget_tokens"),
+    ("ResponsesRequest", "include"),
+}  # fmt: skip
+"""Fields of schemas that say what is so anyway: an answer fits its schema always, reasoning is in plain text always and
+as long as max_tokens allows."""
 
 
-def endpoints(keys: set[Key]) -> set[Key]:
-    """Fields by what the table calls their endpoints, not by their schemas."""
-    names = {schema.__name__: schema for schema in schemas()}
-    return {(endpoint_of(names[schema]), field) for schema, field in keys}
+def test_the_code_reads_every_field_of_the_schemas(fields: set[Key], read: set[Key]) -> None:
+    assert fields - read - BY_BEING_THERE == LABELS
 
 
-def test_the_table_has_every_field_that_the_code_never_reads_and_no_other(fields: set[Key], read: set[Key]) -> None:
-    written = {(endpoint, field) for endpoint, field in table() if endpoint != "gRPC"}
-    assert endpoints(fields - read - BY_BEING_THERE) == written
+def test_the_page_has_the_table_of_the_code() -> None:
+    assert f"\n{rules_table()}\n" in PAGE
+
+
+def test_every_place_of_the_table_is_one_of_a_schema() -> None:
+    places = {schema.place for schema in schemas() if schema.place} | {"chat.messages.content"}
+    assert places == RULES.keys()
 
 
 def test_the_table_has_every_field_of_grpc_that_the_code_never_reads_and_no_other() -> None:
@@ -356,7 +338,8 @@ def test_the_table_has_every_field_of_grpc_that_the_code_never_reads_and_no_othe
         for field in DESCRIPTOR.message_types_by_name[message].fields
         if f"{place}.{field.name}" not in read
     }
-    assert unread == {field for endpoint, field in table() if endpoint == "gRPC"}
+    section = PAGE.split("\n### Of gRPC\n", 1)[1].split("\n## ", 1)[0]
+    assert unread == {name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", section)}
 
 
 def work_of(engine: ScriptedEngine) -> Any:
@@ -365,22 +348,94 @@ def work_of(engine: ScriptedEngine) -> Any:
     return submitted, engine.embedded, engine.drawn, engine.messages, engine.tools, engine.template_variables
 
 
-@pytest.mark.parametrize(("endpoint", "field"), sorted(key for key in table() if key[0] != "gRPC"))
-def test_a_field_of_the_table_is_accepted_and_leaves_the_work_as_it_was(endpoint: str, field: str) -> None:
-    with_it, without = alone(endpoint, field)
-    path = PATHS[endpoint]
-    seeded = {} if endpoint == "embeddings" else {"seed": 1}
-    (engine, answered), (plain, expected) = (send(path, body | seeded) for body in (with_it, without))
-    assert answered.status_code == expected.status_code == 200, answered.text
-    assert work_of(engine) == work_of(plain)
+ASKING = {"asks": "for something"}
+"""A value that no rule lets through."""
 
 
-def alone(endpoint: str, field: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The plainest request with the field, and without."""
-    if (endpoint, field) in NESTED:
-        return NESTED[endpoint, field]
-    [value, *_] = [body[field] for path, body in FULL if path == PATHS[endpoint] and field in body]
-    return {field: value}, {}
+@pytest.mark.parametrize("interface", PATHS)
+def test_a_hint_is_accepted_and_named_and_leaves_the_work_as_it_was(interface: str) -> None:
+    path, rules = PATHS[interface], {name: rule for name, rule in RULES[interface].items() if rule.possible}
+    seeded = {} if interface == "embeddings" else {"seed": 1}
+    (plain, _), *others = send_each(path, [seeded, *(seeded | {name: ASKING} for name in rules)])
+    for field, (work, answered) in zip(rules, others, strict=True):
+        assert answered.status_code == 200, (field, answered.text)
+        assert answered.headers[FIELDS_HEADER] == field
+        assert work == plain
+    quiet = [{name: value} for name, rule in rules.items() for value in (None, *rule.neutral)]
+    for body, (_, answered) in zip(quiet, send_each(path, quiet), strict=True):
+        assert answered.status_code == 200 and FIELDS_HEADER not in answered.headers, (body, answered.text)
+    for field, (_, answered) in zip(rules, send_each(path, [{name: ASKING} for name in rules], STRICT), strict=True):
+        assert answered.status_code == 400 and field in answered.json()["error"]["message"], field
+
+
+@pytest.mark.parametrize("interface", PATHS)
+def test_what_is_impossible_is_refused_by_name(interface: str) -> None:
+    path, rules = PATHS[interface], {name: rule for name, rule in RULES[interface].items() if not rule.possible}
+    asked = [{name: ASKING} for name in rules]
+    for field, (_, answered) in zip(rules, send_each(path, asked, TOLERANT), strict=True):
+        assert answered.status_code == 400 and field in answered.json()["error"]["message"], field
+    quiet = [{name: value} for name, rule in rules.items() for value in (None, *rule.neutral)]
+    for body, (_, answered) in zip(quiet, send_each(path, quiet), strict=True):
+        assert answered.status_code == 200, (body, answered.text)
+
+
+def test_tolerant_takes_unknown_fields_for_hints() -> None:
+    _, answered = send(CHAT, {"temprature": 1, "a\nb": 2}, TOLERANT)
+    assert answered.status_code == 200 and answered.headers[FIELDS_HEADER] == "temprature"
+    assert send(CHAT, {"temprature": 1})[1].status_code == 400
+
+
+def test_hints_below_the_request_are_named_with_their_place() -> None:
+    parts = [{"type": "text", "text": "a", **CACHED}]
+    said = {"role": "assistant", "content": parts, "annotations": [1], "refusal": "r"}
+    _, answered = send(CHAT, {"messages": [said, {"role": "user", "content": "u"}], "user": "u"})
+    named = {*answered.headers[FIELDS_HEADER].split(", ")}
+    assert named == {"user", "messages.content.cache_control", "messages.annotations", "messages.refusal"}
+    about = {"metadata": {"user_id": "u"}, "context_management": {"edits": []}}
+    _, answered = send("/v1/messages", {"system": [TEXT], **about})
+    named = {*answered.headers[FIELDS_HEADER].split(", ")}
+    assert named == {"metadata", "context_management", "messages.content.cache_control"}
+
+
+def test_fields_without_effect_are_counted() -> None:
+    app = build_app(model_that_says("ab"), ALLOWING)
+    for _ in range(2):
+        request_app(app, "POST", CHAT, json=HI[CHAT] | {"user": "u", "service_tier": "flex"})
+    text = request_app(app, "GET", "/metrics").text
+    assert 'weft_fields_without_effect_total{field="chat.user",model_name="scripted"} 2.0' in text
+
+
+@pytest.mark.parametrize(
+    ("path", "tools"),
+    [
+        (CHAT, [{"type": "web_search"}, TOOL]),
+        (RESPONSES, [{"type": "web_search_preview_2025_03_11"}, {"type": "function"} | TOOL["function"]]),
+        ("/v1/messages", [{"type": "web_search_20250305", "name": "web_search"}, *COUNTED["tools"]]),
+    ],
+)
+def test_a_tool_that_only_its_vendor_runs_is_not_offered(path: str, tools: list[dict[str, Any]]) -> None:
+    engine, answered = send(path, {"tools": tools})
+    assert answered.status_code == 200, answered.text
+    assert f"tools.{tools[0]['type']}" in answered.headers[FIELDS_HEADER]
+    assert engine.tools is not None and [tool["function"]["name"] for tool in engine.tools] == ["weather"]
+    assert send(path, {"tools": tools}, STRICT)[1].status_code == 400
+    assert send(path, {"tools": [{"type": "wether"}, *tools]})[1].status_code == 400
+
+
+def test_more_tokens_than_the_context_holds_are_cut_to_what_fits() -> None:
+    for path, field in ((CHAT, "max_tokens"), (RESPONSES, "max_output_tokens"), ("/v1/messages", "max_tokens")):
+        engine, answered = send(path, {field: 10**6})
+        assert answered.status_code == 200 and answered.headers[FIELDS_HEADER] == field
+        [asked] = engine.submitted
+        assert asked.params.max_tokens == engine.model.max_model_len - len(asked.prompt)
+        kept, _ = send(path, {field: 10**6}, STRICT)
+        assert kept.submitted[0].params.max_tokens == 10**6, "the engine itself refuses it"
+
+
+def test_a_request_that_names_no_model_means_the_only_one() -> None:
+    for path in (CHAT, COMPLETIONS, RESPONSES, "/v1/messages", "/v1/embeddings"):
+        _, answered = send(path, {"model": None})
+        assert answered.status_code == 200 and answered.json()["model"] == "scripted", answered.text
 
 
 def test_what_grpc_ignores_is_accepted() -> None:

@@ -11,9 +11,10 @@ import pytest
 from tests.api.http import CHAT, COMPLETIONS, request
 from tests.api.scripted_engine import ScriptedEngine
 from weft.api.anthropic.messages_schema import CountTokensRequest, MessagesRequest
+from weft.api.fields import RULES, Fields
 from weft.api.openai.embeddings import EmbeddingsRequest
 from weft.api.openai.images_schema import ImagesRequest
-from weft.api.openai.openai_schema import ChatRequest, CompletionRequest, Fields
+from weft.api.openai.openai_schema import ChatRequest, CompletionRequest
 from weft.api.openai.responses_schema import ResponsesRequest
 from weft.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -51,7 +52,7 @@ def test_request_bodies_are_shown(document: dict[str, Any], path: str, schema: t
     body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert body == {"$ref": f"#/components/schemas/{schema.__name__}"}
     shown = document["components"]["schemas"][schema.__name__]
-    assert shown["properties"].keys() == schema.model_fields.keys() | schema.not_yet.keys()
+    assert shown["properties"].keys() == schema.model_fields.keys() | RULES.get(schema.place, {}).keys()
     assert shown["additionalProperties"] is False
 
 

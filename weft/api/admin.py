@@ -10,10 +10,10 @@ from fastapi import FastAPI, Request, Response
 from msgspec import Struct
 from pydantic import Field
 
-from weft.api.body import parse, read_body
+from weft.api.body import LONG_BODY_BYTES, off_loop, parse_body, read_body
 from weft.api.error_responses import Conflict, JsonResponse, NoRequest
+from weft.api.fields import Fields
 from weft.api.middleware import VLLM_LOAD_PATH, VLLM_UNLOAD_PATH
-from weft.api.openai.openai_schema import Fields
 from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, Unavailable, WeftError
 from weft.serving.admission import DRAINING, Admission, RequestContext
 from weft.serving.model_slot import ModelSlot
@@ -173,7 +173,8 @@ def _add_adapters(app: FastAPI, admission: Admission) -> None:
 
 async def read(request: Request, kind: type[T], admission: Admission) -> T:
     body = await read_body(request.scope, request.receive, admission.config.server.max_body_mb << 20)
-    return await parse(kind, body or b"{}", admission.config.limits)
+    is_long = len(body) > LONG_BODY_BYTES
+    return await off_loop(is_long, parse_body, kind, body or b"{}", admission.config.limits)
 
 
 def _served(admission: Admission, model: str) -> ServedModel:

@@ -15,7 +15,8 @@ from starlette.types import Receive, Scope
 from weft.api.error_responses import BodyTooLarge, BodyTooSlow, WrongContentType
 from weft.errors import InvalidRequest, shortened
 from weft.options import LimitOptions
-from weft.serving.admission import ClientGone
+from weft.serving.admission import ClientGone, RequestContext
+from weft.serving.request import FieldReport
 
 
 class TooDeep(InvalidRequest):
@@ -52,9 +53,15 @@ def _prompts(value: Any) -> int:
     return _items(value) if isinstance(value, list) and value and not isinstance(value[0], int | dict) else 1
 
 
+def _tools(value: Any) -> int:
+    """Count tools, and those inside of namespaces."""
+    inside = (tool.get("tools") for tool in value if isinstance(tool, dict)) if isinstance(value, list) else ()
+    return _length(value) + sum(map(_length, inside))
+
+
 CAPS = (
     Cap("messages", _length, lambda limits: limits.max_messages, "--max-messages"),
-    Cap("tools", _length, lambda limits: limits.max_tools, "--max-tools"),
+    Cap("tools", _tools, lambda limits: limits.max_tools, "--max-tools"),
     Cap("functions", _length, lambda limits: limits.max_tools, "--max-tools"),
     Cap("prompt", _prompts, lambda limits: limits.max_prompts, "--max-prompts"),
     Cap("prompt_embeds", _items, lambda limits: limits.max_prompts, "--max-prompts"),
@@ -218,8 +225,10 @@ async def _received(receive: Receive, limit_bytes: int, hold: Callable[[int], No
             return bytes(body)
 
 
-async def parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
-    return await off_loop(len(body) > LONG_BODY_BYTES, _parse, schema, body, limits)
+async def parse(schema: type[Schema], body: bytes, context: RequestContext) -> Schema:
+    """Return a body as the schema has it. What it has and is not honoured goes into the context's report of fields."""
+    limits, is_long = context.config.limits, len(body) > LONG_BODY_BYTES
+    return await off_loop(is_long, parse_body, schema, body, limits, context.fields, context.pool.only_name)
 
 
 async def off_loop(is_long: bool, work: Callable[..., T], *arguments: Any) -> T:
@@ -227,7 +236,10 @@ async def off_loop(is_long: bool, work: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.to_thread(work, *arguments) if is_long else work(*arguments)
 
 
-def _parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
+def parse_body(
+    schema: type[Schema], body: bytes, limits: LimitOptions, report: FieldReport | None = None, model: str = ""
+) -> Schema:
+    """`model`: the one that is meant where the body names none; empty: it must name one."""
     check_structure(body, limits)
     try:
         # msgspec refuses what JSON does not have (NaN, Infinity) and strings that are not text.
@@ -238,8 +250,11 @@ def _parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
         raise InvalidRequest("The body must be a JSON object.")
     check_keys(value)
     check_caps(value, limits)
+    named = schema.model_fields.get("model")
+    if model and value.get("model") is None and named is not None and named.is_required():
+        value["model"] = model
     try:
-        return schema.model_validate(value)
+        return schema.model_validate(value, context=report)
     except ValidationError as error:
         raise _refusal(error) from error
 

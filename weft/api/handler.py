@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
@@ -14,7 +14,7 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from weft.api.body import read_body
-from weft.api.error_responses import Unexpected, error_body
+from weft.api.error_responses import Unexpected, error_body, fields_header
 from weft.api.http_protocol import DirectWriter, direct_writer
 from weft.errors import WeftError
 from weft.serving.admission import Admission, ClientGone, RequestContext
@@ -117,15 +117,17 @@ class StreamedResponse:
     Its beginning and its end go through every layer of the application, what comes in between by the direct writer.
     """
 
-    def __init__(self, send: Send, direct_writer: DirectWriter | None) -> None:
+    def __init__(self, send: Send, direct_writer: DirectWriter | None, headers: Mapping[str, str]) -> None:
+        """`headers`: what the answer has besides those of its type."""
         self._send = send
         self._direct = direct_writer
+        self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self.started = False
 
     async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
         """Send the headers, once."""
         if not self.started:
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers + self._headers})
             self.started = True
 
     def write(self, body: bytes) -> Awaitable[None] | None:
@@ -179,7 +181,8 @@ class Handler(Response):
             context.release_body()
             context.answer_id = writer.answer_id
             generation = Generation(requests, context, arrived, writer.model_name)
-            response = StreamedResponse(send, direct_writer(scope))
+            context.served.metrics.left_aside(context.fields.without_effect)
+            response = StreamedResponse(send, direct_writer(scope), fields_header(context))
             if writer.stream:
                 async with _told_in_stream(response, writer):
                     with _until_hang_up(), generation.counted():

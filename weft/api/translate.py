@@ -39,6 +39,7 @@ from weft.errors import ContextTooLong, InvalidRequest
 from weft.payloads import PromptEmbeds, not_with_embeds
 from weft.serving.output_reader import ReaderOptions
 from weft.serving.request import (
+    FieldReport,
     MarkedTensors,
     NamedEmbeds,
     PromptPart,
@@ -188,9 +189,10 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
 
 
 async def parse_chat(
-    request: ChatRequest, served: ServedModel, *, request_id: str = "", tenant: str = ""
+    request: ChatRequest, served: ServedModel, report: FieldReport, *, request_id: str = "", tenant: str = ""
 ) -> ParsedRequest:
-    """Turn a chat into requests to the engine, whose ids begin with `request_id`."""
+    """Turn a chat into requests to the engine, whose ids begin with `request_id`. The report tells what of it cannot be
+    done."""
     engine = served.engine
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
@@ -199,15 +201,16 @@ async def parse_chat(
     _check_continued(request)
     _check_tokens(request, engine)
     tools = toolbox(request, engine.text.styles, is_read=not engine.abilities.tokens)
+    variables = _template_variables(request, engine.text.styles, report)
     prompt: Prompt
     if (field := _embeds_field(request)) is not None:
         _check_embeds(request, served, field)
     if engine.abilities.tokens:
         # The template is rendered by another process, and its answer waited for.
-        text, prompt = await asyncio.to_thread(_chat_prompt, request, tools, engine)
+        text, prompt = await asyncio.to_thread(_chat_prompt, request, tools, variables, engine)
         reader_options = _reader_options(request, tools, text, engine.text.styles.reasoning)
     else:
-        prompt, reader_options = _conversation(request, tools), _reader_options(request, tools)
+        prompt, reader_options = _conversation(request, tools, variables), _reader_options(request, tools)
     shape = chat_shape(request, tools, served.options.max_schema_kb)
     params = _params(
         request,
@@ -221,14 +224,15 @@ async def parse_chat(
         params = replace(params, prediction=await asyncio.to_thread(_predicted, request.prediction, engine))
     prompts, truncated = _truncated([prompt], request, params, engine)
     task = Sample(params=params, markers=reader_options.markers)
-    requests = _requests(request, prompts, task, served, request_id=request_id, tenant=tenant)
+    requests = _requests(request, prompts, task, served, report, request_id=request_id, tenant=tenant)
     return ParsedRequest(requests=requests, n=request.n, reader_options=reader_options, truncated_tokens=truncated)
 
 
 async def parse_completion(
-    request: CompletionRequest, served: ServedModel, *, request_id: str = "", tenant: str = ""
+    request: CompletionRequest, served: ServedModel, report: FieldReport, *, request_id: str = "", tenant: str = ""
 ) -> ParsedRequest:
-    """Turn a completion into requests to the engine, whose ids begin with `request_id`."""
+    """Turn a completion into requests to the engine, whose ids begin with `request_id`. The report tells what of it
+    cannot be done."""
     engine = served.engine
     if request.best_of is not None and request.best_of != request.n:
         raise InvalidRequest("best_of other than n is not supported.", param="best_of")
@@ -252,7 +256,7 @@ async def parse_completion(
     if not all(given):
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     prompts, truncated = _truncated(given, request, params, engine)
-    requests = _requests(request, prompts, Sample(params=params), served, request_id=request_id, tenant=tenant)
+    requests = _requests(request, prompts, Sample(params=params), served, report, request_id=request_id, tenant=tenant)
     return ParsedRequest(requests=requests, n=request.n, truncated_tokens=truncated)
 
 
@@ -359,7 +363,25 @@ def _begins_answer(request: ChatRequest) -> bool:
     return not request.continue_final_message if asked is None else asked
 
 
-def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> tuple[str, Prompt]:
+def _template_variables(request: ChatRequest, styles: ChatStyles, report: FieldReport) -> dict[str, Any]:
+    """Return the variables of the chat template: the request's own, and how much the model is to think as far as the
+    template reads it."""
+    effort, thinks = request.reasoning_effort, request.enable_thinking
+    if thinks is None and effort is not None:
+        thinks = effort != "none"
+    asked = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    variables = {name: value for name, value in asked.items() if value is not None and name in styles.variables}
+    # A model that does not think need not be told to leave it.
+    is_wanted = thinks or (thinks is False and styles.reasoning is not None)
+    if is_wanted and not variables:
+        field = "enable_thinking" if effort is None else "reasoning_effort"
+        if report.mode == "strict":
+            raise InvalidRequest(f"The model's chat template does not read {field}.", param=field)
+        report.leave_aside(f"chat.{field}")
+    return variables | request.chat_template_kwargs
+
+
+def _chat_prompt(request: ChatRequest, tools: Toolbox, variables: dict[str, Any], engine: Engine) -> tuple[str, Prompt]:
     """Return a chat as the model's template writes it, and the prompt that this is."""
     tensors = MarkedTensors()
     messages = [
@@ -371,7 +393,7 @@ def _chat_prompt(request: ChatRequest, tools: Toolbox, engine: Engine) -> tuple[
         tools=template_tools(tools.offered) or None,
         add_generation_prompt=_begins_answer(request),
         continue_final_message=request.continue_final_message,
-        template_variables=request.chat_template_kwargs,
+        template_variables=variables,
         max_tokens=max_encoded_tokens(engine),
     )
     return chat.text, tensors.prompt_of(chat.text, engine) if tensors else chat.token_ids
@@ -401,7 +423,7 @@ def _marked(message: Message, field: str, tensors: MarkedTensors) -> str | None:
     return written
 
 
-def _conversation(request: ChatRequest, tools: Toolbox) -> Conversation:
+def _conversation(request: ChatRequest, tools: Toolbox, variables: dict[str, Any]) -> Conversation:
     choice = request.tool_choice
     return Conversation(
         messages=[passed_message(message) for message in request.messages],
@@ -410,7 +432,7 @@ def _conversation(request: ChatRequest, tools: Toolbox) -> Conversation:
         parallel_tool_calls=request.parallel_tool_calls,
         add_generation_prompt=_begins_answer(request),
         continue_final_message=request.continue_final_message,
-        template_variables=request.chat_template_kwargs,
+        template_variables=variables,
     )
 
 
@@ -507,6 +529,7 @@ def _requests(
     prompts: Sequence[Prompt],
     task: Sample,
     served: ServedModel,
+    report: FieldReport,
     *,
     request_id: str,
     tenant: str,
@@ -532,7 +555,20 @@ def _requests(
         tenant=tenant,
         adapter=served.adapter_for(request.model, request.adapter),
     )
-    return requests_like(common, prompts, request.n)
+    return [_within_context(one, task.params, served, report) for one in requests_like(common, prompts, request.n)]
+
+
+def _within_context(
+    request: GenerationRequest, params: SamplingParams, served: ServedModel, report: FieldReport
+) -> GenerationRequest:
+    """Cut max_tokens to what the context holds behind the prompt, unless fields are strict: then the engine refuses."""
+    context = served.engine.model.max_model_len
+    room = context - num_tokens(request.prompt)
+    assert isinstance(request.task, Sample)
+    if not context or room < 1 or (params.max_tokens or 0) <= room or report.mode == "strict":
+        return request
+    report.leave_aside("chat.max_tokens")
+    return replace(request, task=replace(request.task, params=replace(request.task.params, max_tokens=room)))
 
 
 def _check_answer_size(

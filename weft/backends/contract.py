@@ -147,10 +147,12 @@ class ChatPrompt(Struct, frozen=True):
 
 
 class ChatStyles(Struct, frozen=True):
-    """The styles in which a model writes tool calls and reasoning; None: not at all, as far as is known."""
+    """How a model reads a conversation, and writes tool calls and reasoning; None: not at all, as far as is known."""
 
     tools: ToolStyle | None = None
     reasoning: ReasoningStyle | None = None
+    variables: frozenset[str] = frozenset()
+    """The variables that its chat template reads."""
 
 
 class Abilities(Struct, frozen=True, kw_only=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import process_time
 from typing import Protocol
 
@@ -102,6 +102,7 @@ WEFT_ALONE = frozenset(
         "weft_prepared",
         "weft_engine_restarts",
         "weft_num_requests_rejected",
+        "weft_fields_without_effect",
         "weft_images",
         "weft_images_running",
         "weft_images_waiting",
@@ -140,6 +141,7 @@ class Metrics(Collector):
         self.request_generation_tokens = Histogram(NUM_TOKENS)
         self._finished = {model_name: dict.fromkeys(FinishReason, 0)}
         self._rejected = 0
+        self._without_effect: dict[str, int] = {}
 
     def finished(self, model_name: str, reason: FinishReason, seconds: float) -> None:
         """Count a finished request. `model_name` is the name of the model, or of one of its adapters."""
@@ -148,6 +150,12 @@ class Metrics(Collector):
 
     def rejected(self) -> None:
         self._rejected += 1
+
+    def left_aside(self, fields: Mapping[str, bool]) -> None:
+        """Count fields that were accepted without effect; those of no interface (false) as one."""
+        for field, known in fields.items():
+            label = field if known else "unknown"
+            self._without_effect[label] = self._without_effect.get(label, 0) + 1
 
     def collect(self) -> Iterator[Metric]:
         for family in self._own():
@@ -166,6 +174,7 @@ class Metrics(Collector):
             yield self._counter(name, doc, read(stats))
         yield self._counter("weft_engine_restarts", "Times the engine process was replaced.", stats.restarts)
         yield self._counter("weft_num_requests_rejected", "Requests answered 429.", self._rejected)
+        yield self._fields_without_effect()
         yield self._finished_by_reason()
         for name, doc, histogram in self._histograms():
             yield self._histogram(name, doc, histogram)
@@ -201,6 +210,16 @@ class Metrics(Collector):
     def _counter(self, name: str, doc: str, value: float) -> Metric:
         counter = CounterMetricFamily(name, doc, labels=["model_name"])
         counter.add_metric([self._model_name], value)
+        return counter
+
+    def _fields_without_effect(self) -> Metric:
+        counter = CounterMetricFamily(
+            "weft_fields_without_effect",
+            "Requests with a field that was accepted and changed nothing.",
+            labels=["model_name", "field"],
+        )
+        for field, count in self._without_effect.items():
+            counter.add_metric([self._model_name, field], count)
         return counter
 
     def _finished_by_reason(self) -> Metric:

@@ -24,6 +24,7 @@ from weft.serving.auth import Keys
 from weft.serving.model_pool import ModelPool, StartEngine
 from weft.serving.model_slot import ModelSlot
 from weft.serving.rate_limits import Account, Accounts
+from weft.serving.request import FieldReport
 from weft.serving.served_model import ServedModel, open_served_model
 from weft.serving.timing import RequestTimer
 
@@ -56,6 +57,8 @@ class RequestContext(Struct, eq=False, kw_only=True):
     tenant: str
     """The name of its key; empty where no key is wanted."""
     began: float
+    fields: FieldReport
+    """What became of the fields of its body that are not honoured."""
     body_bytes: int = 0
     """Bytes of its body that are counted, until it was parsed."""
     answer_id: str = ""
@@ -260,6 +263,7 @@ class Admission:
             request_id=logs.request_id.get(),
             tenant=tenant,
             began=time.monotonic(),
+            fields=FieldReport(self.config.server.fields),
         )
         self._contexts.add(context)
         self._empty.clear()

@@ -143,6 +143,11 @@ class ModelPool:
             raise Unavailable("The model is being loaded.", hint="GET /health tells when it is ready.")
         return self._slots[self._models.default] if self._models is not None else next(iter(self._slots.values()))
 
+    @property
+    def only_name(self) -> str:
+        """The name of the only model; empty: there are several, or none yet."""
+        return next(iter(self._slots)) if len(self._slots) == 1 else ""
+
     def find(self, name: str | None) -> ModelSlot:
         """Find a model by its own name, or that of an adapter or of the image model beside it. None: the default one.
 

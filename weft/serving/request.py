@@ -5,15 +5,46 @@ from __future__ import annotations
 import re
 import secrets
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.backends.contract import Engine, check_takes_embeds, max_encoded_tokens
 from weft.errors import InvalidRequest
-from weft.options import LimitOptions
+from weft.options import FieldMode, LimitOptions
 from weft.payloads import PromptEmbeds, check_total_bytes
 from weft.types import GenerateImage, GenerationRequest, MixedPrompt, Prompt, Sample, SamplingParams, Task
+
+MAX_FIELDS_TOLD = 32
+_FIELD_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+
+
+class FieldReport(Struct, eq=False):
+    """What becomes of the fields of one request that are not honoured."""
+
+    mode: FieldMode = "standard"
+    without_effect: dict[str, bool] = {}
+    """Fields that were accepted and change nothing, each as `interface.field`; false: no interface has such a field."""
+
+    def leave_aside(self, field: str, *, known: bool = True) -> None:
+        """Take note of a field. A name that is not known is the client's own text: only a plain one is told."""
+        if len(self.without_effect) < MAX_FIELDS_TOLD and _FIELD_NAME.fullmatch(field):
+            self.without_effect[field] = known
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call fields by the names of another interface, whose request became this one."""
+        self.without_effect = {_renamed(field, names): known for field, known in self.without_effect.items()}
+
+    @property
+    def told(self) -> str:
+        """The fields without effect as a header tells them; empty: there are none."""
+        return ", ".join(dict.fromkeys(field.partition(".")[2] for field in self.without_effect))
+
+
+def _renamed(field: str, names: Mapping[str, str]) -> str:
+    interface, _, name = field.partition(".")
+    return f"{interface}.{names.get(name, name)}"
 
 
 def unique_id(answer_id: str) -> str:

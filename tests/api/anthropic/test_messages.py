@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from tests.api.http import post, request
 from tests.api.says import CALLS, EVERYTHING, SCHEMA, THOUGHT, model_that_says, named_events
 from tests.api.scripted_engine import ScriptedEngine, answer
+from weft.api.error_responses import FIELDS_HEADER
 from weft.backends.contract import ChatStyles
 from weft.config import load
 from weft.errors import EngineFault, InvalidRequest, Overloaded, RequestTimeout, Unavailable, WeftError
@@ -263,10 +264,15 @@ def test_thoughts_are_shown_unless_the_client_wants_none(thinking: Any, shown: b
     assert [block["type"] for block in content] == (["thinking", "text"] if shown else ["text"])
 
 
-def test_thinking_is_not_promised_for_a_model_that_cannot() -> None:
-    response = ask(ScriptedEngine(), thinking={"type": "enabled", "budget_tokens": 1024})
-    assert response.status_code == 400
-    assert "--reasoning-style" in error_of(response)[1]
+def test_thinking_is_a_hint_for_a_model_that_cannot_and_switched_where_the_template_can() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    response = ask(ScriptedEngine(), thinking=thinking)
+    assert response.status_code == 200 and response.headers[FIELDS_HEADER] == "thinking"
+    engine = ScriptedEngine()
+    engine.styles = ChatStyles(variables=frozenset({"enable_thinking"}))
+    for asked, expected in ((thinking, True), ({"type": "disabled"}, False)):
+        response = ask(engine, thinking=asked)
+        assert FIELDS_HEADER not in response.headers and engine.template_variables == {"enable_thinking": expected}
 
 
 def test_at_most_one_call_when_parallel_use_is_disabled() -> None:
@@ -303,7 +309,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": []}, "messages"),
         ({"temprature": 1}, "'temperature'"),
         ({"temperature": -1}, "temperature"),
-        ({"mcp_servers": [{}]}, "not supported yet"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'image'; supported here: text"),
         ({"messages": [{"role": "user", "content": []}]}, "needs content"),
         ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "no place"),
@@ -318,7 +323,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             "'image'; supported here: text",
         ),
         ({"system": [IMAGE]}, "'image'; supported here: text"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}]}, "web_search_20250305"),
+        ({"tools": [{"type": "wed_search", "name": "web_search", "max_uses": 3}]}, "wed_search"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "name"),
         ({"tools": [{"name": "f"}]}, "input_schema"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "name"),

@@ -105,8 +105,6 @@ def test_every_field_reaches_the_engine() -> None:
         ({"size": "big"}, "size"),
         ({"response_format": "url"}, "response_format"),
         ({"output_format": "jpeg"}, "output_format"),
-        ({"quality": "hd"}, "quality"),
-        ({"style": "vivid"}, "style"),
         ({"background": "transparent"}, "background"),
         ({"num_inference_steps": 0}, "num_inference_steps"),
         ({"num_inference_steps": 1001}, "num_inference_steps"),

@@ -17,6 +17,7 @@ from tests.api.http import error_of, post, request_app
 from tests.api.says import CALLS, EVERYTHING, SCHEMA, THOUGHT, model_that_says, named_events
 from tests.api.scripted_engine import ScriptedEngine
 from weft.api.app import build_app
+from weft.backends.contract import ChatStyles
 from weft.config import load
 from weft.errors import EngineFault, Overloaded
 from weft.types import FinishReason, Output, SamplingParams
@@ -295,6 +296,7 @@ def test_truncation_cuts_a_prompt_that_is_too_long() -> None:
 
 def test_an_effort_goes_to_the_template() -> None:
     engine = ScriptedEngine()
+    engine.styles = ChatStyles(variables=frozenset({"reasoning_effort"}))
     whole(engine, reasoning={"effort": "low"})
     assert engine.template_variables == {"reasoning_effort": "low"}
     whole(engine)
@@ -320,15 +322,13 @@ FORMAT = {"type": "json_schema", "name": "city", "schema": SCHEMA}
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"max_tool_calls": 1}, "max_tool_calls"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"include": ["message.output_text.logprobs"]}, "include[0]"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-        ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "tools[0]"),
+        ({"tools": [{"type": "wed_search", "search_context_size": "low"}]}, "tools[0]"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbositi": "low"}}, "text.verbositi"),
         ({"text": {"format": FORMAT}, "tools": TOOLS, "tool_choice": "required"}, "text.format.schema"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
     ],
@@ -366,3 +366,26 @@ def test_a_stream_that_breaks_says_so_and_is_not_kept() -> None:
     assert failed["response"]["error"]["code"] == "server_error"
     assert client.send("GET", f"/{failed['response']['id']}").status_code == 404
     assert not engine.open
+
+
+def test_functions_of_a_namespace_are_offered_by_both_names_and_called_by_their_own() -> None:
+    engine = model_that_says('<tool_call>\n{"name": "agents__spawn", "arguments": {"task": "a"}}\n</tool_call>')
+    spawn = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}
+    asking = {"role": "user", "content": "u"}
+    past = {"type": "function_call", "call_id": "1", "namespace": "agents", "name": "spawn", "arguments": "{}"}
+    asked: dict[str, Any] = {
+        "model": "scripted",
+        "input": [
+            asking,
+            past,
+            {"type": "function_call_output", "call_id": "1", "output": "o"},
+        ],
+        "tools": [{"type": "namespace", "name": "agents", "description": "d", "tools": [spawn]}],
+    }
+    [call] = [item for item in post(engine, "/v1/responses", asked).json()["output"] if item["type"] == "function_call"]
+    assert (call["namespace"], call["name"]) == ("agents", "spawn")
+    assert engine.tools is not None and engine.tools[0]["function"]["name"] == "agents__spawn"
+    assert engine.messages[1]["tool_calls"][0]["function"]["name"] == "agents__spawn"
+    for event in named_events(post(engine, "/v1/responses", asked | {"stream": True})):
+        if event["type"] == "response.output_item.done" and event["item"]["type"] == "function_call":
+            assert (event["item"]["namespace"], event["item"]["name"]) == ("agents", "spawn")

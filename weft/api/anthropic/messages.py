@@ -36,8 +36,10 @@ from weft.errors import InvalidRequest, WeftError
 from weft.serving.admission import RequestContext
 from weft.serving.output_reader import BlockKind, Change, Closed, CollectedOutput, Grown, Opened, OutputBlocks
 from weft.serving.request import unique_id
-from weft.serving.served_model import ServedModel
 from weft.types import FinishReason, GenerationRequest, Output, Usage
+
+OWN_NAMES = {"enable_thinking": "thinking", "reasoning_effort": "output_config.effort"}
+"""What the fields of the chat request are called here."""
 
 
 def chat_request(request: MessagesRequest) -> ChatRequest:
@@ -74,7 +76,8 @@ def _conversation(request: CountTokensRequest) -> dict[str, Any]:
         "parallel_tool_calls": choice is None or not choice.disable_parallel_tool_use,
         "include_reasoning": thinking is None or (thinking.type != "disabled" and thinking.display != "omitted"),
         "response_format": None if output is None or output.format is None else _format(output.format.schema_),
-        "chat_template_kwargs": {"reasoning_effort": output.effort} if output and output.effort else {},
+        "reasoning_effort": output.effort if output is not None else None,
+        "enable_thinking": None if thinking is None else thinking.type != "disabled",
     }
 
 
@@ -242,33 +245,23 @@ def _delta(kind: BlockKind, text: str) -> dict[str, str]:
 
 
 async def messages_endpoint(body: bytes, context: RequestContext) -> tuple[list[GenerationRequest], MessagesWriter]:
-    request = await parse(MessagesRequest, body, context.config.limits)
+    request = await parse(MessagesRequest, body, context)
     served = await context.choose(request.model)
-    _check(request, served)
+    served.check_model(request.model)
     answer_id = f"msg_{uuid.uuid4().hex}"
     asked = await off_loop(len(body) > LONG_BODY_BYTES, chat_request, request)
-    chat = await parse_chat(asked, served, request_id=unique_id(answer_id), tenant=context.tenant)
+    chat = await parse_chat(asked, served, context.fields, request_id=unique_id(answer_id), tenant=context.tenant)
+    context.fields.rename(OWN_NAMES)
     return chat.requests, MessagesWriter(answer_id, chat, request)
 
 
 async def count_tokens(body: bytes, context: RequestContext) -> TokenCount:
-    request = await parse(CountTokensRequest, body, context.config.limits)
+    request = await parse(CountTokensRequest, body, context)
     served = await context.choose_text(request.model)
-    _check(request, served)
+    served.check_model(request.model)
     if not served.engine.abilities.tokens:
         raise tokens_unknown(served.engine, "count_tokens")
     asked = await off_loop(len(body) > LONG_BODY_BYTES, counted_request, request)
-    chat = await parse_chat(asked, served)
+    chat = await parse_chat(asked, served, context.fields)
+    context.fields.rename(OWN_NAMES)
     return TokenCount(len(tokens_of(chat.prompt)))
-
-
-def _check(request: CountTokensRequest, served: ServedModel) -> None:
-    served.check_model(request.model)
-    wants_thoughts = request.thinking is not None and request.thinking.type == "enabled"
-    # An engine that is given text tells thoughts apart itself, where there are any.
-    if wants_thoughts and served.engine.abilities.tokens and served.engine.text.styles.reasoning is None:
-        raise InvalidRequest(
-            "It is not known that this model thinks before it answers.",
-            hint="The operator can say how with --reasoning-style.",
-            param="thinking",
-        )

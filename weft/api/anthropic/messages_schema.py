@@ -9,7 +9,8 @@ import pydantic_core
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BeforeValidator, Field, model_validator
 
-from weft.api.openai.openai_schema import MODEL_S_OWN, TOOL_NAME, Fields, Items, Name, NotYet
+from weft.api.fields import Fields, client_tools
+from weft.api.openai.openai_schema import MODEL_S_OWN, TOOL_NAME, Items, Name, ReasoningEffort
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
 from weft.types import Usage
@@ -31,19 +32,11 @@ def _blocks_of(*types: str) -> Callable[[object], object]:
     return checked
 
 
-class CacheControl(Fields):
-    """Accepted, and without meaning here: prompts that begin alike share their cached part anyway."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
 class TextBlock(Fields):
-    not_yet: ClassVar[NotYet] = {"citations": [[]]}
+    place: ClassVar[str] = "messages.messages.content"
 
     type: Literal["text"]
     text: str
-    cache_control: CacheControl | None = None
 
 
 Texts = Annotated[Items[TextBlock], BeforeValidator(_blocks_of("text"), json_schema_input_type=str | list[TextBlock])]
@@ -52,38 +45,38 @@ Texts = Annotated[Items[TextBlock], BeforeValidator(_blocks_of("text"), json_sch
 class ToolUseBlock(Fields):
     """A call that the assistant made earlier."""
 
-    not_yet: ClassVar[NotYet] = {"caller": [{"type": "direct"}], "toolset_name": []}
+    place: ClassVar[str] = "messages.messages.content"
 
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
-    cache_control: CacheControl | None = None
 
 
 class ToolResultBlock(Fields):
-    not_yet: ClassVar[NotYet] = {"toolset_name": []}
+    place: ClassVar[str] = "messages.messages.content"
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: Texts = Field([])
     is_error: bool = Field(False, description="The model is told so, in words before the content.")
-    cache_control: CacheControl | None = None
 
 
 class ThinkingBlock(Fields):
     """What the assistant thought; templates may use it."""
 
+    place: ClassVar[str] = "messages.messages.content"
+
     type: Literal["thinking"]
     thinking: str
-    signature: str = Field("", description="Accepted, and without meaning here.")
 
 
 class RedactedThinkingBlock(Fields):
-    """Accepted, and left out: nobody here can read it."""
+    """Thoughts that only their vendor can read; they are left out."""
+
+    place: ClassVar[str] = "messages.messages.content"
 
     type: Literal["redacted_thinking"]
-    data: str
 
 
 AnyBlock = Annotated[
@@ -117,19 +110,13 @@ class Turn(Fields):
 
 
 class ClientTool(Fields):
-    not_yet: ClassVar[NotYet] = {
-        "allowed_callers": [["direct"]],
-        "defer_loading": [False],
-        "eager_input_streaming": [True],
-        "input_examples": [[]],
-    }
+    place: ClassVar[str] = "messages.tools"
 
     type: Literal["custom"] = "custom"
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = Field(None, description="Calls fit the schema even when none is forced.")
-    cache_control: CacheControl | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -169,40 +156,28 @@ class JsonFormat(Fields):
 
 
 class OutputConfig(Fields):
-    not_yet: ClassVar[NotYet] = {"task_budget": []}
+    place: ClassVar[str] = "messages.output_config"
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="Only for a model whose chat template reads reasoning_effort."
+    effort: ReasoningEffort | None = Field(
+        None, description="For a model whose chat template reads it, or whose thinking can be switched; else a hint."
     )
     format: JsonFormat | None = None
-
-
-class RequestMetadata(Fields):
-    user_id: str | None = Field(None, description="Accepted, and without meaning here.")
 
 
 class CountTokensRequest(Fields):
     """POST /v1/messages/count_tokens"""
 
-    not_yet: ClassVar[NotYet] = {
-        "container": [],
-        "context_management": [],
-        "diagnostics": [],
-        "inference_geo": [],
-        "mcp_servers": [[]],
-        "speed": ["standard"],
-        "user_profile_id": [],
-        "workspace_id": [],
-    }
+    place: ClassVar[str] = "messages"
 
     model: Name
     messages: Annotated[Items[Turn], Field(min_length=1)]
     system: Texts = Field([])
-    tools: Items[ClientTool] = Field([])
+    tools: Annotated[
+        Items[ClientTool], BeforeValidator(client_tools("custom"), json_schema_input_type=list[ClientTool])
+    ] = Field([])
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
 
 
 class MessagesRequest(CountTokensRequest):
@@ -214,8 +189,6 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = Field(None, description=MODEL_S_OWN)
     top_k: int | None = Field(None, description=f"Keep the k likeliest tokens; 0 or -1: all. {MODEL_S_OWN}")
     stream: bool = False
-    metadata: RequestMetadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = Field(None, description="There is one tier.")
 
     seed: int | None = None
     priority: int = Field(0, description="Of a key's waiting requests those of a lower number go first.")

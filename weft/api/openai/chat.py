@@ -37,11 +37,11 @@ from weft.types import FinishReason, GenerationRequest, Output, TokenLogprob, Us
 
 
 async def chat_endpoint(body: bytes, context: RequestContext) -> tuple[list[GenerationRequest], ChatWriter]:
-    request = await parse(ChatRequest, body, context.config.limits)
+    request = await parse(ChatRequest, body, context)
     served = await context.choose(request.model)
     served.check_model(request.model)
     answer_id = f"chatcmpl-{request.request_id or uuid.uuid4().hex}"
-    chat = await parse_chat(request, served, request_id=unique_id(answer_id), tenant=context.tenant)
+    chat = await parse_chat(request, served, context.fields, request_id=unique_id(answer_id), tenant=context.tenant)
     return chat.requests, ChatWriter(answer_id, request, chat, served.engine)
 
 

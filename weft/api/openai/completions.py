@@ -43,11 +43,13 @@ from weft.types import GenerationRequest, Output, TokenLogprob, Usage
 async def completions_endpoint(
     body: bytes, context: RequestContext
 ) -> tuple[list[GenerationRequest], CompletionWriter]:
-    request = await parse(CompletionRequest, body, context.config.limits)
+    request = await parse(CompletionRequest, body, context)
     served = await context.choose(request.model)
     served.check_model(request.model)
     answer_id = f"cmpl-{request.request_id or uuid.uuid4().hex}"
-    completion = await parse_completion(request, served, request_id=unique_id(answer_id), tenant=context.tenant)
+    completion = await parse_completion(
+        request, served, context.fields, request_id=unique_id(answer_id), tenant=context.tenant
+    )
     return completion.requests, CompletionWriter(answer_id, request, completion, served.engine)
 
 

@@ -6,15 +6,16 @@ import base64
 import uuid
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Struct
 from pydantic import Field, PlainValidator
 
 from weft.api.body import off_loop, parse
+from weft.api.fields import Fields
 from weft.api.handler import Writer
 from weft.api.openai.openai_answers import with_items
-from weft.api.openai.openai_schema import Fields, Name, prompts
+from weft.api.openai.openai_schema import Name, prompts
 from weft.api.translate import LONG_PROMPT, given_tokens
 from weft.backends.contract import Engine, max_encoded_tokens, tokens_unknown
 from weft.errors import EngineFault, InvalidRequest
@@ -34,6 +35,8 @@ LARGE_ANSWER_BYTES = 64 * 1024
 class EmbeddingsRequest(Fields):
     """POST /v1/embeddings"""
 
+    place: ClassVar[str] = "embeddings"
+
     model: Name
     input: Annotated[
         list[str | list[int]],
@@ -41,7 +44,6 @@ class EmbeddingsRequest(Fields):
     ]
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: of float32, little-endian.")
     dimensions: int | None = Field(None, description="Only the model's own width.")
-    user: str | None = Field(None, description="Accepted, and without meaning here.")
 
     pooling: Literal["mean", "last"] = Field("mean", description="How the tokens' vectors become one.")
     truncate_prompt_tokens: int | None = Field(
@@ -71,7 +73,7 @@ class EmbeddingList(Struct, frozen=True, kw_only=True):
 
 
 async def embeddings_endpoint(body: bytes, context: RequestContext) -> tuple[list[GenerationRequest], EmbeddingsWriter]:
-    request = await parse(EmbeddingsRequest, body, context.config.limits)
+    request = await parse(EmbeddingsRequest, body, context)
     served = await context.choose(request.model)
     served.check_model(request.model)
     prompts = await off_loop(sum(map(len, request.input)) > LONG_PROMPT, _encoded, request, served.engine)

@@ -30,7 +30,7 @@ from weft.types import GenerateImage, GenerationRequest, ImageParams, Output, ch
 
 
 async def images_endpoint(body: bytes, context: RequestContext) -> tuple[list[GenerationRequest], ImagesWriter]:
-    request = await parse(ImagesRequest, body, context.config.limits)
+    request = await parse(ImagesRequest, body, context)
     served = await context.choose_image_model(request.model)
     check_image_model(request.model, served.model_name, served.engine)
     check_priority(request.priority)

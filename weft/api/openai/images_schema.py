@@ -10,7 +10,8 @@ from msgspec import Struct
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from weft.api.openai.openai_schema import Fields, Items, Name, NotYet, Pairs, TensorField, at_most, tensor_fields
+from weft.api.fields import Fields
+from weft.api.openai.openai_schema import Items, Name, Pairs, TensorField, at_most, tensor_fields
 from weft.options import LimitOptions
 from weft.payloads import (
     MAX_VALUES,
@@ -44,17 +45,7 @@ class AdditionalInformationField(Fields):
 class ImagesRequest(Fields):
     """POST /v1/images/generations"""
 
-    not_yet: ClassVar[NotYet] = {
-        "quality": ["auto", "standard"],
-        "style": ["natural"],
-        "background": ["auto", "opaque"],
-        "moderation": ["auto", "low"],
-        "output_compression": [100],
-        "complexity": [],
-        "frame_count": [],
-        "frame_duration_ms": [],
-        "svg": [],
-    }
+    place: ClassVar[str] = "images"
 
     prompt: str | None = Field(None, min_length=1, max_length=MAX_PROMPT_CHARS)
     model: Name | None = Field(None, description="The model that draws; it may be left out.")
@@ -64,8 +55,6 @@ class ImagesRequest(Fields):
     output_format: Literal["png"] = "png"
     stream: bool = Field(False, description="Events: every step, partial images, the images.")
     partial_images: int = Field(0, ge=0, le=MAX_PREVIEWS, description="On the way to each image, at most; with stream.")
-    user: str | None = Field(None, description="Accepted, and without meaning here.")
-    safety_identifier: str | None = Field(None, description="Accepted, and without meaning here.")
 
     seed: int | None = Field(None, description="The same seed gives the same image; image i has seed + i.")
     num_inference_steps: int | None = Field(None, ge=1, le=MAX_DENOISE_STEPS)

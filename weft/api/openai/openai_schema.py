@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import base64
-import difflib
-from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    GetJsonSchemaHandler,
     JsonValue,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from weft.api.fields import Fields, client_tools, honoured_fields
 from weft.errors import InvalidRequest, shown
 from weft.payloads import MAX_BYTES, MAX_DIMENSIONS
+from weft.serving.request import FieldReport
 from weft.types import MAX_LOGPROBS
 
-MAX_NAME_CHARS = 64
-"""No field has a longer name."""
 MAX_PAIRS = 128
 
 T = TypeVar("T")
@@ -51,55 +46,21 @@ Name = Annotated[str, at_most(1024, "characters")]
 """A name that errors or the answer repeat."""
 Metadata = Pairs[Annotated[str, at_most(4096, "characters")]]
 
-NotYet = Mapping[str, Sequence[object]]
-"""Fields by name, each with the values that ask for nothing and are let through."""
 
-
-def without_empty_fields(value: Any, known: Collection[str], not_yet: NotYet) -> Any:
-    """Return the object without its nulls and without what asks for nothing; refuses what Weft would have to ignore."""
-    if not isinstance(value, dict):
-        return value
-    kept = {}
-    for name, item in value.items():
-        if name in known:
-            if item is not None:
-                kept[name] = item
-        elif name not in not_yet:
-            raise PydanticCustomError(
-                "unknown_field", "there is no such field.{hint}", {"field": name, "hint": _nearest(name, known)}
-            )
-        elif item is not None and not any(type(item) is type(empty) and item == empty for empty in not_yet[name]):
-            raise PydanticCustomError(
-                "not_supported", "{said} is not supported yet.", {"field": name, "said": _said(item)}
-            )
-    return kept
-
-
-def with_empty_fields(schema: dict[str, Any], not_yet: NotYet) -> None:
-    """Let an object's description say what is taken for nothing: null for a field that may be absent, and for one that
-    is not supported yet whatever asks for nothing."""
-    fields = schema.setdefault("properties", {})
-    for name in fields.keys() - schema.get("required", ()):
-        field = fields[name]
-        if {"type": "null"} not in field.get("anyOf", ()):
-            about = {key: field.pop(key) for key in ("title", "description", "default") if key in field}
-            fields[name] = {"anyOf": [field, {"type": "null"}], **about}
-    fields |= {name: {"enum": [None, *empty], "description": "Not supported yet."} for name, empty in not_yet.items()}
-
-
-def content_text(value: object) -> str | list[str | EmbedsPart]:
+def content_text(value: object, info: ValidationInfo) -> str | list[str | EmbedsPart]:
     """Return a message's content: a string, which text parts are joined to, or its parts if there are other ones."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
         raise ValueError("it must be a string or a list of parts.")
-    parts = [_content_part(part, index) for index, part in enumerate(value)]
+    report = info.context or FieldReport()
+    parts = [_content_part(part, index, report) for index, part in enumerate(value)]
     texts = [part for part in parts if isinstance(part, str)]
     return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
-def predicted_text(value: object) -> str:
-    text = content_text(value)
+def predicted_text(value: object, info: ValidationInfo) -> str:
+    text = content_text(value, info)
     if not isinstance(text, str):
         raise ValueError("its parts must be text.")
     return text
@@ -166,56 +127,21 @@ def _embeds_part(part: dict[str, Any], index: int) -> EmbedsPart:
         raise ValueError(f"part {index}: {field:.100}: {first['msg']}") from error
 
 
-def _content_part(part: object, index: int) -> str | EmbedsPart:
+def _content_part(part: object, index: int, report: FieldReport) -> str | EmbedsPart:
     if not isinstance(part, dict):
         raise ValueError(f"part {index} must be an object with a type.")
-    if part.get("type") == "prompt_embeds":
+    kind = part.get("type")
+    if kind == "prompt_embeds":
         return _embeds_part(part, index)
-    if part.get("type") != "text":
-        raise ValueError(
-            f"part {index} is of type {shown(part.get('type'))}; only 'text' and 'prompt_embeds' are supported yet."
-        )
-    if not isinstance(part.get("text"), str):
+    if kind not in ("text", "refusal"):
+        raise ValueError(f"part {index} is of type {shown(kind)}; the model reads 'text' and 'prompt_embeds' alone.")
+    text = honoured_fields(part, ("type", kind), "chat.messages.content", report).get(kind)
+    if not isinstance(text, str):
         raise ValueError(f"part {index} has no text.")
-    if other := sorted(part.keys() - {"type", "text"}):
-        raise ValueError(f"part {index} has a field that there is not: {shown(other[0])}.")
-    text: str = part["text"]
     return text
 
 
-def _nearest(name: str, known: Collection[str]) -> str:
-    # The matcher takes quadratic time.
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5) if len(name) <= MAX_NAME_CHARS else ()
-    return f" Did you mean {close[0]!r}?" if close else ""
-
-
-def _said(value: object) -> str:
-    """Return the value when it is short enough to name."""
-    return said if isinstance(value, str | int | float) and len(said := shown(value)) < 40 else "it"
-
-
 SANE_ID = r"^[A-Za-z0-9._-]{1,128}$"
-
-
-class Fields(BaseModel):
-    """An object of a request: types are strict, null means absent, and a field that is not known is refused."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    not_yet: ClassVar[NotYet] = {}
-    """OpenAI's fields that Weft does not support, each with the values that ask for nothing."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_field_is_ignored(cls, value: Any) -> Any:
-        known = [field.alias or name for name, field in cls.model_fields.items()]
-        return without_empty_fields(value, known, cls.not_yet)
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        schema = handler(core)
-        with_empty_fields(handler.resolve_ref_schema(schema), cls.not_yet)
-        return schema
 
 
 Base64 = Annotated[str, Field(description="base64 of the values row by row, little-endian.")]
@@ -271,19 +197,15 @@ class PastFunction(Fields):
 class PastCall(Fields):
     """A tool call that the assistant made earlier."""
 
+    place: ClassVar[str] = "chat.messages.tool_calls"
+
     id: str | None = None
     type: Literal["function"] = "function"
     function: PastFunction
-    index: int | None = Field(None, description="Accepted, and without meaning here.")
 
 
 class Message(Fields):
-    not_yet: ClassVar[NotYet] = {
-        "function_call": [],
-        "audio": [],
-        "refusal": [],
-        "annotations": [[]],
-    }
+    place: ClassVar[str] = "chat.messages"
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
@@ -295,7 +217,7 @@ class Message(Fields):
         "assistant's call needs none.",
     )
     name: str | None = None
-    tool_calls: Items[PastCall] = []
+    tool_calls: Items[PastCall] = Field([])
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="What an assistant thought; templates may use it.")
     reasoning: str | None = Field(None, description="The other name of reasoning_content.")
@@ -313,6 +235,8 @@ TOOL_NAME = r"^[A-Za-z0-9_.:-]{1,64}$"
 
 
 class Function(Fields):
+    place: ClassVar[str] = "chat.tools.function"
+
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
     parameters: dict[str, Any] = Field({"type": "object", "properties": {}}, description="A JSON schema.")
@@ -320,6 +244,8 @@ class Function(Fields):
 
 
 class Tool(Fields):
+    place: ClassVar[str] = "chat.tools"
+
     type: Literal["function"]
     function: Function
 
@@ -354,7 +280,7 @@ class ResponseFormat(Fields):
 class StructuredOutputs(Fields):
     """What the output must be: exactly one of these."""
 
-    not_yet: ClassVar[NotYet] = {"structural_tag": []}
+    place: ClassVar[str] = "chat.structured_outputs"
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = None
@@ -378,7 +304,7 @@ class PredictedContent(Fields):
 
 
 class StreamOptions(Fields):
-    not_yet: ClassVar[NotYet] = {"include_obfuscation": [False]}
+    place: ClassVar[str] = "chat.stream_options"
 
     include_usage: bool = False
     continuous_usage_stats: bool = Field(False, description="Every chunk tells of the usage so far.")
@@ -412,7 +338,6 @@ class SamplingFields(Fields):
     presence_penalty: float = Field(0.0, json_schema_extra=_PENALTY)
     frequency_penalty: float = Field(0.0, json_schema_extra=_PENALTY)
     logit_bias: dict[str, float] = Field({}, description="Token ids, as strings, and what is added to their logits.")
-    user: str | None = Field(None, description="Accepted, and without meaning here.")
 
     top_k: int | None = Field(
         None,
@@ -427,7 +352,7 @@ class SamplingFields(Fields):
     repetition_penalty: float | None = Field(
         None, description=MODEL_S_OWN, json_schema_extra=_within(0, 100, open_low=True)
     )
-    stop_token_ids: Items[int] = []
+    stop_token_ids: Items[int] = Field([])
     min_tokens: int = Field(0, json_schema_extra=_within(0, 2**31 - 1))
     ignore_eos: bool = Field(False, description="Go on behind the model's end of sequence.")
     speculative: bool | None = Field(
@@ -459,22 +384,13 @@ class SamplingFields(Fields):
     request_id: str | None = Field(None, pattern=SANE_ID, description="Becomes part of the answer's id.")
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatRequest(SamplingFields):
     """POST /v1/chat/completions"""
 
-    not_yet: ClassVar[NotYet] = {
-        "audio": [],
-        "function_call": ["none", "auto"],
-        "functions": [[]],
-        "modalities": [["text"]],
-        "moderation": [],
-        "prompt_cache_retention": ["in_memory", "in-memory"],
-        "reasoning_effort": [],
-        "service_tier": ["auto", "default"],
-        "store": [False],
-        "verbosity": ["medium"],
-        "web_search_options": [],
-    }
+    place: ClassVar[str] = "chat"
 
     messages: Annotated[Items[Message], Field(min_length=1)]
     max_tokens: int | None = Field(
@@ -485,15 +401,20 @@ class ChatRequest(SamplingFields):
     )
     logprobs: bool = False
     top_logprobs: int | None = Field(None, json_schema_extra=_LOGPROBS)
-    metadata: Metadata = Field({}, description="Accepted, and without meaning here.")
     response_format: ResponseFormat | None = None
     prediction: PredictedContent | None = None
-    tools: Items[Tool] = []
+    tools: Annotated[Items[Tool], BeforeValidator(client_tools("function"), json_schema_input_type=list[Tool])] = Field(
+        []
+    )
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = Field(True, description="False: at most one call an answer.")
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="For a model whose chat template reads it, or whose thinking can be switched; else a hint."
+    )
+    enable_thinking: bool | None = Field(
+        None, description="Whether the model thinks before it answers, where its chat template can switch it."
+    )
     include_reasoning: bool = Field(True, description="False: what the model thinks is left out.")
-    prompt_cache_key: str | None = Field(None, description="Accepted, and without meaning here.")
-    safety_identifier: str | None = Field(None, description="Accepted, and without meaning here.")
 
     add_generation_prompt: bool | None = Field(None, description="True unless the final message is continued.")
     continue_final_message: bool = Field(False, description="The answer goes on where the last message ends.")
@@ -503,7 +424,7 @@ class ChatRequest(SamplingFields):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions"""
 
-    not_yet: ClassVar[NotYet] = {"suffix": [""]}
+    place: ClassVar[str] = "completions"
 
     prompt: Annotated[
         list[GivenPrompt],

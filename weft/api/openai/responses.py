@@ -13,17 +13,20 @@ from msgspec.structs import replace
 
 from weft.api.body import LONG_BODY_BYTES, off_loop, parse
 from weft.api.error_responses import error_body
+from weft.api.fields import Fields
 from weft.api.handler import Writer, named_event
-from weft.api.openai.openai_schema import ChatRequest, Fields
+from weft.api.openai.openai_schema import ChatRequest
 from weft.api.openai.response_store import StoredResponse, TenantStore
 from weft.api.openai.responses_schema import (
     IncompleteDetails,
     InputTokensDetails,
+    OutputItem,
     OutputTokensDetails,
     ResponseAnswer,
     ResponseFailure,
     ResponsesRequest,
     ResponseUsage,
+    offered_name,
     output_item,
     part_of,
 )
@@ -59,8 +62,11 @@ _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.THINKING: "rs", BlockKind.CALL: "f
 
 
 class ResponsesWriter(Writer):
-    def __init__(self, begun: ResponseAnswer, chat: ParsedRequest, engine: Engine, keep: Keep, *, stream: bool) -> None:
-        super().__init__(begun.id, begun.model, stream=stream)
+    def __init__(
+        self, begun: ResponseAnswer, request: ResponsesRequest, chat: ParsedRequest, engine: Engine, keep: Keep
+    ) -> None:
+        super().__init__(begun.id, begun.model, stream=request.stream)
+        self._tools = {offered_name(tool.name, tool.namespace): tool for tool in request.tools}
         self._begun = begun
         self._engine = engine
         self._keep = keep
@@ -128,12 +134,13 @@ class ResponsesWriter(Writer):
             case BlockKind.THINKING:
                 return self._block_event("response.reasoning_text.done", block, text=block.text, content_index=0)
             case BlockKind.CALL:
+                name = self._tools[block.name].name if block.name in self._tools else block.name
                 return self._block_event(
-                    "response.function_call_arguments.done", block, name=block.name, arguments=block.text
+                    "response.function_call_arguments.done", block, name=name, arguments=block.text
                 )
 
     def _item_event(self, name: str, block: OutputBlock, status: str) -> bytes:
-        return self._event(name, output_index=block.index, item=output_item(block, self._item_id(block), status))
+        return self._event(name, output_index=block.index, item=self._item(block, status))
 
     def _part_event(self, name: str, block: OutputBlock, text: str) -> bytes:
         """Return the event of a block's part; a call has no parts."""
@@ -147,6 +154,9 @@ class ResponsesWriter(Writer):
     def _event(self, event: str, /, **fields: object) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
         return named_event(event, {"type": event, "sequence_number": number, **fields})
+
+    def _item(self, block: OutputBlock, status: str) -> OutputItem:
+        return output_item(block, self._item_id(block), status, self._tools.get(block.name))
 
     def _item_id(self, block: OutputBlock) -> str:
         return f"{_PREFIXES[block.kind]}_{self.answer_id.removeprefix('resp_')}{block.index:04x}"
@@ -163,7 +173,7 @@ class ResponsesWriter(Writer):
             status="incomplete" if is_cut else "completed",
             incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
             completed_at=None if is_cut else int(time.time()),
-            output=[output_item(block, self._item_id(block), self._status(block)) for block in self._blocks.all],
+            output=[self._item(block, self._status(block)) for block in self._blocks.all],
             usage=await self._usage(usage),
         )
 
@@ -194,7 +204,7 @@ def _failure_code(error: WeftError) -> str:
 async def responses_endpoint(
     body: bytes, context: RequestContext, store: TenantStore
 ) -> tuple[list[GenerationRequest], ResponsesWriter]:
-    request = await parse(ResponsesRequest, body, context.config.limits)
+    request = await parse(ResponsesRequest, body, context)
     served = await context.choose(request.model)
     served.check_model(request.model)
     before = store.messages_of(request.previous_response_id) if request.previous_response_id else []
@@ -207,16 +217,17 @@ async def responses_endpoint(
 
     conversation, asked, items = await off_loop(len(body) > LONG_BODY_BYTES, read)
     try:
-        chat = await parse_chat(asked, served, request_id=unique_id(begun.id), tenant=context.tenant)
+        chat = await parse_chat(asked, served, context.fields, request_id=unique_id(begun.id), tenant=context.tenant)
     except InvalidRequest as error:
         error.param = OWN_NAMES.get(error.param or "", error.param)
         raise
+    context.fields.rename(OWN_NAMES)
 
     def keep(answer: bytes, blocks: Sequence[OutputBlock]) -> None:
         if request.store:
             store.put(begun.id, StoredResponse(answer, items, [*conversation, answer_message(blocks)]))
 
-    return chat.requests, ResponsesWriter(begun, chat, served.engine, keep, stream=request.stream)
+    return chat.requests, ResponsesWriter(begun, request, chat, served.engine, keep)
 
 
 def _begun(request: ResponsesRequest, usual: SamplingDefaults) -> ResponseAnswer:

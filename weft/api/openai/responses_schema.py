@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from weft.api.openai.openai_schema import MODEL_S_OWN, TOOL_NAME, Fields, Items, Metadata, Name, NotYet
+from weft.api.fields import Fields, client_tools
+from weft.api.openai.openai_schema import MODEL_S_OWN, TOOL_NAME, Items, Metadata, Name, ReasoningEffort
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
 
@@ -15,6 +16,8 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputText(Fields):
+    place: ClassVar[str] = "responses.input.content"
+
     type: Literal["input_text"]
     text: str
 
@@ -22,7 +25,7 @@ class InputText(Fields):
 class PastText(Fields):
     """What an assistant said earlier."""
 
-    not_yet: ClassVar[NotYet] = {"annotations": [[]], "logprobs": [[]]}
+    place: ClassVar[str] = "responses.input.content"
 
     type: Literal["output_text"]
     text: str
@@ -51,7 +54,7 @@ Parts = Annotated[Items[AnyPart], BeforeValidator(_as_parts, json_schema_input_t
 
 
 class InputMessage(Fields):
-    not_yet: ClassVar[NotYet] = {"phase": []}
+    place: ClassVar[str] = "responses.input"
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -60,21 +63,27 @@ class InputMessage(Fields):
     status: ItemStatus | None = None
 
 
+def offered_name(name: str, namespace: str | None) -> str:
+    """Return the name by which the model knows a function; one of a namespace is known by both."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
 class FunctionCall(Fields):
     """A call that the assistant made earlier."""
 
-    not_yet: ClassVar[NotYet] = {"async": [False], "caller": [{"type": "direct"}], "namespace": []}
+    place: ClassVar[str] = "responses.input"
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str = Field(description="JSON, as a string.")
+    namespace: Name | None = None
     id: str | None = None
     status: ItemStatus | None = None
 
 
 class FunctionCallOutput(Fields):
-    not_yet: ClassVar[NotYet] = {"caller": [{"type": "direct"}], "name": [], "namespace": []}
+    place: ClassVar[str] = "responses.input"
 
     type: Literal["function_call_output"]
     call_id: str
@@ -96,7 +105,7 @@ class PastSummary(Fields):
 class PastReasoning(Fields):
     """What the assistant thought, or a summary of it; templates may use it."""
 
-    not_yet: ClassVar[NotYet] = {"encrypted_content": []}
+    place: ClassVar[str] = "responses.input"
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -130,18 +139,14 @@ def _as_items(value: object) -> object:
 
 
 class FunctionTool(Fields):
-    not_yet: ClassVar[NotYet] = {
-        "allowed_callers": [["direct"]],
-        "async": [False],
-        "defer_loading": [False],
-        "output_schema": [],
-    }
+    place: ClassVar[str] = "responses.tools"
 
     type: Literal["function"]
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
     parameters: dict[str, Any] = Field({"type": "object", "properties": {}}, description="A JSON schema.")
     strict: bool | None = Field(None, description="Calls fit the schema even when none is forced.")
+    namespace: Name | None = Field(None, description="Of a tool of type namespace that holds it.")
 
     @model_validator(mode="before")
     @classmethod
@@ -149,6 +154,20 @@ class FunctionTool(Fields):
         if isinstance(value, dict) and value.get("type") != "function":
             raise ValueError(f"a tool of type {shown(value.get('type'))} is not supported; only functions are.")
         return value
+
+
+def without_namespaces(value: object) -> object:
+    """Return tools with the functions of namespaces in the places of these."""
+    if not isinstance(value, list):
+        return value
+    flat: list[object] = []
+    for tool in value:
+        inside = tool.get("tools") if isinstance(tool, dict) and tool.get("type") == "namespace" else None
+        if isinstance(inside, list):
+            flat += [{**one, "namespace": tool.get("name")} if isinstance(one, dict) else one for one in inside]
+        else:
+            flat.append(tool)
+    return flat
 
 
 class ChosenFunction(Fields):
@@ -171,45 +190,23 @@ class TextFormat(Fields):
 
 
 class TextOptions(Fields):
-    not_yet: ClassVar[NotYet] = {"verbosity": ["medium"]}
+    place: ClassVar[str] = "responses.text"
 
     format: TextFormat | None = None
 
 
 class ReasoningOptions(Fields):
-    not_yet: ClassVar[NotYet] = {
-        "context": ["auto"],
-        "generate_summary": ["auto"],
-        "mode": ["standard"],
-        "summary": ["auto"],
-    }
+    place: ClassVar[str] = "responses.reasoning"
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="Only for a model whose chat template reads reasoning_effort."
+    effort: ReasoningEffort | None = Field(
+        None, description="For a model whose chat template reads it, or whose thinking can be switched; else a hint."
     )
-
-
-class ResponsesStreamOptions(Fields):
-    not_yet: ClassVar[NotYet] = {"include_obfuscation": [False]}
 
 
 class ResponsesRequest(Fields):
     """POST /v1/responses"""
 
-    not_yet: ClassVar[NotYet] = {
-        "access_programs": [],
-        "background": [False],
-        "context_management": [[]],
-        "conversation": [],
-        "image": [],
-        "max_tool_calls": [],
-        "moderation": [],
-        "prompt": [],
-        "prompt_cache_options": [],
-        "prompt_cache_retention": ["in_memory", "in-memory"],
-        "service_tier": ["auto", "default"],
-        "top_logprobs": [0],
-    }
+    place: ClassVar[str] = "responses"
 
     model: Name
     input: Annotated[
@@ -224,8 +221,11 @@ class ResponsesRequest(Fields):
     temperature: float | None = Field(None, description=MODEL_S_OWN)
     top_p: float | None = Field(None, description=MODEL_S_OWN)
     stream: bool = False
-    stream_options: ResponsesStreamOptions | None = None
-    tools: Items[FunctionTool] = Field([])
+    tools: Annotated[
+        Items[FunctionTool],
+        BeforeValidator(client_tools("function"), json_schema_input_type=list[FunctionTool]),
+        BeforeValidator(without_namespaces, json_schema_input_type=list[FunctionTool]),
+    ] = Field([])
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction = "auto"
     parallel_tool_calls: bool = Field(True, description="False: at most one call an answer.")
     text: TextOptions | None = None
@@ -239,9 +239,7 @@ class ResponsesRequest(Fields):
         "disabled", description="auto: a prompt that is too long loses its beginning."
     )
     metadata: Metadata = Field({}, description="Given back with the answer.")
-    user: Name | None = Field(None, description="Accepted, and without meaning here.")
-    prompt_cache_key: str | None = Field(None, description="Accepted, and without meaning here.")
-    safety_identifier: str | None = Field(None, description="Accepted, and without meaning here.")
+    user: Name | None = Field(None, description="Given back with the answer.")
 
     top_k: int | None = Field(None, description=f"Keep the k likeliest tokens; 0 or -1: all. {MODEL_S_OWN}")
     seed: int | None = None
@@ -272,6 +270,7 @@ class OutputCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="funct
     call_id: str
     name: str
     arguments: str
+    namespace: str | UnsetType = UNSET
 
 
 class OutputReasoning(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
@@ -358,8 +357,8 @@ def part_of(block: OutputBlock, text: str) -> OutputTextPart | ReasoningPart:
     return OutputTextPart(text) if block.kind is BlockKind.TEXT else ReasoningPart(text)
 
 
-def output_item(block: OutputBlock, item_id: str, status: str) -> OutputItem:
-    """Return a block as an item, as far as it has come; what is in progress has nothing yet."""
+def output_item(block: OutputBlock, item_id: str, status: str, tool: FunctionTool | None) -> OutputItem:
+    """Return a block as an item, as far as it has come; what is in progress has nothing yet. `tool`: the one called."""
     begun = status == "in_progress"
     match block.kind:
         case BlockKind.TEXT:
@@ -371,6 +370,7 @@ def output_item(block: OutputBlock, item_id: str, status: str) -> OutputItem:
                 id=item_id,
                 status=status,
                 call_id=block.call_id,
-                name=block.name,
+                name=block.name if tool is None else tool.name,
                 arguments="" if begun else block.text,
+                namespace=UNSET if tool is None or tool.namespace is None else tool.namespace,
             )

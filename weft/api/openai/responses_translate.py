@@ -17,15 +17,16 @@ from weft.api.openai.responses_schema import (
     PastReasoning,
     ResponsesRequest,
     TextFormat,
+    offered_name,
 )
 from weft.serving.output_reader import BlockKind, OutputBlock
 
 ChatMessages = list[dict[str, Any]]
 
 OWN_NAMES = {
-    "chat_template_kwargs": "reasoning.effort",
     "max_tokens": "max_output_tokens",
     "messages": "input",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
     "truncate_prompt_tokens": "truncation",
@@ -36,7 +37,6 @@ OWN_NAMES = {
 def chat_request(request: ResponsesRequest, conversation: ChatMessages) -> ChatRequest:
     """Return the chat request that asks for the same. `conversation`: all of it but this request's instructions."""
     system = [{"role": "system", "content": request.instructions}] if request.instructions is not None else []
-    effort = request.reasoning.effort if request.reasoning else None
     return ChatRequest.model_validate(
         {
             "model": request.model,
@@ -51,7 +51,7 @@ def chat_request(request: ResponsesRequest, conversation: ChatMessages) -> ChatR
             "tool_choice": _tool_choice(request),
             "parallel_tool_calls": request.parallel_tool_calls,
             "response_format": _format(request.text.format) if request.text and request.text.format else None,
-            "chat_template_kwargs": {"reasoning_effort": effort} if effort is not None else {},
+            "reasoning_effort": request.reasoning.effort if request.reasoning else None,
             "truncate_prompt_tokens": -1 if request.truncation == "auto" else None,
             "priority": request.priority,
             "cache_salt": request.cache_salt,
@@ -76,7 +76,8 @@ def chat_messages(items: Sequence[AnyItem]) -> ChatMessages:
             case FunctionCall():
                 if turn is None:
                     turn = _begun(messages)
-                turn["tool_calls"].append(_call(item.call_id, item.name, item.arguments))
+                name = offered_name(item.name, item.namespace)
+                turn["tool_calls"].append(_call(item.call_id, name, item.arguments))
             case InputMessage():
                 turn = None
                 messages.append({"role": item.role, "content": _text(item.content)})
@@ -146,7 +147,8 @@ def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 def _tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"})}
+    function = tool.model_dump(exclude={"type", "namespace"}) | {"name": offered_name(tool.name, tool.namespace)}
+    return {"type": "function", "function": function}
 
 
 def _tool_choice(request: ResponsesRequest) -> str | dict[str, Any]:

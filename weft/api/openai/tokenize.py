@@ -12,8 +12,9 @@ from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
 from weft.api.body import parse, read_body
-from weft.api.error_responses import JsonResponse
-from weft.api.openai.openai_schema import Fields, Items, Message, Name, Tool
+from weft.api.error_responses import JsonResponse, fields_header
+from weft.api.fields import Fields
+from weft.api.openai.openai_schema import Items, Message, Name, Tool
 from weft.api.translate import template_message, template_tools
 from weft.backends.contract import max_encoded_tokens
 from weft.errors import InvalidRequest
@@ -68,12 +69,12 @@ class TokenizeHandler(Response):
                 answer = await self._answer(body, context)
             except ClientGone:
                 return
-        response = JsonResponse(answer)
+        response = JsonResponse(answer, headers=fields_header(context))
         await response(scope, receive, send)
 
 
 async def tokenize(body: bytes, context: RequestContext) -> Tokenized:
-    request = await parse(TokenizeRequest, body, context.config.limits)
+    request = await parse(TokenizeRequest, body, context)
     served = await context.choose_text(request.model)
     served.check_model(request.model or served.model_name)
     engine = served.engine
@@ -105,7 +106,7 @@ async def tokenize(body: bytes, context: RequestContext) -> Tokenized:
 
 
 async def detokenize(body: bytes, context: RequestContext) -> Detokenized:
-    request = await parse(DetokenizeRequest, body, context.config.limits)
+    request = await parse(DetokenizeRequest, body, context)
     served = await context.choose_text(request.model)
     served.check_model(request.model or served.model_name)
     engine = served.engine
