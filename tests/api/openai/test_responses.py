@@ -389,3 +389,18 @@ def test_functions_of_a_namespace_are_offered_by_both_names_and_called_by_their_
     for event in named_events(post(engine, "/v1/responses", asked | {"stream": True})):
         if event["type"] == "response.output_item.done" and event["item"]["type"] == "function_call":
             assert (event["item"]["namespace"], event["item"]["name"]) == ("agents", "spawn")
+
+
+def test_calls_of_custom_tools_are_calls_of_functions_and_a_vendor_s_own_are_left_aside() -> None:
+    engine = ScriptedEngine()
+    items = [
+        {"role": "user", "content": "u"},
+        {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": "+a"},
+        {"type": "custom_tool_call_output", "call_id": "1", "output": "o"},
+    ]
+    answered = post(engine, "/v1/responses", {"model": "scripted", "input": items, "store": False})
+    assert answered.headers["weft-fields-without-effect"] == "input.web_search_call"
+    _, called, result = engine.messages
+    assert called["tool_calls"][0]["function"] == {"name": "patch", "arguments": {"input": "+a"}}
+    assert result["content"] == "o"

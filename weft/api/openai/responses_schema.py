@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from weft.api.fields import Fields, client_tools
 from weft.api.openai.openai_schema import MODEL_S_OWN, TOOL_NAME, Items, Metadata, Name, ReasoningEffort
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
+from weft.serving.request import FieldReport
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -40,7 +43,7 @@ AnyPart = Annotated[
     Discriminator(
         _part_type,
         custom_error_type="part_type",
-        custom_error_message="its type must be input_text or output_text; other parts are not supported yet.",
+        custom_error_message="its type must be input_text or output_text; other parts are not supported.",
     ),
 ]
 
@@ -127,15 +130,46 @@ AnyItem = Annotated[
     Discriminator(
         _item_type,
         custom_error_type="item_type",
-        custom_error_message="it must be a message, function_call, function_call_output or reasoning; "
-        "other items are not supported yet.",
+        custom_error_message="it must be a message, function_call, function_call_output, custom_tool_call, "
+        "custom_tool_call_output or reasoning; other items are not supported.",
     ),
 ]
 
 
-def _as_items(value: object) -> object:
-    """Return the items of an input; a string is short for one message of the user."""
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+VENDOR_ITEMS = re.compile(
+    r"(apply_patch|code_interpreter|computer|file_search|image_generation|local_shell|mcp|shell|tool_search|web_search)"
+    r"_(call|call_output|output|list_tools|approval_request|approval_response)|compaction"
+)
+"""Types of items that come from tools which only a vendor runs."""
+
+
+def _as_items(value: object, info: ValidationInfo) -> object:
+    """Return the items of an input; a string is short for one message of the user. Calls of custom tools are taken for
+    calls of functions with one argument, and what a vendor's tools did is left aside."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        return value
+    report: FieldReport = info.context or FieldReport()
+    return [_as_function_call(item) for item in value if not _is_left_aside(item, report)]
+
+
+def _is_left_aside(item: object, report: FieldReport) -> bool:
+    kind = item.get("type") if isinstance(item, dict) else None
+    if report.mode == "strict" or not isinstance(kind, str) or not VENDOR_ITEMS.fullmatch(kind):
+        return False
+    report.leave_aside(f"responses.input.{kind}")
+    return True
+
+
+def _as_function_call(item: object) -> object:
+    match item:
+        case {"type": "custom_tool_call", "input": str(text), **others}:
+            arguments = msgspec.json.encode({"input": text}).decode()
+            return {**others, "type": "function_call", "arguments": arguments}
+        case {"type": "custom_tool_call_output", **others}:
+            return {**others, "type": "function_call_output"}
+    return item
 
 
 class FunctionTool(Fields):
