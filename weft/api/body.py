@@ -227,6 +227,8 @@ async def _received(receive: Receive, limit_bytes: int, hold: Callable[[int], No
 
 
 async def _decompressed(encoding: str, body: bytes, limit_bytes: int, hold: Callable[[int], None]) -> bytes:
+    # What it becomes counts, and not both: the largest body that is allowed must fit in its budget when it is alone.
+    hold(-len(body))
     whole = bytearray()
     pieces = decompressed(encoding, body)
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
@@ -234,7 +236,6 @@ async def _decompressed(encoding: str, body: bytes, limit_bytes: int, hold: Call
             raise _too_large(limit_bytes)
         hold(len(piece))
         whole += piece
-    hold(-len(body))
     return bytes(whole)
 
 
