@@ -110,6 +110,25 @@ def _torn(openapi: Json, rng: random.Random) -> Iterator[Fuzz]:
         yield replace(one, part=rng.random())
 
 
+def _compressed(openapi: Json, rng: random.Random) -> Iterator[Fuzz]:
+    for one in _pairs(openapi, rng):
+        asked = one.make()
+        assert isinstance(asked, Asked)
+        whole = hostile.compressed(asked, rng.choice([*hostile.ENCODERS]))
+        yield _as_it_is(whole if rng.random() < 0.5 else hostile.corrupted(whole, rng))
+
+
+def _bombs(openapi: Json, rng: random.Random) -> Iterator[Fuzz]:
+    for one in _too_much(lambda rng: rng.choice((2, 31, 100)) << 20, openapi, rng):
+        yield replace(one, make=partial(_bomb, one.make, rng.choice([*hostile.ENCODERS])))
+
+
+def _bomb(make: Callable[[], Asked | AskedRpc], encoding: str) -> Asked:
+    asked = make()
+    assert isinstance(asked, Asked)
+    return hostile.compressed(asked, encoding)
+
+
 def _heads(openapi: Json, rng: random.Random) -> Iterator[Fuzz]:
     return map(_as_it_is, _again([*oversized.heads(HEAD_SIZES)], rng))
 
@@ -143,6 +162,8 @@ KINDS: tuple[tuple[str, float, Callable[[Json, random.Random], Iterator[Fuzz]]],
     ("pairs", 22, _pairs),
     ("too much", 16, partial(_too_much, _small)),
     ("corrupted", 8, _corrupted),
+    ("compressed", 4, _compressed),
+    ("bombs", 0.1, _bombs),
     ("torn", 3, _torn),
     ("heads", 6, _heads),
     ("2 MB", 0.8, partial(_too_much, _fixed(2 << 20))),

@@ -100,6 +100,7 @@ def _flag(setting: Setting) -> inspect.Parameter:
     option = typer.Option(
         None,
         switch if setting.type is bool else setting.flag,
+        *([f"--{setting.old_name.replace('_', '-')}"] if setting.old_name else []),
         help=setting.doc,
         metavar="|".join(setting.choices) or None,
         show_default=default or False,

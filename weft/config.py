@@ -40,15 +40,15 @@ def load(
     `defaults` are a command's own: they hold where none of the three says otherwise. `places` is filled with where each
     setting that was given comes from.
     """
-    known = {setting.name: setting for setting in settings()}
+    known = {name: setting for setting in settings() for name in (setting.name, setting.old_name) if name}
     raw: dict[str, dict[str, Any]] = {}
     places = {} if places is None else places
 
     def put(name: str, value: Any, place: str) -> None:
         if name not in known:
             raise ConfigError(f"{place}: there is no setting {name!r}.", hint=nearest(name, known))
-        raw.setdefault(known[name].section, {})[name] = value
-        places[name] = place
+        raw.setdefault(known[name].section, {})[known[name].name] = value
+        places[known[name].name] = place
 
     for name, value in (defaults or {}).items():
         put(name, value, "default")

@@ -307,11 +307,11 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     allowed_host: Annotated[
         list[str], _doc("Host names other than localhost that clients may use for a server without keys.")
     ] = []
-    allowed_origin: Annotated[
+    cors_origins: Annotated[
         list[str],
         _doc(
-            "Pages of this origin, as in https://chat.example.org, may use the server from a browser (CORS); may be "
-            "repeated; *: those of any. Without keys, pages of other origins are refused."
+            "Pages of these origins, as in https://chat.example.org, may use the server from a browser (CORS), besides "
+            "those of this machine; may be repeated; *: those of any. Without keys, pages of others are refused."
         ),
     ] = []
     keep_alive_s: Annotated[
@@ -506,6 +506,8 @@ class Setting(Struct, frozen=True):
     default: Any
     doc: str
     choices: tuple[str, ...] = ()
+    old_name: str = ""
+    """A name that it had before, and still answers to."""
 
     @property
     def flag(self) -> str:
@@ -514,6 +516,9 @@ class Setting(Struct, frozen=True):
     @property
     def env(self) -> str:
         return "WEFT_" + self.name.upper()
+
+
+OLD_NAMES = {"cors_origins": "allowed_origin"}
 
 
 @cache
@@ -536,4 +541,5 @@ def _settings(sections: tuple[str, ...]) -> Iterator[Setting]:
                 default=getattr(options(), name),
                 doc=meta.description,
                 choices=get_args(bare) if literal else (),
+                old_name=OLD_NAMES.get(name, ""),
             )

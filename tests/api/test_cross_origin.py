@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,15 +13,17 @@ from tests.api.http import CHAT, HELLO, error_of, events, real_server, request
 from tests.api.scripted_engine import ScriptedEngine, answer
 from tests.waiting import PATIENCE
 from weft.api.app import build_app
-from weft.api.middleware import check_origins
+from weft.api.cross_origin import allowed_origins
 from weft.config import load
 from weft.errors import ConfigError
 from weft.options import ServerOptions
 
 PAGE = "https://chat.example.org"
 FOREIGN = ["http://evil.example", "http://localhost.evil.example", "http://127.0.0.1.evil.example:8000", "null", "",
-           "http://", "chrome-extension://abc", "http://evil.example?localhost"]  # fmt: skip
-OWN = ["http://localhost", "http://localhost:3000", "https://127.0.0.1:8000", "http://[::1]:9", "tauri://localhost"]
+           "http://", "chrome-extension://abc", "http://evil.example?localhost", "http://evil.example?.localhost",
+           "http://evil-localhost"]  # fmt: skip
+OWN = ["http://localhost", "http://localhost:3000", "https://127.0.0.1:8000", "http://[::1]:9", "tauri://localhost",
+       "http://tauri.localhost"]  # fmt: skip
 KEYS = {"api_key": ["k"]}
 
 
@@ -35,7 +38,7 @@ def test_without_keys_pages_of_other_sites_are_refused(origin: str) -> None:
         refused = request(engine, method, path, json=HELLO, headers={"origin": origin})
         error = error_of(refused)
         assert (refused.status_code, error["code"]) == (403, "foreign_origin")
-        assert "--allowed-origin" in error["message"] and "access-control-allow-origin" not in refused.headers
+        assert "--cors-origins" in error["message"] and "access-control-allow-origin" not in refused.headers
         assert refused.headers["connection"] == "close"
     assert not engine.submitted
 
@@ -45,9 +48,8 @@ def test_what_is_echoed_of_an_origin_is_short() -> None:
     assert refused.status_code == 403 and len(error_of(refused)["message"]) < 300
 
 
-@pytest.mark.parametrize("origin", [*OWN, "http://weft.lan:8000"])
-def test_pages_of_this_machine_and_of_this_server_are_not(origin: str) -> None:
-    headers = {"origin": origin, "host": "weft.lan:8000"}
+def test_a_page_of_this_server_is_not() -> None:
+    headers = {"origin": "http://weft.lan:8000", "host": "weft.lan:8000"}
     answered = sent({"allowed_host": ["weft.lan"]}, json=HELLO, headers=headers)
     assert answered.status_code == 200 and "access-control-allow-origin" not in answered.headers
 
@@ -102,16 +104,25 @@ def asked(origin: str = PAGE, **headers: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("settings", [{}, KEYS], ids=["no keys", "keys"])
-@pytest.mark.parametrize("allowed", [PAGE, "*"])
+@pytest.mark.parametrize("origin", OWN)
+def test_pages_of_this_machine_need_no_leave(origin: str, settings: dict[str, Any]) -> None:
+    asking = sent(settings, "OPTIONS", headers=asked(origin))
+    assert (asking.status_code, asking.headers["access-control-allow-origin"]) == (204, origin)
+    answered = sent(settings, json=HELLO, headers={"origin": origin, "x-api-key": "k"})
+    assert (answered.status_code, answered.headers["access-control-allow-origin"]) == (200, origin)
+
+
+@pytest.mark.parametrize("settings", [{}, KEYS], ids=["no keys", "keys"])
+@pytest.mark.parametrize("allowed", [PAGE, "*", f"http://other.example, {PAGE}"])
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/models"])
 def test_a_preflight_of_an_allowed_page_is_answered_without_a_key(
     settings: dict[str, Any], allowed: str, path: str
 ) -> None:
-    response = sent({**settings, "allowed_origin": [allowed]}, "OPTIONS", path, headers=asked())
+    response = sent({**settings, "cors_origins": [allowed]}, "OPTIONS", path, headers=asked())
     assert response.status_code == 204 and not response.content
     assert response.headers["access-control-allow-origin"] == PAGE
     assert "origin" in response.headers["vary"].lower()
-    assert {"GET", "POST", "DELETE"} <= {*response.headers["access-control-allow-methods"].split(", ")}
+    assert {"GET", "HEAD", "POST", "DELETE"} <= {*response.headers["access-control-allow-methods"].split(", ")}
     assert response.headers["access-control-allow-headers"] == "authorization,content-type,x-stainless-os"
     assert int(response.headers["access-control-max-age"]) > 0
     assert "access-control-allow-credentials" not in response.headers
@@ -120,22 +131,24 @@ def test_a_preflight_of_an_allowed_page_is_answered_without_a_key(
 
 def test_a_page_may_reach_a_machine_in_its_own_network() -> None:
     private = asked(**{"access-control-request-private-network": "true"})
-    response = sent({"allowed_origin": [PAGE]}, "OPTIONS", headers=private)
+    response = sent({"cors_origins": [PAGE]}, "OPTIONS", headers=private)
     assert response.headers["access-control-allow-private-network"] == "true"
 
 
 @pytest.mark.parametrize("origin", ["https://chat.example.org.evil.example", "http://chat.example.org", PAGE + ":444"])
 def test_an_allowed_origin_allows_no_other(origin: str) -> None:
-    settings = {"allowed_origin": [PAGE]}
+    settings = {"cors_origins": [PAGE]}
     assert sent(settings, "OPTIONS", headers=asked(origin)).status_code == 403
     assert sent(settings, json=HELLO, headers={"origin": origin}).status_code == 403
     with_key = sent(settings | KEYS, json=HELLO, headers={"origin": origin, "x-api-key": "k"})
     assert with_key.status_code == 200 and "access-control-allow-origin" not in with_key.headers
-    assert sent(settings | KEYS, "OPTIONS", headers=asked(origin)).status_code == 401
+    refused = sent(settings | KEYS, "OPTIONS", headers=asked(origin))
+    assert refused.status_code == 403, "and not 401: a preflight never has a key"
+    assert "access-control-allow-origin" not in refused.headers
 
 
 def test_an_allowed_page_can_read_answers_errors_and_streams() -> None:
-    config = load({**KEYS, "allowed_origin": [PAGE.upper(), "http://other.example"]}, env={})
+    config = load({**KEYS, "cors_origins": [PAGE.upper(), "http://other.example"]}, env={})
     with real_server(build_app(ScriptedEngine(answer("a", "b")), config), config) as url:
 
         def told(**options: Any) -> httpx.Response:
@@ -148,12 +161,25 @@ def test_an_allowed_page_can_read_answers_errors_and_streams() -> None:
         assert [response.status_code for response in answers] == [200, 200, 400, 401]
         for response in answers:
             assert response.headers["access-control-allow-origin"] == PAGE
-            assert "x-request-id" in response.headers["access-control-expose-headers"]
+            assert response.headers["access-control-expose-headers"] == "*"
+            assert "access-control-allow-credentials" not in response.headers
         assert "access-control-allow-origin" not in httpx.get(url + "/health/live", timeout=PATIENCE).headers
 
 
 @pytest.mark.parametrize("origin", ["chat.example.org", "https://", "https://a.example/", "https://a.example/x", ""])
 def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
-    with pytest.raises(ConfigError, match="--allowed-origin"):
-        check_origins(ServerOptions(allowed_origin=[origin]))
-    check_origins(ServerOptions(allowed_origin=["*", PAGE, "http://localhost:3000", "chrome-extension://abc"]))
+    with pytest.raises(ConfigError, match="--cors-origins"):
+        allowed_origins(ServerOptions(cors_origins=[origin]))
+    allowed_origins(ServerOptions(cors_origins=["*", PAGE, "http://localhost:3000", "chrome-extension://abc"]))
+
+
+def test_the_setting_answers_to_its_old_name(tmp_path: Path) -> None:
+    file = tmp_path / "weft.toml"
+    file.write_text(f'[server]\nallowed_origin = ["{PAGE}"]\n')
+    for config in (
+        load({"allowed_origin": [PAGE]}, env={}),
+        load(env={"WEFT_ALLOWED_ORIGIN": PAGE}),
+        load(env={"WEFT_CORS_ORIGINS": PAGE}),
+        load(file=file, env={}),
+    ):
+        assert config.server.cors_origins == [PAGE]

@@ -30,7 +30,7 @@ def test_every_route_is_there(document: dict[str, Any]) -> None:
         CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/version", "/v1/models", "/v1/models/{model_id}", "/health",
         "/health/live", "/metrics", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
         "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items", "/v1/embeddings",
-        "/v1/images/generations",
+        "/v1/images/generations", "/",
     }  # fmt: skip
 
 

@@ -67,7 +67,8 @@ def test_with_a_key_nothing_breaks(locked: str, target: bytes) -> None:
 @pytest.mark.parametrize("target", [b"/v1/models", b"/health/live", b"*", b"localhost:80"])
 def test_no_method_opens_without_a_key(locked: str, method: bytes, target: bytes) -> None:
     told = raw.exchange(locked, b"%b %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % (method, target))
-    assert raw.status_of(told) in (0, 400, 401, 405)
+    is_open = (method, target) == (b"HEAD", b"/health/live")
+    assert raw.status_of(told) in ((200,) if is_open else (0, 400, 401, 405))
     assert b"Traceback" not in told and b"scripted" not in told
 
 

@@ -7,12 +7,15 @@ The parameters are read from the description that the server gives of itself, so
 from __future__ import annotations
 
 import base64
+import gzip
 import itertools
 import json
 import random
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import zstandard
 from msgspec import Struct
 
 from tests.e2e.tiny_server import ADMIN_KEY, NAME
@@ -213,6 +216,18 @@ def corrupted(asked: Asked, rng: random.Random) -> Asked:
         for _ in range(rng.choice((1, 2, 8))):
             body[rng.randrange(len(body))] = rng.randrange(256)
     return Asked(asked.path, bytes(body), asked.method, asked.headers)
+
+
+ENCODERS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "deflate": zlib.compress,
+    "zstd": zstandard.ZstdCompressor().compress,
+}
+
+
+def compressed(asked: Asked, encoding: str) -> Asked:
+    headers = (*asked.headers, ("Content-Encoding", encoding))
+    return Asked(asked.path, ENCODERS[encoding](asked.body), asked.method, headers)
 
 
 def unreadable() -> Iterator[Asked]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
+from datetime import UTC, datetime
 from typing import Any
 
 import grpc
@@ -20,13 +22,15 @@ from tests.api.scripted_engine import ScriptedEngine, answer, forever, next_turn
 from tests.api.test_disconnect import post_raw
 from tests.waiting import PATIENCE, until, wait_until
 from weft.api.app import admission_app, build_app
+from weft.api.error_responses import error_response
 from weft.api.grpc.grpc_server import serve_rpc
+from weft.api.middleware import duration
 from weft.backends.contract import Stream
 from weft.config import load
-from weft.errors import Overloaded
+from weft.errors import Overloaded, Unavailable, WeftError
 from weft.options import LimitOptions
 from weft.serving.admission import Admission
-from weft.serving.rate_limits import Account, Accounts, BodiesOfAll, BodiesOfKey, Bucket, RateLimited
+from weft.serving.rate_limits import Account, Accounts, BodiesOfAll, BodiesOfKey, Bucket, RateLimited, RateLimitState
 from weft.serving.timing import DEFAULT_ANSWER_TOKENS
 from weft.types import GenerationRequest, Output
 
@@ -153,6 +157,76 @@ def test_http_answers_429_and_when_to_try_again() -> None:
     assert post(app, "b").status_code == 200, "another key has its own account"
     metrics = request_app(app, "GET", "/metrics", headers={"x-api-key": "b"}).text
     assert 'weft_num_requests_rejected_total{model_name="scripted"} 2.0' in metrics
+
+
+LIMITS = {**KEYS, "max_requests_per_minute_per_key": 2, "max_tokens_per_minute_per_key": 5000}
+
+
+def test_openai_s_headers_tell_what_is_left() -> None:
+    app = build_app(ScriptedEngine(answer("x")), load(LIMITS, env={}))
+    answers = [post(app, "a"), post(app, "a", stream=True), post(app, "a")]
+    assert [told.status_code for told in answers] == [200, 200, 429]
+    assert [told.headers["x-ratelimit-remaining-requests"] for told in answers] == ["1", "0", "0"]
+    for told in answers:
+        assert told.headers["x-ratelimit-limit-requests"] == "2"
+        assert re.fullmatch(r"(1m)?[0-9.]+m?s", told.headers["x-ratelimit-reset-requests"])
+        assert told.headers["x-ratelimit-limit-tokens"] == "5000"
+        assert 0 < int(told.headers["x-ratelimit-remaining-tokens"]) <= 5000
+        assert "x-ratelimit-reset-tokens" in told.headers
+    assert post(app, "b").headers["x-ratelimit-remaining-requests"] == "1", "another key has its own"
+    assert "x-ratelimit-limit-requests" not in post(app, "wrong").headers
+
+
+def test_anthropic_s_headers_tell_it_below_its_path() -> None:
+    app = build_app(ScriptedEngine(answer("x")), load(LIMITS, env={}))
+    began = datetime.now(UTC)
+    message = {"model": "scripted", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    for remaining in ("1", "0", "0"):
+        told = request_app(app, "POST", "/v1/messages", json=message, headers={"x-api-key": "a"}).headers
+        assert told["anthropic-ratelimit-requests-limit"] == "2"
+        assert told["anthropic-ratelimit-requests-remaining"] == remaining
+        assert datetime.fromisoformat(told["anthropic-ratelimit-requests-reset"]) > began
+        assert told["anthropic-ratelimit-tokens-limit"] == "5000"
+        assert not [name for name in told if name.startswith("x-ratelimit")]
+
+
+def test_only_the_limits_that_are_on_are_told() -> None:
+    app = build_app(ScriptedEngine(answer("x")), load({"max_tokens_per_minute_per_key": 5000}, env={}))
+    told = [name for name in post(app).headers if "ratelimit" in name]
+    assert sorted(told) == [f"x-ratelimit-{what}-tokens" for what in ("limit", "remaining", "reset")]
+    free = build_app(ScriptedEngine(answer("x")), load(env={}))
+    assert not [name for name in post(free).headers if "ratelimit" in name]
+
+
+def test_a_limit_s_state_is_that_of_its_bucket() -> None:
+    clock = Clock()
+    limited = account(clock, max_requests_per_minute_per_key=60)
+    limited.enter()
+    limited.enter()
+    assert limited.rate_limits() == [RateLimitState("requests", 60, 58, 2.0)]
+    clock.now += 1.5
+    assert limited.rate_limits() == [RateLimitState("requests", 60, 59, 0.5)]
+    limited = account(clock, max_tokens_per_minute_per_key=600)
+    limited.reserve(500).use(700)
+    assert limited.rate_limits() == [RateLimitState("tokens", 600, 0, 70.0)], "a debt leaves nothing"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "written"),
+    [(0, "0s"), (0.0201, "21ms"), (1, "1s"), (1.5, "1.5s"), (59.9999, "1m0s"), (60, "1m0s"), (362.25, "6m2.25s")],
+)
+def test_times_are_written_as_openai_writes_them(seconds: float, written: str) -> None:
+    assert duration(seconds) == written
+
+
+def test_every_error_of_these_statuses_tells_when_to_come_again() -> None:
+    def kinds(error: type[WeftError]) -> list[type[WeftError]]:
+        return [error, *(kind for below in error.__subclasses__() for kind in kinds(below))]
+
+    for kind in kinds(WeftError):
+        if kind.status in (429, 503):
+            assert issubclass(kind, Overloaded | Unavailable)
+            assert int(error_response(kind("full")).headers["retry-after"]) >= 1
 
 
 def test_without_keys_all_clients_share_one_account() -> None:

@@ -30,9 +30,19 @@ from weft.api.anthropic.messages_schema import (
     TokenCount,
 )
 from weft.api.body import answer_gone_client
+from weft.api.content_encoding import CompressedAnswers
+from weft.api.cross_origin import CrossOrigin
 from weft.api.error_responses import ErrorBody, JsonResponse, answer_http_exception, answer_weft_error
 from weft.api.handler import Handler
-from weft.api.middleware import AnthropicErrors, ApiKeyAuth, CrossOrigin, HeaderLimits, RequestIdMiddleware
+from weft.api.middleware import (
+    ROOT_PATH,
+    AnthropicErrors,
+    ApiKeyAuth,
+    HeaderLimits,
+    HeadRequests,
+    RateLimitHeaders,
+    RequestIdMiddleware,
+)
 from weft.api.openai.chat import chat_endpoint
 from weft.api.openai.completions import completions_endpoint
 from weft.api.openai.embeddings import EmbeddingList, EmbeddingsRequest, embeddings_endpoint
@@ -43,6 +53,7 @@ from weft.api.openai.openai_answers import (
     Completion,
     ModelCard,
     ModelList,
+    ServerCard,
     Version,
 )
 from weft.api.openai.openai_schema import ChatRequest, CompletionRequest
@@ -71,8 +82,8 @@ REQUESTS: tuple[type[BaseModel], ...] = (
     ResponsesRequest, EmbeddingsRequest, ImagesRequest,
 )  # fmt: skip
 ANSWERS: tuple[type[Struct], ...] = (
-    ChatCompletion, Completion, ModelCard, ModelList, Tokenized, Detokenized, Version, ErrorBody, MessageAnswer,
-    TokenCount, AnthropicError, ResponseAnswer, DeletedResponse, InputItemList, EmbeddingList,
+    ChatCompletion, Completion, ModelCard, ModelList, Tokenized, Detokenized, ServerCard, Version, ErrorBody,
+    MessageAnswer, TokenCount, AnthropicError, ResponseAnswer, DeletedResponse, InputItemList, EmbeddingList,
     ImagesAnswer,
 )  # fmt: skip
 
@@ -148,6 +159,11 @@ def admission_app(admission: Admission) -> FastAPI:
     app.add_exception_handler(WeftError, answer_weft_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
     app.add_exception_handler(ClientGone, answer_gone_client)
+    app.add_middleware(CompressedAnswers)
+    limits = admission.config.limits
+    if limits.max_requests_per_minute_per_key or limits.max_tokens_per_minute_per_key:
+        app.add_middleware(RateLimitHeaders, admission=admission)
+    app.add_middleware(HeadRequests)
     app.add_middleware(ApiKeyAuth, admission=admission)
     app.add_middleware(CrossOrigin, admission=admission)
     app.add_middleware(HeaderLimits, admission=admission)
@@ -244,6 +260,10 @@ def _add_tokens(app: FastAPI, admission: Admission) -> None:
 
 
 def _add_models(app: FastAPI, admission: Admission) -> None:
+    @app.get(ROOT_PATH, responses=gives(ServerCard))
+    async def server() -> Response:
+        return JsonResponse(ServerCard("Weft", __version__, str(app.openapi_url)))
+
     @app.get("/version", responses=gives(Version))
     async def version() -> Response:
         return JsonResponse(Version(__version__))

@@ -12,6 +12,7 @@ from msgspec import Struct
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive, Scope
 
+from weft.api.content_encoding import decompressed, encoding_of
 from weft.api.error_responses import BodyTooLarge, BodyTooSlow, WrongContentType
 from weft.errors import InvalidRequest, shortened
 from weft.options import LimitOptions
@@ -170,6 +171,9 @@ LONG_BODY_BYTES = 16 * 1024
 BODY_SECONDS = 120.0
 """A client must have sent all of a body by then."""
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Some clients put it before their JSON."""
+
 Schema = TypeVar("Schema", bound=BaseModel)
 T = TypeVar("T")
 
@@ -181,9 +185,10 @@ async def answer_gone_client(request: Request, error: Exception) -> Response:
 async def read_body(
     scope: Scope, receive: Receive, limit_bytes: int, hold: Callable[[int], None] = lambda _: None
 ) -> bytes:
-    """Read a body. Refuses it by the announced length, by what really comes, and by the time it takes. `hold` counts
-    what has come, and may refuse more."""
+    """Read a body, and decompress it. Refuses it by the announced length, by what really comes, by what that becomes,
+    and by the time it takes. `hold` counts what has come, and may refuse more."""
     headers = dict(scope["headers"])
+    encoding = encoding_of(scope["headers"])
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length) > limit_bytes:
         raise _too_large(limit_bytes)
@@ -191,9 +196,12 @@ async def read_body(
         check_content_type(headers.get(b"content-type", b""))
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            return await _received(receive, limit_bytes, hold)
+            body = await _received(receive, limit_bytes, hold)
     except TimeoutError:
         raise BodyTooSlow(f"The body was not complete after {BODY_SECONDS:g} s.") from None
+    if encoding and body:
+        body = await _decompressed(encoding, body, limit_bytes, hold)
+    return body.removeprefix(BYTE_ORDER_MARK)
 
 
 def check_content_type(content_type: bytes) -> None:
@@ -223,6 +231,19 @@ async def _received(receive: Receive, limit_bytes: int, hold: Callable[[int], No
         body += piece
         if not message.get("more_body", False):
             return bytes(body)
+
+
+async def _decompressed(encoding: str, body: bytes, limit_bytes: int, hold: Callable[[int], None]) -> bytes:
+    # What it becomes counts, and not both: the largest body that is allowed must fit in its budget when it is alone.
+    hold(-len(body))
+    whole = bytearray()
+    pieces = decompressed(encoding, body)
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        if len(whole) + len(piece) > limit_bytes:
+            raise _too_large(limit_bytes)
+        hold(len(piece))
+        whole += piece
+    return bytes(whole)
 
 
 async def parse(schema: type[Schema], body: bytes, context: RequestContext) -> Schema:

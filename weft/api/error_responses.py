@@ -84,6 +84,13 @@ class WrongContentType(InvalidRequest):
     kind = "unsupported_media_type"
 
 
+class WrongEncoding(WrongContentType):
+    def __init__(self, message: str, *, accepted: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.accepted = accepted
+        """The encodings that are read, as in Accept-Encoding."""
+
+
 BODY_UNREAD = (
     BodyTooLarge, BodyTooSlow, BodiesOfKey, BodiesOfAll, NoKey, WrongKey, HeadTooLarge, WrongHost, ForeignOrigin,
     WrongContentType,
@@ -133,6 +140,8 @@ def error_response(error: WeftError) -> Response:
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, NoKey):
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, WrongEncoding):
+        headers["Accept-Encoding"] = error.accepted
     if isinstance(error, BODY_UNREAD):
         # The rest of the body is not read, so the connection cannot carry another request.
         headers["Connection"] = "close"
@@ -151,7 +160,8 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == WrongMethod.status:
         response = error_response(WrongMethod(f"{request.url.path} does not answer {request.method}."))
-        response.headers.update(error.headers or {})
+        allowed = (error.headers or {}).get("Allow", "")
+        response.headers["Allow"] = f"{allowed}, HEAD" if allowed == "GET" else allowed
         return response
     return error_response(
         NoRoute(f"There is no {request.method} {request.url.path}.", hint="GET /openapi.json lists what there is.")

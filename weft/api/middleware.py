@@ -1,14 +1,15 @@
-"""The layers before any endpoint: an id and a line in the log for every request, limits of headers, origins of pages in
-browsers, keys, and the shape of errors for Anthropic's clients."""
+"""The layers before any endpoint: an id and a line in the log for every request, limits of headers, keys, HEAD, what a
+key has left, and the shape of errors for Anthropic's clients."""
 
 from __future__ import annotations
 
-import ipaddress
 import logging
+import math
 import re
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 from msgspec import UNSET
@@ -16,23 +17,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft import logs
 from weft.api.anthropic.messages_schema import anthropic_error
-from weft.api.error_responses import (
-    ErrorBody,
-    ForeignOrigin,
-    HeadTooLarge,
-    NoKey,
-    Unexpected,
-    WrongHost,
-    WrongKey,
-    error_response,
-)
+from weft.api.cross_origin import HostCheck
+from weft.api.error_responses import ErrorBody, HeadTooLarge, NoKey, Unexpected, WrongKey, error_response
 from weft.api.openai.openai_schema import SANE_ID
-from weft.errors import ConfigError, InvalidRequest
+from weft.errors import InvalidRequest
 from weft.observe import traces
 from weft.observe.watchdog import name_task
-from weft.options import LimitOptions, ServerOptions
+from weft.options import LimitOptions
 from weft.serving.admission import Admission
 from weft.serving.auth import HOW, presented
+from weft.serving.rate_limits import RateLimitState
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +46,7 @@ class RequestIdMiddleware:
             await self._app(scope, receive, send)
             return
         request_id = _client_id(scope) or uuid.uuid4().hex
-        header = (b"x-request-id", request_id.encode())
+        ids = [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
         began = time.perf_counter()
         status = HANGUP
 
@@ -60,7 +54,8 @@ class RequestIdMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), header]
+                taken = (b"openai-processing-ms", b"%d" % ((time.perf_counter() - began) * 1000))
+                message["headers"] = [*message.get("headers", ()), *ids, taken]
             await send(message)
 
         traces.take_in(
@@ -93,44 +88,6 @@ def _client_id(scope: Scope) -> str | None:
             text: str = value.decode("latin-1")
             return text if _SANE_ID.fullmatch(text) else None
     return None
-
-
-COMMON_LOOPBACKS = frozenset({"localhost", "127.0.0.1", "::1"})
-"""Nearly every request to this machine names one of these, and to parse an address takes long."""
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether this is a name or an address of this machine that no other machine reaches."""
-    try:
-        return host in COMMON_LOOPBACKS or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-class HostCheck:
-    def __init__(self, options: ServerOptions, *, keys_required: bool) -> None:
-        self._is_guarded = is_loopback(options.host) and not keys_required and not options.insecure
-        self._allowed: Collection[str] = {name.lower() for name in options.allowed_host}
-
-    def refusal(self, hosts: list[bytes], http_version: str) -> InvalidRequest | None:
-        """Return why a request with these Host headers is refused; None: it is not."""
-        if len(hosts) > 1 or (not hosts and http_version not in ("0.9", "1.0")):
-            return InvalidRequest("A request has one Host header.")
-        if not self._is_guarded:
-            return None
-        name = _name(hosts[0].decode("latin-1")) if hosts else ""
-        if is_loopback(name) or name in self._allowed:
-            return None
-        return WrongHost(
-            "This server has no keys, and answers only to names of this machine.",
-            hint="Call it localhost; or the operator adds the name with --allowed-host.",
-        )
-
-
-def _name(host: str) -> str:
-    """Return the host without its port, as it is compared."""
-    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    return name.lower().removesuffix(".")
 
 
 class HeaderLimits:
@@ -167,81 +124,9 @@ def too_large(limits: LimitOptions) -> HeadTooLarge:
     )
 
 
-ANY_ORIGIN = "*"
-
-CORS_METHODS = b"GET, POST, DELETE"
-CORS_EXPOSED = b"x-request-id, retry-after"
-CORS_MAX_AGE_S = b"600"
-
-
-def check_origins(options: ServerOptions) -> None:
-    """Raise ConfigError for an --allowed-origin that no browser would send."""
-    for origin in options.allowed_origin:
-        scheme, _, host = origin.partition("://")
-        if origin != ANY_ORIGIN and (not scheme or not host or "/" in host):
-            raise ConfigError(
-                f"--allowed-origin {origin!r:.100} is no origin.",
-                hint="It is as in https://chat.example.org:8443, or *.",
-            )
-
-
-class CrossOrigin:
-    """Lets pages of allowed origins use the server from a browser (CORS). Without keys it refuses the pages of other
-    sites: they would come in with the rights of the user who looks at them."""
-
-    def __init__(self, app: ASGIApp, admission: Admission) -> None:
-        self._app = app
-        self._refuses = not admission.keys.required
-        self._allowed = {origin.lower() for origin in admission.config.server.allowed_origin}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"]) if scope["type"] == "http" else {}
-        origin = headers.get(b"origin")
-        if origin is None:
-            await self._app(scope, receive, send)
-        elif ANY_ORIGIN in self._allowed or origin.decode("latin-1").lower() in self._allowed:
-            await self._answer(origin, headers, scope, receive, send)
-        elif self._refuses and _is_foreign(origin, headers.get(b"host", b"")):
-            refusal = ForeignOrigin(
-                f"This server has no keys, and refuses pages of {origin.decode('latin-1')!r:.100}.",
-                hint="The operator can allow them with --allowed-origin, or require keys with --api-key.",
-            )
-            await error_response(refusal)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-    async def _answer(
-        self, origin: bytes, asked: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        leave = [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
-        if scope["method"] == "OPTIONS" and b"access-control-request-method" in asked:
-            leave += [
-                (b"access-control-allow-methods", CORS_METHODS),
-                (b"access-control-allow-headers", asked.get(b"access-control-request-headers", b"*")),
-                (b"access-control-max-age", CORS_MAX_AGE_S),
-            ]
-            if asked.get(b"access-control-request-private-network") == b"true":
-                leave.append((b"access-control-allow-private-network", b"true"))
-            await send({"type": "http.response.start", "status": 204, "headers": leave})
-            await send({"type": "http.response.body"})
-            return
-        leave.append((b"access-control-expose-headers", CORS_EXPOSED))
-
-        async def send_with_leave(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *leave]
-            await send(message)
-
-        await self._app(scope, receive, send_with_leave)
-
-
-def _is_foreign(origin: bytes, host: bytes) -> bool:
-    """Return whether a page is neither of this server nor of this machine."""
-    site = origin.decode("latin-1").lower().partition("://")[2]
-    return site != host.decode("latin-1").lower() and not is_loopback(_name(site))
-
-
 OPEN_PATHS = frozenset({"/health/live"})
+ROOT_PATH = "/"
+"""Clients look with HEAD whether there is a server, before they have a key to send; the answer tells no more."""
 ADMIN_PATH = "/admin"
 VLLM_LOAD_PATH, VLLM_UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 """The names that vLLM gives to two of the operator's routes."""
@@ -266,7 +151,7 @@ class ApiKeyAuth:
         path = scope["path"]
         # A pipelined request's task begins as a copy of the one before it.
         logs.tenant.set("")
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or (path == ROOT_PATH and scope["method"] == "HEAD"):
             return None
         for_admins = self._admission.admin_keys.required and _is_operators(path)
         keys = self._admission.admin_keys if for_admins else self._admission.keys
@@ -286,7 +171,73 @@ def _is_operators(path: str) -> bool:
     return path in (ADMIN_PATH, VLLM_LOAD_PATH, VLLM_UNLOAD_PATH) or path.startswith(ADMIN_PATH + "/")
 
 
+class HeadRequests:
+    """Answers HEAD as GET is answered, without the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)
+
+
 MESSAGES_PATH = "/v1/messages"
+
+
+def _is_anthropics(path: str) -> bool:
+    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+
+
+class RateLimitHeaders:
+    """Tells with every answer to a request that counts what its key has left of this minute, in OpenAI's headers, and
+    below Anthropic's path in Anthropic's."""
+
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self._app = app
+        self._admission = admission
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or _is_operators(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        written = _anthropic_limits if _is_anthropics(scope["path"]) else _openai_limits
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                states = self._admission.rate_limits(logs.tenant.get())
+                limits = [(name.encode(), value.encode()) for state in states for name, value in written(state)]
+                message["headers"] = [*message.get("headers", ()), *limits]
+            await send(message)
+
+        await self._app(scope, receive, send_with_limits)
+
+
+def _openai_limits(state: RateLimitState) -> Iterator[tuple[str, str]]:
+    yield f"x-ratelimit-limit-{state.unit}", str(state.limit)
+    yield f"x-ratelimit-remaining-{state.unit}", str(state.remaining)
+    yield f"x-ratelimit-reset-{state.unit}", duration(state.reset_s)
+
+
+def _anthropic_limits(state: RateLimitState) -> Iterator[tuple[str, str]]:
+    reset_at = datetime.now(UTC) + timedelta(seconds=math.ceil(state.reset_s))
+    yield f"anthropic-ratelimit-{state.unit}-limit", str(state.limit)
+    yield f"anthropic-ratelimit-{state.unit}-remaining", str(state.remaining)
+    yield f"anthropic-ratelimit-{state.unit}-reset", reset_at.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def duration(seconds: float) -> str:
+    """Write a time as OpenAI does: 6m0s, 1.5s, 20ms."""
+    minutes, milliseconds = divmod(math.ceil(seconds * 1000), 60_000)
+    if minutes:
+        return f"{minutes}m{milliseconds / 1000:g}s"
+    return f"{milliseconds / 1000:g}s" if milliseconds >= 1000 or not milliseconds else f"{milliseconds}ms"
 
 
 class AnthropicErrors:
@@ -296,9 +247,8 @@ class AnthropicErrors:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not (
-            scope["path"] == MESSAGES_PATH or scope["path"].startswith(MESSAGES_PATH + "/")
-        ):
+        # The answer to HEAD has no body to write in another shape.
+        if scope["type"] != "http" or scope["method"] == "HEAD" or not _is_anthropics(scope["path"]):
             await self._app(scope, receive, send)
             return
         refusal: Message | None = None

@@ -21,9 +21,9 @@ import uvicorn
 
 from weft import logs
 from weft.api.app import admission_app
+from weft.api.cross_origin import allowed_origins, is_loopback
 from weft.api.http_protocol import protocol_factory
 from weft.api.listening import bind
-from weft.api.middleware import check_origins, is_loopback
 from weft.backends.contract import ConfiguredModels
 from weft.errors import ConfigError, EngineFault, WeftError
 from weft.options import Config, ServerOptions
@@ -84,7 +84,7 @@ def check_server(config: Config) -> None:
     tell."""
     options = config.server
     check_reach(options)
-    check_origins(options)
+    allowed_origins(options)
     Keys(options.api_key, options.api_key_file)
     Keys(options.admin_key, options.admin_key_file)
     if options.ssl_certfile or options.ssl_keyfile:

@@ -23,7 +23,7 @@ from weft.options import Config
 from weft.serving.auth import Keys
 from weft.serving.model_pool import ModelPool, StartEngine
 from weft.serving.model_slot import ModelSlot
-from weft.serving.rate_limits import Account, Accounts
+from weft.serving.rate_limits import Account, Accounts, RateLimitState
 from weft.serving.request import FieldReport
 from weft.serving.served_model import ServedModel, open_served_model
 from weft.serving.timing import RequestTimer
@@ -240,6 +240,9 @@ class Admission:
         self.pool.default()
         if self._closed_because:
             raise Unavailable(self._closed_because)
+
+    def rate_limits(self, tenant: str) -> list[RateLimitState]:
+        return self._accounts.of(tenant).rate_limits()
 
     @contextmanager
     def admit(self, receive: Receive = no_hang_up) -> Iterator[RequestContext]:

@@ -31,6 +31,18 @@ class BodiesOfAll(Unavailable):
     """The bodies of all requests take all the memory that they may."""
 
 
+class RateLimitState(Struct, frozen=True):
+    """What a tenant has left of one limit."""
+
+    unit: str
+    """requests or tokens"""
+    limit: int
+    """A minute's worth."""
+    remaining: int
+    reset_s: float
+    """Seconds until all of it is there again, if none is spent."""
+
+
 class Bucket:
     """The bucket holds what may be spent: a minute's worth at most, filled evenly. An advance is a debt."""
 
@@ -47,6 +59,15 @@ class Bucket:
         self._filled_at = now
         missing = amount - self.level
         return missing / self._per_second if missing > ROUNDING else 0.0
+
+    @property
+    def remaining(self) -> int:
+        """How much may be spent, as of the same time."""
+        return max(0, math.floor(self.level + ROUNDING))
+
+    def state(self, unit: str, now: float) -> RateLimitState:
+        reset_s = self.seconds_until(self.size, now)
+        return RateLimitState(unit, self.size, self.remaining, reset_s)
 
     def spend(self, amount: float) -> None:
         self.level -= amount
@@ -131,6 +152,11 @@ class Account:
         self._bodies.num_bytes -= num_bytes
         self._all_bodies.num_bytes -= num_bytes
 
+    def rate_limits(self) -> list[RateLimitState]:
+        """Return what is left of the limits that there are."""
+        buckets = {"requests": self._requests, "tokens": self._tokens}
+        return [bucket.state(unit, self._clock()) for unit, bucket in buckets.items() if bucket is not None]
+
     @property
     def limits_tokens(self) -> bool:
         return self._tokens is not None
@@ -141,10 +167,9 @@ class Account:
         assert self._tokens is not None, "tokens are limited"
         amount = min(count, self._tokens.size)
         if wait := self._tokens.seconds_until(amount, self._clock()):
-            left = max(0, math.floor(self._tokens.level))
             raise _refusal(
                 f"This request may take {count} tokens, its prompt and max_tokens of every choice, and this key has "
-                f"{left} left for now",
+                f"{self._tokens.remaining} left for now",
                 wait,
                 TOKENS_FLAG,
             )

@@ -168,6 +168,14 @@ class ModelList(Struct, frozen=True, kw_only=True):
     data: list[ModelCard]
 
 
+class ServerCard(Struct, frozen=True):
+    """GET /"""
+
+    name: str
+    version: str
+    docs: str
+
+
 class Version(Struct, frozen=True):
     version: str
 

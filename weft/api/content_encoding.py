@@ -1,0 +1,191 @@
+"""Content-Encoding: bodies of requests that come compressed, and answers that are sent so."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.api.error_responses import WrongEncoding
+from weft.errors import InvalidRequest
+
+GZIP, DEFLATE, ZSTD = "gzip", "deflate", "zstd"
+HAS_ZSTD = importlib.util.find_spec("zstandard") is not None
+
+PIECE_BYTES = 1 << 20
+"""The most that is read of a compressed body at once, and the most that it gives at once."""
+
+MAX_WINDOW_BYTES = 8 << 20
+"""The memory that a body in zstd may have for what it repeats; RFC 9659 lets no client ask for more."""
+
+_GZIP_FORMAT, _ZLIB_FORMAT, _BARE_FORMAT = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
+
+
+def encoding_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return how a request's body is compressed; empty: not at all. Raises WrongEncoding for what cannot be read."""
+    named = b", ".join(value for name, value in headers if name == b"content-encoding").decode("latin-1")
+    encoding = named.strip().lower().removeprefix("x-")
+    if encoding in ("", "identity"):
+        return ""
+    if encoding in (GZIP, DEFLATE) or (encoding == ZSTD and HAS_ZSTD):
+        return encoding
+    if encoding == ZSTD:
+        hint = "The operator can add zstd with `pip install zstandard`."
+    else:
+        hint = "Send it with one of these, once, or without the header."
+    known = [GZIP, DEFLATE, ZSTD] if HAS_ZSTD else [GZIP, DEFLATE]
+    raise WrongEncoding(
+        f"The body's Content-Encoding is {named!r:.100}; this server reads {', '.join(known)}.",
+        hint=hint,
+        accepted=", ".join(known),
+    )
+
+
+def decompressed(encoding: str, body: bytes) -> Iterator[bytes]:
+    """Yield what a body holds in pieces of PIECE_BYTES at most: how much it is in all is not known before. Each takes
+    a while. Raises InvalidRequest for a body that is damaged."""
+    if encoding == ZSTD:
+        return _from_zstd(body)
+    if encoding == GZIP:
+        return _from_zlib(body, GZIP, _GZIP_FORMAT)
+    # Some clients leave out the header of zlib's format, which is a multiple of 31.
+    has_header = len(body) >= 2 and body[0] & 15 == zlib.DEFLATED and int.from_bytes(body[:2], "big") % 31 == 0
+    return _from_zlib(body, DEFLATE, _ZLIB_FORMAT if has_header else _BARE_FORMAT)
+
+
+def _from_zlib(body: bytes, encoding: str, form: int) -> Iterator[bytes]:
+    inflater = zlib.decompressobj(form)
+    try:
+        for at in range(0, len(body), PIECE_BYTES):
+            rest, piece = body[at : at + PIECE_BYTES], b""
+            # Behind a full piece there may be more, though all the input was taken.
+            while rest or (len(piece) == PIECE_BYTES and not inflater.eof):
+                if inflater.eof:
+                    raise InvalidRequest(f"The body is not valid {encoding}: there is more behind its end.")
+                yield (piece := inflater.decompress(rest, PIECE_BYTES))
+                rest = inflater.unconsumed_tail or inflater.unused_data
+    except zlib.error as error:
+        raise InvalidRequest(f"The body is not valid {encoding}: {error}.") from error
+    if not inflater.eof:
+        raise InvalidRequest(f"The body is not valid {encoding}: its end is missing.")
+
+
+def _from_zstd(body: bytes) -> Iterator[bytes]:
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+    with decompressor.stream_reader(body, read_across_frames=True) as reader:
+        try:
+            while piece := reader.read(PIECE_BYTES):
+                yield piece
+        except zstandard.ZstdError as error:
+            raise InvalidRequest(f"The body is not valid {ZSTD}: {error}.") from error
+
+
+MIN_ANSWER_BYTES = 1024
+"""A smaller answer is sent as it is."""
+
+LONG_ANSWER_BYTES = 16 * 1024
+"""Above this an answer is compressed in a thread."""
+
+GZIP_LEVEL = 1
+"""The fastest: higher ones take several times as long, and make JSON a tenth smaller at most."""
+
+_COMPRESSIBLE = re.compile(rb"application/json|text/(?!event-stream)")
+_ACCEPTED = re.compile(r"([\w*-]+)(?:\s*;\s*q=([01](?:\.\d{0,3})?))?")
+_ACCEPT_CHARS = 256
+"""More of an Accept-Encoding is not read."""
+
+
+class Compressor(Protocol):
+    def compress(self, data: bytes, /) -> bytes: ...
+
+    def flush(self) -> bytes: ...
+
+
+@lru_cache(64)
+def answer_encoding(accept: bytes) -> str:
+    """Return how an answer is compressed for a client that accepts these; empty: not at all."""
+    weights: dict[str, float] = {}
+    for item in accept[:_ACCEPT_CHARS].decode("latin-1").lower().split(","):
+        if found := _ACCEPTED.fullmatch(item.strip()):
+            weights[found[1]] = float(found[2] or 1)
+    gzip = weights.get(GZIP, weights.get("*", 0.0))
+    zstd = weights.get(ZSTD, 0.0) if HAS_ZSTD else 0.0
+    if not gzip and not zstd:
+        return ""
+    return ZSTD if zstd >= gzip else GZIP
+
+
+def _compressor(encoding: str) -> Compressor:
+    if encoding == ZSTD:
+        import zstandard
+
+        return zstandard.ZstdCompressor().compressobj()
+    return zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, _GZIP_FORMAT)
+
+
+def _compress(compressor: Compressor, body: bytes, is_last: bool) -> bytes:
+    piece = compressor.compress(body)
+    return piece + compressor.flush() if is_last else piece
+
+
+class CompressedAnswers:
+    """Compresses answers of a known length for clients that accept it: streams and errors pass as they are."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        encoding = ""
+        # An answer in several pieces is sent in chunks, which HTTP 1.0 does not have.
+        if scope["type"] == "http" and scope["http_version"] != "1.0":
+            accepted = [value for name, value in scope["headers"] if name == b"accept-encoding"]
+            encoding = answer_encoding(b",".join(accepted)) if accepted else ""
+        if not encoding:
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None
+        compressor: Compressor | None = None
+
+        async def send_compressed(message: Message) -> None:
+            nonlocal start, compressor
+            if message["type"] == "http.response.start" and _is_compressible(message):
+                start, compressor = message, _compressor(encoding)
+                return
+            if compressor is not None:
+                body, is_last = message.get("body", b""), not message.get("more_body", False)
+                if len(body) > LONG_ANSWER_BYTES:
+                    body = await asyncio.to_thread(_compress, compressor, body, is_last)
+                else:
+                    body = _compress(compressor, body, is_last)
+                if start is not None:
+                    await send({**start, "headers": _headers(start, encoding, len(body) if is_last else None)})
+                    start = None
+                message = {**message, "body": body}
+            await send(message)
+
+        await self._app(scope, receive, send_compressed)
+
+
+def _is_compressible(start: Message) -> bool:
+    headers = dict(start["headers"])
+    return (
+        start["status"] == 200
+        and int(headers.get(b"content-length", b"0")) >= MIN_ANSWER_BYTES
+        and b"content-encoding" not in headers
+        and _COMPRESSIBLE.match(headers.get(b"content-type", b"")) is not None
+    )
+
+
+def _headers(start: Message, encoding: str, length: int | None) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a compressed answer; without a length it is sent in chunks."""
+    kept = [(name, value) for name, value in start["headers"] if name != b"content-length"]
+    kept += [(b"content-encoding", encoding.encode()), (b"vary", b"accept-encoding")]
+    return kept if length is None else [*kept, (b"content-length", b"%d" % length)]
