@@ -426,6 +426,7 @@ def _reader_options(
         reasoning_opened=reasoning is not None and opens_reasoning(reasoning, (prompt_text or "")[-100:]),
         with_reasoning=request.include_reasoning,
         is_read=prompt_text is None,
+        is_forced_call=tools.must_call and prompt_text is not None,
         is_named_call=tools.named is not None,
     )
 

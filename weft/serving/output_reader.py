@@ -27,6 +27,8 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
     with_reasoning: bool = True
     is_read: bool = False
     """The engine tells thoughts and calls apart itself."""
+    is_forced_call: bool = False
+    """A grammar leaves the answer no text but that of calls: what is not read as one, because it was cut, is none."""
     is_named_call: bool = False
     """The answer is a call of the tool that the request named: OpenAI does not call that a reason to stop."""
 
@@ -69,19 +71,22 @@ class OutputReader:
         if isinstance(output, ParsedOutput):
             return self._kept(output.pieces)
         pieces = self._parser.push(output.text)
-        return self._kept([*pieces, *self._parser.finish()] if output.finish else pieces)
+        if output.finish:
+            is_cut = output.finish is FinishReason.LENGTH or output.stop_reason is not None
+            pieces = [*pieces, *self._parser.finish(is_cut=is_cut)]
+        return self._kept(pieces)
 
     def _kept(self, pieces: Iterable[Piece]) -> list[Piece]:
         return [piece for piece in pieces if self._keeps(piece)]
 
     def _keeps(self, piece: Piece) -> bool:
         match piece:
+            case Content():
+                return not self._options.is_forced_call
             case Reasoning():
                 return self._options.with_reasoning
             case CallStarted(index=index) | CallArguments(index=index):
                 return self._options.most_calls is None or index < self._options.most_calls
-            case _:
-                return True
 
 
 class CollectedOutput:
@@ -126,7 +131,7 @@ class CollectedOutput:
         """Return all text of it, as one output."""
         if self._pieces is not None:
             return ParsedOutput(text=self.text, pieces=self._pieces, finish=self.finish)
-        return Output(text=self.text, finish=self.finish)
+        return Output(text=self.text, finish=self.finish, stop_reason=self.stop_reason)
 
 
 class BlockKind(enum.StrEnum):
