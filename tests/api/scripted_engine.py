@@ -82,7 +82,9 @@ PAINTER = ImageModelInfo(
 
 
 class ScriptedTokenizer:
-    """A token is a byte."""
+    """A token is a byte, and 0 the end of an answer."""
+
+    special_ids = frozenset({0})
 
     def __init__(self, *, is_bounded: bool = False) -> None:
         """`is_bounded`: refuse texts that are too long, as a real one does."""

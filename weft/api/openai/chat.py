@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from weft.api.body import off_loop, parse
 from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
-from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures, prompt_logprobs
+from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures, num_shown, prompt_logprobs
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
     CalledFunction,
@@ -33,7 +33,7 @@ from weft.serving.admission import RequestContext
 from weft.serving.output_reader import CollectedOutput
 from weft.serving.request import unique_id
 from weft.text.parsers.pieces import CallArguments, CallStarted, Content, ParsedAnswer, Piece, Reasoning, collect
-from weft.types import FinishReason, GenerationRequest, Output, TokenLogprob, Usage
+from weft.types import FinishReason, GenerationRequest, Output, Usage
 
 
 async def chat_endpoint(body: bytes, context: RequestContext) -> tuple[list[GenerationRequest], ChatWriter]:
@@ -96,9 +96,13 @@ class ChatWriter(Writer):
         pieces = self._readers[index].read(output)
         self._has_called[index] |= any(isinstance(piece, CallStarted) for piece in pieces)
         bodies: list[dict[str, object]] = [_delta_body(piece) for piece in pieces]
-        if not bodies and (output.logprobs or (output.token_ids and self._request.return_token_ids)):
+        logprobs = self._logprobs(output)
+        if not bodies and (logprobs or (output.token_ids and self._request.return_token_ids)):
             bodies = [{"content": ""}]
-        chunks = [self._chunk(index, body, None if number else output) for number, body in enumerate(bodies)]
+        chunks = [
+            self._chunk(index, body, None if number else output, None if number else logprobs)
+            for number, body in enumerate(bodies)
+        ]
         if output.finish:
             chunks.append(self._last_chunk(index, output))
         return b"".join(chunks)
@@ -128,11 +132,11 @@ class ChatWriter(Writer):
         )
         return with_items(answer, "choices", (self._choice(index, output) for index, output in enumerate(outputs)))
 
-    def _chunk(self, index: int, body: dict[str, object], output: Output | None) -> bytes:
+    def _chunk(
+        self, index: int, body: dict[str, object], output: Output | None, logprobs: ChatLogprobs | None
+    ) -> bytes:
         """Return a chunk of one piece; the first one that an output gives has the figures of its tokens."""
-        choice: dict[str, object] = {"logprobs": None, "finish_reason": None}
-        if output is not None and output.logprobs:
-            choice["logprobs"] = self._logprobs(output.token_ids, output.logprobs)
+        choice: dict[str, object] = {"logprobs": logprobs, "finish_reason": None}
         if output is not None and self._request.return_token_ids:
             choice["token_ids"] = output.token_ids
         fields: dict[str, object] = {}
@@ -167,7 +171,7 @@ class ChatWriter(Writer):
         return ChatChoice(
             index=index,
             message=_message(answer),
-            logprobs=self._logprobs(output.token_ids, output.logprobs) if output.logprobs else None,
+            logprobs=self._logprobs(output),
             finish_reason=self._finish(index, output.finish),
             stop_reason=UNSET if output.stop_reason is None else output.stop_reason,
             token_ids=output.token_ids if self._request.return_token_ids else UNSET,
@@ -186,9 +190,13 @@ class ChatWriter(Writer):
     def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:
         return usage_body(usages, self._chat.n, self._chat.truncated_tokens)
 
-    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
-        as_ids = self._request.return_tokens_as_token_ids
-        return chat_logprobs(self._engine.text.tokenizer, token_ids, logprobs, as_ids=as_ids)
+    def _logprobs(self, output: Output | CollectedOutput) -> ChatLogprobs | None:
+        if not output.logprobs:
+            return None
+        tokenizer, as_ids = self._engine.text.tokenizer, self._request.return_tokens_as_token_ids
+        skips = self._request.skip_special_tokens
+        count = num_shown(tokenizer, output, skip_special_tokens=skips)
+        return chat_logprobs(tokenizer, output.token_ids[:count], output.logprobs[:count], as_ids=as_ids)
 
 
 def _delta_body(piece: Piece) -> dict[str, object]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import InvalidRequest
+from weft.options import JsonWhitespace
 from weft.text.grammars.json_schema import check_schema
 from weft.text.grammars.specs import (
     ChoiceSpec,
@@ -23,8 +24,12 @@ from weft.text.grammars.specs import (
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Lets the model decide how text is cut into tokens. It follows the grammar, whose lines errors count."""
-_JSON_STYLE = {"whitespace_pattern": r"\x20|\n[\x20\t]{0,64}"}
-"""White space in JSON is a space, or a line's end and indentation: with more, a model may never end."""
+_JSON_STYLES: dict[JsonWhitespace, dict[str, object]] = {
+    "compact": {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"},
+    "indented": {"whitespace_pattern": r"\x20|\n[\x20\t]{0,64}"},
+}
+"""The white space that JSON may have: a space behind commas and colons; or anywhere a space, or a line's end and
+indentation. With more, a model may never end, and a small one may not with the latter."""
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 _RULE_OPTION = re.compile(r"\s*+[?!]*+[\w-]++\s*+\[[^\]]*\b(stop|temperature)\s*+=")
@@ -32,13 +37,16 @@ _RULE_OPTION = re.compile(r"\s*+[?!]*+[\w-]++\s*+\[[^\]]*\b(stop|temperature)\s*
 
 
 class GrammarWriter:
-    def __init__(self, specials: Mapping[str, int], *, max_schema_depth: int) -> None:
+    def __init__(
+        self, specials: Mapping[str, int], *, max_schema_depth: int, json_whitespace: JsonWhitespace = "compact"
+    ) -> None:
         """`specials` are the tokenizer's special tokens, which are never a part of text."""
         self._specials = specials
         self._special = re.compile(
             "|".join(re.escape(text) for text in sorted(specials, key=len, reverse=True)) or "$^"
         )
         self._max_schema_depth = max_schema_depth
+        self._json_style = _JSON_STYLES[json_whitespace]
 
     def write(self, spec: GrammarSpec, thinking: ThinkingSpec | None = None) -> str:
         match spec:
@@ -81,7 +89,7 @@ class GrammarWriter:
     def _json(self, schema: Mapping[str, Any], param: str) -> str:
         check_schema(schema, max_depth=self._max_schema_depth, param=param)
         try:
-            return "%json " + json.dumps({**schema, "x-guidance": _JSON_STYLE}, allow_nan=False)
+            return "%json " + json.dumps({**schema, "x-guidance": self._json_style}, allow_nan=False)
         except (RecursionError, TypeError, ValueError) as error:
             raise InvalidRequest(f"The schema is no JSON: {error}.", param=param) from error
 
