@@ -191,7 +191,9 @@ class ModelSlot:
                         raise self._not_now("it is being loaded, which takes longer than a request may wait")
                     await asyncio.wait({task})
         except TimeoutError:
-            raise self._not_now(f"it is not loaded after {in_full(wait_s)} s ({self.stage or 'waiting for room'})") from None
+            raise self._not_now(
+                f"it is not loaded after {in_full(wait_s)} s ({self.stage or 'waiting for room'})"
+            ) from None
 
     def enter(self) -> ServedModel:
         """Let a request in, which is possible only while it is open."""

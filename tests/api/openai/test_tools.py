@@ -119,6 +119,37 @@ async def _no_grammar(*args: object) -> str:
     return ""
 
 
+OLD: dict[str, Any] = {"functions": [WEATHER["function"], TIME["function"]]}
+
+
+def test_a_call_of_a_function_is_answered_in_the_older_form() -> None:
+    choice = whole(TEXT, **OLD)
+    assert choice["finish_reason"] == "function_call" and "tool_calls" not in choice["message"]
+    assert choice["message"]["function_call"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    chunks = [chunk["choices"][0] for chunk in events(chat(engine_that_says(TEXT, cuts=[90]), stream=True, **OLD))]
+    calls = [chunk["delta"]["function_call"] for chunk in chunks if "function_call" in chunk["delta"]]
+    assert [call["name"] for call in calls if "name" in call] == ["weather"]
+    assert "".join(call["arguments"] for call in calls) == '{"city": "Oslo"}'
+    assert chunks[-1]["finish_reason"] == "function_call"
+
+
+def test_past_calls_of_functions_are_those_of_tools() -> None:
+    engine = engine_that_says("Sunny.")
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
+        {"role": "function", "name": "weather", "content": "sun"},
+    ]
+    assert chat(engine, messages=messages, function_call="auto", **OLD).status_code == 200
+    _, call, result = engine.messages
+    assert call["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
+    assert result == {"role": "tool", "content": "sun", "name": "weather"}
+    assert [tool["function"]["name"] for tool in engine.tools] == ["weather", "time"]
+    none = engine_that_says("Sunny.")
+    assert chat(none, function_call="none", **OLD).status_code == 200 and not none.tools
+    assert chat(engine, tools=[TIME], **OLD).status_code == 400
+
+
 def test_without_tools_a_call_is_text() -> None:
     for fields in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         choice = whole(CALLS, **fields)

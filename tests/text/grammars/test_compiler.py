@@ -211,6 +211,18 @@ def test_text_with_calls_behind_it_or_none(plain: Tokenizer, style: ToolStyle) -
 
 
 @STYLES
+def test_text_of_a_form_or_calls(plain: Tokenizer, style: ToolStyle) -> None:
+    form = JsonSchemaSpec(schema={"type": "array", "items": {"type": "integer"}})
+    spec = ToolCallsSpec(shape=style.shape, tools=TOOLS, at_least_one=False, text=form)
+    for thinking in (None, ThinkingSpec(begin="<think>", end="</think>", is_open=False)):
+        judge = Judge(plain, spec, thinking)
+        before = "<think>hm</think>" if thinking else ""
+        assert judge.fits(before + style.shape.write([WEATHER_CALL]))
+        assert judge.fits(before + "[1, 2]")
+        assert not judge.fits(before + "It is sunny.")
+
+
+@STYLES
 @pytest.mark.parametrize("at_least_one", [True, False])
 def test_markers_are_taken_as_tokens_and_as_text(marked: Tokenizer, style: ToolStyle, at_least_one: bool) -> None:
     judge = Judge(marked, ToolCallsSpec(shape=style.shape, tools=TOOLS, at_least_one=at_least_one))

@@ -73,6 +73,8 @@ class ChatWriter(Writer):
         self._after_text = b'},"logprobs":null,"finish_reason":null}' + self._frame.after
         self._is_simple = chat.reader_options.is_plain and not (self._continuous_usage or request.return_token_ids)
         """An output of text alone is a chunk of text alone."""
+        self._is_old = bool(request.functions)
+        """A call is answered in the older form, as it was offered."""
 
     def opening(self) -> bytes:
         role = b'{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}'
@@ -95,7 +97,7 @@ class ChatWriter(Writer):
         self._usages[index] = output.usage
         pieces = self._readers[index].read(output)
         self._has_called[index] |= any(isinstance(piece, CallStarted) for piece in pieces)
-        bodies: list[dict[str, object]] = [_delta_body(piece) for piece in pieces]
+        bodies = [_delta_body(piece, is_old=self._is_old) for piece in pieces]
         logprobs = self._logprobs(output)
         if not bodies and (logprobs or (output.token_ids and self._request.return_token_ids)):
             bodies = [{"content": ""}]
@@ -170,7 +172,7 @@ class ChatWriter(Writer):
         timed = self._request.return_timings and output.timings is not None
         return ChatChoice(
             index=index,
-            message=_message(answer),
+            message=_message(answer, is_old=self._is_old),
             logprobs=self._logprobs(output),
             finish_reason=self._finish(index, output.finish),
             stop_reason=UNSET if output.stop_reason is None else output.stop_reason,
@@ -184,7 +186,7 @@ class ChatWriter(Writer):
 
     def _finish(self, index: int, finish: FinishReason | None) -> str:
         if finish is FinishReason.STOP and self._has_called[index] and not self._chat.reader_options.is_named_call:
-            return "tool_calls"
+            return "function_call" if self._is_old else "tool_calls"
         return str(finish)
 
     def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:
@@ -199,12 +201,16 @@ class ChatWriter(Writer):
         return chat_logprobs(tokenizer, output.token_ids[:count], output.logprobs[:count], as_ids=as_ids)
 
 
-def _delta_body(piece: Piece) -> dict[str, object]:
+def _delta_body(piece: Piece, *, is_old: bool) -> dict[str, object]:
     match piece:
         case Content(text):
             return {"content": text}
         case Reasoning(text):
             return {"reasoning_content": text, "reasoning": text}
+        case CallStarted(_, _, name) if is_old:
+            return {"function_call": {"name": name, "arguments": ""}}
+        case CallArguments(_, text) if is_old:
+            return {"function_call": {"arguments": text}}
         case CallStarted(index, call_id, name):
             function = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
@@ -212,12 +218,13 @@ def _delta_body(piece: Piece) -> dict[str, object]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _message(answer: ParsedAnswer) -> ChatMessage:
+def _message(answer: ParsedAnswer, *, is_old: bool) -> ChatMessage:
     calls = [MadeCall(id=call.id, function=CalledFunction(call.name, call.arguments)) for call in answer.tool_calls]
     reasoning = answer.reasoning or UNSET
     return ChatMessage(
         content=None if calls and not answer.content else answer.content,
-        tool_calls=calls or UNSET,
+        tool_calls=calls if calls and not is_old else UNSET,
+        function_call=calls[0].function if calls and is_old else UNSET,
         reasoning_content=reasoning,
         reasoning=reasoning,
     )

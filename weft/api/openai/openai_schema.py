@@ -11,10 +11,12 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     GetJsonSchemaHandler,
     JsonValue,
     PlainValidator,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -279,13 +281,12 @@ class PastCall(Fields):
 
 class Message(Fields):
     not_yet: ClassVar[NotYet] = {
-        "function_call": [],
         "audio": [],
         "refusal": [],
         "annotations": [[]],
     }
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
         str | list[str | EmbedsPart] | None,
         PlainValidator(content_text, json_schema_input_type=str | list[TextPart | EmbedsPart] | None),
@@ -296,6 +297,7 @@ class Message(Fields):
     )
     name: str | None = None
     tool_calls: Items[PastCall] = []
+    function_call: PastFunction | None = Field(None, description="The older form of one of tool_calls.")
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="What an assistant thought; templates may use it.")
     reasoning: str | None = Field(None, description="The other name of reasoning_content.")
@@ -304,7 +306,11 @@ class Message(Fields):
     def _says_something(self) -> Self:
         if self.tool_calls and self.role != "assistant":
             raise PydanticCustomError("calls", "only an assistant's message has them.", {"field": "tool_calls"})
-        if self.content is None and not self.tool_calls:
+        if self.function_call and (self.role != "assistant" or self.tool_calls):
+            raise PydanticCustomError(
+                "calls", "only an assistant's message without tool_calls has it.", {"field": "function_call"}
+            )
+        if self.content is None and not self.tool_calls and not self.function_call:
             raise PydanticCustomError("missing", "it must be given.", {"field": "content"})
         return self
 
@@ -333,6 +339,35 @@ class NamedTool(Fields):
     function: NamedFunction
 
 
+class AllowedTools(Fields):
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[NamedTool], Field(min_length=1)]
+
+
+class AllowedChoice(Fields):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _choice_kind(value: Any) -> str:
+    if not isinstance(value, dict | BaseModel):
+        return "word"
+    return "allowed" if _type_of(value) == "allowed_tools" else "named"
+
+
+def _type_of(value: Any) -> object:
+    return value.get("type") if isinstance(value, dict) else value.type
+
+
+ToolChoiceWord = Literal["none", "auto", "required"]
+ToolChoice = Annotated[
+    Annotated[ToolChoiceWord, Tag("word")]
+    | Annotated[NamedTool, Tag("named")]
+    | Annotated[AllowedChoice, Tag("allowed")],
+    Discriminator(_choice_kind),
+]
+
+
 class JsonSchema(Fields):
     name: str | None = None
     description: str | None = None
@@ -343,11 +378,18 @@ class JsonSchema(Fields):
 class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="The schema, as llama.cpp's clients send it."
+    )
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.json_schema is not None and self.type != "json_schema":
             raise ValueError("json_schema goes with the type json_schema, and with no other.")
+        if self.type == "json_schema" and (self.json_schema is None) == (self.schema_ is None):
+            raise ValueError("the type json_schema needs either json_schema or schema.")
+        if self.type == "text" and self.schema_ is not None:
+            raise ValueError("a schema goes with the types json_schema and json_object.")
         return self
 
 
@@ -447,6 +489,10 @@ class SamplingFields(Fields):
         None, description="Keep the last so many tokens of a longer prompt; -1: what the context holds."
     )
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="The older name of structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
+    guided_choice: Items[str] | None = Field(None, description="The older name of structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
     priority: int = Field(
         0,
         description="Of a key's waiting requests those of a lower number go first.",
@@ -464,8 +510,6 @@ class ChatRequest(SamplingFields):
 
     not_yet: ClassVar[NotYet] = {
         "audio": [],
-        "function_call": ["none", "auto"],
-        "functions": [[]],
         "modalities": [["text"]],
         "moderation": [],
         "prompt_cache_retention": ["in_memory", "in-memory"],
@@ -489,7 +533,11 @@ class ChatRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     prediction: PredictedContent | None = None
     tools: Items[Tool] = []
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
+    functions: Items[Function] = Field([], description="The older form of tools; calls are answered in it as well.")
+    function_call: Literal["none", "auto"] | NamedFunction | None = Field(
+        None, description="The older form of tool_choice."
+    )
     parallel_tool_calls: bool = Field(True, description="False: at most one call an answer.")
     include_reasoning: bool = Field(True, description="False: what the model thinks is left out.")
     prompt_cache_key: str | None = Field(None, description="Accepted, and without meaning here.")
@@ -502,8 +550,6 @@ class ChatRequest(SamplingFields):
 
 class CompletionRequest(SamplingFields):
     """POST /v1/completions"""
-
-    not_yet: ClassVar[NotYet] = {"suffix": [""]}
 
     prompt: Annotated[
         list[GivenPrompt],
@@ -518,7 +564,10 @@ class CompletionRequest(SamplingFields):
     max_tokens: int = Field(16, description="0 is allowed with echo.", json_schema_extra=_within(0, 2**31 - 1))
     logprobs: int | None = Field(None, json_schema_extra=_LOGPROBS)
     echo: bool = Field(False, description="The prompt stands before the answer, its tokens' figures too.")
-    best_of: int | None = Field(None, description="Accepted when it is n.")
+    best_of: int | None = Field(
+        None, description="Make so many answers to each prompt, and give the n likeliest by mean log probability."
+    )
+    suffix: str = Field("", description="The text behind the answer, for models with tokens to fill in the middle.")
 
     @model_validator(mode="after")
     def _has_a_prompt(self) -> Self:

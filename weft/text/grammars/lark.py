@@ -16,6 +16,7 @@ from weft.text.grammars.specs import (
     JsonObjectSpec,
     JsonSchemaSpec,
     LarkSpec,
+    OutputSpec,
     RegexSpec,
     ThinkingSpec,
     ToolCallsSpec,
@@ -49,27 +50,28 @@ class GrammarWriter:
         self._json_style = _JSON_STYLES[json_whitespace]
 
     def write(self, spec: GrammarSpec, thinking: ThinkingSpec | None = None) -> str:
-        match spec:
-            case JsonObjectSpec():
-                lines = ["start: " + self._json({"type": "object"}, spec.param)]
-            case JsonSchemaSpec(schema=schema, param=param):
-                lines = ["start: " + self._json(schema, param)]
-            case RegexSpec(pattern=pattern):
-                from llguidance import regex_to_lark  # costs nothing before it is needed
-
-                lines = [f"start: /{regex_to_lark(pattern, '')}/"]
-            case ChoiceSpec(options=options, param=param):
-                if not options:
-                    raise InvalidRequest("There is nothing to choose from.", param=param)
-                lines = ["start: CHOICE", "CHOICE: " + " | ".join(json.dumps(option) for option in options)]
-            case LarkSpec(text=text, param=param):
-                _check_lark(text, param)
-                lines = [text]
-            case ToolCallsSpec():
-                lines = self._tool_calls(spec)
+        lines = self._tool_calls(spec) if isinstance(spec, ToolCallsSpec) else self._lines(spec)
         if thinking is not None:
             lines = self._after_thoughts(thinking, lines)
         return "\n".join(lines) + _OPTIONS
+
+    def _lines(self, spec: OutputSpec) -> list[str]:
+        match spec:
+            case JsonObjectSpec():
+                return ["start: " + self._json({"type": "object"}, spec.param)]
+            case JsonSchemaSpec(schema=schema, param=param):
+                return ["start: " + self._json(schema, param)]
+            case RegexSpec(pattern=pattern):
+                from llguidance import regex_to_lark  # costs nothing before it is needed
+
+                return [f"start: /{regex_to_lark(pattern, '')}/"]
+            case ChoiceSpec(options=options, param=param):
+                if not options:
+                    raise InvalidRequest("There is nothing to choose from.", param=param)
+                return ["start: CHOICE", "CHOICE: " + " | ".join(json.dumps(option) for option in options)]
+            case LarkSpec(text=text, param=param):
+                _check_lark(text, param)
+                return [text]
 
     def _after_thoughts(self, thinking: ThinkingSpec, lines: list[str]) -> list[str]:
         ends = ["thoughts"] + ([f"TEXT {self._token(thinking.end)}"] if thinking.end in self._specials else [])
@@ -110,6 +112,9 @@ class GrammarWriter:
         end = f"{more} {self._literal(shape.closing)}"
         if spec.at_least_one:
             return [f"start: {self._literal(shape.opening)} call {end}", *lines]
+        if spec.text is not None:
+            start = f"start: {self._literal(shape.opening)} call {end} | text"
+            return [start, *lines, "text: %lark {", *self._lines(spec.text), "}"]
         # Text goes on until the first marker of a call; from there on, it is one.
         begin = shape.opening + shape.before_name
         marker = _MARKER.match(begin)
