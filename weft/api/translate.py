@@ -232,6 +232,12 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     def prompt(self) -> Prompt:
         return self.requests[0].prompt
 
+    @property
+    def params(self) -> SamplingParams:
+        task = self.requests[0].task
+        assert isinstance(task, Sample)
+        return task.params
+
 
 async def parse_chat(
     request: ChatRequest, served: ServedModel, *, request_id: str = "", tenant: str = ""

@@ -352,7 +352,7 @@ class AllowedChoice(Fields):
 def _choice_kind(value: Any) -> str:
     if not isinstance(value, dict | BaseModel):
         return "word"
-    return "allowed" if _type_of(value) == "allowed_tools" else "named"
+    return "allowed_tools" if _type_of(value) == "allowed_tools" else "function"
 
 
 def _type_of(value: Any) -> object:
@@ -362,8 +362,8 @@ def _type_of(value: Any) -> object:
 ToolChoiceWord = Literal["none", "auto", "required"]
 ToolChoice = Annotated[
     Annotated[ToolChoiceWord, Tag("word")]
-    | Annotated[NamedTool, Tag("named")]
-    | Annotated[AllowedChoice, Tag("allowed")],
+    | Annotated[NamedTool, Tag("function")]
+    | Annotated[AllowedChoice, Tag("allowed_tools")],
     Discriminator(_choice_kind),
 ]
 

@@ -7,7 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from msgspec import Struct
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from weft.api.openai.openai_schema import MODEL_S_OWN, TOOL_NAME, Fields, Items, Metadata, Name, NotYet
+from weft.api.openai.openai_schema import (
+    MODEL_S_OWN,
+    TOOL_NAME,
+    Fields,
+    Items,
+    Metadata,
+    Name,
+    NotYet,
+    ToolChoiceWord,
+)
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
 
@@ -22,10 +31,11 @@ class InputText(Fields):
 class PastText(Fields):
     """What an assistant said earlier."""
 
-    not_yet: ClassVar[NotYet] = {"annotations": [[]], "logprobs": [[]]}
+    not_yet: ClassVar[NotYet] = {"annotations": [[]]}
 
     type: Literal["output_text"]
     text: str
+    logprobs: list[Any] = Field([], description="Accepted, and without meaning here.")
 
 
 def _part_type(value: Any) -> str:
@@ -156,6 +166,26 @@ class ChosenFunction(Fields):
     name: Name
 
 
+class AllowedFunctions(Fields):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[ChosenFunction], Field(min_length=1)]
+
+
+def _choice_kind(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "word"
+    return "allowed_tools" if value.get("type") == "allowed_tools" else "function"
+
+
+ResponsesToolChoice = Annotated[
+    Annotated[ToolChoiceWord, Tag("word")]
+    | Annotated[ChosenFunction, Tag("function")]
+    | Annotated[AllowedFunctions, Tag("allowed_tools")],
+    Discriminator(_choice_kind),
+]
+
+
 class TextFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -202,13 +232,11 @@ class ResponsesRequest(Fields):
         "context_management": [[]],
         "conversation": [],
         "image": [],
-        "max_tool_calls": [],
         "moderation": [],
         "prompt": [],
         "prompt_cache_options": [],
         "prompt_cache_retention": ["in_memory", "in-memory"],
         "service_tier": ["auto", "default"],
-        "top_logprobs": [0],
     }
 
     model: Name
@@ -226,14 +254,20 @@ class ResponsesRequest(Fields):
     stream: bool = False
     stream_options: ResponsesStreamOptions | None = None
     tools: Items[FunctionTool] = Field([])
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction = "auto"
+    tool_choice: ResponsesToolChoice = "auto"
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Limits calls of tools that the server runs, of which there are none: it always holds."
+    )
     parallel_tool_calls: bool = Field(True, description="False: at most one call an answer.")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     previous_response_id: Name | None = Field(None, description="The conversation goes on from there.")
     store: bool = Field(True, description="Keep the answer for previous_response_id, a while and as there is room.")
-    include: Items[Literal["reasoning.encrypted_content"]] = Field(
+    include: Items[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = Field(
         [], description="Reasoning is given in plain text, and can be sent back so."
+    )
+    top_logprobs: int | None = Field(
+        None, description="So many likely tokens in the place of each one of the text, with its log probability."
     )
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto: a prompt that is too long loses its beginning."
@@ -330,6 +364,8 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
+    max_tool_calls: int | None
+    top_logprobs: int
     text: dict[str, Any]
     reasoning: dict[str, Any]
     truncation: str
@@ -353,17 +389,18 @@ class InputItemList(Struct, frozen=True, kw_only=True):
     has_more: bool
 
 
-def part_of(block: OutputBlock, text: str) -> OutputTextPart | ReasoningPart:
+def part_of(block: OutputBlock, text: str, logprobs: list[Any]) -> OutputTextPart | ReasoningPart:
     """Return the one part that a block of text or of reasoning has."""
-    return OutputTextPart(text) if block.kind is BlockKind.TEXT else ReasoningPart(text)
+    return OutputTextPart(text, logprobs=logprobs) if block.kind is BlockKind.TEXT else ReasoningPart(text)
 
 
-def output_item(block: OutputBlock, item_id: str, status: str) -> OutputItem:
+def output_item(block: OutputBlock, item_id: str, status: str, logprobs: list[Any]) -> OutputItem:
     """Return a block as an item, as far as it has come; what is in progress has nothing yet."""
     begun = status == "in_progress"
     match block.kind:
         case BlockKind.TEXT:
-            return OutputMessage(id=item_id, status=status, content=[] if begun else [OutputTextPart(block.text)])
+            content = [] if begun else [OutputTextPart(block.text, logprobs=logprobs)]
+            return OutputMessage(id=item_id, status=status, content=content)
         case BlockKind.THINKING:
             return OutputReasoning(id=item_id, status=status, content=[] if begun else [ReasoningPart(block.text)])
         case BlockKind.CALL:
