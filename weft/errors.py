@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+from decimal import Decimal
 
 
 class WeftError(Exception):
@@ -119,6 +120,13 @@ _SHORT.maxlevel = 2
 def shown(value: object) -> str:
     """Return the beginning of a client's value as Python writes it, whatever its size."""
     return _SHORT.repr(value)
+
+
+def in_full(number: float) -> str:
+    """Return a number without an exponent, and without a fraction that is nothing: 2147483647, 0.5."""
+    if isinstance(number, int) or not abs(number) < 1e21:
+        return str(number)
+    return f"{Decimal(repr(number)):f}".removesuffix(".0")
 
 
 def is_private(text: str) -> bool:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 from msgspec import Meta, Struct
 
 Device = Literal["auto", "cpu", "cuda"]
+JsonWhitespace = Literal["compact", "indented"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 FieldMode = Literal["standard", "strict", "tolerant"]
 
@@ -289,6 +290,13 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     ] = 64
     max_schema_depth: Annotated[int, _doc("Deepest nesting of schemas in a request's JSON schema.", ge=1)] = 32
     grammar_timeout_s: Annotated[float, _doc("A schema or grammar must be compiled by then.", gt=0)] = 5.0
+    json_whitespace: Annotated[
+        JsonWhitespace,
+        _doc(
+            "White space in JSON that must fit a schema: compact: a space behind commas and colons; indented: anywhere "
+            "a space, or a new line and its indentation, which small models may not find the end of."
+        ),
+    ] = "compact"
     api_key: Annotated[
         list[str], _doc("Clients must send one of these keys; none: no key is required. WEFT_API_KEY takes a,b.")
     ] = []

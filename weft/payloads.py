@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, in_full
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -190,8 +190,8 @@ class DeclaredInput(Struct, frozen=True, kw_only=True, omit_defaults=True):
             what, least = ("integers", "at least 0") if self.whole_numbers else ("numbers", "above 0")
             raise _wrong(
                 field,
-                f"this model takes {what}, the first at most {self.largest:g}, each below the one before it, the last "
-                f"{least}",
+                f"this model takes {what}, the first at most {in_full(self.largest)}, each below the one before it, "
+                f"the last {least}",
             )
 
 

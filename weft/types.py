@@ -10,7 +10,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, in_full
 from weft.payloads import DeclaredInput, EmbedsSegment, GivenTexts, PromptEmbeds
 
 
@@ -169,8 +169,8 @@ def check_cache_salt(cache_salt: str) -> None:
 def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     # Written so that NaN is refused, and an integer too large for a float is still compared.
     if not low <= value <= high or (open_low and value == low):
-        bound = f"above {low:g}" if open_low else f"at least {low:g}"
-        raise InvalidRequest(f"{name} is {value}; it must be {bound} and at most {high:g}.", param=name)
+        bound = f"{'above' if open_low else 'at least'} {in_full(low)}"
+        raise InvalidRequest(f"{name} is {in_full(value)}; it must be {bound} and at most {in_full(high)}.", param=name)
 
 
 class Pooling(enum.StrEnum):

@@ -21,6 +21,7 @@ from weft.backends.contract import (
 )
 from weft.errors import ContextTooLong, InvalidRequest, ModelError, Overloaded, WeftError
 from weft.payloads import DeclaredInput, GivenTexts
+from weft.text.tokenizer import FillInMiddle
 from weft.types import (
     Adapter,
     ChunkSize,
@@ -82,7 +83,10 @@ PAINTER = ImageModelInfo(
 
 
 class ScriptedTokenizer:
-    """A token is a byte."""
+    """A token is a byte, and 0 the end of an answer."""
+
+    special_ids = frozenset({0})
+    fill_in_middle: FillInMiddle | None = None
 
     def __init__(self, *, is_bounded: bool = False) -> None:
         """`is_bounded`: refuse texts that are too long, as a real one does."""

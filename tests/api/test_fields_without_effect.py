@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from tests.api.grpc.calls import door
 from tests.api.http import request, request_app
-from tests.api.says import SCHEMA, model_that_says
+from tests.api.says import SCHEMA, STYLES, model_that_says
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, Submitted, with_logprobs
 from weft.api.app import build_app
 from weft.api.error_responses import FIELDS_HEADER
@@ -34,6 +34,7 @@ from weft.config import load
 from weft.options import Config
 from weft.serving.served_model import ServedModel
 from weft.text.grammars.specs import GrammarSpec
+from weft.text.tokenizer import FillInMiddle
 from weft.types import LoadLora
 
 ROOT = Path(__file__).parents[2]
@@ -61,6 +62,11 @@ MESSAGES: list[dict[str, Any]] = [
     {"role": "assistant", "content": "a", "reasoning_content": "r", "tool_calls": [CALL]},
     {"role": "assistant", "content": "a", "reasoning": "r"},
     {"role": "tool", "content": "t", "tool_call_id": "1"},
+]
+OLD_MESSAGES: list[dict[str, Any]] = [
+    {"role": "user", "content": "u"},
+    {"role": "assistant", "content": "a", "function_call": {"name": "weather", "arguments": "{}"}},
+    {"role": "function", "content": "t", "name": "weather"},
 ]
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 TEXT = {"type": "text", "text": "t", **CACHED}
@@ -91,7 +97,7 @@ COUNTED: dict[str, Any] = {
 }
 ITEMS: list[dict[str, Any]] = [
     {"role": "user", "content": [{"type": "input_text", "text": "t"}], "id": "i", "status": "completed"},
-    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "t"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "t", "logprobs": []}]},
     {
         "type": "reasoning", "id": "i", "status": "completed", "summary": [{"type": "summary_text", "text": "t"}],
         "content": [{"type": "reasoning_text", "text": "t"}],
@@ -124,11 +130,25 @@ FULL: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"parallel_tool_calls": False, "include_reasoning": False, "add_generation_prompt": True}),
     (CHAT, {"messages": MESSAGES[:4], "continue_final_message": True, "chat_template_kwargs": {"a": 1}}),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": JSON}}),
+    (CHAT, {"response_format": {"type": "json_object", "schema": SCHEMA}}),
+    (CHAT, {"functions": [TOOL["function"]], "function_call": {"name": "weather"}, "messages": OLD_MESSAGES}),
+    (
+        CHAT,
+        {
+            "tools": [TOOL],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "weather"}}]},
+            },
+        },
+    ),
     (CHAT, {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
     (COMPLETIONS, SAMPLING | {"max_tokens": 9, "best_of": 2}),
     (COMPLETIONS, {"echo": True, "logprobs": 1, "prompt_logprobs": 1}),
     (COMPLETIONS, {"prompt_embeds": TENSOR}),
+    (COMPLETIONS, {"suffix": "end"}),
     *((COMPLETIONS, {"structured_outputs": form}) for form in FORMS),
+    *((path, {f"guided_{name}": form[name]}) for path in (CHAT, COMPLETIONS) for form in FORMS[:4] for name in form),
     (
         "/v1/messages",
         COUNTED
@@ -148,6 +168,16 @@ FULL: list[tuple[str, dict[str, Any]]] = [
             "tool_choice": {"type": "function", "name": "weather"}, "parallel_tool_calls": False, "store": False,
             "include": ["reasoning.encrypted_content"], "truncation": "auto", "metadata": {"a": "b"}, "user": "u",
             "top_k": 5, "seed": 1, "priority": 1, "cache_salt": "s", "stream": True,
+        },
+    ),
+    (
+        RESPONSES,
+        {
+            "top_logprobs": 1, "include": ["message.output_text.logprobs"], "max_tool_calls": 1,
+            "tools": [{"type": "function"} | TOOL["function"]],
+            "tool_choice": {
+                "type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "weather"}]
+            },
         },
     ),
     (RESPONSES, {"input": ITEMS, "text": {"format": {"type": "json_schema", **JSON}}, "reasoning": {"effort": "low"}}),
@@ -197,11 +227,13 @@ PAGE = (ROOT / "docs/API.md").read_text()
 
 
 def engine_for(path: str, body: Mapping[str, Any]) -> ScriptedEngine:
-    if "logprobs" in body or "prompt_logprobs" in body:
+    if not {"logprobs", "prompt_logprobs", "top_logprobs"}.isdisjoint(body):
         engine = ScriptedEngine(with_logprobs("ab"))
+        engine.styles = STYLES
     else:
         engine = model_that_says("ab")
     engine.model = replace(engine.model, images=PAINTER, embeds_width=2)
+    engine.tokenizer.fill_in_middle = FillInMiddle((), 1, 2, 3)
     asyncio.run(engine.control(LoadLora("red", "/loras/red")))
     return engine
 
@@ -303,7 +335,6 @@ def read() -> set[Key]:
 
 LABELS = {
     ("JsonSchema", "name"), ("JsonSchema", "description"), ("JsonSchema", "strict"), ("Thinking", "budget_tokens"),
-    ("ResponsesRequest", "include"),
 }  # fmt: skip
 """Fields of schemas that say what is so anyway: an answer fits its schema always, reasoning is in plain text always and
 as long as max_tokens allows."""

@@ -186,6 +186,53 @@ def test_a_text_cut_off_anywhere_gives_whole_calls_and_at_most_one_in_part(
         assert answer.content == part
 
 
+@pytest.mark.parametrize("reasoning", [None, REASONING_STYLES[0]])
+@pytest.mark.parametrize("name", STYLES)
+@settings(max_examples=15 * EFFORT, deadline=None)
+@given(calls=CALLS, before=st.sampled_from(["", "Let me look.\n"]), data=st.data())
+def test_an_answer_that_is_cut_in_a_call_has_no_markup_in_its_content(
+    name: str, reasoning: ReasoningStyle | None, calls: list[tuple[str, str]], before: str, data: st.DataObject
+) -> None:
+    shape = STYLES[name].shape
+    before = before if STYLES[name].parser.markers[0] in shape.opening + shape.before_name else ""
+    text = before + shape.write(calls)
+    first = len(before) + 1
+    part = text[: data.draw(st.integers(first + 1, len(text)))]
+    for chunks in ([part], list(part)):
+        parser = parser_for(STYLES[name], reasoning, declared=DECLARED)
+        pieces = [*itertools.chain.from_iterable(map(parser.push, chunks)), *parser.finish(is_cut=True)]
+        answer = collect(pieces)
+        assert answer.content.strip() == before.strip()
+        assert answer.reasoning == ""
+        *whole, last = [*calls_of(answer)] or [("", "")]
+        assert whole == calls[: len(whole)]
+        if answer.tool_calls:
+            assert last[0] == calls[len(whole)][0]
+            assert calls[len(whole)][1].startswith(last[1])
+        assert (last[0] == "") == (len(part) < len(before + shape.opening + shape.before_name + calls[0][0]) + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("hermes", "a <", "a <"),
+        ("hermes", "if a <b", "if a <b"),
+        ("hermes", "a <tool_call>so", "a <tool_call>so"),
+        ("mistral", "[TOOL", ""),
+        ("mistral", "a [1", "a [1"),
+        ("llama3", "{", "{"),
+        ("llama3", '{"name": "Bo', '{"name": "Bo'),
+        ("llama3", '{"type": "circle", "r', '{"type": "circle", "r'),
+        ("llama3", '{"name": "get_w', ""),
+    ],
+)
+def test_an_answer_that_is_cut_keeps_what_is_no_call(name: str, text: str, content: str) -> None:
+    for chunks in ([text], list(text)):
+        parser = parser_of(name)
+        pieces = [*itertools.chain.from_iterable(map(parser.push, chunks)), *parser.finish(is_cut=True)]
+        assert collect(pieces) == ParsedAnswer(content=content)
+
+
 @pytest.mark.parametrize("name", STYLES)
 def test_a_call_starts_with_its_arguments_and_streams_them(name: str) -> None:
     shape = STYLES[name].shape

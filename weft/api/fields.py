@@ -131,8 +131,6 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "metadata": hint("it labels answers that OpenAI keeps; here none are", {}),
         "modalities": impossible(_TEXT_ALONE, ["text"]),
         "separate_reasoning": hint("reasoning is always told apart", True),
-        "function_call": impossible("`tools` took its place", "none", "auto"),
-        "functions": impossible("`tools` took its place", []),
         "store": hint("chats are not kept; /v1/responses keeps answers", False),
         "stream_reasoning": hint("reasoning is streamed as it comes", True),
         "user": hint(_KEY),
@@ -167,7 +165,6 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         **_OPENAI,
         **_LOCAL_SERVERS,
         "store": hint("answers are not kept", False),
-        "suffix": impossible("it is not known how this model fills in", ""),
         "user": hint(_KEY),
     },
     "responses": {
@@ -178,10 +175,8 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "context_management": hint("`truncation` says what becomes of a long prompt", []),
         "conversation": impossible("there are no stored conversations; `previous_response_id` goes on from an answer"),
         "image": impossible(_TEXT_ALONE),
-        "max_tool_calls": hint("only the client's own code calls tools"),
         "prompt": impossible("there are no stored prompts"),
         "stream_options": hint("no option of it is here"),
-        "top_logprobs": impossible("answers here have none", 0),
     },
     "responses.input": {
         **_CALL,

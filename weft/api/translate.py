@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -13,15 +13,20 @@ from msgspec.structs import replace
 from weft.api.body import off_loop
 from weft.api.openai.logprobs import FIGURE_BYTES
 from weft.api.openai.openai_schema import (
+    AllowedChoice,
     ChatRequest,
     CompletionRequest,
     EmbedsPart,
     GivenPrompt,
     Message,
+    NamedFunction,
     NamedTool,
+    PastCall,
     PredictedContent,
     SamplingFields,
+    StructuredOutputs,
     Tool,
+    ToolChoice,
     tensor_fields,
 )
 from weft.backends.contract import (
@@ -69,19 +74,21 @@ class Toolbox(Struct, frozen=True):
     """The tools that the model is told of."""
     style: ToolStyle | None = None
     """None: no calls are looked for."""
-    named: Tool | None = None
-    """The one that must be called."""
+    callable: list[Tool] = []
+    """Those of them that may be called."""
     must_call: bool = False
     """One of them must be called."""
+    is_named: bool = False
+    """The request named the one that must be called."""
 
 
 def toolbox(request: ChatRequest, styles: ChatStyles, *, is_read: bool = False) -> Toolbox:
     """Return the tools of a request. `is_read`: the engine finds the calls itself, and no style is needed."""
-    choice = request.tool_choice
-    names = [tool.function.name for tool in request.tools]
+    tools, choice = _asked_tools(request)
+    names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise InvalidRequest("Two tools have the same name.", param="tools")
-    if not request.tools:
+    if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice asks for a call, and there are no tools.", param="tool_choice")
         return Toolbox()
@@ -93,66 +100,105 @@ def toolbox(request: ChatRequest, styles: ChatStyles, *, is_read: bool = False) 
             hint="The operator can say it with --tool-style.",
             param="tools",
         )
-    if isinstance(choice, NamedTool):
-        if choice.function.name not in names:
-            raise InvalidRequest(f"There is no tool {choice.function.name!r:.100}.", param="tool_choice")
-        named = request.tools[names.index(choice.function.name)]
-        return Toolbox(request.tools, styles.tools, named, True)
-    return Toolbox(request.tools, styles.tools, None, choice == "required")
+    match choice:
+        case NamedTool():
+            chosen, must_call = {choice.function.name}, True
+        case AllowedChoice(allowed_tools=allowed):
+            chosen, must_call = {tool.function.name for tool in allowed.tools}, allowed.mode == "required"
+        case _:
+            chosen, must_call = set(names), choice == "required"
+    if unknown := sorted(chosen.difference(names)):
+        raise InvalidRequest(f"There is no tool {unknown[0]!r:.100}.", param="tool_choice")
+    return Toolbox(
+        offered=tools,
+        style=styles.tools,
+        callable=[tool for tool in tools if tool.function.name in chosen],
+        must_call=must_call,
+        is_named=isinstance(choice, NamedTool),
+    )
+
+
+def _asked_tools(request: ChatRequest) -> tuple[list[Tool], ToolChoice | None]:
+    """Return the tools of a request and its choice of them, also where it has them in the older form."""
+    if request.tools and request.functions:
+        raise InvalidRequest("functions is the older form of tools; there may be one of them.", param="functions")
+    tools = [Tool(type="function", function=function) for function in request.functions]
+    call = request.function_call
+    choice = NamedTool(type="function", function=call) if isinstance(call, NamedFunction) else call
+    return tools or request.tools, request.tool_choice if choice is None else choice
+
+
+def _is_parallel(request: ChatRequest) -> bool:
+    """Return whether there may be several calls; the older form has a place for one."""
+    return request.parallel_tool_calls and not request.functions
 
 
 def structured_shape(request: SamplingFields, max_schema_kb: int) -> GrammarSpec | None:
-    asked, field = request.structured_outputs, "structured_outputs"
-    if asked is None:
-        return None
-    if asked.json_ is not None:
-        schema = _schema(asked.json_, max_schema_kb, f"{field}.json")
-        return JsonSchemaSpec(schema=schema, param=f"{field}.json")
-    if asked.regex is not None:
-        return RegexSpec(pattern=asked.regex, param=f"{field}.regex")
-    if asked.choice is not None:
-        return ChoiceSpec(options=asked.choice, param=f"{field}.choice")
-    if asked.grammar is not None:
-        return LarkSpec(text=asked.grammar, param=f"{field}.grammar")
-    return JsonObjectSpec(param=field)
+    given = request.structured_outputs or StructuredOutputs.model_construct()
+    shapes: dict[str, GrammarSpec] = {}
+    for param, schema in (("structured_outputs.json", given.json_), ("guided_json", request.guided_json)):
+        if schema is not None:
+            shapes[param] = JsonSchemaSpec(schema=_schema(schema, max_schema_kb, param), param=param)
+    for param, pattern in (("structured_outputs.regex", given.regex), ("guided_regex", request.guided_regex)):
+        if pattern is not None:
+            shapes[param] = RegexSpec(pattern=pattern, param=param)
+    for param, options in (("structured_outputs.choice", given.choice), ("guided_choice", request.guided_choice)):
+        if options is not None:
+            shapes[param] = ChoiceSpec(options=options, param=param)
+    for param, text in (("structured_outputs.grammar", given.grammar), ("guided_grammar", request.guided_grammar)):
+        if text is not None:
+            shapes[param] = LarkSpec(text=text, param=param)
+    if given.json_object:
+        shapes["structured_outputs"] = JsonObjectSpec(param="structured_outputs")
+    return _only(shapes.values())
+
+
+def _only(shapes: Collection[GrammarSpec]) -> GrammarSpec | None:
+    """Return the one shape that there is. Raises InvalidRequest for more."""
+    if len(shapes) > 1:
+        first, second, *_ = shapes
+        raise InvalidRequest(f"{first.param} and {second.param} both say what to write.", param=first.param)
+    return next(iter(shapes), None)
 
 
 def chat_shape(request: ChatRequest, tools: Toolbox, max_schema_kb: int) -> GrammarSpec | None:
+    """Return what the answer must be. The format of a text leaves calls as they are, where the style is known."""
     either = (_response_format(request), structured_shape(request, max_schema_kb))
-    asked = [shape for shape in either if shape is not None]
-    if len(asked) > 1:
-        raise InvalidRequest("response_format and structured_outputs both say what to write.", param="response_format")
-    if asked and tools.must_call:
-        raise InvalidRequest("A call that is forced leaves no room for another format.", param=asked[0].param)
-    if asked:
-        return asked[0]
+    asked = _only([shape for shape in either if shape is not None])
     if tools.style is None:
-        return None
-    return _calls(request, tools, at_least_one=True) if tools.must_call else _strict_calls(request, tools)
+        # An engine that reads calls itself is told of tool_choice.
+        return None if tools.must_call else asked
+    is_limited = len(tools.callable) < len(tools.offered) or any(tool.function.strict for tool in tools.offered)
+    return _calls(request, tools, asked) if tools.must_call or asked or is_limited else None
 
 
 def _response_format(request: ChatRequest) -> GrammarSpec | None:
     asked = request.response_format
     if asked is None or asked.type == "text":
         return None
+    if asked.schema_ is not None:
+        return JsonSchemaSpec(schema=asked.schema_, param="response_format.schema")
     if asked.json_schema is None:
         return JsonObjectSpec(param="response_format")
     return JsonSchemaSpec(schema=asked.json_schema.schema_, param="response_format.json_schema.schema")
 
 
-def _strict_calls(request: ChatRequest, tools: Toolbox) -> GrammarSpec | None:
-    """Force nothing, but let a call fit the schema of a tool that says so."""
-    return _calls(request, tools, at_least_one=False) if any(tool.function.strict for tool in tools.offered) else None
-
-
-def _calls(request: ChatRequest, tools: Toolbox, *, at_least_one: bool) -> ToolCallsSpec:
-    assert tools.style is not None
-    callable_tools = [tools.named] if tools.named is not None else tools.offered
+def _calls(request: ChatRequest, tools: Toolbox, text: GrammarSpec | None) -> ToolCallsSpec:
+    """Return the shape of calls. Arguments fit the schema where a call is forced, or where its tool says so."""
+    assert tools.style is not None and not isinstance(text, ToolCallsSpec)
     return ToolCallsSpec(
         shape=tools.style.shape,
-        tools=[ToolSpec(name=tool.function.name, parameters=tool.function.parameters) for tool in callable_tools],
-        at_least_one=at_least_one,
-        parallel=request.parallel_tool_calls and tools.named is None,
+        tools=[
+            ToolSpec(
+                name=tool.function.name,
+                parameters=tool.function.parameters if tools.must_call or tool.function.strict else {"type": "object"},
+            )
+            for tool in tools.callable
+        ],
+        at_least_one=tools.must_call,
+        parallel=_is_parallel(request) and not tools.is_named,
+        text=None if tools.must_call else text,
+        param="tools" if tools.must_call or text is None else text.param,
     )
 
 
@@ -186,6 +232,12 @@ class ParsedRequest(Struct, frozen=True, kw_only=True):
     @property
     def prompt(self) -> Prompt:
         return self.requests[0].prompt
+
+    @property
+    def params(self) -> SamplingParams:
+        task = self.requests[0].task
+        assert isinstance(task, Sample)
+        return task.params
 
 
 async def parse_chat(
@@ -224,7 +276,7 @@ async def parse_chat(
         params = replace(params, prediction=await asyncio.to_thread(_predicted, request.prediction, engine))
     prompts, truncated = _truncated([prompt], request, params, engine)
     task = Sample(params=params, markers=reader_options.markers)
-    requests = _requests(request, prompts, task, served, report, request_id=request_id, tenant=tenant)
+    requests = _requests(request, prompts, task, served, report, n=request.n, request_id=request_id, tenant=tenant)
     return ParsedRequest(requests=requests, n=request.n, reader_options=reader_options, truncated_tokens=truncated)
 
 
@@ -234,15 +286,16 @@ async def parse_completion(
     """Turn a completion into requests to the engine, whose ids begin with `request_id`. The report tells what of it
     cannot be done."""
     engine = served.engine
-    if request.best_of is not None and request.best_of != request.n:
-        raise InvalidRequest("best_of other than n is not supported.", param="best_of")
+    made = _num_made(request, engine)
+    _check_suffix(request, engine)
     _check_tokens(request, engine)
     grammar = await served.grammar_of(structured_shape(request, served.options.max_schema_kb))
     params = _params(
         request,
         # Nothing behind the prompt is wanted: the one token that the engine must make is not shown.
         max_tokens=1 if request.echo and request.max_tokens == 0 else request.max_tokens,
-        logprobs=request.logprobs,
+        # The best answers are found by their figures.
+        logprobs=0 if request.logprobs is None and made > request.n else request.logprobs,
         prompt_logprobs=_prompt_logprobs(request),
         grammar=grammar,
         engine=engine,
@@ -251,13 +304,40 @@ async def parse_completion(
     has_embeds = bool(request.prompt_embeds) or any(isinstance(one, tuple) for one in request.prompt)
     if has_embeds:
         _check_embeds(request, served, field)
-    is_long = has_embeds or sum(map(len, request.prompt)) > LONG_PROMPT
+    is_long = has_embeds or sum(map(len, request.prompt)) + len(request.suffix) > LONG_PROMPT
     given = await off_loop(is_long, _prompts, request, engine)
     if not all(given):
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     prompts, truncated = _truncated(given, request, params, engine)
-    requests = _requests(request, prompts, Sample(params=params), served, report, request_id=request_id, tenant=tenant)
-    return ParsedRequest(requests=requests, n=request.n, truncated_tokens=truncated)
+    task = Sample(params=params)
+    requests = _requests(request, prompts, task, served, report, n=made, request_id=request_id, tenant=tenant)
+    return ParsedRequest(requests=requests, n=made, truncated_tokens=truncated)
+
+
+def _num_made(request: CompletionRequest, engine: Engine) -> int:
+    """Return how many answers are made to each prompt, of which n are given."""
+    made = request.n if request.best_of is None else request.best_of
+    if made < request.n:
+        raise InvalidRequest(f"best_of is {made}; it must be at least n, which is {request.n}.", param="best_of")
+    if made > request.n and request.stream:
+        raise InvalidRequest(
+            "The best answers are known when all have ended: they cannot be streamed.", param="best_of"
+        )
+    if made > request.n and not engine.abilities.logprobs:
+        raise not_taken(engine.name, "best_of")
+    return made
+
+
+def _check_suffix(request: CompletionRequest, engine: Engine) -> None:
+    """Raise InvalidRequest for a suffix that the model, or another field, cannot go with."""
+    if not request.suffix:
+        return
+    if not engine.abilities.tokens:
+        raise tokens_unknown(engine, "suffix", "suffix")
+    if engine.text.tokenizer.fill_in_middle is None:
+        raise InvalidRequest("This model has no tokens to fill in the middle of a text.", param="suffix")
+    if request.echo or request.prompt_embeds or any(isinstance(one, tuple) for one in request.prompt):
+        raise InvalidRequest("suffix cannot go with echo and with prompt embeds.", param="suffix")
 
 
 def template_message(message: Message, content: str | None = None) -> dict[str, Any]:
@@ -269,13 +349,16 @@ def template_message(message: Message, content: str | None = None) -> dict[str, 
     return fields
 
 
+_ROLES = {"developer": "system", "function": "tool"}
+"""Roles that chat templates, and many a server, know by other names."""
+
+
 def passed_message(message: Message, content: str | None = None) -> dict[str, Any]:
     text = message.content if content is None else content
     if isinstance(text, list):
         raise InvalidRequest("Prompt embeds are no text, and have no tokens.", param="messages")
-    # Chat templates, and many a server, know the developer by the older name.
     fields: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
+        "role": _ROLES.get(message.role, message.role),
         "content": text or "",
     }
     if message.name is not None:
@@ -284,14 +367,15 @@ def passed_message(message: Message, content: str | None = None) -> dict[str, An
         fields["tool_call_id"] = message.tool_call_id
     if reasoning := message.reasoning_content or message.reasoning:
         fields["reasoning_content"] = reasoning
-    if message.tool_calls:
+    old = [PastCall(function=message.function_call, index=None)] if message.function_call else []
+    if calls := message.tool_calls or old:
         fields["tool_calls"] = [
             {
                 "type": "function",
                 "id": call.id,
                 "function": {"name": call.function.name, "arguments": call.function.arguments},
             }
-            for call in message.tool_calls
+            for call in calls
         ]
     return fields
 
@@ -424,12 +508,14 @@ def _marked(message: Message, field: str, tensors: MarkedTensors) -> str | None:
 
 
 def _conversation(request: ChatRequest, tools: Toolbox, variables: dict[str, Any]) -> Conversation:
-    choice = request.tool_choice
+    _, choice = _asked_tools(request)
+    if isinstance(choice, AllowedChoice):
+        choice = choice.allowed_tools.mode
     return Conversation(
         messages=[passed_message(message) for message in request.messages],
-        tools=template_tools(tools.offered),
+        tools=template_tools(tools.callable),
         tool_choice=choice.model_dump() if isinstance(choice, NamedTool) else choice,
-        parallel_tool_calls=request.parallel_tool_calls,
+        parallel_tool_calls=_is_parallel(request),
         add_generation_prompt=_begins_answer(request),
         continue_final_message=request.continue_final_message,
         template_variables=variables,
@@ -442,13 +528,14 @@ def _reader_options(
     """Return how the answer is read. Without the prompt's text: the engine that renders it reads the answer too."""
     return ReaderOptions(
         tools=tools.style,
-        declared=tuple(tool.function.name for tool in tools.offered),
-        most_calls=None if request.parallel_tool_calls else 1,
+        declared=tuple(tool.function.name for tool in tools.callable),
+        most_calls=None if _is_parallel(request) else 1,
         reasoning=reasoning,
         reasoning_opened=reasoning is not None and opens_reasoning(reasoning, (prompt_text or "")[-100:]),
         with_reasoning=request.include_reasoning,
         is_read=prompt_text is None,
-        is_named_call=tools.named is not None,
+        is_forced_call=tools.must_call and prompt_text is not None,
+        is_named_call=tools.is_named,
     )
 
 
@@ -460,11 +547,25 @@ def _prompts(request: CompletionRequest, engine: Engine) -> list[Prompt]:
     ]
     if rows and request.prompt == [""]:
         return rows
+    if request.suffix:
+        return [_prompt_before(given, request.suffix, engine) for given in request.prompt]
     several = len(request.prompt) > 1
     return rows + [
         _prompt(given, f"prompt[{number}]" if several else "prompt", engine)
         for number, given in enumerate(request.prompt)
     ]
+
+
+def _prompt_before(given: GivenPrompt, suffix: str, engine: Engine) -> list[int]:
+    """Return the prompt of the text between a prompt and a suffix."""
+    tokenizer, most = engine.text.tokenizer, max_encoded_tokens(engine)
+    assert tokenizer.fill_in_middle is not None and not isinstance(given, tuple), "it was checked"
+    behind = tokenizer.encode(suffix, add_special_tokens=False, max_tokens=most)
+    if isinstance(given, str):
+        before = tokenizer.encode(given, add_special_tokens=False, max_tokens=most)
+    else:
+        before = given_tokens(given, engine, "prompt")
+    return tokenizer.fill_in_middle.prompt(before, behind)
 
 
 def _named_embeds(part: EmbedsPart, field: str) -> NamedEmbeds:
@@ -531,6 +632,7 @@ def _requests(
     served: ServedModel,
     report: FieldReport,
     *,
+    n: int,
     request_id: str,
     tenant: str,
 ) -> list[GenerationRequest]:
@@ -538,14 +640,14 @@ def _requests(
         raise InvalidRequest("stream_options needs stream to be true.", param="stream_options")
     if request.n < 1:
         raise InvalidRequest(f"n is {request.n}; it must be at least 1.", param="n")
-    num_choices, most = len(prompts) * request.n, max(served.limits.max_n, served.limits.max_prompts)
+    num_choices, most = len(prompts) * n, max(served.limits.max_n, served.limits.max_prompts)
     if num_choices > most:
         raise InvalidRequest(
-            f"{len(prompts)} prompts with n = {request.n} are {num_choices} answers; at most {most} in one request.",
+            f"{len(prompts)} prompts with n = {n} are {num_choices} answers; at most {most} in one request.",
             hint="The operator's settings are --max-n and --max-prompts.",
             param="n",
         )
-    _check_answer_size(request, prompts, task.params, served)
+    _check_answer_size(request, n, prompts, task.params, served)
     common = GenerationRequest(
         prompt=prompts[0],
         task=task,
@@ -555,7 +657,7 @@ def _requests(
         tenant=tenant,
         adapter=served.adapter_for(request.model, request.adapter),
     )
-    return [_within_context(one, task.params, served, report) for one in requests_like(common, prompts, request.n)]
+    return [_within_context(one, task.params, served, report) for one in requests_like(common, prompts, n)]
 
 
 def _within_context(
@@ -572,19 +674,19 @@ def _within_context(
 
 
 def _check_answer_size(
-    request: SamplingFields, prompts: Sequence[Prompt], params: SamplingParams, served: ServedModel
+    request: SamplingFields, n: int, prompts: Sequence[Prompt], params: SamplingParams, served: ServedModel
 ) -> None:
     """Raise InvalidRequest for an answer with more log probabilities than there is memory for."""
     context, lengths = served.engine.model.max_model_len, [num_tokens(prompt) for prompt in prompts]
     figures = 0
     if params.prompt_logprobs is not None:
         # A chat's choices have one prompt, whose figures are told once; a completion's choices each tell them.
-        told = request.n if isinstance(request, CompletionRequest) else 1
+        told = n if isinstance(request, CompletionRequest) else 1
         figures += told * (params.prompt_logprobs + 1) * sum(lengths)
     if params.logprobs is not None:
         longest = (max(0, context - length) for length in lengths)
         tokens = sum(min(params.max_tokens or most, most) for most in longest)
-        figures += request.n * (params.logprobs + 1) * tokens
+        figures += n * (params.logprobs + 1) * tokens
     limit = served.limits.max_answer_mb
     if (size := figures * FIGURE_BYTES) > limit << 20:
         raise InvalidRequest(

@@ -15,7 +15,7 @@ from starlette.types import Message, Receive
 
 from weft import logs
 from weft.backends.contract import ConfiguredModels, Engine, Health
-from weft.errors import Overloaded, RequestTimeout, Unavailable
+from weft.errors import Overloaded, RequestTimeout, Unavailable, in_full
 from weft.observe.metrics import Metrics
 from weft.observe.traces import open_traces
 from weft.observe.watchdog import LoopWatchdog
@@ -121,7 +121,7 @@ class RequestContext(Struct, eq=False, kw_only=True):
                 raise ClientGone
             if self.aborted.done():
                 raise Unavailable(self.aborted.result())
-            raise RequestTimeout(f"The request took longer than {timeout_s:g} s and was ended.")
+            raise RequestTimeout(f"The request took longer than {in_full(timeout_s)} s and was ended.")
         finally:
             task.cancel()
             gone.cancel()

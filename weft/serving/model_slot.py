@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from weft.backends.contract import Need
-from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason
+from weft.errors import ModelNotFound, Unavailable, WeftError, in_full, public_reason
 from weft.options import ModelEntry, ModelPoolOptions
 from weft.serving.served_model import ServedModel
 
@@ -191,7 +191,9 @@ class ModelSlot:
                         raise self._not_now("it is being loaded, which takes longer than a request may wait")
                     await asyncio.wait({task})
         except TimeoutError:
-            raise self._not_now(f"it is not loaded after {wait_s:g} s ({self.stage or 'waiting for room'})") from None
+            raise self._not_now(
+                f"it is not loaded after {in_full(wait_s)} s ({self.stage or 'waiting for room'})"
+            ) from None
 
     def enter(self) -> ServedModel:
         """Let a request in, which is possible only while it is open."""

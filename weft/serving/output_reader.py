@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import Struct
 
@@ -27,6 +27,8 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
     with_reasoning: bool = True
     is_read: bool = False
     """The engine tells thoughts and calls apart itself."""
+    is_forced_call: bool = False
+    """A grammar leaves the answer no text but that of calls: what is not read as one, because it was cut, is none."""
     is_named_call: bool = False
     """The answer is a call of the tool that the request named: OpenAI does not call that a reason to stop."""
 
@@ -69,19 +71,22 @@ class OutputReader:
         if isinstance(output, ParsedOutput):
             return self._kept(output.pieces)
         pieces = self._parser.push(output.text)
-        return self._kept([*pieces, *self._parser.finish()] if output.finish else pieces)
+        if output.finish:
+            is_cut = output.finish is FinishReason.LENGTH or output.stop_reason is not None
+            pieces = [*pieces, *self._parser.finish(is_cut=is_cut)]
+        return self._kept(pieces)
 
     def _kept(self, pieces: Iterable[Piece]) -> list[Piece]:
         return [piece for piece in pieces if self._keeps(piece)]
 
     def _keeps(self, piece: Piece) -> bool:
         match piece:
+            case Content():
+                return not self._options.is_forced_call
             case Reasoning():
                 return self._options.with_reasoning
             case CallStarted(index=index) | CallArguments(index=index):
                 return self._options.most_calls is None or index < self._options.most_calls
-            case _:
-                return True
 
 
 class CollectedOutput:
@@ -126,13 +131,55 @@ class CollectedOutput:
         """Return all text of it, as one output."""
         if self._pieces is not None:
             return ParsedOutput(text=self.text, pieces=self._pieces, finish=self.finish)
-        return Output(text=self.text, finish=self.finish)
+        return Output(
+            text=self.text,
+            token_ids=self.token_ids,
+            logprobs=self.logprobs or None,
+            finish=self.finish,
+            stop_reason=self.stop_reason,
+        )
 
 
 class BlockKind(enum.StrEnum):
     TEXT = "text"
     THINKING = "thinking"
     CALL = "call"
+
+
+AnswerToken = tuple[int, TokenLogprob]
+"""A token's id, and its figures."""
+
+
+class TokenTexts:
+    """Finds the tokens that a text of the answer was written with, where they have figures."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._waiting: list[tuple[bytes, AnswerToken | None]] = []
+        """The tokens whose text has not been seen; without figures: the rest of one that was given."""
+
+    def add(self, output: Output) -> None:
+        if output.logprobs:
+            for token_id, figures in zip(output.token_ids, output.logprobs, strict=True):
+                self._waiting.append((self._token_bytes(token_id), (token_id, figures)))
+
+    def take(self, text: str) -> list[AnswerToken]:
+        """Return the tokens of the next such text; none for one that was not written so."""
+        wanted = text.encode()
+        begin = b"".join(data for data, _ in self._waiting).find(wanted) if self._waiting else -1
+        if begin < 0:
+            return []
+        end, at, taken = begin + len(wanted), 0, list[AnswerToken]()
+        for number, (data, token) in enumerate(self._waiting):
+            behind = at + len(data)
+            if behind > begin and token is not None:
+                taken.append(token)
+            if behind >= end:
+                rest = [(data[end - at :], None)] if behind > end else []
+                self._waiting = [*rest, *self._waiting[number + 1 :]]
+                break
+            at = behind
+        return taken
 
 
 class OutputBlock:
@@ -143,14 +190,17 @@ class OutputBlock:
         self.kind = kind
         self.call_id = call_id
         self.name = name
+        self.tokens: list[AnswerToken] = []
+        """The tokens of its text, where their figures are asked for."""
         self._texts: list[str] = []
 
     @property
     def text(self) -> str:
         return "".join(self._texts)
 
-    def add(self, text: str) -> None:
+    def add(self, text: str, tokens: Sequence[AnswerToken] = ()) -> None:
         self._texts.append(text)
+        self.tokens += tokens
 
 
 class Opened(Struct, frozen=True):
@@ -161,6 +211,8 @@ class Grown(Struct, frozen=True):
     block: OutputBlock
     text: str
     """The text that is new."""
+    tokens: Sequence[AnswerToken] = ()
+    """Its tokens, where their figures are asked for."""
 
 
 class Closed(Struct, frozen=True):
@@ -173,13 +225,17 @@ Change = Opened | Grown | Closed
 class OutputBlocks:
     """Puts a reader's pieces together: neighbours of one kind are one block, and a call ends where another begins."""
 
-    def __init__(self, reader: OutputReader) -> None:
+    def __init__(self, reader: OutputReader, tokens: TokenTexts | None = None) -> None:
+        """`tokens`: the figures of the tokens are asked for."""
         self._reader = reader
+        self._tokens = tokens
         self._open: OutputBlock | None = None
         self.all: list[OutputBlock] = []
 
     def push(self, output: Output) -> list[Change]:
         """Return what the next output of the answer changes; with its end the last block is closed."""
+        if self._tokens is not None:
+            self._tokens.add(output)
         changes = [change for piece in self._reader.read(output) for change in self._changes(piece)]
         return changes + self._close() if output.finish else changes
 
@@ -197,8 +253,9 @@ class OutputBlocks:
     def _grow(self, kind: BlockKind, text: str) -> list[Change]:
         changes = [] if self._open is not None and self._open.kind is kind else self._begin(kind)
         block = self.all[-1]
-        block.add(text)
-        return [*changes, Grown(block, text)]
+        tokens = self._tokens.take(text) if self._tokens is not None else ()
+        block.add(text, tokens)
+        return [*changes, Grown(block, text, tokens)]
 
     def _begin(self, kind: BlockKind, call_id: str = "", name: str = "") -> list[Change]:
         changes = self._close()

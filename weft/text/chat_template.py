@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weft.errors import InvalidRequest, ModelError, WeftError
+from weft.errors import InvalidRequest, ModelError, WeftError, in_full
 from weft.text.parsers.pieces import CallShape
 from weft.text.template_sandbox import RenderDied, RenderProcess, RenderTimeout, TemplateLimits, to_line
 from weft.text.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ class ChatTemplate:
         except RenderTimeout as error:
             self._process = None
             raise ModelError(
-                f"The model's chat template ran longer than {self._limits.render_seconds:g} s and was stopped."
+                f"The model's chat template ran longer than {in_full(self._limits.render_seconds)} s and was stopped."
             ) from error
         except RenderDied as error:
             self._process = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -120,6 +121,28 @@ def num_chars(value: object, enough: int) -> int:
     return count
 
 
+class FillInMiddle(Struct, frozen=True):
+    """The tokens of a model that was trained to write the text between two others."""
+
+    first: tuple[int, ...]
+    """What begins every text of the model."""
+    prefix: int
+    suffix: int
+    middle: int
+
+    def prompt(self, before: Sequence[int], behind: Sequence[int]) -> list[int]:
+        return [*self.first, self.prefix, *before, self.suffix, *behind, self.middle]
+
+
+_FILL_IN_MIDDLE = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+)
+
+
 class Tokenizer:
     """A tokenizer is immutable once built, and safe to share between threads."""
 
@@ -145,6 +168,16 @@ class Tokenizer:
         frame = inner.encode("", add_special_tokens=True).ids
         self._prefix = _framing("bos", assets.add_bos, assets.bos_token_id, frame)
         self._suffix = _framing("eos", assets.add_eos, assets.eos_token_id, frame)
+
+    @cached_property
+    def fill_in_middle(self) -> FillInMiddle | None:
+        """Return the tokens around a gap in a text; None: the model has none."""
+        first = tuple(token for token in self.encode("") if token not in self.eos_token_ids)
+        for marks in _FILL_IN_MIDDLE:
+            prefix, suffix, middle = (self._inner.token_to_id(mark) for mark in marks)
+            if prefix is not None and suffix is not None and middle is not None:
+                return FillInMiddle(first, prefix, suffix, middle)
+        return None
 
     @classmethod
     def from_assets(cls, assets: TextAssets) -> Tokenizer:

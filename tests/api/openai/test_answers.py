@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.api.http import chat, complete, events
 from tests.api.scripted_engine import ScriptedEngine, answer, with_logprobs
 from weft import __version__
-from weft.types import FinishReason, Output, Usage
+from weft.types import FinishReason, Output, TokenLogprob, Usage
 
 
 def test_a_chat_answer_has_openai_s_shape() -> None:
@@ -123,6 +124,23 @@ def test_chat_logprobs_whole_and_streamed() -> None:
     chunks = events(chat(ScriptedEngine(with_logprobs("xyz")), stream=True, **fields))
     streamed = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
     assert [entry for logprobs in streamed for entry in logprobs["content"]] == whole["content"]
+
+
+@pytest.mark.parametrize(("skips", "shown"), [(True, "xy"), (False, "xy\0")])
+def test_chat_logprobs_leave_out_the_token_that_ended_it_unless_it_is_shown(skips: bool, shown: str) -> None:
+    def script() -> ScriptedEngine:
+        usage = Usage(prompt_tokens=3, completion_tokens=3)
+        figures = [TokenLogprob(-0.5)]
+        end = Output(token_ids=[0], logprobs=figures, finish=FinishReason.STOP, usage=usage)
+        return ScriptedEngine([Output(text="xy", token_ids=[120, 121], logprobs=figures * 2), end])
+
+    fields: dict[str, Any] = {"logprobs": True, "skip_special_tokens": skips}
+    content = chat(script(), **fields).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == list(shown)
+    chunks = [chunk["choices"][0] for chunk in events(chat(script(), stream=True, **fields))]
+    assert [entry for chunk in chunks for entry in (chunk["logprobs"] or {"content": []})["content"]] == content
+    tokens = complete(script(), logprobs=0).json()["choices"][0]["logprobs"]["tokens"]
+    assert tokens == ["x", "y", "\0"], "a completion tells of it"
 
 
 def test_completion_logprobs_whole_and_streamed() -> None:

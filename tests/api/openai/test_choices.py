@@ -14,8 +14,9 @@ from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, chat, complete, err
 from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.api.openai import chat as chat_module
 from weft.api.openai import completions
+from weft.backends.contract import Stream
 from weft.config import load
-from weft.types import FinishReason, Output, TokenLogprob, Usage
+from weft.types import FinishReason, GenerationRequest, Output, TokenLogprob, Usage
 
 CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
 
@@ -127,6 +128,36 @@ def test_an_echo_of_the_prompt_alone() -> None:
     assert engine.submitted[0].params.max_tokens == 1
     assert choice["text"] == "hi" and choice["logprobs"]["tokens"] == ["h", "i"]
     assert complete(ScriptedEngine(), max_tokens=0).status_code == 400
+
+
+class LikelierEachTime(ScriptedEngine):
+    """Every answer is a number, and likelier than the one before it."""
+
+    async def submit(self, request: GenerationRequest) -> Stream:
+        number = len(self.submitted)
+        text = str(number) * (9 - number)
+        usage = Usage(prompt_tokens=2, completion_tokens=len(text))
+        logprobs = [TokenLogprob(number - 9.0)] * len(text)
+        self.script = [
+            Output(text=text, token_ids=[*text.encode()], logprobs=logprobs, finish=FinishReason.LENGTH, usage=usage)
+        ]
+        return await super().submit(request)
+
+
+def test_the_best_answers_to_each_prompt_are_given() -> None:
+    engine = LikelierEachTime()
+    body = complete(engine, prompt=["hi", "ho"], best_of=3, n=2).json()
+    assert [(choice["index"], choice["text"][0]) for choice in body["choices"]] == [
+        (0, "2"),
+        (1, "1"),
+        (2, "5"),
+        (3, "4"),
+    ]
+    assert {choice["logprobs"] for choice in body["choices"]} == {None}
+    assert body["usage"]["completion_tokens"] == 9 + 8 + 7 + 6 + 5 + 4, "all that were made"
+    assert body["usage"]["prompt_tokens"] == 4
+    [choice] = complete(LikelierEachTime(), best_of=2, logprobs=0, echo=True).json()["choices"]
+    assert choice["text"] == "hi" + "1" * 8 and choice["logprobs"]["tokens"] == ["1"] * 8
 
 
 def test_prompt_logprobs_by_token_id() -> None:

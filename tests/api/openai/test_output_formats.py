@@ -61,6 +61,26 @@ def test_response_format() -> None:
     assert shape_of(response_format=asked) == JsonSchemaSpec(schema=SCHEMA, param="response_format.json_schema.schema")
     with pytest.raises(InvalidRequest, match="both say"):
         shape_of(response_format=asked, structured_outputs={"regex": "a"})
+    for kind in ("json_object", "json_schema"):
+        old = shape_of(response_format={"type": kind, "schema": SCHEMA})
+        assert old == JsonSchemaSpec(schema=SCHEMA, param="response_format.schema")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("guided_json", SCHEMA, JsonSchemaSpec(schema=SCHEMA, param="guided_json")),
+        ("guided_json", '{"type": "null"}', JsonSchemaSpec(schema={"type": "null"}, param="guided_json")),
+        ("guided_regex", "a+", RegexSpec(pattern="a+", param="guided_regex")),
+        ("guided_choice", ["a", "b"], ChoiceSpec(options=["a", "b"], param="guided_choice")),
+        ("guided_grammar", 'start: "a"', LarkSpec(text='start: "a"', param="guided_grammar")),
+    ],
+)
+def test_the_older_names_of_structured_outputs(field: str, value: Any, expected: GrammarSpec) -> None:
+    request = CompletionRequest.model_validate({"model": "m", "prompt": "x", field: value})
+    assert structured_shape(request, 64) == shape_of(**{field: value}) == expected
+    with pytest.raises(InvalidRequest, match="both say"):
+        shape_of(structured_outputs={"json_object": True}, **{field: value})
 
 
 def test_calls_are_forced_only_when_they_must_be() -> None:
@@ -74,8 +94,29 @@ def test_calls_are_forced_only_when_they_must_be() -> None:
     assert (
         named.tools == [ToolSpec(name="time", parameters={"type": "object", "properties": {}})] and not named.parallel
     )
-    with pytest.raises(InvalidRequest, match="no room"):
-        shape_of(tools=[WEATHER], tool_choice="required", response_format={"type": "json_object"})
+
+
+def test_a_forced_call_goes_before_a_format_and_a_format_is_that_of_the_text() -> None:
+    fields: dict[str, Any] = {"tools": [WEATHER], "response_format": {"type": "json_object"}}
+    forced, free = shape_of(tool_choice="required", **fields), shape_of(**fields)
+    assert isinstance(forced, ToolCallsSpec) and forced.at_least_one and forced.text is None
+    assert isinstance(free, ToolCallsSpec) and not free.at_least_one
+    assert free.text == JsonObjectSpec(param="response_format")
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_may_be_called_and_the_model_is_told_of_all(mode: str) -> None:
+    named = {"type": "function", "function": {"name": "time"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+    shape = shape_of(tools=[WEATHER, TIME], tool_choice=choice)
+    assert isinstance(shape, ToolCallsSpec) and shape.parallel
+    assert ([tool.name for tool in shape.tools], shape.at_least_one) == (["time"], mode == "required")
+    fields = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": [WEATHER, TIME]}
+    request = ChatRequest.model_validate({**fields, "tool_choice": choice})
+    assert len(toolbox(request, ChatStyles(HERMES)).offered) == 2
+    choice["allowed_tools"]["tools"][0] = {"type": "function", "function": {"name": "other"}}  # type: ignore[index]
+    with pytest.raises(InvalidRequest, match="no tool 'other'"):
+        shape_of(tools=[WEATHER, TIME], tool_choice=choice)
 
 
 def test_a_strict_tool_binds_calls_and_leaves_the_text_free() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, chat, complete, error_of, post, request
 from tests.api.scripted_engine import ScriptedEngine
+from weft.text.tokenizer import FillInMiddle
 from weft.types import SamplingParams
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -97,12 +98,36 @@ def test_what_a_chat_cannot_have_is_refused_by_name(field: str, value: Any) -> N
     assert field in error["message"] and "not supported" in error["message"]
 
 
-@pytest.mark.parametrize(("field", "value"), [("best_of", 2), ("suffix", "end")])
-def test_what_a_completion_cannot_have_yet_is_refused_by_name(field: str, value: Any) -> None:
-    response = complete(ScriptedEngine(), **{field: value})
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"suffix": "end"}, "suffix"),
+    ],
+)
+def test_what_a_completion_cannot_have_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    response = complete(ScriptedEngine(), **fields)
     assert response.status_code == 400
-    assert error_of(response)["param"] == field
+    assert error_of(response)["param"] == param
     assert complete(ScriptedEngine(), n=1, best_of=1, echo=False, suffix=None).status_code == 200
+
+
+def test_a_suffix_makes_a_prompt_of_the_text_before_and_behind_the_gap() -> None:
+    engine = ScriptedEngine()
+    engine.tokenizer.fill_in_middle = FillInMiddle((1,), 2, 3, 4)
+    assert complete(engine, prompt="ab", suffix="c").status_code == 200
+    assert complete(engine, prompt=[7, 8], suffix="c").status_code == 200
+    assert [sent.prompt for sent in engine.submitted] == [[1, 2, 97, 98, 3, 99, 4], [1, 2, 7, 8, 3, 99, 4]]
+    assert error_of(complete(engine, suffix="c", echo=True))["param"] == "suffix"
+
+
+def test_numbers_of_errors_are_written_in_full() -> None:
+    for fields in ({"max_tokens": 10**10}, {"top_k": 10**10}, {"temperature": 1e10}):
+        message = error_of(chat(ScriptedEngine(), **fields))["message"]
+        assert "is 10000000000;" in message and "e+" not in message
+    assert "at most 2147483647" in error_of(chat(ScriptedEngine(), max_tokens=10**10))["message"]
+    assert "is 0.00001;" in error_of(chat(ScriptedEngine(), repetition_penalty=-1e-5))["message"].replace("-", "")
 
 
 @pytest.mark.parametrize("value", [1, None])

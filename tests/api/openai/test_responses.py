@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -14,13 +15,16 @@ from openai.types.responses import Response, ResponseItemList, ResponseStreamEve
 from pydantic import TypeAdapter
 
 from tests.api.http import error_of, post, request_app
-from tests.api.says import CALLS, EVERYTHING, SCHEMA, THOUGHT, model_that_says, named_events
+from tests.api.says import CALLS, EVERYTHING, SCHEMA, STYLES, THOUGHT, model_that_says, named_events
 from tests.api.scripted_engine import ScriptedEngine
 from weft.api.app import build_app
+from weft.api.openai.openai_schema import AllowedChoice
+from weft.api.openai.responses_schema import ResponsesRequest
+from weft.api.openai.responses_translate import chat_request
 from weft.backends.contract import ChatStyles
 from weft.config import load
 from weft.errors import EngineFault, Overloaded
-from weft.types import FinishReason, Output, SamplingParams
+from weft.types import FinishReason, Output, SamplingParams, TokenLogprob, Usage
 
 RESPONSES = "/v1/responses"
 HELLO = {"model": "scripted", "input": "hi"}
@@ -288,6 +292,47 @@ def test_nobody_reads_what_another_key_asked() -> None:
     assert client.ask(key="mine", previous_response_id=response_id).status_code == 200
 
 
+@pytest.mark.parametrize("cuts", [[], [3, 9], [*range(60)]])
+def test_figures_are_those_of_the_text_s_tokens(cuts: list[int]) -> None:
+    def script() -> ScriptedEngine:
+        edges = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
+        parts = [text[begin:end] for begin, end in pairwise(edges)]
+        outputs = [
+            Output(text=part, token_ids=[*part.encode()], logprobs=[TokenLogprob(-0.5, ((97, -0.25),))] * len(part))
+            for part in parts
+        ]
+        end = Output(token_ids=[0], logprobs=[TokenLogprob(-1)], finish=FinishReason.STOP, usage=Usage(prompt_tokens=1))
+        engine = ScriptedEngine([*outputs, end])
+        engine.styles = STYLES
+        return engine
+
+    text = f"<think>Look.</think>Look.\n{CALLS}"
+    fields = {"tools": TOOLS, "top_logprobs": 1, "include": ["message.output_text.logprobs"]}
+    for answer in (whole(script(), **fields), streamed(script(), **fields)):
+        [part] = next(item for item in answer["output"] if item["type"] == "message")["content"]
+        assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "Look."
+        assert part["logprobs"][0]["top_logprobs"] == [{"token": "a", "logprob": -0.25, "bytes": [97]}]
+        assert answer["top_logprobs"] == 1
+    events = named_events(ask(script(), stream=True, **fields))
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert "".join(entry["token"] for event in deltas for entry in event["logprobs"]) == "Look."
+    assert whole(model_that_says("hi"))["output"][0]["content"][0]["logprobs"] == []
+
+
+def test_tools_that_the_server_runs_are_limited_and_there_are_none() -> None:
+    answer = whole(model_that_says(EVERYTHING), tools=TOOLS, max_tool_calls=1)
+    assert answer["max_tool_calls"] == 1
+    assert [item["type"] for item in answer["output"]].count("function_call") == 2
+
+
+def test_allowed_tools_are_those_of_a_chat() -> None:
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]}
+    request = ResponsesRequest.model_validate(HELLO | {"tools": TOOLS, "tool_choice": allowed})
+    choice = chat_request(request, [{"role": "user", "content": "hi"}]).tool_choice
+    assert isinstance(choice, AllowedChoice)
+    assert (choice.allowed_tools.mode, choice.allowed_tools.tools[0].function.name) == ("auto", "time")
+
+
 def test_truncation_cuts_a_prompt_that_is_too_long() -> None:
     engine = ScriptedEngine()
     whole(engine, input="x" * 2000, truncation="auto", max_output_tokens=100)
@@ -301,9 +346,6 @@ def test_an_effort_goes_to_the_template() -> None:
     assert engine.template_variables == {"reasoning_effort": "low"}
     whole(engine)
     assert engine.template_variables == {}
-
-
-FORMAT = {"type": "json_schema", "name": "city", "schema": SCHEMA}
 
 
 @pytest.mark.parametrize(
@@ -322,14 +364,17 @@ FORMAT = {"type": "json_schema", "name": "city", "schema": SCHEMA}
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+            "tool_choice.allowed_tools.tools",
+        ),
         ({"tools": [{"type": "wed_search", "search_context_size": "low"}]}, "tools[0]"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"text": {"verbositi": "low"}}, "text.verbositi"),
-        ({"text": {"format": FORMAT}, "tools": TOOLS, "tool_choice": "required"}, "text.format.schema"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
     ],
 )

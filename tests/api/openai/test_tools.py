@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.api.http import chat, events
 from tests.api.scripted_engine import ScriptedEngine
 from weft.backends.contract import ChatStyles
-from weft.text.parsers.styles import REASONING_STYLES, TOOL_STYLES
+from weft.serving.served_model import ServedModel
+from weft.text.parsers.styles import REASONING_STYLES, TOOL_STYLES, ToolStyle
 from weft.types import FinishReason, Output, Usage
 
 HERMES = next(style for style in TOOL_STYLES if style.name == "hermes")
@@ -92,6 +93,61 @@ def test_one_call_when_they_may_not_be_parallel() -> None:
 def test_an_answer_cut_off_in_a_call_says_length() -> None:
     engine = engine_that_says(CALLS[:30], finish=FinishReason.LENGTH)
     assert chat(engine, tools=[WEATHER]).json()["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("style", TOOL_STYLES, ids=lambda style: style.name)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_is_cut_anywhere_is_no_content(
+    style: ToolStyle, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServedModel, "grammar_of", _no_grammar)
+    text = style.shape.write([("weather", '{"city": "Oslo"}')])
+    for end in range(len(text)):
+        engine = engine_that_says(text[:end], cuts=[*range(end)], finish=FinishReason.LENGTH)
+        engine.styles = ChatStyles(style)
+        response = chat(engine, tools=[WEATHER], tool_choice="required", stream=stream)
+        choices = [chunk["choices"][0] for chunk in (events(response) if stream else [response.json()])]
+        messages = [choice["delta" if stream else "message"] for choice in choices]
+        assert "".join(message.get("content") or "" for message in messages) == ""
+        calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+        assert [call["name"] for call in calls if "name" in call] == ["weather"] * bool(calls)
+        assert '{"city": "Oslo"}'.startswith("".join(call["arguments"] for call in calls))
+        assert choices[-1]["finish_reason"] == "length"
+
+
+async def _no_grammar(*args: object) -> str:
+    return ""
+
+
+OLD: dict[str, Any] = {"functions": [WEATHER["function"], TIME["function"]]}
+
+
+def test_a_call_of_a_function_is_answered_in_the_older_form() -> None:
+    choice = whole(TEXT, **OLD)
+    assert choice["finish_reason"] == "function_call" and "tool_calls" not in choice["message"]
+    assert choice["message"]["function_call"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    chunks = [chunk["choices"][0] for chunk in events(chat(engine_that_says(TEXT, cuts=[90]), stream=True, **OLD))]
+    calls = [chunk["delta"]["function_call"] for chunk in chunks if "function_call" in chunk["delta"]]
+    assert [call["name"] for call in calls if "name" in call] == ["weather"]
+    assert "".join(call["arguments"] for call in calls) == '{"city": "Oslo"}'
+    assert chunks[-1]["finish_reason"] == "function_call"
+
+
+def test_past_calls_of_functions_are_those_of_tools() -> None:
+    engine = engine_that_says("Sunny.")
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "function_call": {"name": "weather", "arguments": '{"city": "Oslo"}'}},
+        {"role": "function", "name": "weather", "content": "sun"},
+    ]
+    assert chat(engine, messages=messages, function_call="auto", **OLD).status_code == 200
+    _, call, result = engine.messages
+    assert call["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
+    assert result == {"role": "tool", "content": "sun", "name": "weather"}
+    assert [tool["function"]["name"] for tool in engine.tools] == ["weather", "time"]
+    none = engine_that_says("Sunny.")
+    assert chat(none, function_call="none", **OLD).status_code == 200 and not none.tools
+    assert chat(engine, tools=[TIME], **OLD).status_code == 400
 
 
 def test_without_tools_a_call_is_text() -> None:

@@ -76,11 +76,17 @@ def marked() -> Tokenizer:
 class Judge:
     """What the engine would say of outputs."""
 
-    def __init__(self, tokenizer: Tokenizer, spec: GrammarSpec, thinking: ThinkingSpec | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        spec: GrammarSpec,
+        thinking: ThinkingSpec | None = None,
+        options: ServerOptions | None = None,
+    ) -> None:
         words = vocabulary_of(tokenizer)
         self._of_byte = {token[0]: i for i, token in enumerate(words.tokens) if len(token) == 1}
         made = MatcherFactory(words.tokens, words.special_ids, words.eos_token_ids, tokenizer.vocab_size)
-        self._built = made.build(grammars(tokenizer, [spec], thinking=thinking)[0])
+        self._built = made.build(grammars(tokenizer, [spec], options, thinking)[0])
 
     def fits(self, output: str | list[int]) -> bool:
         ids = self.spelled(output) if isinstance(output, str) else output
@@ -95,7 +101,11 @@ class Judge:
 @pytest.mark.parametrize(
     ("spec", "good", "bad"),
     [
-        (JsonObjectSpec(), ['{"a": [1, null]}', "{}", '{\n  "a": 1\n}'], ["[1]", '"a"', "{} ", "{a: 1}"]),
+        (
+            JsonObjectSpec(),
+            ['{"a": [1, null], "b": 2}', "{}", '{"a":[1,null],"b":2}'],
+            ["[1]", '"a"', "{} ", "{a: 1}", '{\n"a": 1}', '{ "a": 1}', '{"a" : 1}', '{"a":  1}', '{"a": [1,  2]}'],
+        ),
         (RegexSpec(pattern="[0-9]{3}-[a-z]+"), ["123-abc"], ["123-", "x123-abc"]),
         (RegexSpec(pattern="^a/b$"), ["a/b"], ["a/bc", "^a/b$"]),
         (RegexSpec(pattern='"\\d+"\n?'), ['"12"', '"1"\n'], ['""']),
@@ -118,8 +128,9 @@ def test_what_each_kind_lets_through(plain: Tokenizer, spec: GrammarSpec, good: 
     assert [text for text in bad if judge.fits(text)] == []
 
 
-def test_blanks_between_the_parts_of_json_come_to_an_end(plain: Tokenizer) -> None:
-    judge = Judge(plain, JsonObjectSpec())
+def test_blanks_between_the_parts_of_json_come_to_an_end_where_they_may_be_indented(plain: Tokenizer) -> None:
+    judge = Judge(plain, JsonObjectSpec(), options=ServerOptions(json_whitespace="indented"))
+    assert judge.fits('{\n  "a": [1, 2]\n}')
     assert not judge.fits('{"a":' + "\n" * 3 + "1}") and not judge.fits('{"a":' + "  " + "1}")
     assert not judge.fits("{\n" + " " * 65 + "}") and judge.fits("{\n" + " " * 64 + "}")
 
@@ -197,6 +208,18 @@ def test_text_with_calls_behind_it_or_none(plain: Tokenizer, style: ToolStyle) -
     assert judge.fits("I shall look. " + write([("get", "{}"), WEATHER_CALL]))
     assert not judge.fits("I shall look. " + write([("get_weather", '{"days": 3}')]))
     assert not judge.fits("I shall look. " + write([("other", "{}")]))
+
+
+@STYLES
+def test_text_of_a_form_or_calls(plain: Tokenizer, style: ToolStyle) -> None:
+    form = JsonSchemaSpec(schema={"type": "array", "items": {"type": "integer"}})
+    spec = ToolCallsSpec(shape=style.shape, tools=TOOLS, at_least_one=False, text=form)
+    for thinking in (None, ThinkingSpec(begin="<think>", end="</think>", is_open=False)):
+        judge = Judge(plain, spec, thinking)
+        before = "<think>hm</think>" if thinking else ""
+        assert judge.fits(before + style.shape.write([WEATHER_CALL]))
+        assert judge.fits(before + "[1, 2]")
+        assert not judge.fits(before + "It is sunny.")
 
 
 @STYLES

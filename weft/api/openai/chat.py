@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from weft.api.body import off_loop, parse
 from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
-from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures, prompt_logprobs
+from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures, num_shown, prompt_logprobs
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
     CalledFunction,
@@ -33,7 +33,7 @@ from weft.serving.admission import RequestContext
 from weft.serving.output_reader import CollectedOutput
 from weft.serving.request import unique_id
 from weft.text.parsers.pieces import CallArguments, CallStarted, Content, ParsedAnswer, Piece, Reasoning, collect
-from weft.types import FinishReason, GenerationRequest, Output, TokenLogprob, Usage
+from weft.types import FinishReason, GenerationRequest, Output, Usage
 
 
 async def chat_endpoint(body: bytes, context: RequestContext) -> tuple[list[GenerationRequest], ChatWriter]:
@@ -73,6 +73,8 @@ class ChatWriter(Writer):
         self._after_text = b'},"logprobs":null,"finish_reason":null}' + self._frame.after
         self._is_simple = chat.reader_options.is_plain and not (self._continuous_usage or request.return_token_ids)
         """An output of text alone is a chunk of text alone."""
+        self._is_old = bool(request.functions)
+        """A call is answered in the older form, as it was offered."""
 
     def opening(self) -> bytes:
         role = b'{"role":"assistant","content":"","refusal":null},"logprobs":null,"finish_reason":null}'
@@ -95,10 +97,14 @@ class ChatWriter(Writer):
         self._usages[index] = output.usage
         pieces = self._readers[index].read(output)
         self._has_called[index] |= any(isinstance(piece, CallStarted) for piece in pieces)
-        bodies: list[dict[str, object]] = [_delta_body(piece) for piece in pieces]
-        if not bodies and (output.logprobs or (output.token_ids and self._request.return_token_ids)):
+        bodies = [_delta_body(piece, is_old=self._is_old) for piece in pieces]
+        logprobs = self._logprobs(output)
+        if not bodies and (logprobs or (output.token_ids and self._request.return_token_ids)):
             bodies = [{"content": ""}]
-        chunks = [self._chunk(index, body, None if number else output) for number, body in enumerate(bodies)]
+        chunks = [
+            self._chunk(index, body, None if number else output, None if number else logprobs)
+            for number, body in enumerate(bodies)
+        ]
         if output.finish:
             chunks.append(self._last_chunk(index, output))
         return b"".join(chunks)
@@ -128,11 +134,11 @@ class ChatWriter(Writer):
         )
         return with_items(answer, "choices", (self._choice(index, output) for index, output in enumerate(outputs)))
 
-    def _chunk(self, index: int, body: dict[str, object], output: Output | None) -> bytes:
+    def _chunk(
+        self, index: int, body: dict[str, object], output: Output | None, logprobs: ChatLogprobs | None
+    ) -> bytes:
         """Return a chunk of one piece; the first one that an output gives has the figures of its tokens."""
-        choice: dict[str, object] = {"logprobs": None, "finish_reason": None}
-        if output is not None and output.logprobs:
-            choice["logprobs"] = self._logprobs(output.token_ids, output.logprobs)
+        choice: dict[str, object] = {"logprobs": logprobs, "finish_reason": None}
         if output is not None and self._request.return_token_ids:
             choice["token_ids"] = output.token_ids
         fields: dict[str, object] = {}
@@ -166,8 +172,8 @@ class ChatWriter(Writer):
         timed = self._request.return_timings and output.timings is not None
         return ChatChoice(
             index=index,
-            message=_message(answer),
-            logprobs=self._logprobs(output.token_ids, output.logprobs) if output.logprobs else None,
+            message=_message(answer, is_old=self._is_old),
+            logprobs=self._logprobs(output),
             finish_reason=self._finish(index, output.finish),
             stop_reason=UNSET if output.stop_reason is None else output.stop_reason,
             token_ids=output.token_ids if self._request.return_token_ids else UNSET,
@@ -180,23 +186,31 @@ class ChatWriter(Writer):
 
     def _finish(self, index: int, finish: FinishReason | None) -> str:
         if finish is FinishReason.STOP and self._has_called[index] and not self._chat.reader_options.is_named_call:
-            return "tool_calls"
+            return "function_call" if self._is_old else "tool_calls"
         return str(finish)
 
     def _usage_body(self, usages: Sequence[Usage]) -> UsageBody:
         return usage_body(usages, self._chat.n, self._chat.truncated_tokens)
 
-    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> ChatLogprobs:
-        as_ids = self._request.return_tokens_as_token_ids
-        return chat_logprobs(self._engine.text.tokenizer, token_ids, logprobs, as_ids=as_ids)
+    def _logprobs(self, output: Output | CollectedOutput) -> ChatLogprobs | None:
+        if not output.logprobs:
+            return None
+        tokenizer, as_ids = self._engine.text.tokenizer, self._request.return_tokens_as_token_ids
+        skips = self._request.skip_special_tokens
+        count = num_shown(tokenizer, output, skip_special_tokens=skips)
+        return chat_logprobs(tokenizer, output.token_ids[:count], output.logprobs[:count], as_ids=as_ids)
 
 
-def _delta_body(piece: Piece) -> dict[str, object]:
+def _delta_body(piece: Piece, *, is_old: bool) -> dict[str, object]:
     match piece:
         case Content(text):
             return {"content": text}
         case Reasoning(text):
             return {"reasoning_content": text, "reasoning": text}
+        case CallStarted(_, _, name) if is_old:
+            return {"function_call": {"name": name, "arguments": ""}}
+        case CallArguments(_, text) if is_old:
+            return {"function_call": {"arguments": text}}
         case CallStarted(index, call_id, name):
             function = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
@@ -204,12 +218,13 @@ def _delta_body(piece: Piece) -> dict[str, object]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _message(answer: ParsedAnswer) -> ChatMessage:
+def _message(answer: ParsedAnswer, *, is_old: bool) -> ChatMessage:
     calls = [MadeCall(id=call.id, function=CalledFunction(call.name, call.arguments)) for call in answer.tool_calls]
     reasoning = answer.reasoning or UNSET
     return ChatMessage(
         content=None if calls and not answer.content else answer.content,
-        tool_calls=calls or UNSET,
+        tool_calls=calls if calls and not is_old else UNSET,
+        function_call=calls[0].function if calls and is_old else UNSET,
         reasoning_content=reasoning,
         reasoning=reasoning,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Sequence
@@ -146,23 +147,39 @@ class CompletionWriter(Writer):
             usage=self._usage_body([output.usage for output in outputs]),
             system_fingerprint=SYSTEM_FINGERPRINT,
         )
-        return with_items(answer, "choices", (self._choice(index, output) for index, output in enumerate(outputs)))
+        for made, output in enumerate(outputs):
+            self._note(made, output.prompt_logprobs)
+        given = enumerate(self._best(outputs))
+        return with_items(answer, "choices", (self._choice(index, made, outputs[made]) for index, made in given))
 
-    def _choice(self, index: int, output: CollectedOutput) -> CompletionChoice:
+    def _best(self, outputs: Sequence[CollectedOutput]) -> list[int]:
+        """Return the places of the answers that are given: the n likeliest of each prompt, by mean log probability."""
+        made, n = self._completion.n, self._request.n
+        if made == n:
+            return [*range(len(outputs))]
+
+        def likelihood(place: int) -> float:
+            figures = outputs[place].logprobs
+            return sum(figure.logprob for figure in figures) / len(figures) if figures else -math.inf
+
+        firsts = range(0, len(outputs), made)
+        return [i for first in firsts for i in sorted(range(first, first + made), key=likelihood, reverse=True)[:n]]
+
+    def _choice(self, number_given: int, index: int, output: CollectedOutput) -> CompletionChoice:
+        """`number_given`: among the choices of the answer; `index`: among those that were made."""
         request = self._request
-        self._note(index, output.prompt_logprobs)
         number = index // self._completion.n
         text, logprobs = self._shown(output.text), None
         if request.echo:
             text = self._prompt_text(number) + text
             logprobs, self._text_offsets[index] = self._echoed(number)
-        if output.logprobs and self._shows_answer:
+        if output.logprobs and request.logprobs is not None and self._shows_answer:
             own, _ = self._figures(index, output.token_ids, output.logprobs)
             logprobs = own if logprobs is None else joined(logprobs, own)
         figures = self._figures_of(number)
         token_ids = output.token_ids if self._shows_answer else []
         return CompletionChoice(
-            index=index,
+            index=number_given,
             text=text,
             logprobs=logprobs,
             finish_reason=output.finish,

@@ -16,7 +16,7 @@ from weft.api.openai.openai_answers import (
 )
 from weft.serving.output_reader import CollectedOutput
 from weft.text.tokenizer import Tokenizer
-from weft.types import Output, TokenLogprob
+from weft.types import FinishReason, Output, TokenLogprob
 
 MANY_FIGURES = 1024
 """Above this log probabilities are written in a thread."""
@@ -35,6 +35,17 @@ def token_name(tokenizer: Tokenizer, token_id: int, as_id: bool) -> str:
 def num_figures(output: Output | CollectedOutput) -> int:
     """Return how many log probabilities an output has, whose tokens all have as many."""
     return sum(len(each) * (len(each[0].top) + 1) for each in (output.logprobs, output.prompt_logprobs) if each)
+
+
+def num_shown(tokenizer: Tokenizer, output: Output | CollectedOutput, *, skip_special_tokens: bool) -> int:
+    """Return how many of an output's tokens are a chat's text: all but the one that ended it, if it is not shown.
+
+    Completions tell of that one too: lm-eval and others drop the last figure, whichever token it is of.
+    """
+    token_ids = output.token_ids
+    by_token = output.finish is FinishReason.STOP and not isinstance(output.stop_reason, str)
+    is_hidden = by_token and skip_special_tokens and bool(token_ids) and token_ids[-1] in tokenizer.special_ids
+    return len(token_ids) - is_hidden
 
 
 def chat_logprobs(

@@ -96,6 +96,8 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     content: str | None
     refusal: None = None
     tool_calls: list[MadeCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
+    """The one call of an answer to a request with `functions`."""
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
 

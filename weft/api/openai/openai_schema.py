@@ -7,9 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BeforeValidator,
+    Discriminator,
     Field,
     JsonValue,
     PlainValidator,
+    Tag,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -207,7 +209,7 @@ class PastCall(Fields):
 class Message(Fields):
     place: ClassVar[str] = "chat.messages"
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Annotated[
         str | list[str | EmbedsPart] | None,
         PlainValidator(content_text, json_schema_input_type=str | list[TextPart | EmbedsPart] | None),
@@ -218,6 +220,7 @@ class Message(Fields):
     )
     name: str | None = None
     tool_calls: Items[PastCall] = Field([])
+    function_call: PastFunction | None = Field(None, description="The older form of one of tool_calls.")
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(None, description="What an assistant thought; templates may use it.")
     reasoning: str | None = Field(None, description="The other name of reasoning_content.")
@@ -226,7 +229,11 @@ class Message(Fields):
     def _says_something(self) -> Self:
         if self.tool_calls and self.role != "assistant":
             raise PydanticCustomError("calls", "only an assistant's message has them.", {"field": "tool_calls"})
-        if self.content is None and not self.tool_calls:
+        if self.function_call and (self.role != "assistant" or self.tool_calls):
+            raise PydanticCustomError(
+                "calls", "only an assistant's message without tool_calls has it.", {"field": "function_call"}
+            )
+        if self.content is None and not self.tool_calls and not self.function_call:
             raise PydanticCustomError("missing", "it must be given.", {"field": "content"})
         return self
 
@@ -259,6 +266,35 @@ class NamedTool(Fields):
     function: NamedFunction
 
 
+class AllowedTools(Fields):
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[NamedTool], Field(min_length=1)]
+
+
+class AllowedChoice(Fields):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _choice_kind(value: Any) -> str:
+    if not isinstance(value, dict | Fields):
+        return "word"
+    return "allowed_tools" if _type_of(value) == "allowed_tools" else "function"
+
+
+def _type_of(value: Any) -> object:
+    return value.get("type") if isinstance(value, dict) else value.type
+
+
+ToolChoiceWord = Literal["none", "auto", "required"]
+ToolChoice = Annotated[
+    Annotated[ToolChoiceWord, Tag("word")]
+    | Annotated[NamedTool, Tag("function")]
+    | Annotated[AllowedChoice, Tag("allowed_tools")],
+    Discriminator(_choice_kind),
+]
+
+
 class JsonSchema(Fields):
     name: str | None = None
     description: str | None = None
@@ -269,11 +305,18 @@ class JsonSchema(Fields):
 class ResponseFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="The schema, as llama.cpp's clients send it."
+    )
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.json_schema is not None and self.type != "json_schema":
             raise ValueError("json_schema goes with the type json_schema, and with no other.")
+        if self.type == "json_schema" and (self.json_schema is None) == (self.schema_ is None):
+            raise ValueError("the type json_schema needs either json_schema or schema.")
+        if self.type == "text" and self.schema_ is not None:
+            raise ValueError("a schema goes with the types json_schema and json_object.")
         return self
 
 
@@ -372,6 +415,10 @@ class SamplingFields(Fields):
         None, description="Keep the last so many tokens of a longer prompt; -1: what the context holds."
     )
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="The older name of structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
+    guided_choice: Items[str] | None = Field(None, description="The older name of structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
     priority: int = Field(
         0,
         description="Of a key's waiting requests those of a lower number go first.",
@@ -406,7 +453,11 @@ class ChatRequest(SamplingFields):
     tools: Annotated[Items[Tool], BeforeValidator(client_tools("function"), json_schema_input_type=list[Tool])] = Field(
         []
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
+    functions: Items[Function] = Field([], description="The older form of tools; calls are answered in it as well.")
+    function_call: Literal["none", "auto"] | NamedFunction | None = Field(
+        None, description="The older form of tool_choice."
+    )
     parallel_tool_calls: bool = Field(True, description="False: at most one call an answer.")
     reasoning_effort: ReasoningEffort | None = Field(
         None, description="For a model whose chat template reads it, or whose thinking can be switched; else a hint."
@@ -439,7 +490,10 @@ class CompletionRequest(SamplingFields):
     max_tokens: int = Field(16, description="0 is allowed with echo.", json_schema_extra=_within(0, 2**31 - 1))
     logprobs: int | None = Field(None, json_schema_extra=_LOGPROBS)
     echo: bool = Field(False, description="The prompt stands before the answer, its tokens' figures too.")
-    best_of: int | None = Field(None, description="Accepted when it is n.")
+    best_of: int | None = Field(
+        None, description="Make so many answers to each prompt, and give the n likeliest by mean log probability."
+    )
+    suffix: str = Field("", description="The text behind the answer, for models with tokens to fill in the middle.")
 
     @model_validator(mode="after")
     def _has_a_prompt(self) -> Self:

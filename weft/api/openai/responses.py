@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from weft.api.body import LONG_BODY_BYTES, off_loop, parse
 from weft.api.error_responses import error_body
 from weft.api.fields import Fields
 from weft.api.handler import Writer, named_event
+from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures
 from weft.api.openai.openai_schema import ChatRequest
 from weft.api.openai.response_store import StoredResponse, TenantStore
 from weft.api.openai.responses_schema import (
@@ -43,6 +44,7 @@ from weft.backends.contract import Engine
 from weft.errors import InvalidRequest, Overloaded, WeftError
 from weft.serving.admission import RequestContext
 from weft.serving.output_reader import (
+    AnswerToken,
     BlockKind,
     Change,
     Closed,
@@ -51,6 +53,7 @@ from weft.serving.output_reader import (
     Opened,
     OutputBlock,
     OutputBlocks,
+    TokenTexts,
 )
 from weft.serving.request import unique_id
 from weft.types import FinishReason, GenerationRequest, Output, SamplingDefaults, Usage
@@ -70,9 +73,12 @@ class ResponsesWriter(Writer):
         self._begun = begun
         self._engine = engine
         self._keep = keep
-        self._blocks = OutputBlocks(chat.reader_options.reader())
+        params = chat.params
+        tokens = None if params.logprobs is None else TokenTexts(engine.text.tokenizer.token_bytes)
+        self._blocks = OutputBlocks(chat.reader_options.reader(), tokens)
         self._finish: FinishReason | None = None
         self._num_events = 0
+        self._num_figures = 0
         # Numbered before all others, although the first output is written before the opening is asked for.
         self._opening = self._event("response.created", response=begun)
         self._opening += self._event("response.in_progress", response=begun)
@@ -80,15 +86,27 @@ class ResponsesWriter(Writer):
     def opening(self) -> bytes:
         return self._opening
 
-    def chunks(self, index: int, output: Output) -> bytes:
+    def chunks(self, index: int, output: Output) -> bytes | Awaitable[bytes]:
         self._finish = output.finish
-        changes = self._blocks.push(output)
-        return b"".join(self._event_of(change) for change in changes)
+        self._num_figures += num_figures(output) if output.logprobs else 0
+        # The last output repeats all of them.
+        if self._num_figures > MANY_FIGURES and (output.finish or num_figures(output) > MANY_FIGURES):
+            return asyncio.to_thread(self._chunks, output)
+        return self._chunks(output)
+
+    def _chunks(self, output: Output) -> bytes:
+        return b"".join([self._event_of(change) for change in self._blocks.push(output)])
 
     async def closing(self, usages: Sequence[Usage]) -> bytes:
-        answer = await self._finished(usages[0])
-        self._keep(msgspec.json.encode(answer), self._blocks.all)
-        return self._event(f"response.{answer.status}", response=answer)
+        usage = await self._usage(usages[0])
+
+        def last_event() -> tuple[bytes, bytes]:
+            answer = self._finished(usage)
+            return msgspec.json.encode(answer), self._event(f"response.{answer.status}", response=answer)
+
+        body, event = await off_loop(self._num_figures > MANY_FIGURES, last_event)
+        self._keep(body, self._blocks.all)
+        return event
 
     def failure(self, error: WeftError) -> bytes:
         said = error_body(error).error
@@ -100,8 +118,10 @@ class ResponsesWriter(Writer):
     async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         [output] = outputs
         self._finish = output.finish
-        self._blocks.push(output.whole)
-        body = msgspec.json.encode(await self._finished(output.usage))
+        is_long = num_figures(output) > MANY_FIGURES
+        await off_loop(is_long, self._blocks.push, output.whole)
+        usage = await self._usage(output.usage)
+        body = await off_loop(is_long, lambda: msgspec.json.encode(self._finished(usage)))
         self._keep(body, self._blocks.all)
         return body
 
@@ -112,8 +132,11 @@ class ResponsesWriter(Writer):
                 return self._item_event("response.output_item.added", block, "in_progress") + self._part_event(
                     "response.content_part.added", block, ""
                 )
-            case Grown(_, text) if block.kind is BlockKind.TEXT:
-                return self._block_event("response.output_text.delta", block, delta=text, logprobs=[], content_index=0)
+            case Grown(_, text, tokens) if block.kind is BlockKind.TEXT:
+                logprobs = self._logprobs(tokens)
+                return self._block_event(
+                    "response.output_text.delta", block, delta=text, logprobs=logprobs, content_index=0
+                )
             case Grown(_, text) if block.kind is BlockKind.THINKING:
                 return self._block_event("response.reasoning_text.delta", block, delta=text, content_index=0)
             case Grown(_, text):
@@ -128,8 +151,9 @@ class ResponsesWriter(Writer):
     def _done_event(self, block: OutputBlock) -> bytes:
         match block.kind:
             case BlockKind.TEXT:
+                logprobs = self._logprobs(block.tokens)
                 return self._block_event(
-                    "response.output_text.done", block, text=block.text, logprobs=[], content_index=0
+                    "response.output_text.done", block, text=block.text, logprobs=logprobs, content_index=0
                 )
             case BlockKind.THINKING:
                 return self._block_event("response.reasoning_text.done", block, text=block.text, content_index=0)
@@ -142,11 +166,18 @@ class ResponsesWriter(Writer):
     def _item_event(self, name: str, block: OutputBlock, status: str) -> bytes:
         return self._event(name, output_index=block.index, item=self._item(block, status))
 
+    def _logprobs(self, tokens: Sequence[AnswerToken]) -> list[Any]:
+        if not tokens:
+            return []
+        token_ids, figures = zip(*tokens, strict=True)
+        return chat_logprobs(self._engine.text.tokenizer, token_ids, figures).content
+
     def _part_event(self, name: str, block: OutputBlock, text: str) -> bytes:
         """Return the event of a block's part; a call has no parts."""
         if block.kind is BlockKind.CALL:
             return b""
-        return self._block_event(name, block, part=part_of(block, text), content_index=0)
+        part = part_of(block, text, self._logprobs(block.tokens))
+        return self._block_event(name, block, part=part, content_index=0)
 
     def _block_event(self, event: str, block: OutputBlock, /, **fields: object) -> bytes:
         return self._event(event, item_id=self._item_id(block), output_index=block.index, **fields)
@@ -156,7 +187,8 @@ class ResponsesWriter(Writer):
         return named_event(event, {"type": event, "sequence_number": number, **fields})
 
     def _item(self, block: OutputBlock, status: str) -> OutputItem:
-        return output_item(block, self._item_id(block), status, self._tools.get(block.name))
+        tool, logprobs = self._tools.get(block.name), self._logprobs(block.tokens)
+        return output_item(block, self._item_id(block), status, tool, logprobs)
 
     def _item_id(self, block: OutputBlock) -> str:
         return f"{_PREFIXES[block.kind]}_{self.answer_id.removeprefix('resp_')}{block.index:04x}"
@@ -166,7 +198,7 @@ class ResponsesWriter(Writer):
         is_cut = self._finish is FinishReason.LENGTH and block is self._blocks.all[-1]
         return "incomplete" if is_cut else "completed"
 
-    async def _finished(self, usage: Usage) -> ResponseAnswer:
+    def _finished(self, usage: ResponseUsage) -> ResponseAnswer:
         is_cut = self._finish is FinishReason.LENGTH
         return replace(
             self._begun,
@@ -174,7 +206,7 @@ class ResponsesWriter(Writer):
             incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
             completed_at=None if is_cut else int(time.time()),
             output=[self._item(block, self._status(block)) for block in self._blocks.all],
-            usage=await self._usage(usage),
+            usage=usage,
         )
 
     async def _count(self, text: str) -> int:
@@ -245,6 +277,8 @@ def _begun(request: ResponsesRequest, usual: SamplingDefaults) -> ResponseAnswer
         tools=[{"strict": None, **_dumped(tool)} for tool in request.tools],
         tool_choice=choice if isinstance(choice, str) else _dumped(choice),
         parallel_tool_calls=request.parallel_tool_calls,
+        max_tool_calls=request.max_tool_calls,
+        top_logprobs=request.top_logprobs or 0,
         text={"format": _dumped(request.text.format) if request.text and request.text.format else {"type": "text"}},
         reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         truncation=request.truncation,

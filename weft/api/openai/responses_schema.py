@@ -10,7 +10,15 @@ from msgspec import UNSET, Struct, UnsetType
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
 from weft.api.fields import Fields, client_tools
-from weft.api.openai.openai_schema import MODEL_S_OWN, TOOL_NAME, Items, Metadata, Name, ReasoningEffort
+from weft.api.openai.openai_schema import (
+    MODEL_S_OWN,
+    TOOL_NAME,
+    Items,
+    Metadata,
+    Name,
+    ReasoningEffort,
+    ToolChoiceWord,
+)
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
 from weft.serving.request import FieldReport
@@ -154,6 +162,23 @@ def _as_items(value: object, info: ValidationInfo) -> object:
     return [_as_function_call(item) for item in value if not _is_left_aside(item, report)]
 
 
+VENDOR_INCLUDES = re.compile(
+    r"(code_interpreter_call|computer_call_output|file_search_call|web_search_call)\.[a-z_.]{1,40}|"
+    r"message\.input_image\.image_url"
+)
+
+
+def _included(value: object, info: ValidationInfo) -> object:
+    """Return what an answer is to include, without what only a vendor's tools would give."""
+    report: FieldReport = info.context or FieldReport()
+    if not isinstance(value, list) or report.mode == "strict":
+        return value
+    kept = [item for item in value if not (isinstance(item, str) and VENDOR_INCLUDES.fullmatch(item))]
+    if len(kept) < len(value):
+        report.leave_aside("responses.include")
+    return kept
+
+
 def _is_left_aside(item: object, report: FieldReport) -> bool:
     kind = item.get("type") if isinstance(item, dict) else None
     if report.mode == "strict" or not isinstance(kind, str) or not VENDOR_ITEMS.fullmatch(kind):
@@ -209,6 +234,26 @@ class ChosenFunction(Fields):
     name: Name
 
 
+class AllowedFunctions(Fields):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[Items[ChosenFunction], Field(min_length=1)]
+
+
+def _choice_kind(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "word"
+    return "allowed_tools" if value.get("type") == "allowed_tools" else "function"
+
+
+ResponsesToolChoice = Annotated[
+    Annotated[ToolChoiceWord, Tag("word")]
+    | Annotated[ChosenFunction, Tag("function")]
+    | Annotated[AllowedFunctions, Tag("allowed_tools")],
+    Discriminator(_choice_kind),
+]
+
+
 class TextFormat(Fields):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -260,14 +305,20 @@ class ResponsesRequest(Fields):
         BeforeValidator(client_tools("function"), json_schema_input_type=list[FunctionTool]),
         BeforeValidator(without_namespaces, json_schema_input_type=list[FunctionTool]),
     ] = Field([])
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction = "auto"
+    tool_choice: ResponsesToolChoice = "auto"
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Limits calls of tools that the server runs, of which there are none: it always holds."
+    )
     parallel_tool_calls: bool = Field(True, description="False: at most one call an answer.")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     previous_response_id: Name | None = Field(None, description="The conversation goes on from there.")
     store: bool = Field(True, description="Keep the answer for previous_response_id, a while and as there is room.")
-    include: Items[Literal["reasoning.encrypted_content"]] = Field(
-        [], description="Reasoning is given in plain text, and can be sent back so."
+    include: Annotated[
+        Items[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]], BeforeValidator(_included)
+    ] = Field([], description="Reasoning is given in plain text, and can be sent back so.")
+    top_logprobs: int | None = Field(
+        None, description="So many likely tokens in the place of each one of the text, with its log probability."
     )
     truncation: Literal["auto", "disabled"] = Field(
         "disabled", description="auto: a prompt that is too long loses its beginning."
@@ -363,6 +414,8 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
+    max_tool_calls: int | None
+    top_logprobs: int
     text: dict[str, Any]
     reasoning: dict[str, Any]
     truncation: str
@@ -386,17 +439,20 @@ class InputItemList(Struct, frozen=True, kw_only=True):
     has_more: bool
 
 
-def part_of(block: OutputBlock, text: str) -> OutputTextPart | ReasoningPart:
+def part_of(block: OutputBlock, text: str, logprobs: list[Any]) -> OutputTextPart | ReasoningPart:
     """Return the one part that a block of text or of reasoning has."""
-    return OutputTextPart(text) if block.kind is BlockKind.TEXT else ReasoningPart(text)
+    return OutputTextPart(text, logprobs=logprobs) if block.kind is BlockKind.TEXT else ReasoningPart(text)
 
 
-def output_item(block: OutputBlock, item_id: str, status: str, tool: FunctionTool | None) -> OutputItem:
+def output_item(
+    block: OutputBlock, item_id: str, status: str, tool: FunctionTool | None, logprobs: list[Any]
+) -> OutputItem:
     """Return a block as an item, as far as it has come; what is in progress has nothing yet. `tool`: the one called."""
     begun = status == "in_progress"
     match block.kind:
         case BlockKind.TEXT:
-            return OutputMessage(id=item_id, status=status, content=[] if begun else [OutputTextPart(block.text)])
+            content = [] if begun else [OutputTextPart(block.text, logprobs=logprobs)]
+            return OutputMessage(id=item_id, status=status, content=content)
         case BlockKind.THINKING:
             return OutputReasoning(id=item_id, status=status, content=[] if begun else [ReasoningPart(block.text)])
         case BlockKind.CALL:

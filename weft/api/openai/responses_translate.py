@@ -7,6 +7,7 @@ from typing import Any
 
 from weft.api.openai.openai_schema import ChatRequest
 from weft.api.openai.responses_schema import (
+    AllowedFunctions,
     AnyItem,
     AnyPart,
     ChosenFunction,
@@ -24,6 +25,7 @@ from weft.serving.output_reader import BlockKind, OutputBlock
 ChatMessages = list[dict[str, Any]]
 
 OWN_NAMES = {
+    "logprobs": "top_logprobs",
     "max_tokens": "max_output_tokens",
     "messages": "input",
     "reasoning_effort": "reasoning.effort",
@@ -37,6 +39,7 @@ OWN_NAMES = {
 def chat_request(request: ResponsesRequest, conversation: ChatMessages) -> ChatRequest:
     """Return the chat request that asks for the same. `conversation`: all of it but this request's instructions."""
     system = [{"role": "system", "content": request.instructions}] if request.instructions is not None else []
+    logprobs = bool(request.top_logprobs) or "message.output_text.logprobs" in request.include
     return ChatRequest.model_validate(
         {
             "model": request.model,
@@ -52,6 +55,8 @@ def chat_request(request: ResponsesRequest, conversation: ChatMessages) -> ChatR
             "parallel_tool_calls": request.parallel_tool_calls,
             "response_format": _format(request.text.format) if request.text and request.text.format else None,
             "reasoning_effort": request.reasoning.effort if request.reasoning else None,
+            "logprobs": logprobs,
+            "top_logprobs": request.top_logprobs if logprobs else None,
             "truncate_prompt_tokens": -1 if request.truncation == "auto" else None,
             "priority": request.priority,
             "cache_salt": request.cache_salt,
@@ -153,9 +158,18 @@ def _tool(tool: FunctionTool) -> dict[str, Any]:
 
 def _tool_choice(request: ResponsesRequest) -> str | dict[str, Any]:
     choice = request.tool_choice
-    if isinstance(choice, ChosenFunction):
-        return {"type": "function", "function": {"name": choice.name}}
-    return choice
+    match choice:
+        case ChosenFunction():
+            return _named(choice)
+        case AllowedFunctions():
+            allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+        case _:
+            return choice
+
+
+def _named(choice: ChosenFunction) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _format(asked: TextFormat) -> dict[str, Any]:

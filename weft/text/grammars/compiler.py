@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from weft.errors import EngineFault, InvalidRequest, Overloaded
+from weft.errors import EngineFault, InvalidRequest, Overloaded, in_full
 from weft.options import ServerOptions
 from weft.text.grammars.lark import GrammarWriter
 from weft.text.grammars.specs import (
@@ -141,7 +141,11 @@ class GrammarCompiler:
         check_size(spec, limit)
         if self._writer is None:
             specials = {self._tokenizer.token_text(i): i for i in sorted(self._tokenizer.special_ids)}
-            self._writer = GrammarWriter(specials, max_schema_depth=self._options.max_schema_depth)
+            self._writer = GrammarWriter(
+                specials,
+                max_schema_depth=self._options.max_schema_depth,
+                json_whitespace=self._options.json_whitespace,
+            )
         grammar = self._writer.write(spec, thinking)
         if len(grammar) > limit * 1024:
             raise too_large(spec.param, limit, "makes a grammar of")
@@ -178,7 +182,7 @@ class GrammarCompiler:
             problem = await self._process.ask(grammar)
         except TimeoutError:
             return Trial(
-                f"takes more than {limit:g} s to compile.",
+                f"takes more than {in_full(limit)} s to compile.",
                 "Make it simpler, or raise --grammar-timeout-s.",
                 time.monotonic() + LATE_SECONDS,
             )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.errors import InvalidRequest
+from weft.options import JsonWhitespace
 from weft.text.grammars.json_schema import check_schema
 from weft.text.grammars.specs import (
     ChoiceSpec,
@@ -15,6 +16,7 @@ from weft.text.grammars.specs import (
     JsonObjectSpec,
     JsonSchemaSpec,
     LarkSpec,
+    OutputSpec,
     RegexSpec,
     ThinkingSpec,
     ToolCallsSpec,
@@ -23,8 +25,12 @@ from weft.text.grammars.specs import (
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Lets the model decide how text is cut into tokens. It follows the grammar, whose lines errors count."""
-_JSON_STYLE = {"whitespace_pattern": r"\x20|\n[\x20\t]{0,64}"}
-"""White space in JSON is a space, or a line's end and indentation: with more, a model may never end."""
+_JSON_STYLES: dict[JsonWhitespace, dict[str, object]] = {
+    "compact": {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"},
+    "indented": {"whitespace_pattern": r"\x20|\n[\x20\t]{0,64}"},
+}
+"""The white space that JSON may have: a space behind commas and colons; or anywhere a space, or a line's end and
+indentation. With more, a model may never end, and a small one may not with the latter."""
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 _RULE_OPTION = re.compile(r"\s*+[?!]*+[\w-]++\s*+\[[^\]]*\b(stop|temperature)\s*+=")
@@ -32,36 +38,40 @@ _RULE_OPTION = re.compile(r"\s*+[?!]*+[\w-]++\s*+\[[^\]]*\b(stop|temperature)\s*
 
 
 class GrammarWriter:
-    def __init__(self, specials: Mapping[str, int], *, max_schema_depth: int) -> None:
+    def __init__(
+        self, specials: Mapping[str, int], *, max_schema_depth: int, json_whitespace: JsonWhitespace = "compact"
+    ) -> None:
         """`specials` are the tokenizer's special tokens, which are never a part of text."""
         self._specials = specials
         self._special = re.compile(
             "|".join(re.escape(text) for text in sorted(specials, key=len, reverse=True)) or "$^"
         )
         self._max_schema_depth = max_schema_depth
+        self._json_style = _JSON_STYLES[json_whitespace]
 
     def write(self, spec: GrammarSpec, thinking: ThinkingSpec | None = None) -> str:
-        match spec:
-            case JsonObjectSpec():
-                lines = ["start: " + self._json({"type": "object"}, spec.param)]
-            case JsonSchemaSpec(schema=schema, param=param):
-                lines = ["start: " + self._json(schema, param)]
-            case RegexSpec(pattern=pattern):
-                from llguidance import regex_to_lark  # costs nothing before it is needed
-
-                lines = [f"start: /{regex_to_lark(pattern, '')}/"]
-            case ChoiceSpec(options=options, param=param):
-                if not options:
-                    raise InvalidRequest("There is nothing to choose from.", param=param)
-                lines = ["start: CHOICE", "CHOICE: " + " | ".join(json.dumps(option) for option in options)]
-            case LarkSpec(text=text, param=param):
-                _check_lark(text, param)
-                lines = [text]
-            case ToolCallsSpec():
-                lines = self._tool_calls(spec)
+        lines = self._tool_calls(spec) if isinstance(spec, ToolCallsSpec) else self._lines(spec)
         if thinking is not None:
             lines = self._after_thoughts(thinking, lines)
         return "\n".join(lines) + _OPTIONS
+
+    def _lines(self, spec: OutputSpec) -> list[str]:
+        match spec:
+            case JsonObjectSpec():
+                return ["start: " + self._json({"type": "object"}, spec.param)]
+            case JsonSchemaSpec(schema=schema, param=param):
+                return ["start: " + self._json(schema, param)]
+            case RegexSpec(pattern=pattern):
+                from llguidance import regex_to_lark  # costs nothing before it is needed
+
+                return [f"start: /{regex_to_lark(pattern, '')}/"]
+            case ChoiceSpec(options=options, param=param):
+                if not options:
+                    raise InvalidRequest("There is nothing to choose from.", param=param)
+                return ["start: CHOICE", "CHOICE: " + " | ".join(json.dumps(option) for option in options)]
+            case LarkSpec(text=text, param=param):
+                _check_lark(text, param)
+                return [text]
 
     def _after_thoughts(self, thinking: ThinkingSpec, lines: list[str]) -> list[str]:
         ends = ["thoughts"] + ([f"TEXT {self._token(thinking.end)}"] if thinking.end in self._specials else [])
@@ -81,7 +91,7 @@ class GrammarWriter:
     def _json(self, schema: Mapping[str, Any], param: str) -> str:
         check_schema(schema, max_depth=self._max_schema_depth, param=param)
         try:
-            return "%json " + json.dumps({**schema, "x-guidance": _JSON_STYLE}, allow_nan=False)
+            return "%json " + json.dumps({**schema, "x-guidance": self._json_style}, allow_nan=False)
         except (RecursionError, TypeError, ValueError) as error:
             raise InvalidRequest(f"The schema is no JSON: {error}.", param=param) from error
 
@@ -102,6 +112,9 @@ class GrammarWriter:
         end = f"{more} {self._literal(shape.closing)}"
         if spec.at_least_one:
             return [f"start: {self._literal(shape.opening)} call {end}", *lines]
+        if spec.text is not None:
+            start = f"start: {self._literal(shape.opening)} call {end} | text"
+            return [start, *lines, "text: %lark {", *self._lines(spec.text), "}"]
         # Text goes on until the first marker of a call; from there on, it is one.
         begin = shape.opening + shape.before_name
         marker = _MARKER.match(begin)

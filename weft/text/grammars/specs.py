@@ -47,6 +47,9 @@ class LarkSpec(Struct, frozen=True, kw_only=True, tag=True):
     param: str = "grammar"
 
 
+OutputSpec = JsonObjectSpec | JsonSchemaSpec | RegexSpec | ChoiceSpec | LarkSpec
+
+
 class ToolSpec(Struct, frozen=True, kw_only=True):
     name: str
     parameters: Mapping[str, Any] | None = None
@@ -62,6 +65,8 @@ class ToolCallsSpec(Struct, frozen=True, kw_only=True):
     """False when text may stand before the calls, or instead of them."""
     parallel: bool = True
     """False when there may be no more than one call."""
+    text: OutputSpec | None = None
+    """The form of a text instead of the calls; None: any. With `at_least_one` there is none."""
     param: str = "tools"
 
 
@@ -74,14 +79,15 @@ class ThinkingSpec(Struct, frozen=True, kw_only=True):
     """True when the prompt has opened the reasoning; else the model may open it, or write none."""
 
 
-OutputSpec = JsonObjectSpec | JsonSchemaSpec | RegexSpec | ChoiceSpec | LarkSpec
 GrammarSpec = OutputSpec | ToolCallsSpec
 
 
 def check_size(spec: GrammarSpec, max_kb: int) -> None:
     """Raise InvalidRequest for a spec of more than `max_kb` KiB of characters, having looked at no more than those."""
     match spec:
-        case ToolCallsSpec(tools=tools):
+        case ToolCallsSpec(tools=tools, text=text):
+            if text is not None:
+                check_size(text, max_kb)
             asked: object = [(tool.name, tool.parameters) for tool in tools]
         case JsonSchemaSpec(schema=asked) | RegexSpec(pattern=asked) | ChoiceSpec(options=asked) | LarkSpec(text=asked):
             pass

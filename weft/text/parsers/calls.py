@@ -3,7 +3,8 @@
 A call starts, for the caller, when its name is known and its arguments have begun; from then on the arguments are
 passed on as they come and cannot be taken back. So:
 
-- What turns out to be no call before that point, or ends before it, is content again, unchanged.
+- What turns out to be no call before that point, or ends before it, is content again, unchanged. Only where the
+  answer is cut there, it is a call without arguments, or nothing while its name is not known.
 - After it, braces are only counted. Arguments that are not JSON are passed on as they are: up to where their braces
   balance, to a marker of the style outside a string, or to the end of the answer. What the model still writes of the
   object around them is dropped, right or wrong.
@@ -35,7 +36,9 @@ _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r"
 class OpenCall:
     """A call while it is read. It is started once it has an index."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_marked: bool = True) -> None:
+        self.is_marked = is_marked
+        """A marker of the style stood before it."""
         self.index: int | None = None
         self.name: str | None = None
         self.early_arguments: list[str] | None = None
@@ -135,12 +138,26 @@ class CallParser(TextMachine):
 
     def _end(self, call: OpenCall) -> bool:
         """End the call. Returns False when it was none, and what was held back is content."""
-        if call.index is None:
+        if call.index is None and self._is_cut and self._is_begun(call):
+            if call.name:
+                self._start(call, call.name)
+            self._held.clear()
+        elif call.index is None:
             self._give_back()
             return False
         self._in_call = False
         self._after_call = True
-        return True
+        return call.index is not None
+
+    def _is_begun(self, call: OpenCall) -> bool:
+        """Return whether an answer that was cut here was about to make a call."""
+        if call.is_marked or call.name or self._after_call:
+            return True
+        held = "".join("".join(self._held).split())
+        return len(held) > 1 and any(f'{{"name":"{name}'.startswith(held) for name in self._declared or ("",))
+
+    def _is_marker(self, beginning: str) -> bool:
+        return super()._is_marker(beginning) or (self._after_call and not self._in_call)
 
     def _object(self, *, marked: bool) -> Wait[bool]:
         """Read `{"name": ..., "arguments": {...}}`, the keys in any order; return whether it is a call.
@@ -148,13 +165,13 @@ class CallParser(TextMachine):
         Not `marked`: no marker stood before it, so only the keys that belong to a call, and a declared name, make it
         one.
         """
-        call = OpenCall()
-        complete = yield from self._members(call, marked)
+        call = OpenCall(is_marked=marked)
+        complete = yield from self._members(call)
         if complete and marked and call.name and call.index is None:
             self._write(call, "{}")
         return self._end(call)
 
-    def _members(self, call: OpenCall, marked: bool) -> Wait[bool]:
+    def _members(self, call: OpenCall) -> Wait[bool]:
         if not (yield from self._reads("{")):
             return False
         while True:
@@ -165,14 +182,14 @@ class CallParser(TextMachine):
             yield from self._read_spaces()
             if key == "name" and call.name is None:
                 call.name = yield from self._string()
-                if not call.name or not (marked or self._declared is None or call.name in self._declared):
+                if not call.name or not (call.is_marked or self._declared is None or call.name in self._declared):
                     return False
                 if call.early_arguments is not None:
                     self._write(call, "".join(call.early_arguments))
             elif key in _ARGUMENTS_KEYS and call.index is None and call.early_arguments is None:
                 if not (yield from self._arguments(call)):
                     return False
-            elif marked or call.index is not None or key in _PLAIN_KEYS:
+            elif call.is_marked or call.index is not None or key in _PLAIN_KEYS:
                 yield from self._value(_ignore)
             else:
                 return False

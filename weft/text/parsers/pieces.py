@@ -50,8 +50,12 @@ class Parser(Protocol):
     def push(self, text: str) -> list[Piece]:
         """Return the pieces that are certain now; what could still become a marker or a call is held back."""
 
-    def finish(self) -> list[Piece]:
-        """Return what was held back, now that the answer is over. Nothing may be pushed later."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """Return what was held back, now that the answer is over. Nothing may be pushed later.
+
+        `is_cut`: the answer was ended from outside, by its length or a stop string. What had begun as a call or a
+        marker is no content then: of a call its name is given, if that is known, and of a marker nothing.
+        """
 
 
 class PlainParser:
@@ -60,7 +64,7 @@ class PlainParser:
     def push(self, text: str) -> list[Piece]:
         return [Content(text)] if text else []
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
         return []
 
 

@@ -65,7 +65,7 @@ class ReasoningParser(TextMachine):
         self._over = True
         if not self._ended:
             yield
-        self._pieces += self._content.finish()
+        self._pieces += self._content.finish(is_cut=self._is_cut)
 
     def _reasoning(self, text: str) -> None:
         body = text.rstrip(_NEWLINES)

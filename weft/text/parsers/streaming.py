@@ -27,6 +27,8 @@ class TextMachine:
         self._at = 0
         """The position up to which `_text` is taken."""
         self._ended = False
+        self._is_cut = False
+        """True when the answer was ended from outside; known with `_ended`."""
         self._held: list[str] = []
         """Text that was taken, and is not yet known to be content or not."""
         self._pieces: list[Piece] = []
@@ -44,8 +46,9 @@ class TextMachine:
         next(self._work)
         return self._said()
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
         self._ended = True
+        self._is_cut = is_cut
         next(self._work, None)
         return self._said()
 
@@ -71,13 +74,21 @@ class TextMachine:
         return char != "" and char in characters
 
     def _sees(self, marker: str) -> Wait[bool]:
-        """Return whether the text goes on with this marker, without taking it."""
+        """Return whether the text goes on with this marker, without taking it. What a cut left of one is dropped."""
         while not self._text.startswith(marker, self._at):
             rest = self._text[self._at : self._at + len(marker)]
-            if self._ended or not marker.startswith(rest):
+            if not marker.startswith(rest):
+                return False
+            if self._ended:
+                if self._is_cut and self._is_marker(rest):
+                    self._take(len(rest))
                 return False
             yield
         return True
+
+    def _is_marker(self, beginning: str) -> bool:
+        """Return whether the beginning of a marker, at which the answer was cut, is none of the text."""
+        return len(beginning) > 1
 
     def _take(self, count: int) -> str:
         """Take the next characters, which are known to be there."""
@@ -109,7 +120,7 @@ class TextMachine:
             if (yield from self._sees(marker)):
                 self._take(len(marker))
                 return True
-            if self._text[self._at] == marker[0]:
+            if self._text.startswith(marker[0], self._at):
                 write(self._take(1))
 
     def _let_go(self) -> str:

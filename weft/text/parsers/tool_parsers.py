@@ -27,7 +27,7 @@ class HermesParser(CallParser):
         if (yield from self._sees(TOOL_CALL_END)):
             self._take(len(TOOL_CALL_END))
             self._held.clear()
-        elif "".join(self._held).strip(SPACES):
+        elif "".join(self._held).strip(SPACES) and not self._is_cut:
             self._give_back()
 
 
@@ -95,6 +95,8 @@ class MistralParser(CallParser):
         """Read `name[ARGS]{...}` or `name{...}`; between them there may be `[CALL_ID]` and an id."""
         call = OpenCall()
         call.name = yield from self._word()
+        if not (yield from self._peek()):
+            call.name = None  # It may have been cut in two.
         yield from self._read_spaces()
         if (yield from self._sees(CALL_ID)):
             self._read(len(CALL_ID))
