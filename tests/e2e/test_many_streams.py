@@ -161,7 +161,7 @@ def test_two_hundred_that_hang_up_are_not_missed(server: TinyServer) -> None:
 
 
 def test_a_hundred_grpc_connections_are_each_their_solo_run(server: TinyServer) -> None:
-    """Each prediction has a connection of its own, and the engine waits until all are open."""
+    """Each prediction has a connection of its own, and the engine waits until all have asked."""
     address = f"127.0.0.1:{server.grpc_port()}"
     greedy = {"temperature": 0, "max_new_tokens": MAX_TOKENS}
 
@@ -174,12 +174,14 @@ def test_a_hundred_grpc_connections_are_each_their_solo_run(server: TinyServer) 
         assert responses[0].trace_id == str(number)
         return calls.text_of(responses)
 
+    def num_waiting() -> float:
+        return server.metric("weft_num_requests_waiting")
+
     async def scenario() -> None:
-        files_before = server.num_files()
         solo = [await predicted(number) for number in range(len(QUESTIONS))]
         with server.engine_stopped():
             predictions = [asyncio.create_task(predicted(number)) for number in range(NUM_CONNECTIONS)]
-            await until(lambda: server.num_files() >= files_before + NUM_CONNECTIONS, "a hundred connections")
+            await until(lambda: num_waiting() == NUM_CONNECTIONS, "a hundred requests")
         assert await asyncio.gather(*predictions) == solo * (NUM_CONNECTIONS // len(solo))
         server.check_unharmed()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from msgspec.structs import replace
 
 from tests.engine.faulty import POISON
@@ -98,6 +99,25 @@ def test_killed_in_mid_stream_every_stream_goes_on(tiny_files: ModelFiles) -> No
             assert not alive(first_pid)
 
     asyncio.run(scenario())
+
+
+def test_a_request_that_comes_as_the_engine_dies_is_answered_by_the_next(tiny_files: ModelFiles) -> None:
+    """One comes in every turn of the server's event loop, also in those in which the connection is closed and its end
+    is not noticed yet: to write to it is an error of uvloop."""
+
+    async def scenario() -> None:
+        async with serving(tiny_files) as engine:
+            tokens = engine.text.tokenizer.encode(PROMPTS[0])
+            undisturbed, _ = await answer(engine, tokens, GREEDY)
+            os.kill(engine.client.engine_pid, signal.SIGKILL)
+            streams = []
+            while engine.client.state == "ready":
+                streams = [*streams[-3:], await engine.submit(sample(tokens, GREEDY))]
+                await asyncio.sleep(0)
+            for stream in streams:
+                assert "".join([output.text async for output in stream]) == undisturbed
+
+    uvloop.run(scenario())
 
 
 def test_killed_with_a_draft_model_every_stream_goes_on(tiny_files: ModelFiles) -> None:

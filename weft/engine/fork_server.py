@@ -128,6 +128,8 @@ class ForkedEngine:
             said = self._control.recv(64, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True  # another thread took it
+        except ConnectionError:
+            said = b""  # it ended before it heard what was sent to it
         if said and self._pid is None:
             self._pid = int(said)
         else:
@@ -176,7 +178,8 @@ class _Children:
 
     def obey(self, pid: int) -> None:
         """Kill an engine whose owner said so, or has closed its end."""
-        self.control[pid].recv(64)
+        with contextlib.suppress(ConnectionError):  # its owner has gone, and never heard what was told
+            self.control[pid].recv(64)
         os.kill(pid, signal.SIGKILL)
 
     def fds(self) -> list[int]:
