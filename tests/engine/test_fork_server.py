@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -67,6 +68,24 @@ def test_an_engine_is_forked_named_killed_and_reaped(lasting: ForkServer) -> Non
         assert second.wait(0) is None and not has_ended(pid_of(second)), "the other lives"
         os.kill(pid_of(second), signal.SIGTERM)
         assert second.wait(PATIENCE) == "killed by SIGTERM"
+
+
+def test_a_process_of_a_thousand_connections_hears_of_its_engine(lasting: ForkServer) -> None:
+    """Numbers of files above 1023 are beyond `select`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    taken = [os.dup(0) for _ in range(1024)]
+    engine = lasting.fork(WAITS)
+    try:
+        with engine.socket:
+            assert engine._control.fileno() > 1023
+            pid_of(engine)
+            engine.kill()
+            assert engine.wait(PATIENCE) == "killed by SIGKILL"
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_an_owner_that_never_listened_harms_no_other_engine(lasting: ForkServer) -> None:

@@ -122,7 +122,12 @@ class ForkedEngine:
 
     def _hear(self, timeout_s: float) -> bool:
         """Take in a message of the server: the process id, then the exit code. False when none came in time."""
-        if self._end is not None or not select.select([self._control], [], [], timeout_s)[0]:
+        if self._end is not None:
+            return False
+        # `select` cannot watch files above 1023, as a process with many connections has.
+        messages = select.poll()
+        messages.register(self._control, select.POLLIN)
+        if not messages.poll(1000 * timeout_s):
             return False
         try:
             said = self._control.recv(64, socket.MSG_DONTWAIT)
