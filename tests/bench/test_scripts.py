@@ -112,7 +112,7 @@ def test_the_frozen_interfaces_are_as_they_were(server: tuple[str, str]) -> None
 def test_memory_and_files_are_watched(tiny_model: Path, tmp_path: Path) -> None:
     """In a process of its own, of whose processes all are the server's."""
     file = tmp_path / "stress.json"
-    words = ("--duration", "2", "--concurrency", "2", "--max-tokens", "4", "--input-words", "2-6")
+    words = ("--duration", "1", "--concurrency", "2", "--max-tokens", "4", "--input-words", "2-6")
     command = [
         sys.executable,
         "-m",

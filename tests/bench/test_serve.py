@@ -236,12 +236,12 @@ def test_a_server_of_its_own_is_started_measured_and_ended(tiny_model: Path) -> 
 
 def test_a_server_that_does_not_start_is_told(capfd: pytest.CaptureFixture[str]) -> None:
     async def scenario() -> None:
-        async with own_server(["no-such-model-anywhere.gguf"]):
+        async with own_server(["--no-such-flag"]):
             pytest.fail("it cannot be ready")
 
     with pytest.raises(EngineFault, match="did not start"):
         asyncio.run(scenario())
-    assert "no-such-model-anywhere" in capfd.readouterr().err
+    assert "--no-such-flag" in capfd.readouterr().err
 
 
 def test_an_open_loop_sends_when_it_is_time_whatever_is_open() -> None:

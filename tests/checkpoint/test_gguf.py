@@ -27,6 +27,7 @@ from tests.checkpoint.gguf_bytes import (
     u64,
     write,
 )
+from tests.effort import EFFORT
 from weft.checkpoint import gguf as ggml
 from weft.checkpoint.gguf import map_tensors, read_gguf
 from weft.errors import ModelError
@@ -177,7 +178,7 @@ _EDITS = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150 * EFFORT, deadline=None)
 @given(edits=_EDITS, cut=st.integers(0, _SIZE) | st.just(_SIZE))
 def test_a_damaged_file_is_read_or_refused_and_nothing_else(
     edits: list[tuple[int, bytes]], cut: int, tmp_path_factory: pytest.TempPathFactory
@@ -194,7 +195,7 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(
     assert all(array.size == file.tensors[name].nbytes for name, array in map_tensors(file).items())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50 * EFFORT, deadline=None)
 @given(tail=st.binary(max_size=200))
 def test_noise_after_the_magic_is_refused_or_read(tail: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "noise.gguf"

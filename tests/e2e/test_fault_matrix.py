@@ -73,6 +73,8 @@ FAULTS = {
         engine="remote", flags=("--engine-url", NO_URL), says="No server answers at http://127.0.0.1:1/v1", code=1
     ),
 }
+ALIKE = {"vLLM, import error", "remote, import error"}
+"""An engine that cannot be used is passed over before it starts, whether it is missing or broken."""
 
 
 @pytest.fixture
@@ -118,7 +120,7 @@ def test_an_engine_that_was_named_alone_says_why_it_cannot(name: str, tiny_model
     assert fault.says in done.stderr and done.stdout == ""
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [name for name in FAULTS if name not in ALIKE])
 def test_the_next_engine_answers_and_one_warning_says_why(
     name: str, tiny_model: Path, tmp_path: Path, peer: TinyServer
 ) -> None:

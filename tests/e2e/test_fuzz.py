@@ -90,7 +90,7 @@ def test_no_request_over_http_harms_the_server_or_its_neighbour(server: TinyServ
         *hostile.unreadable(),
     ]
     assert len(requests) > 5000
-    requests = random.Random(4).sample(requests, min(1600 * EFFORT, len(requests)))
+    requests = random.Random(4).sample(requests, min(900 * EFFORT, len(requests)))
     statuses: list[int] = []
 
     async def scenario() -> None:
@@ -117,6 +117,7 @@ def test_no_message_over_grpc_harms_the_server_or_its_neighbour(server: TinyServ
     messages = [*hostile_rpc.alone(), *hostile_rpc.in_pairs(rng)]
     messages += [hostile_rpc.broken(rng, method) for method in hostile_rpc.BASES for _ in range(50)]
     assert len(messages) > 700
+    messages = rng.sample(messages, min(500 * EFFORT, len(messages)))
     codes: list[grpc.StatusCode] = []
 
     async def scenario() -> None:
@@ -134,12 +135,12 @@ def test_no_message_over_grpc_harms_the_server_or_its_neighbour(server: TinyServ
         http.close()
 
     asyncio.run(scenario())
-    assert codes.count(grpc.StatusCode.OK) > 200, "too few of them got as far as the engine"
+    assert codes.count(grpc.StatusCode.OK) > len(messages) / 6, "too few of them got as far as the engine"
     server.check_unharmed()
 
 
 def test_a_request_can_be_sent_again_by_its_index_and_seed(server: TinyServer) -> None:
     openapi = server.get("/openapi.json").json()
-    first, again = ([one.make() for one in itertools.islice(plan(openapi, 5), 100)] for _ in range(2))
+    first, again = ([one.make() for one in itertools.islice(plan(openapi, 5), 40)] for _ in range(2))
     assert first == again
     assert {type(one) for one in first} == {Asked, AskedRpc}

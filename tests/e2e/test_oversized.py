@@ -23,7 +23,7 @@ from tests.waiting import wait_until
 
 SIZES = (100_000, 2 << 20, 31 << 20)
 RPC_SIZES = (300_000, 3 << 20)
-SAMPLE = 8 * EFFORT
+SAMPLE = 5 * EFFORT
 MAX_GROWTH_MB = 256
 MAX_ERROR_BYTES = 4096
 MAX_STALL_S = 1.0

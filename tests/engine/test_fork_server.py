@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -69,23 +70,57 @@ def test_an_engine_is_forked_named_killed_and_reaped(lasting: ForkServer) -> Non
         assert second.wait(PATIENCE) == "killed by SIGTERM"
 
 
-def test_it_is_killed_though_the_server_has_not_forked_it_yet() -> None:
-    server = ForkServer(engine_environment())
+def test_a_process_of_a_thousand_connections_hears_of_its_engine(lasting: ForkServer) -> None:
+    """Numbers of files above 1023 are beyond `select`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, hard))
+    taken = [os.dup(0) for _ in range(1024)]
+    engine = lasting.fork(WAITS)
+    try:
+        with engine.socket:
+            assert engine._control.fileno() > 1023
+            pid_of(engine)
+            engine.kill()
+            assert engine.wait(PATIENCE) == "killed by SIGKILL"
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_owner_that_never_listened_harms_no_other_engine(lasting: ForkServer) -> None:
+    """It leaves with the process id unread, which resets the connection."""
+    lost, kept = lasting.fork(WAITS), lasting.fork(WAITS)
+    with kept.socket:
+        pid_of(kept)
+        lost.close()
+        kept.kill()
+        assert kept.wait(PATIENCE) == "killed by SIGKILL"
+        assert lasting.is_alive
+
+
+def test_it_is_killed_though_the_server_has_not_forked_it_yet(light: dict[str, str]) -> None:
+    server = ForkServer(light)
+    server._process.send_signal(signal.SIGSTOP)
     engine = server.fork(WAITS)
     with engine.socket:
         engine.kill()
+        server._process.send_signal(signal.SIGCONT)
         assert engine.wait(PATIENCE) == "killed by SIGKILL"
     server.close()
 
 
 def test_engines_end_with_their_server_and_the_next_has_a_new_one(light: dict[str, str]) -> None:
+    """So does one that the server was told to kill and has not."""
     server = ForkServer(light)
-    engine = server.fork(WAITS)
-    with engine.socket:
-        pid = pid_of(engine)
-        os.kill(int(status(pid, "PPid")), signal.SIGKILL)
-        assert engine.wait(PATIENCE) == "ended with its fork server"
-        wait_until(lambda: has_ended(pid), "the engine's end")
+    engine, told = server.fork(WAITS), server.fork(WAITS)
+    with engine.socket, told.socket:
+        pids = [pid_of(engine), pid_of(told)]
+        server._process.send_signal(signal.SIGSTOP)
+        told.kill()
+        server._process.kill()
+        assert [one.wait(PATIENCE) for one in (engine, told)] == 2 * ["ended with its fork server"]
+        wait_until(lambda: all(map(has_ended, pids)), "the engines' end")
     wait_until(lambda: not server.is_alive, "the server's end")
     with pytest.raises(OSError):
         server.fork(WAITS)

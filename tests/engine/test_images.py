@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.effort import EFFORT
 from tests.engine.test_core import core_of
 from tests.engine.test_out_of_memory import BOTH, EVERYWHERE, WHERE, Fails, PoorRunner
 from tests.generation import generate_image, sample
@@ -113,7 +114,7 @@ def test_an_image_for_which_there_is_never_memory_ends_alone(where: str, overlap
     assert_undisturbed([one for one in MIXED if one.request_id != "i3"], events)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40 * EFFORT, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     where=st.sampled_from(WHERE),

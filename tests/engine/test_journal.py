@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.effort import EFFORT
 from weft.engine.journal import MAX_OUTSIDE_DEATHS, Entry, Journal, Place, Queued, queued_tokens
 from weft.types import Event, FinishReason, Request, SamplingParams
 
@@ -52,7 +53,7 @@ def total(entries: list[Entry]) -> Queued:
     return Queued(len(entries), sum(queued_tokens(entry.request) for entry in entries))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150 * EFFORT, deadline=None)
 @given(actions=st.lists(ACTIONS, max_size=60))
 def test_the_counts_are_those_of_the_entries(actions: list[tuple[str, str]]) -> None:
     journal = Journal()

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from tests.effort import EFFORT
 from tests.scheduler.simulation import SimulatedWorker, events_of, expected_output, limits, request
 from weft.engine.core import EngineCore
 from weft.plan import Limits, StepPlan, StepResult
@@ -251,7 +252,7 @@ def test_no_memory_to_prepare_with_is_no_fault() -> None:
     assert runner.preparations == 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75 * EFFORT, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     where=st.sampled_from(WHERE),

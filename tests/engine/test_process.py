@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 import threading
@@ -31,7 +32,11 @@ process.main()
 """
 
 
-def test_a_failed_engine_is_gone_though_its_teardown_would_hang() -> None:
+def test_a_failed_engine_is_gone_though_its_teardown_would_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: undefined symbol')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     engine = EngineProcess(sys.executable, "-c", HANGS_AT_ITS_END)
     try:
         with engine.socket:

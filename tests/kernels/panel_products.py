@@ -1,4 +1,4 @@
-"""Products with two formats of panels against torch, as a program: what it is compiled for is settled at its start."""
+"""Products with every format of panels against torch, as a program: what it is compiled for is settled at its start."""
 
 from __future__ import annotations
 
@@ -19,28 +19,24 @@ SHAPES = ((45, 3, 1), (8, 5, 15))
 """Rows, blocks of columns, and inputs: every tile of inputs, and a last panel that is not whole."""
 
 
-def native_product(kind: int) -> Callable[..., None]:
-    """The products of a weight with inputs, and the floats of its rows; all by their addresses."""
-
-    @export(types.void(*[types.int64] * 11))
-    def product(
-        weight: int, num_rows: int, num_blocks: int, x: int, num_inputs: int, numbers: int, scales: int, sums: int,
-        out: int, unpacked: int, scratch: int,
-    ) -> None:  # fmt: skip
-        size = num_blocks * BLOCK
-        panels.quantise(floats(x), num_inputs * size, signed_bytes(numbers), floats(scales), floats(sums))
-        panels.panel_linear(
-            kind, weight, 0, num_rows, num_blocks, signed_bytes(numbers), floats(scales), floats(sums),
-            num_inputs, floats(out), num_rows, floats(scratch),
-        )  # fmt: skip
-        for row in range(num_rows):
-            panels.unpack_row(kind, signed_bytes(weight), row, num_blocks, floats(unpacked + row * size * 4))
-
-    return ObjectCode(map(object_code, [f"{SYMBOL}product", *PANELS])).function("product", 11)
+@export(types.void(*[types.int64] * 12))
+def product(
+    kind: int, weight: int, num_rows: int, num_blocks: int, x: int, num_inputs: int, numbers: int, scales: int,
+    sums: int, out: int, unpacked: int, scratch: int,
+) -> None:  # fmt: skip
+    """Compute the products of a weight with inputs, and the floats of its rows; all by their addresses."""
+    size = num_blocks * BLOCK
+    panels.quantise(floats(x), num_inputs * size, signed_bytes(numbers), floats(scales), floats(sums))
+    panels.panel_linear(
+        kind, weight, 0, num_rows, num_blocks, signed_bytes(numbers), floats(scales), floats(sums),
+        num_inputs, floats(out), num_rows, floats(scratch),
+    )  # fmt: skip
+    for row in range(num_rows):
+        panels.unpack_row(kind, signed_bytes(weight), row, num_blocks, floats(unpacked + row * size * 4))
 
 
-def check(kind: int) -> None:
-    wanted, product = FORMATS[kind - 1], native_product(kind)
+def check(kind: int, native_product: Callable[..., None]) -> None:
+    wanted = FORMATS[kind - 1]
     for num_rows, num_blocks, num_inputs in SHAPES:
         size = num_blocks * BLOCK
         numbers = torch.randint(0, 2**wanted.bits, (num_rows, size), dtype=torch.uint8)
@@ -54,8 +50,8 @@ def check(kind: int) -> None:
         unpacked, scratch = torch.empty(num_rows, size), torch.empty(SCRATCH_FLOATS)
         whole = torch.empty(num_inputs, size, dtype=torch.int8)
         steps, sums = (torch.empty(num_inputs, size // INPUT_GROUP) for _ in range(2))
-        product(
-            weight.panels.data_ptr(), num_rows, num_blocks, x.data_ptr(), num_inputs, whole.data_ptr(),
+        native_product(
+            kind, weight.panels.data_ptr(), num_rows, num_blocks, x.data_ptr(), num_inputs, whole.data_ptr(),
             steps.data_ptr(), sums.data_ptr(), out.data_ptr(), unpacked.data_ptr(), scratch.data_ptr(),
         )  # fmt: skip
         torch.testing.assert_close(unpacked, weight.dequantised())
@@ -67,6 +63,7 @@ def check(kind: int) -> None:
 
 
 if __name__ == "__main__":
-    for each in (1, 4):
-        check(each)
+    compiled = ObjectCode(map(object_code, [f"{SYMBOL}product", *PANELS])).function("product", 12)
+    for each, _ in enumerate(FORMATS, 1):
+        check(each, compiled)
     print(LANES)

@@ -213,7 +213,7 @@ def workloads(draw: st.DrawFn) -> dict[str, object]:
     }
 
 
-@settings(max_examples=60 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(workloads())
 def test_every_request_ends_once_with_what_it_asked_for(load: dict) -> None:
     rnd = random.Random(load["seed"])

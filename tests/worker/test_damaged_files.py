@@ -32,7 +32,7 @@ from weft.worker.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASES = 60 * EFFORT
+CASES = 35 * EFFORT
 """Cases of each file."""
 ROOM = 256 << 20
 """Address space that a load may take: a tiny model has some hundred kilobytes."""

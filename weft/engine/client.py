@@ -126,7 +126,9 @@ class _Connection(Struct):
         return end in OUTSIDE_ENDS and num_oom_kills() == self.oom_kills
 
     def send(self, message: ToEngine) -> None:
-        write_frame(self.transport, message)
+        """Send a message, unless the engine is gone and that is noticed in a moment: the journal has what it needs."""
+        if not self.transport.is_closing():
+            write_frame(self.transport, message)
 
 
 class EngineClient:

@@ -122,12 +122,19 @@ class ForkedEngine:
 
     def _hear(self, timeout_s: float) -> bool:
         """Take in a message of the server: the process id, then the exit code. False when none came in time."""
-        if self._end is not None or not select.select([self._control], [], [], timeout_s)[0]:
+        if self._end is not None:
+            return False
+        # `select` cannot watch files above 1023, as a process with many connections has.
+        messages = select.poll()
+        messages.register(self._control, select.POLLIN)
+        if not messages.poll(1000 * timeout_s):
             return False
         try:
             said = self._control.recv(64, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return True  # another thread took it
+        except ConnectionError:
+            said = b""  # it ended before it heard what was sent to it
         if said and self._pid is None:
             self._pid = int(said)
         else:
@@ -176,7 +183,8 @@ class _Children:
 
     def obey(self, pid: int) -> None:
         """Kill an engine whose owner said so, or has closed its end."""
-        self.control[pid].recv(64)
+        with contextlib.suppress(ConnectionError):  # its owner has gone, and never heard what was told
+            self.control[pid].recv(64)
         os.kill(pid, signal.SIGKILL)
 
     def fds(self) -> list[int]:

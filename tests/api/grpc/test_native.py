@@ -1,4 +1,4 @@
-"""The door over the real engine and the default model."""
+"""The door over the real engine, and a model that is quick."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.waiting import until
 from weft.api.grpc.prediction import ChunkBuffer
 from weft.backends.failover import start_engine
 from weft.backends.native import NativeEngine, start_native
-from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
+from weft.hub.resolve import resolve
 from weft.types import GenerationRequest, Sample, SamplingParams
 
 COUNTING = "One, two, three, four,"
@@ -32,11 +32,11 @@ Run = Callable[[Scenario], None]
 
 
 @pytest.fixture(scope="module")
-def run(smollm2_files: ModelFiles) -> Iterator[Run]:
+def run(long_model: Path) -> Iterator[Run]:
     """Runs scenarios over one engine."""
     config = load({"kv_cache_memory_mb": 128, "max_model_len": 1024}, env={})
     with asyncio.Runner() as runner:
-        engine = runner.run(start_native(config, smollm2_files))
+        engine = runner.run(start_native(config, resolve(str(long_model))))
         yield lambda scenario: runner.run(scenario(engine))
         assert engine.stats().open_requests == 0
         runner.run(engine.close())
@@ -125,17 +125,20 @@ def test_a_cancelled_prediction_leaves_nothing_in_the_engine(run: Run) -> None:
 def test_a_prompt_beyond_the_context_is_refused(run: Run) -> None:
     async def scenario(engine: NativeEngine) -> None:
         async with door(engine) as opened:
-            code, details = await refused(opened.predict([ask("word " * 3000)]))
+            code, details = await refused(opened.predict([ask("word " * 400)]))
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert "1024" in details
 
     run(scenario)
 
 
-def test_a_stream_survives_the_death_of_the_engine(run: Run, own: Answers) -> None:
+def test_a_stream_survives_the_death_of_the_engine(run: Run) -> None:
+    long = GREEDY | {"max_new_tokens": 400}
+
     async def scenario(engine: NativeEngine) -> None:
         async with door(engine) as opened:
-            call = opened.predict([ask(COUNTING, generation=GREEDY)])
+            undisturbed = text_of(await answer_to(opened, ask(COUNTING, generation=long)))
+            call = opened.predict([ask(COUNTING, generation=long)])
             responses = [await call.read()]
             pid = engine.client.engine_pid
             assert pid is not None
@@ -145,7 +148,7 @@ def test_a_stream_survives_the_death_of_the_engine(run: Run, own: Answers) -> No
             while not responses[-1].end_of_stream:
                 responses.append(await call.read())
             check_whole(responses)
-            assert text_of(responses) == own[COUNTING][0]
+            assert text_of(responses) == undisturbed
             health = await opened.health()
             assert health.healthy and health.metrics["engine_restarts"] == "1"
 
