@@ -84,6 +84,10 @@ PAINTER = ImageModelInfo(
 class ScriptedTokenizer:
     """A token is a byte."""
 
+    bos_token, eos_token = None, None
+    fim_ids: Mapping[str, int] = {}
+    """Ids of tokens to fill in the middle of a text, by their names."""
+
     def __init__(self, *, is_bounded: bool = False) -> None:
         """`is_bounded`: refuse texts that are too long, as a real one does."""
         self._is_bounded = is_bounded
@@ -97,6 +101,9 @@ class ScriptedTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode()
+
+    def token_id(self, token: str) -> int | None:
+        return self.fim_ids.get(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])

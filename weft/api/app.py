@@ -32,7 +32,18 @@ from weft.api.anthropic.messages_schema import (
 from weft.api.body import answer_gone_client
 from weft.api.error_responses import ErrorBody, JsonResponse, answer_http_exception, answer_weft_error
 from weft.api.handler import Handler
-from weft.api.middleware import AnthropicErrors, ApiKeyAuth, CrossOrigin, HeaderLimits, RequestIdMiddleware
+from weft.api.llamacpp.llamacpp_server import add_llamacpp
+from weft.api.middleware import (
+    ApiKeyAuth,
+    CrossOrigin,
+    ErrorShape,
+    ErrorShapes,
+    HeaderLimits,
+    RequestIdMiddleware,
+    anthropic_shape,
+    ollama_shape,
+)
+from weft.api.ollama.ollama_models import add_ollama
 from weft.api.openai.chat import chat_endpoint
 from weft.api.openai.completions import completions_endpoint
 from weft.api.openai.embeddings import EmbeddingList, EmbeddingsRequest, embeddings_endpoint
@@ -59,9 +70,9 @@ from weft.api.openai.tokenize import (
     tokenize,
 )
 from weft.backends.contract import Engine
-from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason
+from weft.errors import ConfigError, ModelNotFound, Unavailable, WeftError, public_reason
 from weft.observe.metrics import CONTENT_TYPE, Residence, exposition
-from weft.options import Config
+from weft.options import Config, ServerOptions
 from weft.serving.admission import Admission, ClientGone
 from weft.serving.model_slot import ModelSlot
 from weft.serving.served_model import ServedModel
@@ -76,6 +87,7 @@ ANSWERS: tuple[type[Struct], ...] = (
     ImagesAnswer,
 )  # fmt: skip
 
+COMPAT_APIS = ("ollama", "llamacpp")
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -152,7 +164,14 @@ def admission_app(admission: Admission) -> FastAPI:
     app.add_middleware(CrossOrigin, admission=admission)
     app.add_middleware(HeaderLimits, admission=admission)
     app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(AnthropicErrors)
+    apis = compat_apis(admission.config.server)
+    shapes: dict[str, ErrorShape] = {"/v1/messages": anthropic_shape}
+    if "ollama" in apis:
+        shapes["/api"] = ollama_shape
+    app.add_middleware(ErrorShapes, shapes=shapes)
+    if "llamacpp" in apis:
+        # First: its /tokenize takes more than the other, which has the same path.
+        add_llamacpp(app, admission)
     _add_generation(app, admission)
     _add_messages(app, admission)
     _add_responses(app, admission)
@@ -161,10 +180,20 @@ def admission_app(admission: Admission) -> FastAPI:
     _add_tokens(app, admission)
     _add_models(app, admission)
     _add_health(app, admission)
+    if "ollama" in apis:
+        add_ollama(app, admission, partial(_all_cards, admission))
     if admission.admin_keys.required:
         add_admin(app, admission)
         add_model_admin(app, admission)
     return app
+
+
+def compat_apis(options: ServerOptions) -> frozenset[str]:
+    """Return the interfaces of other servers that are answered. Raises ConfigError for one that is not known."""
+    asked = frozenset(name.strip() for text in options.compat_api for name in text.split(","))
+    if unknown := sorted(asked - set(COMPAT_APIS)):
+        raise ConfigError(f"--compat-api {unknown[0]!r:.100}: there are {' and '.join(COMPAT_APIS)}.")
+    return asked
 
 
 def _add_generation(app: FastAPI, admission: Admission) -> None:

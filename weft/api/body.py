@@ -237,9 +237,14 @@ def _parse(schema: type[Schema], body: bytes, limits: LimitOptions) -> Schema:
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.")
     check_keys(value)
-    check_caps(value, limits)
+    return checked(schema, value, limits)
+
+
+def checked(schema: type[Schema], fields: dict[str, Any], limits: LimitOptions) -> Schema:
+    """Return the fields as the schema has them. Raises InvalidRequest for the first that is wrong."""
+    check_caps(fields, limits)
     try:
-        return schema.model_validate(value)
+        return schema.model_validate(fields)
     except ValidationError as error:
         raise _refusal(error) from error
 

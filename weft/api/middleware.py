@@ -1,5 +1,5 @@
 """The layers before any endpoint: an id and a line in the log for every request, limits of headers, origins of pages in
-browsers, keys, and the shape of errors for Anthropic's clients."""
+browsers, keys, and the shapes of errors for Anthropic's and Ollama's clients."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft import logs
-from weft.api.anthropic.messages_schema import anthropic_error
+from weft.api.anthropic.messages_schema import AnthropicError, anthropic_error
 from weft.api.error_responses import (
     ErrorBody,
     ForeignOrigin,
@@ -245,6 +245,8 @@ OPEN_PATHS = frozenset({"/health/live"})
 ADMIN_PATH = "/admin"
 VLLM_LOAD_PATH, VLLM_UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 """The names that vLLM gives to two of the operator's routes."""
+OLLAMA_PULL_PATH = "/api/pull"
+_OPERATORS_PATHS = frozenset({ADMIN_PATH, VLLM_LOAD_PATH, VLLM_UNLOAD_PATH, OLLAMA_PULL_PATH})
 
 
 class ApiKeyAuth:
@@ -283,22 +285,25 @@ class ApiKeyAuth:
 
 
 def _is_operators(path: str) -> bool:
-    return path in (ADMIN_PATH, VLLM_LOAD_PATH, VLLM_UNLOAD_PATH) or path.startswith(ADMIN_PATH + "/")
+    return path in _OPERATORS_PATHS or path.startswith(ADMIN_PATH + "/")
 
 
-MESSAGES_PATH = "/v1/messages"
+ErrorShape = Callable[[Message, str], object]
+"""Returns the body of a refusal, whose status and headers are in the message, with what it says."""
 
 
-class AnthropicErrors:
-    """Writes answers with an error status in Anthropic's shape, below its path; all others pass as they are."""
+class ErrorShapes:
+    """Writes answers with an error status in the shape that clients of a path read; all others pass as they are."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, shapes: Mapping[str, ErrorShape]) -> None:
+        """`shapes`: by the paths at and below which they hold."""
         self._app = app
+        self._shapes = shapes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not (
-            scope["path"] == MESSAGES_PATH or scope["path"].startswith(MESSAGES_PATH + "/")
-        ):
+        path = scope["path"] if scope["type"] == "http" else ""
+        shape = next((shape for at, shape in self._shapes.items() if path == at or path.startswith(at + "/")), None)
+        if shape is None:
             await self._app(scope, receive, send)
             return
         refusal: Message | None = None
@@ -309,7 +314,8 @@ class AnthropicErrors:
                 refusal = message
                 return
             if refusal is not None:
-                body = _anthropic_body(refusal, message["body"])
+                said = msgspec.json.decode(message["body"], type=ErrorBody).error.message
+                body = msgspec.json.encode(shape(refusal, said))
                 await send({**refusal, "headers": _with_length(refusal, len(body))})
                 message, refusal = {**message, "body": body}, None
             await send(message)
@@ -317,12 +323,13 @@ class AnthropicErrors:
         await self._app(scope, receive, send_in_shape)
 
 
-def _anthropic_body(refusal: Message, body: bytes) -> bytes:
-    said = msgspec.json.decode(body, type=ErrorBody).error.message
+def anthropic_shape(refusal: Message, said: str) -> AnthropicError:
     request_id = dict(refusal["headers"]).get(b"x-request-id")
-    return msgspec.json.encode(
-        anthropic_error(refusal["status"], said, UNSET if request_id is None else request_id.decode())
-    )
+    return anthropic_error(refusal["status"], said, UNSET if request_id is None else request_id.decode())
+
+
+def ollama_shape(refusal: Message, said: str) -> dict[str, str]:
+    return {"error": said}
 
 
 def _with_length(refusal: Message, length: int) -> list[tuple[bytes, bytes]]:

@@ -226,9 +226,15 @@ async def parse_chat(
 
 
 async def parse_completion(
-    request: CompletionRequest, served: ServedModel, *, request_id: str = "", tenant: str = ""
+    request: CompletionRequest,
+    served: ServedModel,
+    *,
+    request_id: str = "",
+    tenant: str = "",
+    to_the_end: bool = False,
 ) -> ParsedRequest:
-    """Turn a completion into requests to the engine, whose ids begin with `request_id`."""
+    """Turn a completion into requests to the engine, whose ids begin with `request_id`. `to_the_end`: the answer may
+    fill the context, whatever max_tokens says."""
     engine = served.engine
     if request.best_of is not None and request.best_of != request.n:
         raise InvalidRequest("best_of other than n is not supported.", param="best_of")
@@ -237,7 +243,7 @@ async def parse_completion(
     params = _params(
         request,
         # Nothing behind the prompt is wanted: the one token that the engine must make is not shown.
-        max_tokens=1 if request.echo and request.max_tokens == 0 else request.max_tokens,
+        max_tokens=None if to_the_end else 1 if request.echo and request.max_tokens == 0 else request.max_tokens,
         logprobs=request.logprobs,
         prompt_logprobs=_prompt_logprobs(request),
         grammar=grammar,

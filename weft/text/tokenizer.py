@@ -205,6 +205,11 @@ class Tokenizer:
         """Return the token as a reader sees it, with U+FFFD for the parts that are not whole characters."""
         return self.token_bytes(token_id).decode(errors="replace")
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its own spelling; None: there is none."""
+        token_id: int | None = self._inner.token_to_id(token)
+        return token_id
+
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # A batch, of one: only then do other threads run meanwhile. Fast: without offsets, which nothing here needs.
         ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

@@ -1,0 +1,62 @@
+"""Fill-in-the-middle: the prompt of a model that was trained to write what stands between two texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.errors import InvalidRequest
+from weft.text.tokenizer import Tokenizer
+
+FIM_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+    ("<PRE>", "<SUF>", "<MID>"),
+)
+"""The tokens before the prefix, before the suffix and before the middle: those of Qwen and CodeGemma, StarCoder and
+Granite, SantaCoder, DeepSeek, and Code Llama."""
+FILE_TOKENS = ("<|file_sep|>", "<file_sep>")
+"""The token before the name and the text of another file."""
+UNNAMED_FILE = "\n\n--- snippet ---\n\n"
+
+
+def fim_ids(tokenizer: Tokenizer) -> tuple[int, int, int] | None:
+    """Return the ids of the model's own tokens for it; None: it has none."""
+    for names in FIM_TOKENS:
+        prefix, suffix, middle = map(tokenizer.token_id, names)
+        if prefix is not None and suffix is not None and middle is not None:
+            return prefix, suffix, middle
+    return None
+
+
+def fim_prompt(
+    tokenizer: Tokenizer,
+    prefix: str,
+    suffix: str,
+    *,
+    begun: str = "",
+    files: Sequence[tuple[str, str]] = (),
+    max_tokens: int,
+    param: str,
+) -> list[int]:
+    """Return the prompt for what stands between a prefix and a suffix. `begun`: how it begins. `files`: names and texts
+    of other files, which come before. Raises InvalidRequest, of the field `param`, where the model has no tokens for
+    it, and ContextTooLong for a text of more than `max_tokens`."""
+    ids = fim_ids(tokenizer)
+    if ids is None:
+        raise InvalidRequest(
+            f"{param}: this model has no tokens to fill in the middle of a text.",
+            hint="Models for code have them, such as Qwen2.5-Coder.",
+            param=param,
+        )
+
+    def encoded(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+
+    before: list[int] = []
+    separator = next((found for name in FILE_TOKENS if (found := tokenizer.token_id(name)) is not None), None)
+    for name, text in files:
+        before += encoded(UNNAMED_FILE + text) if separator is None else [separator, *encoded(f"{name}\n{text}")]
+    return [*before, ids[0], *encoded(prefix), ids[1], *encoded(suffix), ids[2], *encoded(begun)]
