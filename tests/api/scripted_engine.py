@@ -99,6 +99,10 @@ class ScriptedTokenizer:
                 raise ContextTooLong(f"A text of {len(text)} characters has more than {max_tokens} tokens.")
         return list(text.encode())
 
+    def check_chars(self, num_chars: int, max_tokens: int) -> None:
+        if num_chars > max_tokens:
+            raise ContextTooLong(f"A text of {num_chars} characters has more than {max_tokens} tokens.")
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode()
 

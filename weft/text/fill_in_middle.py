@@ -43,7 +43,7 @@ def fim_prompt(
 ) -> list[int]:
     """Return the prompt for what stands between a prefix and a suffix. `begun`: how it begins. `files`: names and texts
     of other files, which come before. Raises InvalidRequest, of the field `param`, where the model has no tokens for
-    it, and ContextTooLong for a text of more than `max_tokens`."""
+    it, and ContextTooLong for texts that surely have more than `max_tokens`."""
     ids = fim_ids(tokenizer)
     if ids is None:
         raise InvalidRequest(
@@ -51,6 +51,9 @@ def fim_prompt(
             hint="Models for code have them, such as Qwen2.5-Coder.",
             param=param,
         )
+
+    others = sum(len(name) + len(text) for name, text in files)
+    tokenizer.check_chars(len(prefix) + len(suffix) + len(begun) + others, max_tokens)
 
     def encoded(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)

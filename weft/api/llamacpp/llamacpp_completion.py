@@ -112,6 +112,7 @@ def _joined(prompts: Sequence[GivenLlamaPrompt], engine: Engine) -> list[GivenLl
     most, encode = max_encoded_tokens(engine), engine.text.tokenizer.encode
     joined: list[GivenLlamaPrompt] = []
     for prompt in prompts:
+        engine.text.tokenizer.check_chars(sum(len(part) for part in prompt if isinstance(part, str)), most)
         ids: list[int] = []
         for number, part in enumerate([prompt] if isinstance(prompt, str) else prompt):
             # What frames a text comes where it begins, and nowhere else.

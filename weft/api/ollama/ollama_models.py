@@ -48,7 +48,7 @@ OLLAMA_VERSION = "0.12.6"
 """The version whose interface this is: clients refuse older ones."""
 FAMILY = "weft"
 """The family of every model: what its files say of it stays with the engine."""
-NEVER = "9999-12-31T23:59:59Z"
+FAR_AWAY = "9999-12-31T23:59:59Z"
 PROGRESS_S = 0.25
 """The time between two lines about a download."""
 
@@ -174,7 +174,7 @@ def _loaded(slot: ModelSlot) -> OllamaModel:
         size=slot.need.num_bytes,
         digest=_digest(slot.name),
         details=_details(slot.served),
-        expires_at=NEVER,
+        expires_at=FAR_AWAY,
         size_vram=0 if model.device == "cpu" else slot.need.num_bytes,
         context_length=model.max_model_len,
     )
@@ -195,9 +195,17 @@ def _shown(card: ModelCard, admission: Admission) -> dict[str, Any]:
             info[f"{FAMILY}.context_length"] = engine.model.max_model_len
         if engine.model.embeds_width:
             info[f"{FAMILY}.embedding_length"] = engine.model.embeds_width
-        styles, usual = engine.text.styles, msgspec.to_builtins(engine.text.sampling_defaults)
+        styles, usual = engine.text.styles, engine.text.sampling_defaults
         template = styles.template
-        parameters = "\n".join(f"{name} {value}" for name, value in usual.items() if value is not None)
+        settings = {
+            "temperature": usual.temperature,
+            "top_p": usual.top_p,
+            "top_k": usual.top_k,
+            "min_p": usual.min_p,
+            "repeat_penalty": usual.repetition_penalty,
+            "num_ctx": engine.model.max_model_len,
+        }
+        parameters = "\n".join(f"{name} {value:g}" for name, value in settings.items())
         abilities = {
             "tools": styles.tools is not None,
             "thinking": styles.reasoning is not None,
