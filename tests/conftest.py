@@ -77,6 +77,7 @@ GROUPS = {
         "tests/e2e/test_openai_client.py",
         "tests/e2e/test_responses_client.py",
         "tests/e2e/test_anthropic_client.py",
+        "tests/e2e/test_ollama_client.py",
         "tests/e2e/test_endpoints.py",
         "tests/e2e/test_faults.py",
         "tests/e2e/test_secrets.py",

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": {"engine", "text", "checkpoint", "machine", "hub", "models_file"},
     "compat": {"backends", "text", "checkpoint", "machine", "models_file"},
     "serving": {"backends", "text", "observe"},
-    "api": {"serving", "backends", "text", "observe", "terminal"},
+    "api": {"serving", "backends", "text", "observe", "terminal", "hub"},
     "llm": {"backends", "serving", "api", "checkpoint"},
     "bench": {"backends", "serving", "api", "machine", "terminal"},
     "cli": {

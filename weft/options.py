@@ -322,6 +322,10 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
             "those of this machine; may be repeated; *: those of any. Without keys, pages of others are refused."
         ),
     ] = []
+    compat_api: Annotated[
+        list[str],
+        _doc("Answer the interface of another local server as well: ollama or llamacpp; may be repeated, or be a,b."),
+    ] = []
     keep_alive_s: Annotated[
         float, _doc("A stream that waits for its first token says so every so often; 0: never.", ge=0)
     ] = 10.0

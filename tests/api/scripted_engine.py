@@ -88,6 +88,10 @@ class ScriptedTokenizer:
     special_ids = frozenset({0})
     fill_in_middle: FillInMiddle | None = None
 
+    bos_token, eos_token = None, None
+    special_ids: Mapping[str, int] = {}
+    """Ids of tokens to fill in the middle of a text, by their names."""
+
     def __init__(self, *, is_bounded: bool = False) -> None:
         """`is_bounded`: refuse texts that are too long, as a real one does."""
         self._is_bounded = is_bounded
@@ -99,8 +103,15 @@ class ScriptedTokenizer:
                 raise ContextTooLong(f"A text of {len(text)} characters has more than {max_tokens} tokens.")
         return list(text.encode())
 
+    def check_chars(self, num_chars: int, max_tokens: int) -> None:
+        if num_chars > max_tokens:
+            raise ContextTooLong(f"A text of {num_chars} characters has more than {max_tokens} tokens.")
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode()
+
+    def token_id(self, token: str) -> int | None:
+        return self.special_ids.get(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from tests.api.says import model_that_says
 from weft.api.anthropic.messages_schema import CountTokensRequest, MessagesRequest
 from weft.api.app import build_app
-from weft.api.fields import RULES
+from weft.api.field_rules import RULES
 from weft.api.openai.embeddings import EmbeddingsRequest
 from weft.api.openai.responses_schema import ResponsesRequest
 from weft.config import load

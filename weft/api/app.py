@@ -34,15 +34,20 @@ from weft.api.content_encoding import CompressedAnswers
 from weft.api.cross_origin import CrossOrigin
 from weft.api.error_responses import ErrorBody, JsonResponse, answer_http_exception, answer_weft_error
 from weft.api.handler import Handler
+from weft.api.llamacpp.llamacpp_server import add_llamacpp
 from weft.api.middleware import (
     ROOT_PATH,
-    AnthropicErrors,
     ApiKeyAuth,
+    ErrorShape,
+    ErrorShapes,
     HeaderLimits,
     HeadRequests,
     RateLimitHeaders,
     RequestIdMiddleware,
+    anthropic_shape,
+    ollama_shape,
 )
+from weft.api.ollama.ollama_models import add_ollama
 from weft.api.openai.chat import chat_endpoint
 from weft.api.openai.completions import completions_endpoint
 from weft.api.openai.embeddings import EmbeddingList, EmbeddingsRequest, embeddings_endpoint
@@ -70,9 +75,9 @@ from weft.api.openai.tokenize import (
     tokenize,
 )
 from weft.backends.contract import Engine
-from weft.errors import ModelNotFound, Unavailable, WeftError, public_reason
+from weft.errors import ConfigError, ModelNotFound, Unavailable, WeftError, public_reason
 from weft.observe.metrics import CONTENT_TYPE, Residence, exposition
-from weft.options import Config
+from weft.options import Config, ServerOptions
 from weft.serving.admission import Admission, ClientGone
 from weft.serving.model_slot import ModelSlot
 from weft.serving.served_model import ServedModel
@@ -87,6 +92,7 @@ ANSWERS: tuple[type[Struct], ...] = (
     ImagesAnswer,
 )  # fmt: skip
 
+COMPAT_APIS = ("ollama", "llamacpp")
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -168,7 +174,16 @@ def admission_app(admission: Admission) -> FastAPI:
     app.add_middleware(CrossOrigin, admission=admission)
     app.add_middleware(HeaderLimits, admission=admission)
     app.add_middleware(RequestIdMiddleware)
-    app.add_middleware(AnthropicErrors)
+    apis = compat_apis(admission.config.server)
+    shapes: dict[str, ErrorShape] = {"/v1/messages": anthropic_shape}
+    if "ollama" in apis:
+        shapes["/api"] = ollama_shape
+    app.add_middleware(ErrorShapes, shapes=shapes)
+    # First: llama.cpp's /tokenize takes more than Weft's, and Ollama's clients look for its name at /.
+    if "llamacpp" in apis:
+        add_llamacpp(app, admission)
+    if "ollama" in apis:
+        add_ollama(app, admission, partial(_all_cards, admission))
     _add_generation(app, admission)
     _add_messages(app, admission)
     _add_responses(app, admission)
@@ -181,6 +196,14 @@ def admission_app(admission: Admission) -> FastAPI:
         add_admin(app, admission)
         add_model_admin(app, admission)
     return app
+
+
+def compat_apis(options: ServerOptions) -> frozenset[str]:
+    """Return the interfaces of other servers that are answered. Raises ConfigError for one that is not known."""
+    asked = frozenset(name.strip() for text in options.compat_api for name in text.split(","))
+    if unknown := sorted(asked - set(COMPAT_APIS)):
+        raise ConfigError(f"--compat-api {unknown[0]!r:.100}: there are {' and '.join(COMPAT_APIS)}.")
+    return asked
 
 
 def _add_generation(app: FastAPI, admission: Admission) -> None:

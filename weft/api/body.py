@@ -270,12 +270,19 @@ def parse_body(
     if not isinstance(value, dict):
         raise InvalidRequest("The body must be a JSON object.")
     check_keys(value)
-    check_caps(value, limits)
     named = schema.model_fields.get("model")
     if model and value.get("model") is None and named is not None and named.is_required():
         value["model"] = model
+    return checked(schema, value, limits, report)
+
+
+def checked(
+    schema: type[Schema], fields: dict[str, Any], limits: LimitOptions, report: FieldReport | None = None
+) -> Schema:
+    """Return the fields as the schema has them. Raises InvalidRequest for the first that is wrong."""
+    check_caps(fields, limits)
     try:
-        return schema.model_validate(value, context=report)
+        return schema.model_validate(fields, context=report)
     except ValidationError as error:
         raise _refusal(error) from error
 

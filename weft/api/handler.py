@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from typing import ClassVar
 
 import msgspec
 from fastapi import Response
@@ -27,18 +28,18 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 1 << 20
 """The most that is given to a socket at once."""
 
-JSON_HEADERS = [(b"content-type", b"application/json")]
+Headers = list[tuple[bytes, bytes]]
+JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
 
 
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"
 """A comment: clients read over it."""
 
-SSE_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+_UNBUFFERED: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+SSE_HEADERS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), *_UNBUFFERED]
+NDJSON_HEADERS: Headers = [(b"content-type", b"application/x-ndjson"), *_UNBUFFERED]
+"""Of a stream whose every line is JSON: it has neither comments nor empty lines."""
 
 
 class ChunkHead(Struct, frozen=True, kw_only=True):
@@ -74,10 +75,17 @@ def error_event(error: WeftError) -> bytes:
 
 
 class Writer:
-    """A writer writes the answers of one endpoint: in one piece, or as server-sent events."""
+    """A writer writes the answers of one endpoint: in one piece, or as a stream, of server-sent events as a rule."""
+
+    stream_headers: ClassVar[Headers] = SSE_HEADERS
+
+    @property
+    def waiting(self) -> bytes:
+        """What tells the reader of a stream that has not begun that it will."""
+        return WAITING
 
     def __init__(self, answer_id: str, model_name: str, *, stream: bool) -> None:
-        """`model_name`: as the client called it, for the log and the metrics. `stream`: events are wanted."""
+        """`model_name`: as the client called it, for the log and the metrics. `stream`: a stream is wanted."""
         self.answer_id = answer_id
         self.model_name = model_name
         self.stream = stream
@@ -108,7 +116,8 @@ class Writer:
 
 
 Endpoint = Callable[[bytes, RequestContext], Awaitable[tuple[Sequence[GenerationRequest], Writer]]]
-"""Parses the body of one kind of request, and chooses its model; raises what is wrong with it."""
+"""Parses the body of one kind of request, and chooses its model; raises what is wrong with it. Where there are no
+requests, the writer's whole answer is all of it."""
 
 
 class StreamedResponse:
@@ -124,7 +133,7 @@ class StreamedResponse:
         self._headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self.started = False
 
-    async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
+    async def start(self, headers: Headers) -> None:
         """Send the headers, once."""
         if not self.started:
             await self._send({"type": "http.response.start", "status": 200, "headers": headers + self._headers})
@@ -180,9 +189,12 @@ class Handler(Response):
             del body
             context.release_body()
             context.answer_id = writer.answer_id
+            response = StreamedResponse(send, direct_writer(scope), fields_header(context))
+            if not requests:
+                await response.answer(await writer.whole([]))
+                return
             generation = Generation(requests, context, arrived, writer.model_name)
             context.served.metrics.left_aside(context.fields.without_effect)
-            response = StreamedResponse(send, direct_writer(scope), fields_header(context))
             if writer.stream:
                 async with _told_in_stream(response, writer):
                     with _until_hang_up(), generation.counted():
@@ -232,7 +244,7 @@ def _until_hang_up() -> Iterator[None]:
 async def _send_chunks(
     generation: Generation, writer: Writer, num_requests: int, response: StreamedResponse, keep_alive_s: float
 ) -> None:
-    keep_alive = KeepAlive(response, keep_alive_s)
+    keep_alive = KeepAlive(response, writer, keep_alive_s)
     opening = asyncio.Lock()
     is_open = False
     usages = [Usage()] * num_requests
@@ -254,7 +266,7 @@ async def _send_chunks(
         async with opening:
             if not is_open:
                 await keep_alive.end()
-                await response.start(SSE_HEADERS)
+                await response.start(writer.stream_headers)
                 await _written(response, writer.opening())
                 is_open = True
         await _written(response, chunks)
@@ -270,9 +282,9 @@ async def _send_chunks(
 class KeepAlive:
     """Tells a client, and the proxies between, that its stream is alive, until there is more to tell."""
 
-    def __init__(self, response: StreamedResponse, interval_s: float) -> None:
+    def __init__(self, response: StreamedResponse, writer: Writer, interval_s: float) -> None:
         """0: it says nothing."""
-        self._task = asyncio.create_task(self._say(response, interval_s)) if interval_s else None
+        self._task = asyncio.create_task(self._say(response, writer, interval_s)) if interval_s else None
 
     async def end(self) -> None:
         """Stop it. It may be called again."""
@@ -281,11 +293,11 @@ class KeepAlive:
             task.cancel()
             await asyncio.wait({task})
 
-    async def _say(self, response: StreamedResponse, interval_s: float) -> None:
+    async def _say(self, response: StreamedResponse, writer: Writer, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
-            await response.start(SSE_HEADERS)
-            await _written(response, WAITING)
+            await response.start(writer.stream_headers)
+            await _written(response, writer.waiting)
 
 
 async def _written(response: StreamedResponse, body: bytes) -> None:

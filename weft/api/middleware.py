@@ -1,5 +1,5 @@
 """The layers before any endpoint: an id and a line in the log for every request, limits of headers, keys, HEAD, what a
-key has left, and the shape of errors for Anthropic's clients."""
+key has left, and the shapes of errors for Anthropic's and Ollama's clients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
 import msgspec
@@ -16,7 +16,7 @@ from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft import logs
-from weft.api.anthropic.messages_schema import anthropic_error
+from weft.api.anthropic.messages_schema import AnthropicError, anthropic_error
 from weft.api.cross_origin import HostCheck
 from weft.api.error_responses import ErrorBody, HeadTooLarge, NoKey, Unexpected, WrongKey, error_response
 from weft.api.openai.openai_schema import SANE_ID
@@ -130,6 +130,8 @@ ROOT_PATH = "/"
 ADMIN_PATH = "/admin"
 VLLM_LOAD_PATH, VLLM_UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 """The names that vLLM gives to two of the operator's routes."""
+OLLAMA_PULL_PATH = "/api/pull"
+_OPERATORS_PATHS = frozenset({ADMIN_PATH, VLLM_LOAD_PATH, VLLM_UNLOAD_PATH, OLLAMA_PULL_PATH})
 
 
 class ApiKeyAuth:
@@ -168,7 +170,7 @@ class ApiKeyAuth:
 
 
 def _is_operators(path: str) -> bool:
-    return path in (ADMIN_PATH, VLLM_LOAD_PATH, VLLM_UNLOAD_PATH) or path.startswith(ADMIN_PATH + "/")
+    return path in _OPERATORS_PATHS or path.startswith(ADMIN_PATH + "/")
 
 
 class HeadRequests:
@@ -240,15 +242,23 @@ def duration(seconds: float) -> str:
     return f"{milliseconds / 1000:g}s" if milliseconds >= 1000 or not milliseconds else f"{milliseconds}ms"
 
 
-class AnthropicErrors:
-    """Writes answers with an error status in Anthropic's shape, below its path; all others pass as they are."""
+ErrorShape = Callable[[Message, str], object]
+"""Returns the body of a refusal, whose status and headers are in the message, with what it says."""
 
-    def __init__(self, app: ASGIApp) -> None:
+
+class ErrorShapes:
+    """Writes answers with an error status in the shape that clients of a path read; all others pass as they are."""
+
+    def __init__(self, app: ASGIApp, shapes: Mapping[str, ErrorShape]) -> None:
+        """`shapes`: by the paths at and below which they hold."""
         self._app = app
+        self._shapes = shapes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The answer to HEAD has no body to write in another shape.
-        if scope["type"] != "http" or scope["method"] == "HEAD" or not _is_anthropics(scope["path"]):
+        path = scope["path"] if scope["type"] == "http" and scope["method"] != "HEAD" else ""
+        shape = next((shape for at, shape in self._shapes.items() if path == at or path.startswith(at + "/")), None)
+        if shape is None:
             await self._app(scope, receive, send)
             return
         refusal: Message | None = None
@@ -259,7 +269,8 @@ class AnthropicErrors:
                 refusal = message
                 return
             if refusal is not None:
-                body = _anthropic_body(refusal, message["body"])
+                said = msgspec.json.decode(message["body"], type=ErrorBody).error.message
+                body = msgspec.json.encode(shape(refusal, said))
                 await send({**refusal, "headers": _with_length(refusal, len(body))})
                 message, refusal = {**message, "body": body}, None
             await send(message)
@@ -267,12 +278,13 @@ class AnthropicErrors:
         await self._app(scope, receive, send_in_shape)
 
 
-def _anthropic_body(refusal: Message, body: bytes) -> bytes:
-    said = msgspec.json.decode(body, type=ErrorBody).error.message
+def anthropic_shape(refusal: Message, said: str) -> AnthropicError:
     request_id = dict(refusal["headers"]).get(b"x-request-id")
-    return msgspec.json.encode(
-        anthropic_error(refusal["status"], said, UNSET if request_id is None else request_id.decode())
-    )
+    return anthropic_error(refusal["status"], said, UNSET if request_id is None else request_id.decode())
+
+
+def ollama_shape(refusal: Message, said: str) -> dict[str, str]:
+    return {"error": said}
 
 
 def _with_length(refusal: Message, length: int) -> list[tuple[bytes, bytes]]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from weft import logs
-from weft.api.app import admission_app
+from weft.api.app import admission_app, compat_apis
 from weft.api.cross_origin import allowed_origins, is_loopback
 from weft.api.http_protocol import protocol_factory
 from weft.api.listening import bind
@@ -85,6 +85,7 @@ def check_server(config: Config) -> None:
     options = config.server
     check_reach(options)
     allowed_origins(options)
+    compat_apis(options)
     Keys(options.api_key, options.api_key_file)
     Keys(options.admin_key, options.admin_key_file)
     if options.ssl_certfile or options.ssl_keyfile:

@@ -281,10 +281,16 @@ async def parse_chat(
 
 
 async def parse_completion(
-    request: CompletionRequest, served: ServedModel, report: FieldReport, *, request_id: str = "", tenant: str = ""
+    request: CompletionRequest,
+    served: ServedModel,
+    report: FieldReport,
+    *,
+    request_id: str = "",
+    tenant: str = "",
+    to_the_end: bool = False,
 ) -> ParsedRequest:
     """Turn a completion into requests to the engine, whose ids begin with `request_id`. The report tells what of it
-    cannot be done."""
+    cannot be done. `to_the_end`: the answer may fill the context, whatever max_tokens says."""
     engine = served.engine
     made = _num_made(request, engine)
     _check_suffix(request, engine)
@@ -293,7 +299,7 @@ async def parse_completion(
     params = _params(
         request,
         # Nothing behind the prompt is wanted: the one token that the engine must make is not shown.
-        max_tokens=1 if request.echo and request.max_tokens == 0 else request.max_tokens,
+        max_tokens=None if to_the_end else 1 if request.echo and request.max_tokens == 0 else request.max_tokens,
         # The best answers are found by their figures.
         logprobs=0 if request.logprobs is None and made > request.n else request.logprobs,
         prompt_logprobs=_prompt_logprobs(request),

@@ -151,8 +151,10 @@ class ChatStyles(Struct, frozen=True):
 
     tools: ToolStyle | None = None
     reasoning: ReasoningStyle | None = None
+    template: str = ""
+    """The source of its chat template; empty: it has none."""
     variables: frozenset[str] = frozenset()
-    """The variables that its chat template reads."""
+    """The variables that the template reads."""
 
 
 class Abilities(Struct, frozen=True, kw_only=True):

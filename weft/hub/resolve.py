@@ -19,6 +19,7 @@ from weft.options import Config
 
 log = logging.getLogger(__name__)
 
+_BY_NAME = "Give a name of Weft's catalogue, such as smollm2, or a hub id such as org/name or modelscope:org/name."
 POSSIBLE = (
     "Give a name from `weft models`, a .gguf file, a Hugging Face directory, or a hub id such as org/name or "
     "modelscope:org/name."
@@ -61,6 +62,17 @@ def resolve(
         if not allow_pull:
             raise _not_installed(model)
         return pull_snapshot(asked, tracked)
+
+
+def pull_by_name(model: str, report: Report) -> ModelFiles:
+    """Return the files of a catalogue name or a hub id, pulled first where they are not on this machine. Unlike
+    `resolve` it looks at no path: the name may come from another machine."""
+    asked = _hub_model(model.removeprefix("hf.co/").removeprefix("huggingface.co/"), "", with_code=False)
+    if model in CATALOGUE:
+        return pull(model, report)
+    if asked is None:
+        raise ModelError(f"There is no model {model!r:.200}.", hint=_BY_NAME)
+    return _on_disk(asked, allow_pull=True) or pull_snapshot(asked, report)
 
 
 def _of_catalogue(model: str, revision: str, report: Report, *, allow_pull: bool, verify: bool) -> ModelFiles:

@@ -131,7 +131,11 @@ class FillInMiddle(Struct, frozen=True):
     middle: int
 
     def prompt(self, before: Sequence[int], behind: Sequence[int]) -> list[int]:
-        return [*self.first, self.prefix, *before, self.suffix, *behind, self.middle]
+        return [*self.first, *self.between(before, behind)]
+
+    def between(self, before: Sequence[int], behind: Sequence[int]) -> list[int]:
+        """Return the prompt without what begins every text."""
+        return [self.prefix, *before, self.suffix, *behind, self.middle]
 
 
 _FILL_IN_MIDDLE = (
@@ -140,6 +144,8 @@ _FILL_IN_MIDDLE = (
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("<PRE>", "<SUF>", "<MID>"),
 )
 
 
@@ -237,6 +243,11 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Return the token as a reader sees it, with U+FFFD for the parts that are not whole characters."""
         return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its own spelling; None: there is none."""
+        token_id: int | None = self._inner.token_to_id(token)
+        return token_id
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         # A batch, of one: only then do other threads run meanwhile. Fast: without offsets, which nothing here needs.

@@ -306,7 +306,7 @@ REFUSED: dict[str, tuple[GrammarSpec, str]] = {
     "no choice": (ChoiceSpec(options=[]), "nothing to choose from"),
     "a name of nobody's": (LarkSpec(text="start: nobody"), 'unknown name: "nobody"'),
     "half a grammar": (LarkSpec(text='start: "a\n'), "1\\("),
-    "another notation": (LarkSpec(text='root ::= "a"'), "not written in Lark"),
+    "another notation": (LarkSpec(text='{"grammars": []}'), "neither in Lark nor in GBNF"),
     "a list of grammars": (LarkSpec(text='{"grammars": []}'), "not written in Lark"),
     "a temperature": (LarkSpec(text="start: x\nx[temperature=0.5]: /a+/"), "temperature"),
     "a stop": (LarkSpec(text='start: x\nx[capture, stop="b"]: /a+/'), "stop"),

@@ -253,10 +253,10 @@ def answer_block(block: OutputBlock, text: str) -> AnswerBlock:
         case BlockKind.THINKING:
             return ThinkingAnswer(text)
         case BlockKind.CALL:
-            return ToolUseAnswer(block.call_id, block.name, _input(text))
+            return ToolUseAnswer(block.call_id, block.name, call_arguments(text))
 
 
-def _input(arguments: str) -> dict[str, Any]:
+def call_arguments(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call; of one that was cut off, what there is. Parsers take for a call only what has an
     object's braces; what is in them may be no JSON all the same, and is given as it was written."""
     try:

@@ -23,6 +23,7 @@ from weft.options import LimitOptions
 from weft.serving.admission import RequestContext
 from weft.serving.output_reader import CollectedOutput
 from weft.serving.request import requests_like
+from weft.serving.served_model import ServedModel
 from weft.types import Embed, GenerationRequest, Output, Pooling, Prompt
 
 FLOAT_BYTES = 4
@@ -76,18 +77,25 @@ async def embeddings_endpoint(body: bytes, context: RequestContext) -> tuple[lis
     request = await parse(EmbeddingsRequest, body, context)
     served = await context.choose(request.model)
     served.check_model(request.model)
-    prompts = await off_loop(sum(map(len, request.input)) > LONG_PROMPT, _encoded, request, served.engine)
     writer = EmbeddingsWriter(request, context.config.limits)
+    return await parse_embeddings(request, served, request_id=writer.answer_id, tenant=context.tenant), writer
+
+
+async def parse_embeddings(
+    request: EmbeddingsRequest, served: ServedModel, *, request_id: str, tenant: str
+) -> list[GenerationRequest]:
+    """Turn inputs into requests to the engine, whose ids begin with `request_id`."""
+    prompts = await off_loop(sum(map(len, request.input)) > LONG_PROMPT, _encoded, request, served.engine)
     common = GenerationRequest(
         prompt=prompts[0],
         task=Embed(Pooling(request.pooling)),
-        request_id=writer.answer_id,
+        request_id=request_id,
         cache_salt=request.cache_salt,
         priority=request.priority,
-        tenant=context.tenant,
+        tenant=tenant,
         adapter=served.adapter_for(request.model),
     )
-    return requests_like(common, prompts), writer
+    return requests_like(common, prompts)
 
 
 class EmbeddingsWriter(Writer):
@@ -111,7 +119,7 @@ class EmbeddingsWriter(Writer):
         answer = EmbeddingList(data=[], model=self._request.model, usage=EmbeddingsUsage(num_tokens, num_tokens))
         encoding_format = self._request.encoding_format
         bodies = (
-            EmbeddingBody(index=index, embedding=_written(vector, encoding_format))
+            EmbeddingBody(index=index, embedding=written(vector, encoding_format))
             for index, vector in enumerate(vectors)
         )
         return with_items(answer, "data", bodies)
@@ -180,5 +188,5 @@ def _longest(request: EmbeddingsRequest, max_model_len: int) -> int | None:
     )
 
 
-def _written(data: bytes, encoding_format: str) -> list[float] | str:
+def written(data: bytes, encoding_format: str) -> list[float] | str:
     return base64.b64encode(data).decode() if encoding_format == "base64" else array("f", data).tolist()

@@ -328,7 +328,7 @@ class StructuredOutputs(Fields):
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = None
     choice: Items[str] | None = None
-    grammar: str | None = Field(None, description="In Lark's notation.")
+    grammar: str | None = Field(None, description="In Lark's notation, or in llama.cpp's (GBNF).")
     json_object: bool = False
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from weft.errors import InvalidRequest
+from weft.errors import InvalidRequest, shortened
 from weft.options import JsonWhitespace
 from weft.text.grammars.json_schema import check_schema
 from weft.text.grammars.specs import (
@@ -35,6 +35,11 @@ _ANY_TEXT = r"TEXT: /(.|\n)*/"
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 _RULE_OPTION = re.compile(r"\s*+[?!]*+[\w-]++\s*+\[[^\]]*\b(stop|temperature)\s*+=")
 """Matched against one line at a time: the name of a rule and its options stand on one."""
+
+
+_GBNF_RULE = re.compile(r"^[ \t]*+[\w-]++[ \t]*+::=", re.MULTILINE)
+MAX_GBNF_RULES = 500
+"""llguidance looks at all rules of a grammar once for each of them."""
 
 
 class GrammarWriter:
@@ -70,8 +75,9 @@ class GrammarWriter:
                     raise InvalidRequest("There is nothing to choose from.", param=param)
                 return ["start: CHOICE", "CHOICE: " + " | ".join(json.dumps(option) for option in options)]
             case LarkSpec(text=text, param=param):
-                _check_lark(text, param)
-                return [text]
+                lark = _from_gbnf(text, param) if _GBNF_RULE.search(text) else text
+                _check_lark(lark, param)
+                return [lark]
 
     def _after_thoughts(self, thinking: ThinkingSpec, lines: list[str]) -> list[str]:
         ends = ["thoughts"] + ([f"TEXT {self._token(thinking.end)}"] if thinking.end in self._specials else [])
@@ -156,11 +162,24 @@ def _parameters(tool: ToolSpec, param: str) -> Mapping[str, Any]:
     return {"type": "object", **tool.parameters}
 
 
+def _from_gbnf(text: str, param: str) -> str:
+    """Return a grammar of llama.cpp's notation in Lark's."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    if (count := text.count("::=")) > MAX_GBNF_RULES:
+        raise InvalidRequest(f"The grammar has {count} rules; at most {MAX_GBNF_RULES} in GBNF.", param=param)
+    try:
+        lark: str = gbnf_to_lark(text)
+    except Exception as error:  # It raises Exception itself, and others where a grammar ends too early.
+        raise InvalidRequest(f"The grammar is no GBNF: {shortened(str(error))}.", param=param) from error
+    return lark.removeprefix("%llguidance {}").lstrip()
+
+
 def _check_lark(text: str, param: str) -> None:
-    if text.lstrip().startswith("{") or "::=" in text:
+    if text.lstrip().startswith("{"):
         raise InvalidRequest(
-            "The grammar is not written in Lark.",
-            hint="Send rules such as: start: greeting NAME. EBNF and lists of grammars are not taken.",
+            "The grammar is written neither in Lark nor in GBNF.",
+            hint="Send rules such as: start: greeting NAME. Lists of grammars are not taken.",
             param=param,
         )
     for option in filter(None, map(_RULE_OPTION.match, text.split("\n"))):

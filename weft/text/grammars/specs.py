@@ -41,7 +41,7 @@ class ChoiceSpec(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LarkSpec(Struct, frozen=True, kw_only=True, tag=True):
-    """A context-free grammar in llguidance's variant of Lark."""
+    """A context-free grammar in llguidance's variant of Lark, or in llama.cpp's notation, GBNF."""
 
     text: str
     param: str = "grammar"

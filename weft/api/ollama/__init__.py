@@ -1,0 +1,1 @@
+"""Ollama's interface: /api/chat and the rest below /api."""
