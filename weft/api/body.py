@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -218,32 +219,33 @@ def check_content_type(content_type: bytes) -> None:
 
 
 async def _received(receive: Receive, limit_bytes: int, hold: Callable[[int], None]) -> bytes:
-    # One growing piece of memory, which goes back to the system; many small ones would stay with the process.
-    body = bytearray()
+    # One growing piece of memory, which goes back to the system; many small ones would stay with the process. It
+    # becomes bytes without a copy, which of a large body would hold the loop for long.
+    body = io.BytesIO()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
         piece = message.get("body", b"")
-        if len(body) + len(piece) > limit_bytes:
+        if body.tell() + len(piece) > limit_bytes:
             raise _too_large(limit_bytes)
         hold(len(piece))
-        body += piece
+        body.write(piece)
         if not message.get("more_body", False):
-            return bytes(body)
+            return body.getvalue()
 
 
 async def _decompressed(encoding: str, body: bytes, limit_bytes: int, hold: Callable[[int], None]) -> bytes:
     # What it becomes counts, and not both: the largest body that is allowed must fit in its budget when it is alone.
     hold(-len(body))
-    whole = bytearray()
+    whole = io.BytesIO()
     pieces = decompressed(encoding, body)
     while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-        if len(whole) + len(piece) > limit_bytes:
+        if whole.tell() + len(piece) > limit_bytes:
             raise _too_large(limit_bytes)
         hold(len(piece))
-        whole += piece
-    return bytes(whole)
+        whole.write(piece)
+    return whole.getvalue()
 
 
 async def parse(schema: type[Schema], body: bytes, context: RequestContext) -> Schema:
