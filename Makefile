@@ -18,6 +18,8 @@
 #   make show-agreement    one server measured by weft bench, vLLM's benchmark and guidellm in turns (the last in build/guidellm)
 #   make bench-cpu-peers   the default model by Weft and by llama.cpp on this machine's CPU (built in build/llama.cpp)
 #   make show-vllm-engine  the tests of vLLM as an engine, on this machine's CPU (in build/vllm)
+#   make show-llamacpp-tests   llama.cpp's tests of OpenAI's and Anthropic's interfaces against Weft (in build/llama.cpp)
+#   make show-open-responses   the compliance suite of Open Responses against Weft (OPEN_RESPONSES: a folder with its sources)
 #   make show-remote-peers the remote engine against `vllm serve` (in build/vllm), and llama.cpp's LLAMA_SERVER if set
 
 PYTHON ?= python3
@@ -34,11 +36,12 @@ VLLM_ENV ?= build/vllm
 GUIDELLM_ENV ?= build/guidellm
 LLAMA_CPP ?= build/llama.cpp
 LLAMA_SERVER ?=
+OPEN_RESPONSES ?=
 ADVISORIES ?= build/advisories
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release proto bench-cpu-peers show-agreement show-vllm-bench show-vllm-engine show-remote-peers clean
+.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release proto bench-cpu-peers show-agreement show-vllm-bench show-vllm-engine show-llamacpp-tests show-open-responses show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -116,6 +119,16 @@ bench-cpu-peers: .venv/installed-dev $(LLAMA_CPP)/installed
 show-vllm-engine: $(VLLM_ENV)/installed
 	$(VLLM_ENV)/bin/python -m pytest tests/backends/vllm $(ARGS)
 
+show-llamacpp-tests: .venv/installed-dev $(LLAMA_CPP)/tests-installed
+	$(BIN)/python -m tests.peers.llama_server_tests --python $(LLAMA_CPP)/tests/bin/python \
+	    --tests $(LLAMA_CPP)/llama_cpp_python-0.3.36/vendor/llama.cpp/tools/server/tests $(ARGS)
+
+# No registry has the suite. It runs under bun, against a server that runs already: URL and MODEL say which.
+show-open-responses:
+	@test -n "$(OPEN_RESPONSES)" || { echo "Set OPEN_RESPONSES to a folder with the sources of Open Responses."; exit 1; }
+	cd $(OPEN_RESPONSES) && bun install && bun run test:compliance --base-url $(or $(URL),http://127.0.0.1:8000/v1) \
+	    --model $(or $(MODEL),smollm2) --api-key $(or $(KEY),none) $(ARGS)
+
 show-remote-peers: .venv/installed-dev $(VLLM_ENV)/installed
 	$(BIN)/python -m tests.peers.remote_peers --vllm $(VLLM_ENV)/bin/python --llama-server '$(LLAMA_SERVER)' $(ARGS)
 
@@ -151,11 +164,19 @@ $(GUIDELLM_ENV)/installed:
 	$(GUIDELLM_ENV)/bin/python -m pip --disable-pip-version-check install --only-binary :all: torch==2.13.0 guidellm==0.8.1
 	@touch $@
 
-# llama.cpp as the sources of its Python bindings have it. Its commands need cmake and a C++ compiler; Weft needs neither.
-$(LLAMA_CPP)/installed:
+$(LLAMA_CPP)/sources:
 	mkdir -p $(LLAMA_CPP)
 	$(PYTHON) -m pip --disable-pip-version-check download --no-deps --no-binary llama-cpp-python --dest $(LLAMA_CPP) llama-cpp-python==0.3.36
 	tar xzf $(LLAMA_CPP)/llama_cpp_python-0.3.36.tar.gz -C $(LLAMA_CPP)
+	@touch $@
+
+$(LLAMA_CPP)/tests-installed: $(LLAMA_CPP)/sources
+	$(PYTHON) -m venv $(LLAMA_CPP)/tests
+	$(LLAMA_CPP)/tests/bin/python -m pip --disable-pip-version-check install filelock numpy openai pytest pytest-timeout requests wget
+	@touch $@
+
+# llama.cpp as the sources of its Python bindings have it. Its commands need cmake and a C++ compiler; Weft needs neither.
+$(LLAMA_CPP)/installed: $(LLAMA_CPP)/sources
 	cmake -S $(LLAMA_CPP)/llama_cpp_python-0.3.36/vendor/llama.cpp -B $(LLAMA_CPP)/made -DCMAKE_BUILD_TYPE=Release \
 	    -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF
 	cmake --build $(LLAMA_CPP)/made --parallel --target llama-batched-bench llama-quantize
