@@ -89,8 +89,8 @@ class ScriptedTokenizer:
     fill_in_middle: FillInMiddle | None = None
 
     bos_token, eos_token = None, None
-    special_ids: Mapping[str, int] = {}
-    """Ids of tokens to fill in the middle of a text, by their names."""
+    named_ids: Mapping[str, int] = {}
+    """Ids of tokens, by their names."""
 
     def __init__(self, *, is_bounded: bool = False) -> None:
         """`is_bounded`: refuse texts that are too long, as a real one does."""
@@ -111,7 +111,7 @@ class ScriptedTokenizer:
         return bytes(ids).decode()
 
     def token_id(self, token: str) -> int | None:
-        return self.special_ids.get(token)
+        return self.named_ids.get(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])

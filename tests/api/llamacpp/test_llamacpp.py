@@ -154,7 +154,7 @@ def test_what_stands_between_two_texts() -> None:
     assert engine.submitted[-1].prompt == [1, *b"ab", 2, *b"cd", 3, *b"x"]
     post(engine, "/infill", **body, input_extra=files)
     assert bytes(engine.submitted[-1].prompt).startswith(b"\n\n--- snippet ---\n\nt\1ab")  # type: ignore[arg-type]
-    tokenizer.special_ids = {"<|file_sep|>": 4}
+    tokenizer.named_ids = {"<|file_sep|>": 4}
     post(engine, "/infill", **body, input_extra=files)
     assert engine.submitted[-1].prompt[:6] == [4, *b"f\nt", 1, *b"a"]  # type: ignore[index]
 
