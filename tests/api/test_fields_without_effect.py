@@ -110,6 +110,40 @@ HI: dict[str, dict[str, Any]] = {
 FORMS: list[dict[str, Any]] = [
     {"json": SCHEMA}, {"regex": "a"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}, {"json_object": True}
 ]  # fmt: skip
+OPTIONS = {
+    "num_predict": 9, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 1, "stop": ["x"],
+    "repeat_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
+}  # fmt: skip
+OLLAMA_MESSAGES = [
+    {"role": "user", "content": "u"},
+    {
+        "role": "assistant", "thinking": "t",
+        "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}],
+    },
+    {"role": "tool", "content": "c", "tool_name": "weather", "tool_call_id": "1"},
+]  # fmt: skip
+OTHER_SERVERS: list[tuple[str, dict[str, Any]]] = [
+    ("/api/chat", {"messages": OLLAMA_MESSAGES, "tools": [TOOL], "options": OPTIONS, "stream": False, "think": True}),
+    ("/api/chat", {"messages": OLLAMA_MESSAGES[:1], "format": SCHEMA, "logprobs": True, "top_logprobs": 1}),
+    ("/api/generate", {"prompt": "p", "system": "s", "raw": False, "format": "json"}),
+    ("/api/generate", {"prompt": "p", "suffix": "s"}),
+    ("/api/embed", {"input": ["hi"], "truncate": True, "dimensions": 2}),
+    ("/api/embeddings", {"prompt": "hi"}),
+    ("/api/show", {"name": "scripted"}),
+    ("/api/pull", {"stream": False}),
+    (
+        "/completion",
+        {name: value for name, value in OPTIONS.items() if name != "num_predict"}
+        | {"prompt": "p", "n_predict": 9, "stream": True, "logit_bias": [[65, 1.0]], "n_probs": 1, "grammar": "g",
+           "max_tokens": 9, "json_schema": SCHEMA, "return_tokens": True, "ignore_eos": False},
+    ),
+    ("/completion", {"prompt": "p", "grammar": 'root ::= "a"', "n_predict": 9}),
+    ("/infill", {"input_prefix": "p", "input_suffix": "s", "prompt": "b",
+                 "input_extra": [{"filename": "f", "text": "t"}]}),
+    ("/apply-template", {"messages": MESSAGES[:2], "tools": [TOOL], "add_generation_prompt": True,
+                         "chat_template_kwargs": {"a": 1}}),
+    ("/tokenize", {"content": "hi", "add_special": True, "with_pieces": True}),
+]  # fmt: skip
 FULL: list[tuple[str, dict[str, Any]]] = [
     (CHAT, SAMPLING | {"messages": MESSAGES, "max_tokens": 9}),
     (CHAT, {"tools": [TOOL], "tool_choice": "required"}),
@@ -180,6 +214,7 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("/detokenize", {"model": "scripted", "tokens": [65]}),
+    *((path, body | {"model": "scripted"}) for path, body in OTHER_SERVERS),
 ]  # fmt: skip
 PATHS = {
     "chat": CHAT, "completions": COMPLETIONS, "messages": "/v1/messages", "responses": RESPONSES,
@@ -227,14 +262,15 @@ NESTED: dict[Key, tuple[dict[str, Any], dict[str, Any]]] = {
     ("responses", "stream_options"): ({"stream": True, "stream_options": {}}, {"stream": True}),
 }
 """Where a field is not the request's own, or needs another: a request with it, and one without."""
-ALLOWING = load({"allow_prompt_embeds": True}, env={})
+ALLOWING = load({"allow_prompt_embeds": True, "compat_api": ["ollama", "llamacpp"]}, env={})
 
 
 def engine_for(path: str, body: Mapping[str, Any]) -> ScriptedEngine:
-    if "logprobs" in body or "prompt_logprobs" in body:
+    if "logprobs" in body or "prompt_logprobs" in body or "n_probs" in body:
         engine = ScriptedEngine(with_logprobs("ab"))
     else:
         engine = model_that_says("ab")
+    engine.tokenizer.fim_ids = {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3, "<file_sep>": 4}
     engine.model = replace(engine.model, images=PAINTER, embeds_width=2)
     asyncio.run(engine.control(LoadLora("red", "/loras/red")))
     return engine

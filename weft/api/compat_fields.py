@@ -30,7 +30,10 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         "shift": _CONTEXT,
         "truncate": "a prompt that is too long is refused",
     },
-    "ollama.embed": {"keep_alive": "the operator says how long models stay in memory"},
+    "ollama.embed": {
+        "keep_alive": "the operator says how long models stay in memory",
+        "options": "no option changes a vector",
+    },
     "ollama.models": {
         "insecure": "hubs are always asked over TLS",
         "verbose": "all that is known is told",
