@@ -26,6 +26,8 @@ from tests.api.scripted_engine import PAINTER, ScriptedEngine, Submitted, with_l
 from weft.api.grpc.ai_service_pb2 import DESCRIPTOR, StreamMetadata, StreamPredictRequest
 from weft.api.grpc.image import OPTIONAL
 from weft.api.grpc.prediction import PARAMETERS
+from weft.api.llamacpp.llamacpp_schema import LlamaSampling
+from weft.api.ollama.ollama_schema import OllamaFields
 from weft.api.openai.openai_schema import Fields, SamplingFields
 from weft.config import load
 from weft.serving.served_model import ServedModel
@@ -35,6 +37,8 @@ from weft.types import LoadLora
 ROOT = Path(__file__).parents[2]
 Key = tuple[str, str]
 """A schema, or what the table calls an endpoint, and a field of it."""
+ABSTRACT = {SamplingFields, OllamaFields, LlamaSampling}
+"""What other schemas have in common; no request is one."""
 BY_BEING_THERE = {("StructuredOutputs", "json_object")}
 """It is what is asked for where none of the others is."""
 
@@ -110,6 +114,7 @@ HI: dict[str, dict[str, Any]] = {
 FORMS: list[dict[str, Any]] = [
     {"json": SCHEMA}, {"regex": "a"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}, {"json_object": True}
 ]  # fmt: skip
+FILE = {"filename": "f", "text": "t"}
 OPTIONS = {
     "num_predict": 9, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 1, "stop": ["x"],
     "repeat_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
@@ -122,28 +127,35 @@ OLLAMA_MESSAGES = [
     },
     {"role": "tool", "content": "c", "tool_name": "weather", "tool_call_id": "1"},
 ]  # fmt: skip
+LLAMA_SAMPLING = {name: value for name, value in OPTIONS.items() if name != "num_predict"} | {
+    "n_predict": 9, "max_tokens": 9, "stream": True, "logit_bias": [[65, 1.0]], "n_probs": 1, "json_schema": SCHEMA,
+    "return_tokens": True, "ignore_eos": False,
+}  # fmt: skip
+LLAMA_PROMPTS: list[tuple[str, dict[str, Any]]] = [
+    ("/completion", {"prompt": "p"}),
+    ("/infill", {"input_prefix": "p", "input_suffix": "s", "prompt": "b", "input_extra": [FILE]}),
+]
 OTHER_SERVERS: list[tuple[str, dict[str, Any]]] = [
     ("/api/chat", {"messages": OLLAMA_MESSAGES, "tools": [TOOL], "options": OPTIONS, "stream": False, "think": True}),
     ("/api/chat", {"messages": OLLAMA_MESSAGES[:1], "format": SCHEMA, "logprobs": True, "top_logprobs": 1}),
-    ("/api/generate", {"prompt": "p", "system": "s", "raw": False, "format": "json"}),
+    ("/api/generate", {"prompt": "p", "system": "s", "raw": False, "format": "json", "think": True,
+                       "logprobs": True, "top_logprobs": 1, "options": OPTIONS}),
     ("/api/generate", {"prompt": "p", "suffix": "s"}),
     ("/api/embed", {"input": ["hi"], "truncate": True, "dimensions": 2}),
     ("/api/embeddings", {"prompt": "hi"}),
-    ("/api/show", {"name": "scripted"}),
+    ("/api/show", {"name": "scripted", "model": ""}),
     ("/api/pull", {"stream": False}),
-    (
-        "/completion",
-        {name: value for name, value in OPTIONS.items() if name != "num_predict"}
-        | {"prompt": "p", "n_predict": 9, "stream": True, "logit_bias": [[65, 1.0]], "n_probs": 1, "grammar": "g",
-           "max_tokens": 9, "json_schema": SCHEMA, "return_tokens": True, "ignore_eos": False},
-    ),
+    *((path, LLAMA_SAMPLING | body) for path, body in LLAMA_PROMPTS),
     ("/completion", {"prompt": "p", "grammar": 'root ::= "a"', "n_predict": 9}),
-    ("/infill", {"input_prefix": "p", "input_suffix": "s", "prompt": "b",
-                 "input_extra": [{"filename": "f", "text": "t"}]}),
+    ("/infill", {"input_suffix": "s", "grammar": "g"}),
     ("/apply-template", {"messages": MESSAGES[:2], "tools": [TOOL], "add_generation_prompt": True,
                          "chat_template_kwargs": {"a": 1}}),
-    ("/tokenize", {"content": "hi", "add_special": True, "with_pieces": True}),
+    ("/tokenize?", {"content": "hi", "add_special": True, "with_pieces": True}),
+    ("/tokenize?", {"prompt": "hi", "add_special_tokens": False, "return_token_strs": True}),
+    ("/tokenize?", {"messages": MESSAGES, "tools": [TOOL], "add_generation_prompt": False,
+                    "chat_template_kwargs": {"a": 1}}),
 ]  # fmt: skip
+OTHER_PATHS = {path for path, _ in OTHER_SERVERS}
 FULL: list[tuple[str, dict[str, Any]]] = [
     (CHAT, SAMPLING | {"messages": MESSAGES, "max_tokens": 9}),
     (CHAT, {"tools": [TOOL], "tool_choice": "required"}),
@@ -214,7 +226,7 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("/detokenize", {"model": "scripted", "tokens": [65]}),
-    *((path, body | {"model": "scripted"}) for path, body in OTHER_SERVERS),
+    *((path, {"model": "scripted"} | body) for path, body in OTHER_SERVERS),
 ]  # fmt: skip
 PATHS = {
     "chat": CHAT, "completions": COMPLETIONS, "messages": "/v1/messages", "responses": RESPONSES,
@@ -262,7 +274,8 @@ NESTED: dict[Key, tuple[dict[str, Any], dict[str, Any]]] = {
     ("responses", "stream_options"): ({"stream": True, "stream_options": {}}, {"stream": True}),
 }
 """Where a field is not the request's own, or needs another: a request with it, and one without."""
-ALLOWING = load({"allow_prompt_embeds": True, "compat_api": ["ollama", "llamacpp"]}, env={})
+ALLOWING = load({"allow_prompt_embeds": True}, env={})
+LIKE_OTHERS = load({"compat_api": ["ollama", "llamacpp"]}, env={})
 
 
 def engine_for(path: str, body: Mapping[str, Any]) -> ScriptedEngine:
@@ -285,7 +298,9 @@ def send(path: str, body: Mapping[str, Any]) -> tuple[ScriptedEngine, httpx.Resp
     engine = engine_for(path, body)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServedModel, "grammar_of", grammar_of)
-        return engine, request(engine, "POST", path, ALLOWING, json=HI.get(path, {}) | {**body})
+        return engine, request(
+            engine, "POST", path, LIKE_OTHERS if path in OTHER_PATHS else ALLOWING, json=HI.get(path, {}) | {**body}
+        )
 
 
 def schemas(base: type[Fields] = Fields) -> Iterator[type[Fields]]:
@@ -312,7 +327,7 @@ def fields() -> set[Key]:
     return {
         (schema.__name__, name)
         for schema in schemas()
-        if schema is not SamplingFields
+        if schema not in ABSTRACT
         for name, field in schema.model_fields.items()
         if not has_one_value(field.annotation)
     }
