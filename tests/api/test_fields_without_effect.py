@@ -30,6 +30,8 @@ from weft.api.fields import Fields
 from weft.api.grpc.ai_service_pb2 import DESCRIPTOR, StreamMetadata, StreamPredictRequest
 from weft.api.grpc.image import OPTIONAL
 from weft.api.grpc.prediction import PARAMETERS
+from weft.api.llamacpp.llamacpp_schema import LlamaSampling
+from weft.api.ollama.ollama_schema import OllamaFields
 from weft.api.openai.openai_schema import SamplingFields
 from weft.config import load
 from weft.options import Config
@@ -41,6 +43,8 @@ from weft.types import LoadLora
 ROOT = Path(__file__).parents[2]
 Key = tuple[str, str]
 """A schema, or what the table calls an endpoint, and a field of it."""
+ABSTRACT = {SamplingFields, OllamaFields, LlamaSampling}
+"""What other schemas have in common; no request is one."""
 BY_BEING_THERE = {("StructuredOutputs", "json_object")}
 """It is what is asked for where none of the others is."""
 
@@ -121,6 +125,48 @@ HI: dict[str, dict[str, Any]] = {
 FORMS: list[dict[str, Any]] = [
     {"json": SCHEMA}, {"regex": "a"}, {"choice": ["a"]}, {"grammar": 'start: "a"'}, {"json_object": True}
 ]  # fmt: skip
+FILE = {"filename": "f", "text": "t"}
+OPTIONS = {
+    "num_predict": 9, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 1, "stop": ["x"],
+    "repeat_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
+}  # fmt: skip
+OLLAMA_MESSAGES = [
+    {"role": "user", "content": "u"},
+    {
+        "role": "assistant", "thinking": "t",
+        "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}],
+    },
+    {"role": "tool", "content": "c", "tool_name": "weather", "tool_call_id": "1"},
+]  # fmt: skip
+LLAMA_SAMPLING = {name: value for name, value in OPTIONS.items() if name != "num_predict"} | {
+    "n_predict": 9, "max_tokens": 9, "stream": True, "logit_bias": [[65, 1.0]], "n_probs": 1, "json_schema": SCHEMA,
+    "return_tokens": True, "ignore_eos": False,
+}  # fmt: skip
+LLAMA_PROMPTS: list[tuple[str, dict[str, Any]]] = [
+    ("/completion", {"prompt": "p"}),
+    ("/infill", {"input_prefix": "p", "input_suffix": "s", "prompt": "b", "input_extra": [FILE]}),
+]
+OTHER_SERVERS: list[tuple[str, dict[str, Any]]] = [
+    ("/api/chat", {"messages": OLLAMA_MESSAGES, "tools": [TOOL], "options": OPTIONS, "stream": False, "think": True}),
+    ("/api/chat", {"messages": OLLAMA_MESSAGES[:1], "format": SCHEMA, "logprobs": True, "top_logprobs": 1}),
+    ("/api/generate", {"prompt": "p", "system": "s", "raw": False, "format": "json", "think": True,
+                       "logprobs": True, "top_logprobs": 1, "options": OPTIONS}),
+    ("/api/generate", {"prompt": "p", "suffix": "s"}),
+    ("/api/embed", {"input": ["hi"], "truncate": True, "dimensions": 2}),
+    ("/api/embeddings", {"prompt": "hi"}),
+    ("/api/show", {"name": "scripted", "model": ""}),
+    ("/api/pull", {"stream": False}),
+    *((path, LLAMA_SAMPLING | body) for path, body in LLAMA_PROMPTS),
+    ("/completion", {"prompt": "p", "grammar": 'root ::= "a"', "n_predict": 9}),
+    ("/infill", {"input_suffix": "s", "grammar": "g"}),
+    ("/apply-template", {"messages": MESSAGES[:2], "tools": [TOOL], "add_generation_prompt": True,
+                         "chat_template_kwargs": {"a": 1}}),
+    ("/tokenize?", {"content": "hi", "add_special": True, "with_pieces": True}),
+    ("/tokenize?", {"prompt": "hi", "add_special_tokens": False, "return_token_strs": True}),
+    ("/tokenize?", {"messages": MESSAGES, "tools": [TOOL], "add_generation_prompt": False,
+                    "chat_template_kwargs": {"a": 1}}),
+]  # fmt: skip
+OTHER_PATHS = {path for path, _ in OTHER_SERVERS}
 FULL: list[tuple[str, dict[str, Any]]] = [
     (CHAT, SAMPLING | {"messages": MESSAGES, "max_tokens": 9}),
     (CHAT, {"tools": [TOOL], "tool_choice": "required"}),
@@ -214,6 +260,7 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("/detokenize", {"model": "scripted", "tokens": [65]}),
+    *((path, {"model": "scripted"} | body) for path, body in OTHER_SERVERS),
 ]  # fmt: skip
 PATHS = {
     "chat": CHAT, "completions": COMPLETIONS, "messages": "/v1/messages", "responses": RESPONSES,
@@ -224,15 +271,17 @@ PATHS = {
 ALLOWING = load({"allow_prompt_embeds": True}, env={})
 STRICT = load({"fields": "strict"}, env={})
 TOLERANT = load({"fields": "tolerant"}, env={})
+LIKE_OTHERS = load({"compat_api": ["ollama", "llamacpp"]}, env={})
 PAGE = (ROOT / "docs/API.md").read_text()
 
 
 def engine_for(path: str, body: Mapping[str, Any]) -> ScriptedEngine:
-    if not {"logprobs", "prompt_logprobs", "top_logprobs"}.isdisjoint(body):
+    if not {"logprobs", "prompt_logprobs", "top_logprobs", "n_probs"}.isdisjoint(body):
         engine = ScriptedEngine(with_logprobs("ab"))
         engine.styles = STYLES
     else:
         engine = model_that_says("ab")
+    engine.tokenizer.fim_ids = {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3, "<file_sep>": 4}
     engine.model = replace(engine.model, images=PAINTER, embeds_width=2)
     engine.tokenizer.fill_in_middle = FillInMiddle((), 1, 2, 3)
     asyncio.run(engine.control(LoadLora("red", "/loras/red")))
@@ -248,7 +297,9 @@ def send(path: str, body: Mapping[str, Any], config: Config = ALLOWING) -> tuple
     engine = engine_for(path, body)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ServedModel, "grammar_of", grammar_of)
-        return engine, request(engine, "POST", path, config, json=HI.get(path, {}) | {**body})
+        return engine, request(
+            engine, "POST", path, LIKE_OTHERS if path in OTHER_PATHS else config, json=HI.get(path, {}) | {**body}
+        )
 
 
 def send_each(
@@ -272,7 +323,7 @@ def send_each(
 
 def schemas(base: type[Fields] = Fields) -> Iterator[type[Fields]]:
     for schema in base.__subclasses__():
-        if not schema.__module__.startswith(("weft.api.admin", "weft.api.ollama", "weft.api.llamacpp")):
+        if not schema.__module__.startswith("weft.api.admin"):
             yield schema
         yield from schemas(schema)
 
@@ -294,7 +345,7 @@ def fields() -> set[Key]:
     return {
         (schema.__name__, name)
         for schema in schemas()
-        if schema is not SamplingFields
+        if schema not in ABSTRACT
         for name, field in schema.model_fields.items()
         if not has_one_value(field.annotation)
     }
@@ -351,7 +402,7 @@ def test_the_page_has_the_table_of_the_code() -> None:
 
 def test_every_place_of_the_table_is_one_of_a_schema() -> None:
     places = {schema.place for schema in schemas() if schema.place} | {"chat.messages.content"}
-    assert places == {place for place in RULES if place.partition(".")[0] not in ("ollama", "llamacpp")}
+    assert places == RULES.keys()
 
 
 def test_the_table_has_every_field_of_grpc_that_the_code_never_reads_and_no_other() -> None:

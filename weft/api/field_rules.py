@@ -233,7 +233,10 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "svg": impossible("images are made of pixels"),
         "user": hint(_KEY),
     },
-    "ollama.embed": {"keep_alive": hint("the operator says how long models stay in memory")},
+    "ollama.embed": {
+        "keep_alive": hint("the operator says how long models stay in memory"),
+        "options": hint("no option changes a vector"),
+    },
     "ollama.models": {
         "insecure": hint("hubs are always asked over TLS"),
         "verbose": hint("all that is known is told"),

@@ -19,7 +19,9 @@ from weft.api.llamacpp.llamacpp_schema import (
     LlamaAnswer,
     LlamaCompletionRequest,
     LlamaSampling,
+    completion_fields,
     llama_timings,
+    num_predict,
 )
 from weft.api.openai.logprobs import LOWEST, MANY_FIGURES, num_figures
 from weft.api.openai.openai_answers import encoded_list
@@ -90,14 +92,14 @@ async def _completion(
 ) -> tuple[Sequence[GenerationRequest], LlamaWriter]:
     answer_id = f"llama-{uuid.uuid4().hex}"
     fields = {
-        **request.completion,
+        **completion_fields(request),
         "model": request.model or served.model_name,
         "prompt": prompts[0] if len(prompts) == 1 else prompts,
         "logit_bias": await off_loop(bool(request.logit_bias), _biases, request, served.engine),
     }
     asked = await off_loop(is_long, checked, CompletionRequest, fields, context.config.limits)
     ids: dict[str, Any] = {"request_id": unique_id(answer_id), "tenant": context.tenant}
-    completion = await parse_completion(asked, served, context.fields, to_the_end=request.num_tokens < 0, **ids)
+    completion = await parse_completion(asked, served, context.fields, to_the_end=num_predict(request) < 0, **ids)
     return completion.requests, LlamaWriter(answer_id, request, completion, served)
 
 
@@ -141,7 +143,7 @@ class LlamaWriter(Writer):
         self._request = request
         self._requests = completion.requests
         self._engine = served.engine
-        self._is_shown = request.num_tokens != 0
+        self._is_shown = num_predict(request) != 0
         """False: the one token that the engine must make is not shown."""
         self._num_tokens = [0 for _ in completion.requests]
         self._has_new_line = [False for _ in completion.requests]

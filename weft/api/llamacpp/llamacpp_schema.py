@@ -80,35 +80,34 @@ class LlamaSampling(Fields):
     json_schema: dict[str, Any] | None = None
     return_tokens: bool = False
 
-    @property
-    def num_tokens(self) -> int:
-        return self.n_predict if self.max_tokens is None else self.max_tokens
 
-    @property
-    def completion(self) -> dict[str, Any]:
-        """Return the fields of a completion of OpenAI's that say the same; None: absent."""
-        form: dict[str, Any] | None = None
-        if self.json_schema is not None:
-            form = {"json": self.json_schema}
-        elif self.grammar:
-            form = {"grammar": self.grammar}
-        return {
-            "max_tokens": max(1, self.num_tokens),
-            "stream": self.stream,
-            "stop": [*self.stop],
-            "temperature": self.temperature,
-            "top_k": None if self.top_k is None else max(0, self.top_k),
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "seed": None if self.seed == -1 else self.seed,
-            "repetition_penalty": self.repeat_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "ignore_eos": self.ignore_eos,
-            "structured_outputs": form,
-            # The chosen token is among the likely ones here, and beside them there.
-            "logprobs": self.n_probs if self.n_probs > 0 else None,
-        }
+def num_predict(request: LlamaSampling) -> int:
+    return request.n_predict if request.max_tokens is None else request.max_tokens
+
+
+def completion_fields(request: LlamaSampling) -> dict[str, Any]:
+    """Return the fields of a completion of OpenAI's that say the same; None: absent."""
+    form: dict[str, Any] | None = None
+    if request.json_schema is not None:
+        form = {"json": request.json_schema}
+    elif request.grammar:
+        form = {"grammar": request.grammar}
+    return {
+        "max_tokens": max(1, num_predict(request)),
+        "stream": request.stream,
+        "stop": [*request.stop],
+        "temperature": request.temperature,
+        "top_k": None if request.top_k is None else max(0, request.top_k),
+        "top_p": request.top_p,
+        "min_p": request.min_p,
+        "seed": None if request.seed == -1 else request.seed,
+        "repetition_penalty": request.repeat_penalty,
+        "presence_penalty": request.presence_penalty,
+        "frequency_penalty": request.frequency_penalty,
+        "ignore_eos": request.ignore_eos,
+        "structured_outputs": form,
+        "logprobs": request.n_probs if request.n_probs > 0 else None,
+    }
 
 
 class LlamaCompletionRequest(LlamaSampling):

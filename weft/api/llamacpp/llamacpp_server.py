@@ -15,7 +15,7 @@ from weft.api.error_responses import JsonResponse
 from weft.api.handler import Handler
 from weft.api.llamacpp.llamacpp_completion import generation_settings, infill_endpoint, llama_completion_endpoint
 from weft.api.llamacpp.llamacpp_schema import ApplyTemplateRequest, LlamaTokenizeRequest
-from weft.api.openai.tokenize import TokenizeHandler, detokenize, tokenize
+from weft.api.openai.tokenize import TokenizeHandler, detokenize, tokenize_request
 from weft.api.translate import template_message, template_tools
 from weft.backends.contract import max_encoded_tokens
 from weft.errors import Unavailable
@@ -110,7 +110,7 @@ async def llama_tokenize(body: bytes, context: RequestContext) -> Struct:
     request = await parse(LlamaTokenizeRequest, body, context)
     content = request.content
     if content is None:
-        return await tokenize(body, context)
+        return await tokenize_request(request, context)
     served = await context.choose_text(request.model)
     served.check_model(request.model or served.model_name)
     most, tokenizer = max_encoded_tokens(served.engine), served.engine.text.tokenizer

@@ -26,8 +26,11 @@ from weft.api.ollama.ollama_schema import (
     OllamaGenerateRequest,
     OllamaMadeCall,
     OllamaMessage,
+    chat_fields,
     durations,
+    max_tokens,
     now,
+    sampling_fields,
 )
 from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures
 from weft.api.openai.openai_schema import ChatRequest, CompletionRequest
@@ -52,7 +55,7 @@ async def ollama_chat_endpoint(
     if not request.messages:
         return [], OllamaWriter(answer_id, request, None, served, load_s, is_chat=True)
     fields = {
-        **request.chat,
+        **chat_fields(request),
         "model": model,
         "messages": [_message(message) for message in request.messages],
         "continue_final_message": _is_begun(request.messages[-1]),
@@ -79,15 +82,14 @@ async def ollama_generate_endpoint(
             prompt = await asyncio.to_thread(_between, request, served)
         fields = _completion(request) | {"model": model, "prompt": prompt}
         completion = await off_loop(is_long, checked, CompletionRequest, fields, limits)
-        is_open = request.options.max_tokens is None
+        is_open = max_tokens(request.options) is None
         parsed = await parse_completion(completion, served, context.fields, to_the_end=is_open, **ids)
     else:
         system = [{"role": "system", "content": request.system}] if request.system else []
         messages = [*system, {"role": "user", "content": request.prompt}]
-        fields = request.chat | {"model": model, "messages": messages}
-        parsed = await parse_chat(
-            await off_loop(is_long, checked, ChatRequest, fields, limits), served, context.fields, **ids
-        )
+        fields = chat_fields(request) | {"model": model, "messages": messages}
+        chat = await off_loop(is_long, checked, ChatRequest, fields, limits)
+        parsed = await parse_chat(chat, served, context.fields, **ids)
     return parsed.requests, OllamaWriter(answer_id, request, parsed, served, load_s)
 
 
@@ -129,8 +131,7 @@ def _is_begun(last: OllamaMessage) -> bool:
 
 def _completion(request: OllamaGenerateRequest) -> dict[str, Any]:
     form = {"json": request.format} if isinstance(request.format, dict) else {"json_object": True}
-    return request.common | {
-        "max_tokens": request.options.max_tokens,
+    return sampling_fields(request) | {
         "structured_outputs": form if request.format else None,
         "logprobs": (request.top_logprobs or 0) if request.logprobs else None,
     }

@@ -123,7 +123,7 @@ def _add_models(app: FastAPI, admission: Admission, cards: Cards) -> None:
 
     @app.post("/api/show", include_in_schema=False)
     async def show(request: Request) -> Response:
-        asked = served_name(admission.pool, (await read(request, OllamaModelRequest, admission)).wanted)
+        asked = _wanted(await read(request, OllamaModelRequest, admission), admission)
         for card in cards():
             if card.id == asked and _writes(card):
                 return JsonResponse(_shown(card, admission))
@@ -132,6 +132,10 @@ def _add_models(app: FastAPI, admission: Admission, cards: Cards) -> None:
     @app.post(OLLAMA_PULL_PATH, include_in_schema=False)
     async def pull() -> Response:
         return PullHandler(admission, cards, pulls)
+
+
+def _wanted(request: OllamaModelRequest, admission: Admission) -> str:
+    return served_name(admission.pool, request.model or request.name)
 
 
 def _writes(card: ModelCard) -> bool:
@@ -227,7 +231,8 @@ async def ollama_embed_endpoint(
     body: bytes, context: RequestContext
 ) -> tuple[Sequence[GenerationRequest], OllamaEmbedWriter]:
     request = await parse(OllamaEmbedRequest, body, context)
-    return await _embed(request, request.inputs, context, is_old=False)
+    inputs = [request.input] if isinstance(request.input, str) and request.input else [*request.input]
+    return await _embed(request, inputs, context, is_old=False)
 
 
 async def ollama_old_embed_endpoint(
@@ -297,7 +302,7 @@ class PullHandler(Response):
             try:
                 body = await read_body(scope, receive, admission.config.server.max_body_mb << 20, context.hold_body)
                 request = await parse(OllamaModelRequest, body, context)
-                name = served_name(admission.pool, request.wanted)
+                name = _wanted(request, admission)
                 is_here = any(card.id == name for card in self._cards())
                 if not is_here:
                     self._check_leave()

@@ -32,26 +32,6 @@ class OllamaOptions(Fields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
 
-    @property
-    def max_tokens(self) -> int | None:
-        """Return the most tokens of the answer; None: up to the end of the context."""
-        return self.num_predict if self.num_predict is not None and self.num_predict > 0 else None
-
-    @property
-    def sampling(self) -> dict[str, Any]:
-        """Return the fields of a request of OpenAI's that say the same; None: absent."""
-        return {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-            "seed": None if self.seed == -1 else self.seed,
-            "stop": [*self.stop],
-            "repetition_penalty": self.repeat_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-        }
-
 
 NO_OPTIONS = OllamaOptions.model_validate({})
 
@@ -69,26 +49,43 @@ class OllamaFields(Fields):
     logprobs: bool = False
     top_logprobs: int | None = None
 
-    @property
-    def common(self) -> dict[str, Any]:
-        """Return the fields of a request of OpenAI's that say the same."""
-        return self.options.sampling | {"stream": self.stream}
 
-    @property
-    def chat(self) -> dict[str, Any]:
-        """Return those, and what only a chat has."""
-        form: dict[str, Any] | None = None
-        if isinstance(self.format, dict):
-            form = {"type": "json_schema", "json_schema": {"schema": self.format}}
-        elif self.format == "json":
-            form = {"type": "json_object"}
-        return self.common | {
-            "max_tokens": self.options.max_tokens,
-            "response_format": form,
-            "include_reasoning": self.think is not False,
-            "logprobs": self.logprobs,
-            "top_logprobs": self.top_logprobs if self.logprobs else None,
-        }
+def max_tokens(options: OllamaOptions) -> int | None:
+    """Return the most tokens of the answer; None: up to the end of the context."""
+    return options.num_predict if options.num_predict is not None and options.num_predict > 0 else None
+
+
+def sampling_fields(request: OllamaFields) -> dict[str, Any]:
+    """Return the fields of a request of OpenAI's that say the same; None: absent."""
+    options = request.options
+    return {
+        "stream": request.stream,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
+        "seed": None if options.seed == -1 else options.seed,
+        "stop": [*options.stop],
+        "max_tokens": max_tokens(options),
+        "repetition_penalty": options.repeat_penalty,
+        "presence_penalty": options.presence_penalty,
+        "frequency_penalty": options.frequency_penalty,
+    }
+
+
+def chat_fields(request: OllamaFields) -> dict[str, Any]:
+    """Return those, and what a chat has besides."""
+    form: dict[str, Any] | None = None
+    if isinstance(request.format, dict):
+        form = {"type": "json_schema", "json_schema": {"schema": request.format}}
+    elif request.format == "json":
+        form = {"type": "json_object"}
+    return sampling_fields(request) | {
+        "response_format": form,
+        "include_reasoning": request.think is not False,
+        "logprobs": request.logprobs,
+        "top_logprobs": request.top_logprobs if request.logprobs else None,
+    }
 
 
 class OllamaFunctionCall(Fields):
@@ -158,11 +155,6 @@ class OllamaEmbedRequest(Fields):
     input: str | Items[str] = Field([])
     truncate: bool = Field(True, description="A longer input loses its beginning.")
     dimensions: int | None = None
-    options: OllamaOptions = Field(NO_OPTIONS, description="No option changes a vector.")
-
-    @property
-    def inputs(self) -> list[str]:
-        return [self.input] if isinstance(self.input, str) and self.input else [*self.input]
 
 
 class OllamaOldEmbedRequest(Fields):
@@ -172,7 +164,6 @@ class OllamaOldEmbedRequest(Fields):
 
     model: Name
     prompt: str = ""
-    options: OllamaOptions = Field(NO_OPTIONS, description="No option changes a vector.")
 
 
 class OllamaModelRequest(Fields):
@@ -189,10 +180,6 @@ class OllamaModelRequest(Fields):
         if not (self.model or self.name):
             raise ValueError("model is required.")
         return self
-
-    @property
-    def wanted(self) -> str:
-        return self.model or self.name
 
 
 class OllamaCalledFunction(Struct, frozen=True):

@@ -74,7 +74,10 @@ class TokenizeHandler(Response):
 
 
 async def tokenize(body: bytes, context: RequestContext) -> Tokenized:
-    request = await parse(TokenizeRequest, body, context)
+    return await tokenize_request(await parse(TokenizeRequest, body, context), context)
+
+
+async def tokenize_request(request: TokenizeRequest, context: RequestContext) -> Tokenized:
     served = await context.choose_text(request.model)
     served.check_model(request.model or served.model_name)
     engine = served.engine
