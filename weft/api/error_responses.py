@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from weft import logs
 from weft.errors import InvalidRequest, Overloaded, Unavailable, WeftError, is_private, shortened
+from weft.serving.data_store import QuotaExceeded
 from weft.serving.rate_limits import BodiesOfAll, BodiesOfKey
 
 
@@ -75,7 +76,12 @@ class WrongContentType(InvalidRequest):
     kind = "unsupported_media_type"
 
 
+class UploadRefused(InvalidRequest):
+    """A form with a file is not as it must be."""
+
+
 BODY_UNREAD = (
+    UploadRefused, QuotaExceeded,
     BodyTooLarge, BodyTooSlow, BodiesOfKey, BodiesOfAll, NoKey, WrongKey, HeadTooLarge, WrongHost, ForeignOrigin,
     WrongContentType,
 )  # fmt: skip

@@ -287,18 +287,20 @@ def _is_operators(path: str) -> bool:
 
 
 MESSAGES_PATH = "/v1/messages"
+MODELS_PATH = "/v1/models"
+ANTHROPIC_VERSION = "anthropic-version"
+"""The header that Anthropic's clients send, by which a list of models is in their shape."""
 
 
 class AnthropicErrors:
-    """Writes answers with an error status in Anthropic's shape, below its path; all others pass as they are."""
+    """Writes answers with an error status in Anthropic's shape, below its path, and of the models to its clients; all
+    others pass as they are."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not (
-            scope["path"] == MESSAGES_PATH or scope["path"].startswith(MESSAGES_PATH + "/")
-        ):
+        if scope["type"] != "http" or not _is_anthropic(scope):
             await self._app(scope, receive, send)
             return
         refusal: Message | None = None
@@ -315,6 +317,13 @@ class AnthropicErrors:
             await send(message)
 
         await self._app(scope, receive, send_in_shape)
+
+
+def _is_anthropic(scope: Scope) -> bool:
+    path: str = scope["path"]
+    if path == MODELS_PATH or path.startswith(MODELS_PATH + "/"):
+        return any(name == ANTHROPIC_VERSION.encode() for name, _ in scope["headers"])
+    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 
 def _anthropic_body(refusal: Message, body: bytes) -> bytes:

@@ -151,6 +151,8 @@ class ChatStyles(Struct, frozen=True):
 
     tools: ToolStyle | None = None
     reasoning: ReasoningStyle | None = None
+    template: str = ""
+    """The source of its chat template; empty: it has none."""
 
 
 class Abilities(Struct, frozen=True, kw_only=True):

@@ -173,4 +173,5 @@ def _styles_of(options: ModelOptions, template: ChatTemplate | None) -> ChatStyl
     return ChatStyles(
         tool_style((TOLD_STYLE if is_told else None) if tools == "auto" else tools, source),
         reasoning_style(None if reasoning == "auto" else reasoning, source),
+        source or "",
     )

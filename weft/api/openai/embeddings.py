@@ -74,18 +74,26 @@ async def embeddings_endpoint(body: bytes, context: RequestContext) -> tuple[lis
     request = await parse(EmbeddingsRequest, body, context.config.limits)
     served = await context.choose(request.model)
     served.check_model(request.model)
-    prompts = await off_loop(sum(map(len, request.input)) > LONG_PROMPT, _encoded, request, served.engine)
     writer = EmbeddingsWriter(request, context.config.limits)
+    return await embed_requests(request, context, writer.answer_id), writer
+
+
+async def embed_requests(
+    request: EmbeddingsRequest, context: RequestContext, answer_id: str
+) -> list[GenerationRequest]:
+    """Return a request for the vector of every input."""
+    served = context.served
+    prompts = await off_loop(sum(map(len, request.input)) > LONG_PROMPT, _encoded, request, served.engine)
     common = GenerationRequest(
         prompt=prompts[0],
         task=Embed(Pooling(request.pooling)),
-        request_id=writer.answer_id,
+        request_id=answer_id,
         cache_salt=request.cache_salt,
         priority=request.priority,
         tenant=context.tenant,
         adapter=served.adapter_for(request.model),
     )
-    return requests_like(common, prompts), writer
+    return requests_like(common, prompts)
 
 
 class EmbeddingsWriter(Writer):

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from weft.api.body import LONG_BODY_BYTES, off_loop, parse
 from weft.api.error_responses import error_body
+from weft.api.event_log import EventLog
 from weft.api.handler import Writer, named_event
 from weft.api.openai.openai_schema import ChatRequest, Fields
 from weft.api.openai.response_store import StoredResponse, TenantStore
@@ -52,14 +53,15 @@ from weft.serving.output_reader import (
 from weft.serving.request import unique_id
 from weft.types import FinishReason, GenerationRequest, Output, SamplingDefaults, Usage
 
-Keep = Callable[[bytes, Sequence[OutputBlock]], None]
-"""Takes the finished answer, in JSON and as its blocks."""
+Keep = Callable[[bytes, Sequence[OutputBlock], EventLog | None], None]
+"""Takes the answer, in JSON and as its blocks, and the events of one in the background."""
 
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.THINKING: "rs", BlockKind.CALL: "fc"}
 
 
 class ResponsesWriter(Writer):
     def __init__(self, begun: ResponseAnswer, chat: ParsedRequest, engine: Engine, keep: Keep, *, stream: bool) -> None:
+        """`keep` is called with the answer when it has ended; of one in the background whenever its status changes."""
         super().__init__(begun.id, begun.model, stream=stream)
         self._begun = begun
         self._engine = engine
@@ -68,11 +70,24 @@ class ResponsesWriter(Writer):
         self._finish: FinishReason | None = None
         self._num_events = 0
         # Numbered before all others, although the first output is written before the opening is asked for.
-        self._opening = self._event("response.created", response=begun)
+        if begun.background:
+            queued = replace(begun, status="queued")
+            self.background = EventLog(b"" if stream else msgspec.json.encode(queued), keeps_events=stream)
+            self.background.write(self._event("response.created", response=queued))
+            self.background.write(self._event("response.queued", response=queued))
+            self._keep_status(queued)
+            self._opening = b""
+        else:
+            self._opening = self._event("response.created", response=begun)
         self._opening += self._event("response.in_progress", response=begun)
 
     def opening(self) -> bytes:
+        if self.background is not None:
+            self._keep_status(self._begun)
         return self._opening
+
+    def _keep_status(self, answer: ResponseAnswer) -> None:
+        self._keep(msgspec.json.encode(answer), self._blocks.all, self.background)
 
     def chunks(self, index: int, output: Output) -> bytes:
         self._finish = output.finish
@@ -81,22 +96,29 @@ class ResponsesWriter(Writer):
 
     async def closing(self, usages: Sequence[Usage]) -> bytes:
         answer = await self._finished(usages[0])
-        self._keep(msgspec.json.encode(answer), self._blocks.all)
+        self._keep_status(answer)
         return self._event(f"response.{answer.status}", response=answer)
 
     def failure(self, error: WeftError) -> bytes:
         said = error_body(error).error
         failed = replace(self._begun, status="failed", error=ResponseFailure(_failure_code(error), said.message))
+        if self.background is not None:
+            self._keep_status(failed)
         return self._event("error", code=said.code, message=said.message, param=said.param) + self._event(
             "response.failed", response=failed
         )
+
+    def cancelled(self) -> bytes:
+        answer = replace(self._begun, status="cancelled")
+        self._keep_status(answer)
+        return self._event("response.incomplete", response=answer)
 
     async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         [output] = outputs
         self._finish = output.finish
         self._blocks.push(output.whole)
         body = msgspec.json.encode(await self._finished(output.usage))
-        self._keep(body, self._blocks.all)
+        self._keep(body, self._blocks.all, None)
         return body
 
     def _event_of(self, change: Change) -> bytes:
@@ -195,6 +217,8 @@ async def responses_endpoint(
     body: bytes, context: RequestContext, store: TenantStore
 ) -> tuple[list[GenerationRequest], ResponsesWriter]:
     request = await parse(ResponsesRequest, body, context.config.limits)
+    if request.background and not (request.store and store.keeps):
+        raise InvalidRequest("background: what is not kept cannot be asked for later.", param="background")
     served = await context.choose(request.model)
     served.check_model(request.model)
     before = store.messages_of(request.previous_response_id) if request.previous_response_id else []
@@ -212,9 +236,9 @@ async def responses_endpoint(
         error.param = OWN_NAMES.get(error.param or "", error.param)
         raise
 
-    def keep(answer: bytes, blocks: Sequence[OutputBlock]) -> None:
+    def keep(answer: bytes, blocks: Sequence[OutputBlock], log: EventLog | None) -> None:
         if request.store:
-            store.put(begun.id, StoredResponse(answer, items, [*conversation, answer_message(blocks)]))
+            store.put(begun.id, StoredResponse(answer, items, [*conversation, answer_message(blocks)], log))
 
     return chat.requests, ResponsesWriter(begun, chat, served.engine, keep, stream=request.stream)
 
@@ -238,6 +262,7 @@ def _begun(request: ResponsesRequest, usual: SamplingDefaults) -> ResponseAnswer
         reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         truncation=request.truncation,
         store=request.store,
+        background=request.background,
         metadata=request.metadata,
         user=request.user,
     )
