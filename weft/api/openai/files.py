@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from email.message import Message
-from email.parser import BytesHeaderParser
+from email.parser import HeaderParser
 
 from fastapi import Response
 from fastapi.responses import FileResponse
@@ -29,6 +29,7 @@ MAX_FORM_BYTES = 64 * 1024
 MAX_HEAD_BYTES = 8 * 1024
 MAX_VALUE_BYTES = 1024
 MAX_PARTS = 8
+MAX_NAME_CHARS = 255
 MAX_LISTED = 10_000
 
 
@@ -122,7 +123,7 @@ class FormReader:
             if len(self._buffer) > MAX_HEAD_BYTES:
                 raise UploadRefused(f"The head of a part of the form has more than {MAX_HEAD_BYTES} bytes.")
             return None
-        head = BytesHeaderParser().parsebytes(bytes(self._buffer[:at]).lstrip() + b"\r\n\r\n")
+        head = HeaderParser().parsestr(self._buffer[:at].decode("utf-8", "replace").lstrip())
         name = head.get_param("name", header="content-disposition")
         if not isinstance(name, str):
             raise UploadRefused("A part of the form has no name.")
@@ -132,7 +133,7 @@ class FormReader:
         del self._buffer[: at + 4]
         self._state = self._body
         filename = head.get_filename()
-        return PartHead(name, None if filename is None else _as_text(filename))
+        return PartHead(name, None if filename is None else filename[:MAX_NAME_CHARS])
 
     def _body(self) -> PartHead | bytes | None:
         at = self._buffer.find(self._delimiter)
@@ -148,10 +149,6 @@ class FormReader:
     def _epilogue(self) -> PartHead | bytes | None:
         self._buffer.clear()
         return None
-
-
-def _as_text(name: str) -> str:
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")[:255]
 
 
 class UploadHandler(Response):
@@ -213,8 +210,8 @@ class UploadHandler(Response):
             raise UploadRefused("The form ends before its last boundary.")
         if filename is None:
             raise UploadRefused("The form has no file.", param="file")
-        purpose, ttl_s = form_values({name: _as_text(value.decode("utf-8", "surrogateescape"))
-                                      for name, value in values.items()})  # fmt: skip
+        texts = {name: value.decode("utf-8", "replace") for name, value in values.items()}
+        purpose, ttl_s = form_values(texts)
         return await new.keep(filename, purpose, ttl_s)
 
     def _too_large(self) -> BodyTooLarge:
