@@ -281,7 +281,7 @@ def check_lines(
 def _problem(text: bytes, endpoint: str, seen: set[str], number: int) -> LineProblem | None:
     try:
         line = msgspec.json.decode(text, type=Line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         message = f"The line is no JSON object with custom_id, method, url and body: {error}."
         return LineProblem(code="invalid_json_line", message=message[:500], line=number)
     for code, param, is_wrong, message in (

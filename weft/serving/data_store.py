@@ -371,9 +371,10 @@ class DataStore:
         return record
 
     def hold(self, record: BatchRecord, num_bytes: int) -> None:
-        """Count bytes that a batch takes on disk, or with a negative number gives back."""
-        self._held[record.id] = self._held.get(record.id, 0) + num_bytes
-        self._used[record.owner] += num_bytes
+        """Count bytes that a batch takes on disk, or with a negative number gives back; none of one that is deleted."""
+        if record.id in self._batches:
+            self._held[record.id] = self._held.get(record.id, 0) + num_bytes
+            self._used[record.owner] += num_bytes
 
     async def drop_input(self, record: BatchRecord) -> None:
         """Remove the lines of a batch that needs them no more."""

@@ -12,10 +12,9 @@ import httpx
 import openai
 import pytest
 
-from tests.api.http import CHAT, COMPLETIONS, real_server
+from tests.api.http import CHAT, COMPLETIONS, data_server
 from tests.api.scripted_engine import ScriptedEngine, answer, forever
 from tests.waiting import wait_until
-from weft.api.app import build_app
 from weft.config import load
 from weft.errors import Overloaded
 from weft.types import LOWEST_PRIORITY
@@ -25,8 +24,7 @@ HELLO = {"model": "scripted", "messages": [{"role": "user", "content": "hi"}]}
 
 @contextmanager
 def serving(folder: Path | str, engine: ScriptedEngine | None = None, **flags: Any) -> Iterator[str]:
-    app = build_app(engine or ScriptedEngine(), load({"data_dir": str(folder), **flags}, env={}))
-    with real_server(app) as url:
+    with data_server(engine or ScriptedEngine(), load({"data_dir": str(folder), **flags}, env={})) as url:
         yield url
 
 
@@ -172,6 +170,7 @@ def test_other_endpoints_have_batches_too(
         ([line("", HELLO)], ["invalid_custom_id"]),
         ([line("a", HELLO, "/v1/messages")], ["invalid_url"]),
         ([line("a", [1])], ["invalid_body"]),
+        ([b'{"custom_id": "a", "body": ' + b"[" * 5000 + b"]" * 5000 + b"}"], ["invalid_json_line"]),
         ([line(str(number), HELLO) for number in range(4)], ["too_many_lines"]),
         ([line("a", {"x": "y" * (1 << 20)})], ["line_too_long"]),
     ],

@@ -128,7 +128,7 @@ def _lines(body: bytes, max_requests: int) -> list[bytes]:
         )
     try:
         requests = msgspec.json.decode(body, type=MessageBatchRequest).requests
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"The body is no batch of messages: {error}."[:500]) from error
     if not requests:
         raise InvalidRequest("A batch has at least one request.", param="requests")
