@@ -53,7 +53,9 @@ async def kept_file(store: DataStore, content: bytes, ttl_s: int = TTL_S) -> Fil
 
 
 def line(custom_id: str) -> bytes:
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": "/x", "body": {"is": custom_id}}).encode() + b"\n"
+    return (
+        json.dumps({"custom_id": custom_id, "method": "POST", "url": "/x", "body": {"is": custom_id}}).encode() + b"\n"
+    )
 
 
 def batch(**fields: Any) -> BatchRecord:
@@ -205,8 +207,7 @@ def test_a_line_is_tried_again_while_there_is_no_capacity(tmp_path: Path) -> Non
         server = Server(tmp_path, third_time)
         await server.store.add_batch(record := batch(), [line("a")])
         server.runner.start(record)
-        while not server.record().status.is_final:
-            await asyncio.sleep(1)
+        await until(lambda: server.record().status.is_final)
         assert server.asked == ["a"] * 3 and server.record().count(Outcome.SUCCEEDED) == 1
         await server.stop()
 

@@ -185,11 +185,13 @@ def build_app(engine: Engine, config: Config) -> FastAPI:
     """Return the application over an engine that is ready."""
     admission = Admission(config)
     admission.open(engine)
-    return admission_app(admission, BackgroundWork(admission))
+    return admission_app(admission)
 
 
-def admission_app(admission: Admission, background: BackgroundWork) -> FastAPI:
-    """Return the application of an admission that may open later."""
+def admission_app(admission: Admission, background: BackgroundWork | None = None) -> FastAPI:
+    """Return the application of an admission that may open later. `background`: the work that its server starts and
+    stops; without it, work that begins when a client asks for it."""
+    background = background or BackgroundWork(admission)
     app = FastAPI(
         title="Weft", version=__version__, summary="OpenAI's interface, served by Weft.", docs_url=None, redoc_url=None,
         redirect_slashes=False,

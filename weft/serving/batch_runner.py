@@ -20,9 +20,9 @@ from weft import logs
 from weft.errors import Overloaded, Unavailable
 from weft.options import Config
 from weft.serving.data_store import (
+    BatchLine,
     BatchRecord,
     DataStore,
-    Line,
     LineProblem,
     LineResult,
     Outcome,
@@ -183,14 +183,14 @@ class BatchRunner:
                 for _ in range(min(self._concurrency, record.num_lines)):
                     group.create_task(take())
 
-    def _pending(self, file: BinaryIO, results: Results) -> Iterator[Line]:
+    def _pending(self, file: BinaryIO, results: Results) -> Iterator[BatchLine]:
         """Yield the lines that have no result."""
         for text in _lines(file, self._config.server.max_body_mb << 20):
-            line = msgspec.json.decode(text, type=Line)
+            line = msgspec.json.decode(text, type=BatchLine)
             if line.custom_id not in results.outcomes:
                 yield line
 
-    async def _result(self, record: BatchRecord, line: Line) -> LineResult:
+    async def _result(self, record: BatchRecord, line: BatchLine) -> LineResult:
         request_id = new_id("batch_req_")
         logs.request_id.set(request_id)
         while True:
@@ -280,7 +280,7 @@ def check_lines(
 
 def _problem(text: bytes, endpoint: str, seen: set[str], number: int) -> LineProblem | None:
     try:
-        line = msgspec.json.decode(text, type=Line)
+        line = msgspec.json.decode(text, type=BatchLine)
     except (ValueError, RecursionError) as error:
         message = f"The line is no JSON object with custom_id, method, url and body: {error}."
         return LineProblem(code="invalid_json_line", message=message[:500], line=number)

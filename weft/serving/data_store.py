@@ -133,7 +133,7 @@ class BatchRecord(Struct, frozen=True, kw_only=True):
         return self.counts.get(outcome, 0)
 
 
-class Line(Struct, frozen=True):
+class BatchLine(Struct, frozen=True):
     """A line of a batch's input."""
 
     custom_id: str

@@ -42,7 +42,9 @@ def test_an_answer_is_polled_until_it_is_there() -> None:
         assert client.responses.retrieve(begun.id).output_text == "Hello"
         assert client.responses.cancel(begun.id).status == "completed", "it has ended"
         engine.script = answer("so")
-        assert client.responses.create(model="scripted", input="and?", previous_response_id=begun.id).output_text == "so"
+        assert (
+            client.responses.create(model="scripted", input="and?", previous_response_id=begun.id).output_text == "so"
+        )
 
 
 def test_a_stream_is_read_on_from_any_event() -> None:

@@ -223,9 +223,7 @@ def test_a_tenant_sees_its_own_alone(tmp_path: Path) -> None:
             lambda: yours.files.delete(batch.input_file_id),
             lambda: yours.batches.retrieve(batch.id),
             lambda: yours.batches.cancel(batch.id),
-            lambda: yours.batches.create(
-                input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"
-            ),
+            lambda: yours.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h"),
         ):
             with pytest.raises(openai.NotFoundError):
                 ask()

@@ -317,7 +317,7 @@ FORMAT = {"type": "json_schema", "name": "city", "schema": SCHEMA}
         ({"inputs": "x"}, "inputs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"max_tool_calls": 1}, "max_tool_calls"),

@@ -19,9 +19,9 @@ from weft.errors import InvalidRequest
 from weft.serving.admission import RequestContext
 from weft.serving.batch_runner import BatchRunner
 from weft.serving.data_store import (
+    BatchLine,
     BatchRecord,
     DataStore,
-    Line,
     LineResult,
     Outcome,
     RecordNotFound,
@@ -147,7 +147,7 @@ def _lines(body: bytes, max_requests: int) -> list[bytes]:
         seen.add(request.custom_id)
         # Line ends within JSON are only between its values.
         params = Raw(bytes(request.params).replace(b"\n", b" ").replace(b"\r", b" "))
-        lines.append(msgspec.json.encode(Line(request.custom_id, params, ENDPOINT)) + b"\n")
+        lines.append(msgspec.json.encode(BatchLine(request.custom_id, params, ENDPOINT)) + b"\n")
     return lines
 
 
