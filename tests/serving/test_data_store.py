@@ -39,8 +39,8 @@ class Clock:
         return self.now
 
 
-def opened(folder: Path, clock: Callable[[], float] = Clock()) -> DataStore:
-    return DataStore(str(folder), CONFIG.limits, clock)
+def opened(folder: Path, clock: Clock | None = None) -> DataStore:
+    return DataStore(str(folder), CONFIG.limits, clock or Clock())
 
 
 async def kept_file(store: DataStore, content: bytes, ttl_s: int = TTL_S) -> FileRecord:
@@ -66,7 +66,7 @@ def batch(**fields: Any) -> BatchRecord:
 class Server:
     """A runner over a folder, whose lines are answered by a function."""
 
-    def __init__(self, folder: Path, answer: Callable[[str], Any], clock: Callable[[], float] = Clock()) -> None:
+    def __init__(self, folder: Path, answer: Callable[[str], Any], clock: Clock | None = None) -> None:
         self.store = opened(folder, clock)
         self.asked: list[str] = []
         self._reply = answer

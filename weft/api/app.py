@@ -115,6 +115,7 @@ FORM: dict[str, Any] = {
                         "purpose": {"enum": list(PURPOSES)},
                     },
                     "required": ["file", "purpose"],
+                    "additionalProperties": False,
                 }
             }
         },

@@ -23,9 +23,9 @@ HELLO: dict[str, Any] = {"model": "scripted", "input": "hi", "background": True}
 
 @contextmanager
 def connected(engine: ScriptedEngine, **flags: Any) -> Iterator[openai.OpenAI]:
-    with real_server(build_app(engine, load(flags, env={}))) as url:
-        with openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
-            yield client
+    app = build_app(engine, load(flags, env={}))
+    with real_server(app) as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_an_answer_is_polled_until_it_is_there() -> None:
