@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from msgspec.structs import replace
 
 from weft import __version__
 from weft.config import FORMATS, differences, load, shown_value, template
@@ -153,7 +154,11 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 def serve(config: Config) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it; or, with --models-file, several by their names."""
     from weft.backends.registry import expect_engine
+    from weft.checkpoint.model_files import home
 
+    if not config.server.data_dir:
+        data_dir = str(home() / "data" / str(config.server.port))
+        config = replace(config, server=replace(config.server, data_dir=data_dir))
     if not config.fleet.models_file:
         expect_engine(config)
         from weft.api.server import serve

@@ -339,6 +339,10 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
             "--adapter may be loaded again in any case."
         ),
     ] = []
+    data_dir: Annotated[
+        str, _doc("Where files and batches of clients are kept; empty: data/PORT in WEFT_HOME. One server uses it.")
+    ] = ""
+    batch_concurrency: Annotated[int, _doc("Requests of batches that run at the same time.", ge=1, le=1024)] = 8
     profile_dir: Annotated[str, _doc("Where POST /admin/profile/start puts traces; empty: it is refused.")] = ""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("What is logged.")] = "info"
     log_format: Annotated[Literal["text", "json"], _doc("json: every line of the log is an object.")] = "text"
@@ -408,6 +412,14 @@ class LimitOptions(Struct, frozen=True, forbid_unknown_fields=True):
             ge=1,
         ),
     ] = 256
+    max_file_mb: Annotated[int, _doc("Largest uploaded file, in MiB; a larger one is answered 413.", ge=1)] = 200
+    max_data_mb_per_key: Annotated[
+        int, _doc("Disk for the files and batches of one key, in MiB; more are answered 413.", ge=1)
+    ] = 4096
+    max_batches_per_key: Annotated[int, _doc("Batches of one key that have not ended.", ge=0)] = 100
+    max_batch_lines: Annotated[int, _doc("Lines of one batch; each is at most as large as --max-body-mb.", ge=1)] = (
+        50_000
+    )
     allow_prompt_embeds: Annotated[
         bool,
         _doc("Take tensors from clients: prompt embeds, of text and images, and other conditioning of a model."),

@@ -154,9 +154,12 @@ def check_token_ids(ids: Collection[int], logits_width: int, param: str) -> None
             )
 
 
+LOWEST_PRIORITY = 2**31 - 1
+
+
 def check_priority(priority: int) -> None:
     """Raise InvalidRequest for a priority that does not fit into 32 bits."""
-    _in_range("priority", priority, -(2**31), 2**31 - 1)
+    _in_range("priority", priority, -(2**31), LOWEST_PRIORITY)
 
 
 def check_cache_salt(cache_salt: str) -> None:

@@ -15,10 +15,12 @@ from fastapi import FastAPI
 
 from tests.api.scripted_engine import ScriptedEngine
 from tests.waiting import wait_until
-from weft.api.app import build_app
+from weft.api.app import admission_app, build_app
+from weft.api.background import BackgroundWork
 from weft.api.http_protocol import protocol_factory
 from weft.config import load
 from weft.options import Config
+from weft.serving.admission import Admission
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -78,6 +80,17 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     assert body["error"].keys() == {"message", "type", "param", "code"}
     error: dict[str, Any] = body["error"]
     return error
+
+
+@contextlib.contextmanager
+def data_server(engine: ScriptedEngine, config: Config) -> Iterator[str]:
+    """A server with a folder for files and batches, which another may have when this one has ended."""
+    admission = Admission(config)
+    admission.open(engine)
+    background = BackgroundWork(admission)
+    with real_server(admission_app(admission, background), config) as url:
+        yield url
+    background.data.close()
 
 
 @contextlib.contextmanager

@@ -92,6 +92,10 @@ class ScriptedTokenizer:
     named_ids: Mapping[str, int] = {}
     """Ids of tokens, by their names."""
 
+    vocab_size = 256
+    bos_token = None
+    eos_token = "\0"
+
     def __init__(self, *, is_bounded: bool = False) -> None:
         """`is_bounded`: refuse texts that are too long, as a real one does."""
         self._is_bounded = is_bounded

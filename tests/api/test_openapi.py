@@ -13,9 +13,11 @@ from tests.api.scripted_engine import ScriptedEngine
 from weft.api.anthropic.messages_schema import CountTokensRequest, MessagesRequest
 from weft.api.field_rules import RULES
 from weft.api.fields import Fields
+from weft.api.openai.batches import BatchRequest
 from weft.api.openai.embeddings import EmbeddingsRequest
 from weft.api.openai.images_schema import ImagesRequest
 from weft.api.openai.openai_schema import ChatRequest, CompletionRequest
+from weft.api.openai.rerank import RerankRequest, ScoreRequest
 from weft.api.openai.responses_schema import ResponsesRequest
 from weft.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
@@ -32,6 +34,10 @@ def test_every_route_is_there(document: dict[str, Any]) -> None:
         "/health/live", "/metrics", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
         "/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items", "/v1/embeddings",
         "/v1/images/generations", "/",
+        "/v1/responses/{response_id}/cancel", "/v1/score", "/v1/rerank", "/tokenizer_info",
+        "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content", "/v1/batches", "/v1/batches/{batch_id}",
+        "/v1/batches/{batch_id}/cancel", "/v1/messages/batches", "/v1/messages/batches/{message_batch_id}",
+        "/v1/messages/batches/{message_batch_id}/cancel", "/v1/messages/batches/{message_batch_id}/results",
     }  # fmt: skip
 
 
@@ -47,6 +53,9 @@ def test_every_route_is_there(document: dict[str, Any]) -> None:
         ("/v1/responses", ResponsesRequest),
         ("/v1/embeddings", EmbeddingsRequest),
         ("/v1/images/generations", ImagesRequest),
+        ("/v1/batches", BatchRequest),
+        ("/v1/score", ScoreRequest),
+        ("/v1/rerank", RerankRequest),
     ],
 )
 def test_request_bodies_are_shown(document: dict[str, Any], path: str, schema: type[Fields]) -> None:

@@ -26,11 +26,14 @@ def locked(smollm2_files: ModelFiles) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def small_server(tiny_model: Path, tiny_image_model: Path) -> Iterator[TinyServer]:
+def small_server(
+    tiny_model: Path, tiny_image_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TinyServer]:
     """A server of the tiny model with a short context, for requests that it refuses or soon has answered. It runs under
     `python -O`: no check may be an assert. None of the tests may kill it."""
     flags = ("--max-model-len", "128", "--kv-cache-memory-mb", "16", "--threads", "1", "--max-n", "32")
     images = ("--image-model", str(tiny_image_model), "--allow-prompt-embeds")
+    images += ("--data-dir", str(tmp_path_factory.mktemp("data")))
     with TinyServer(tiny_model, *flags, *images, "--tool-style", "hermes", env={"PYTHONOPTIMIZE": "1"}) as server:
         yield server
         server.check_unharmed()

@@ -35,6 +35,10 @@ BASES: dict[str, dict[str, Json]] = {
     "/v1/embeddings": {"model": NAME, "input": "over"},
     "/tokenize": {"model": NAME, "prompt": "over"},
     "/detokenize": {"model": NAME, "tokens": [40, 41]},
+    "/v1/score": {"model": NAME, "text_1": "over", "text_2": ["under"]},
+    "/v1/rerank": {"model": NAME, "query": "over", "documents": ["under", "over"]},
+    "/v1/batches": {"input_file_id": "file-0", "endpoint": "/v1/completions", "completion_window": "24h"},
+    "/v1/messages/batches": {"requests": [{"custom_id": "a", "params": {"model": NAME}}]},
 }  # fmt: skip
 """The least that each route takes."""
 

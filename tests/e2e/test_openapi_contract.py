@@ -66,7 +66,7 @@ def with_this_model(case: Case) -> Case:
 def with_good_sense(case: Case) -> Case:
     """With a prompt that makes sense, and a short answer: a conversation at random breaks rules between its parts that
     no description can tell."""
-    if isinstance(case.body, dict):
+    if isinstance(case.body, dict) and case.operation.path in BASES:
         case.body.update(BASES[case.operation.path], model=NAME)
         for name in case.body.keys() & SENSIBLE:
             case.body[name] = SENSIBLE[name]

@@ -69,7 +69,7 @@ class GuardedServer(TinyServer):
 
     def __init__(self, model: Path, image_model: Path, keys: Path, *flags: str) -> None:
         keys.write_text("good: good\nbad: bad\n")
-        guarded = ("--api-key-file", str(keys), "--admin-key", ADMIN_KEY)
+        guarded = ("--api-key-file", str(keys), "--admin-key", ADMIN_KEY, "--data-dir", str(keys.with_suffix(".data")))
         images = ("--image-model", str(image_model), "--allow-prompt-embeds")
         self.key = "good"
         # The tests look at its memory.

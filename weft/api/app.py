@@ -19,8 +19,16 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from weft import __version__, logs
+from weft import __version__
 from weft.api.admin import add_admin, add_model_admin
+from weft.api.anthropic.listing import AnthropicModelList, ModelEntryInfo, model_info, model_list
+from weft.api.anthropic.message_batches import (
+    DeletedMessageBatch,
+    MessageBatch,
+    MessageBatches,
+    MessageBatchList,
+    MessageBatchRequest,
+)
 from weft.api.anthropic.messages import count_tokens, messages_endpoint
 from weft.api.anthropic.messages_schema import (
     AnthropicError,
@@ -29,13 +37,15 @@ from weft.api.anthropic.messages_schema import (
     MessagesRequest,
     TokenCount,
 )
+from weft.api.background import BackgroundWork
 from weft.api.body import answer_gone_client
 from weft.api.content_encoding import CompressedAnswers
 from weft.api.cross_origin import CrossOrigin
 from weft.api.error_responses import ErrorBody, JsonResponse, answer_http_exception, answer_weft_error
-from weft.api.handler import Handler
+from weft.api.handler import Handler, streamed
 from weft.api.llamacpp.llamacpp_server import add_llamacpp
 from weft.api.middleware import (
+    ANTHROPIC_VERSION,
     ROOT_PATH,
     ApiKeyAuth,
     ErrorShape,
@@ -48,9 +58,11 @@ from weft.api.middleware import (
     ollama_shape,
 )
 from weft.api.ollama.ollama_models import add_ollama
+from weft.api.openai.batches import Batches, BatchList, BatchObject, BatchRequest
 from weft.api.openai.chat import chat_endpoint
 from weft.api.openai.completions import completions_endpoint
 from weft.api.openai.embeddings import EmbeddingList, EmbeddingsRequest, embeddings_endpoint
+from weft.api.openai.files import PURPOSES, DeletedFile, FileList, FileObject, Files, UploadHandler
 from weft.api.openai.images import images_endpoint
 from weft.api.openai.images_schema import ImagesAnswer, ImagesRequest
 from weft.api.openai.openai_answers import (
@@ -62,7 +74,14 @@ from weft.api.openai.openai_answers import (
     Version,
 )
 from weft.api.openai.openai_schema import ChatRequest, CompletionRequest
-from weft.api.openai.response_store import ResponseStore, TenantStore
+from weft.api.openai.rerank import (
+    RerankAnswer,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+    rerank_endpoint,
+    score_endpoint,
+)
 from weft.api.openai.responses import responses_endpoint
 from weft.api.openai.responses_schema import DeletedResponse, InputItemList, ResponseAnswer, ResponsesRequest
 from weft.api.openai.tokenize import (
@@ -71,8 +90,10 @@ from weft.api.openai.tokenize import (
     Tokenized,
     TokenizeHandler,
     TokenizeRequest,
+    TokenizerInfo,
     detokenize,
     tokenize,
+    tokenizer_info,
 )
 from weft.backends.contract import Engine
 from weft.errors import ConfigError, ModelNotFound, Unavailable, WeftError, public_reason
@@ -84,20 +105,39 @@ from weft.serving.served_model import ServedModel
 
 REQUESTS: tuple[type[BaseModel], ...] = (
     ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, MessagesRequest, CountTokensRequest,
-    ResponsesRequest, EmbeddingsRequest, ImagesRequest,
+    ResponsesRequest, EmbeddingsRequest, ImagesRequest, BatchRequest, ScoreRequest, RerankRequest,
 )  # fmt: skip
 ANSWERS: tuple[type[Struct], ...] = (
     ChatCompletion, Completion, ModelCard, ModelList, Tokenized, Detokenized, ServerCard, Version, ErrorBody,
     MessageAnswer, TokenCount, AnthropicError, ResponseAnswer, DeletedResponse, InputItemList, EmbeddingList,
-    ImagesAnswer,
+    ImagesAnswer, FileObject, FileList, DeletedFile, BatchObject, BatchList, MessageBatchRequest, MessageBatch,
+    MessageBatchList, DeletedMessageBatch, ModelEntryInfo, AnthropicModelList, ScoreList, RerankAnswer, TokenizerInfo,
 )  # fmt: skip
+FORM: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"enum": list(PURPOSES)},
+                    },
+                    "required": ["file", "purpose"],
+                    "additionalProperties": False,
+                }
+            }
+        },
+    }
+}
 
 COMPAT_APIS = ("ollama", "llamacpp")
 
 Responses = dict[int | str, dict[str, Any]]
 
 
-def takes(request: type[BaseModel]) -> dict[str, Any]:
+def takes(request: type[BaseModel] | type[Struct]) -> dict[str, Any]:
     """Describe the body of a route that reads its own bytes."""
     return {"requestBody": {"required": True, "content": {"application/json": _reference(request)}}}
 
@@ -109,6 +149,12 @@ def gives(answer: type[Struct], *, streamed: bool = False, error: type[Struct] =
         content["text/event-stream"] = {"schema": {"type": "string"}}
     about = "With `stream`: server-sent events." if streamed else "Found."
     return {200: {"description": about, "content": content}, **errors(error)}
+
+
+def gives_either(answer: type[Struct], anthropic: type[Struct]) -> Responses:
+    """Describe the answers of a route in two shapes."""
+    shapes = [_reference(shape)["schema"] for shape in (answer, anthropic)]
+    return {200: {"description": "Found.", "content": {"application/json": {"schema": {"anyOf": shapes}}}}, **errors()}
 
 
 def errors(error: type[Struct] = ErrorBody) -> Responses:
@@ -154,8 +200,10 @@ def build_app(engine: Engine, config: Config) -> FastAPI:
     return admission_app(admission)
 
 
-def admission_app(admission: Admission) -> FastAPI:
-    """Return the application of an admission that may open later."""
+def admission_app(admission: Admission, background: BackgroundWork | None = None) -> FastAPI:
+    """Return the application of an admission that may open later. `background`: the work that its server starts and
+    stops; without it, work that begins when a client asks for it."""
+    background = background or BackgroundWork(admission)
     app = FastAPI(
         title="Weft", version=__version__, summary="OpenAI's interface, served by Weft.", docs_url=None, redoc_url=None,
         redirect_slashes=False,
@@ -186,7 +234,10 @@ def admission_app(admission: Admission) -> FastAPI:
         add_ollama(app, admission, partial(_all_cards, admission))
     _add_generation(app, admission)
     _add_messages(app, admission)
-    _add_responses(app, admission)
+    _add_message_batches(app, admission, background)
+    _add_responses(app, admission, background)
+    _add_files(app, admission, background)
+    _add_batches(app, admission, background)
     _add_embeddings(app, admission)
     _add_images(app, admission)
     _add_tokens(app, admission)
@@ -234,24 +285,107 @@ def _add_messages(app: FastAPI, admission: Admission) -> None:
         return TokenizeHandler(admission, count_tokens)
 
 
-def _add_responses(app: FastAPI, admission: Admission) -> None:
-    options = admission.config.server
-    store = ResponseStore(options.responses_store_entries, options.responses_store_mb << 20)
+def _add_message_batches(app: FastAPI, admission: Admission, background: BackgroundWork) -> None:
+    def of(request: Request) -> MessageBatches:
+        # A proxy may have taken the client's TLS off.
+        scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else request.url.scheme
+        base_url = f"{scheme}://{request.headers.get('host', 'localhost')}"
+        return MessageBatches(background.data, background.batches, base_url)
 
-    def tenant_store() -> TenantStore:
-        return TenantStore(store, logs.tenant.get())
+    def shown(answer: type[Struct]) -> Responses:
+        return gives(answer, error=AnthropicError)
+
+    @app.post("/v1/messages/batches", openapi_extra=takes(MessageBatchRequest), responses=shown(MessageBatch))
+    async def create_message_batch(request: Request) -> Response:
+        return TokenizeHandler(admission, of(request).create)
+
+    @app.get("/v1/messages/batches", responses=shown(MessageBatchList))
+    async def message_batches(request: Request) -> Response:
+        return JsonResponse(await of(request).listed(request))
+
+    @app.get("/v1/messages/batches/{message_batch_id}", responses=shown(MessageBatch))
+    async def message_batch(message_batch_id: str, request: Request) -> Response:
+        return JsonResponse(await of(request).found(message_batch_id))
+
+    @app.post("/v1/messages/batches/{message_batch_id}/cancel", responses=shown(MessageBatch))
+    async def cancel_message_batch(message_batch_id: str, request: Request) -> Response:
+        return JsonResponse(await of(request).cancel(message_batch_id))
+
+    @app.delete("/v1/messages/batches/{message_batch_id}", responses=shown(DeletedMessageBatch))
+    async def delete_message_batch(message_batch_id: str, request: Request) -> Response:
+        return JsonResponse(await of(request).delete(message_batch_id))
+
+    @app.get("/v1/messages/batches/{message_batch_id}/results", responses=errors(AnthropicError))
+    async def message_batch_results(message_batch_id: str, request: Request) -> Response:
+        return await of(request).results(message_batch_id)
+
+
+def _add_files(app: FastAPI, admission: Admission, background: BackgroundWork) -> None:
+    files = Files(background.data)
+
+    @app.post("/v1/files", openapi_extra=FORM, responses=gives(FileObject))
+    async def upload_file() -> Response:
+        return UploadHandler(admission, background.data)
+
+    @app.get("/v1/files", responses=gives(FileList))
+    async def list_files(request: Request) -> Response:
+        return JsonResponse(await files.listed(request.query_params))
+
+    @app.get("/v1/files/{file_id}", responses=gives(FileObject))
+    async def file(file_id: str) -> Response:
+        return JsonResponse(await files.found(file_id))
+
+    @app.get("/v1/files/{file_id}/content", responses=errors())
+    async def file_content(file_id: str) -> Response:
+        return await files.content(file_id)
+
+    @app.delete("/v1/files/{file_id}", responses=gives(DeletedFile))
+    async def delete_file(file_id: str) -> Response:
+        return JsonResponse(await files.delete(file_id))
+
+
+def _add_batches(app: FastAPI, admission: Admission, background: BackgroundWork) -> None:
+    batches = Batches(background.data, background.batches)
+
+    @app.post("/v1/batches", openapi_extra=takes(BatchRequest), responses=gives(BatchObject))
+    async def create_batch() -> Response:
+        return TokenizeHandler(admission, batches.create)
+
+    @app.get("/v1/batches", responses=gives(BatchList))
+    async def list_batches(request: Request) -> Response:
+        return JsonResponse(await batches.listed(request.query_params))
+
+    @app.get("/v1/batches/{batch_id}", responses=gives(BatchObject))
+    async def batch(batch_id: str) -> Response:
+        return JsonResponse(await batches.found(batch_id))
+
+    @app.post("/v1/batches/{batch_id}/cancel", responses=gives(BatchObject))
+    async def cancel_batch(batch_id: str) -> Response:
+        return JsonResponse(await batches.cancel(batch_id))
+
+
+def _add_responses(app: FastAPI, admission: Admission, background: BackgroundWork) -> None:
+    options = admission.config.server
+    tenant_store = background.tenant_responses
 
     @app.post("/v1/responses", openapi_extra=takes(ResponsesRequest), responses=gives(ResponseAnswer, streamed=True))
     async def responses() -> Response:
         return Handler(admission, partial(responses_endpoint, store=tenant_store()))
 
-    @app.get("/v1/responses/{response_id}", responses=gives(ResponseAnswer))
+    @app.get("/v1/responses/{response_id}", responses=gives(ResponseAnswer, streamed=True))
     async def response(response_id: str, request: Request) -> Response:
-        return Response(tenant_store().answer(response_id, request.query_params), media_type="application/json")
+        store, query = tenant_store(), request.query_params
+        if query.get("stream", "false") != "false":
+            return streamed(*store.events(response_id, query), options.keep_alive_s)
+        return Response(store.answer(response_id), media_type="application/json")
+
+    @app.post("/v1/responses/{response_id}/cancel", responses=gives(ResponseAnswer))
+    async def cancel_response(response_id: str) -> Response:
+        return Response(await tenant_store().cancel(response_id), media_type="application/json")
 
     @app.delete("/v1/responses/{response_id}", responses=gives(DeletedResponse))
     async def delete_response(response_id: str) -> Response:
-        return JsonResponse(tenant_store().delete(response_id))
+        return JsonResponse(await tenant_store().delete(response_id))
 
     @app.get("/v1/responses/{response_id}/input_items", responses=gives(InputItemList))
     async def input_items(response_id: str, request: Request) -> Response:
@@ -262,6 +396,17 @@ def _add_embeddings(app: FastAPI, admission: Admission) -> None:
     @app.post("/v1/embeddings", openapi_extra=takes(EmbeddingsRequest), responses=gives(EmbeddingList))
     async def embeddings() -> Response:
         return Handler(admission, embeddings_endpoint)
+
+    @app.post("/v1/score", openapi_extra=takes(ScoreRequest), responses=gives(ScoreList))
+    @app.post("/score", include_in_schema=False)
+    async def score() -> Response:
+        return Handler(admission, score_endpoint)
+
+    @app.post("/v1/rerank", openapi_extra=takes(RerankRequest), responses=gives(RerankAnswer))
+    @app.post("/v2/rerank", include_in_schema=False)
+    @app.post("/rerank", include_in_schema=False)
+    async def rerank() -> Response:
+        return Handler(admission, rerank_endpoint)
 
 
 def _add_images(app: FastAPI, admission: Admission) -> None:
@@ -281,6 +426,11 @@ def _add_tokens(app: FastAPI, admission: Admission) -> None:
     async def from_tokens() -> Response:
         return TokenizeHandler(admission, detokenize)
 
+    @app.get("/tokenizer_info", responses=gives(TokenizerInfo))
+    async def about_tokenizer(request: Request) -> Response:
+        with admission.admit() as context:
+            return JsonResponse(await tokenizer_info(request.query_params.get("model"), context))
+
 
 def _add_models(app: FastAPI, admission: Admission) -> None:
     @app.get(ROOT_PATH, responses=gives(ServerCard))
@@ -291,16 +441,21 @@ def _add_models(app: FastAPI, admission: Admission) -> None:
     async def version() -> Response:
         return JsonResponse(Version(__version__))
 
-    @app.get("/v1/models", responses=gives(ModelList))
-    async def models() -> Response:
-        return JsonResponse(ModelList(data=_all_cards(admission)))
+    @app.get("/v1/models", responses=gives_either(ModelList, AnthropicModelList))
+    async def models(request: Request) -> Response:
+        """A list in Anthropic's shape for clients that send anthropic-version."""
+        cards = _all_cards(admission)
+        if ANTHROPIC_VERSION in request.headers:
+            return JsonResponse(model_list(cards, request.query_params))
+        return JsonResponse(ModelList(data=cards))
 
-    @app.get("/v1/models/{model_id:path}", responses=gives(ModelCard))
-    async def model(model_id: str) -> Response:
+    @app.get("/v1/models/{model_id:path}", responses=gives_either(ModelCard, ModelEntryInfo))
+    async def model(model_id: str, request: Request) -> Response:
         cards = {card.id: card for card in _all_cards(admission)}
         if model_id not in cards:
             raise ModelNotFound(f"There is no model {model_id!r:.200} here; this server has {', '.join(cards)}.")
-        return JsonResponse(cards[model_id])
+        card = cards[model_id]
+        return JsonResponse(model_info(card) if ANTHROPIC_VERSION in request.headers else card)
 
 
 def _add_health(app: FastAPI, admission: Admission) -> None:

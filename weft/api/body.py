@@ -68,6 +68,10 @@ CAPS = (
     Cap("prompt", _prompts, lambda limits: limits.max_prompts, "--max-prompts"),
     Cap("prompt_embeds", _items, lambda limits: limits.max_prompts, "--max-prompts"),
     Cap("input", _prompts, lambda limits: limits.max_messages, "--max-messages"),
+    *(
+        Cap(field, _items, lambda limits: limits.max_messages, "--max-messages")
+        for field in ("documents", "text_1", "text_2")
+    ),
     Cap("n", _number, lambda limits: limits.max_n, "--max-n"),
     Cap("best_of", _number, lambda limits: limits.max_n, "--max-n"),
     Cap("stop", _length, lambda limits: limits.max_stop, "--max-stop"),

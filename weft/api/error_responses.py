@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from weft import logs
 from weft.errors import InvalidRequest, Overloaded, Unavailable, WeftError, is_private, shortened
 from weft.serving.admission import RequestContext
+from weft.serving.data_store import QuotaExceeded
 from weft.serving.rate_limits import BodiesOfAll, BodiesOfKey
 
 
@@ -91,7 +92,12 @@ class WrongEncoding(WrongContentType):
         """The encodings that are read, as in Accept-Encoding."""
 
 
+class UploadRefused(InvalidRequest):
+    """A form with a file is not as it must be."""
+
+
 BODY_UNREAD = (
+    UploadRefused, QuotaExceeded,
     BodyTooLarge, BodyTooSlow, BodiesOfKey, BodiesOfAll, NoKey, WrongKey, HeadTooLarge, WrongHost, ForeignOrigin,
     WrongContentType,
 )  # fmt: skip

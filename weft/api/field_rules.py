@@ -174,7 +174,6 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
     "responses": {
         **_OPENAI,
         "access_programs": hint(_KEY),
-        "background": impossible("answers are waited for", False),
         "client_metadata": hint("it is the client's own"),
         "context_management": hint("`truncation` says what becomes of a long prompt", []),
         "conversation": impossible("there are no stored conversations; `previous_response_id` goes on from an answer"),

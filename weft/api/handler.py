@@ -6,19 +6,21 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import ClassVar
 
 import msgspec
 from fastapi import Response
+from fastapi.responses import StreamingResponse
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from weft.api.body import read_body
 from weft.api.error_responses import Unexpected, error_body, fields_header
+from weft.api.event_log import WAITING, EventLog
 from weft.api.http_protocol import DirectWriter, direct_writer
 from weft.errors import WeftError
-from weft.serving.admission import Admission, ClientGone, RequestContext
+from weft.serving.admission import Admission, ClientGone, RequestContext, no_hang_up
 from weft.serving.generation import Generation
 from weft.serving.output_reader import CollectedOutput
 from weft.types import GenerationRequest, Output, Usage
@@ -33,8 +35,6 @@ JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
 
 
 DONE = b"data: [DONE]\n\n"
-WAITING = b": waiting\n\n"
-"""A comment: clients read over it."""
 
 _UNBUFFERED: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 SSE_HEADERS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), *_UNBUFFERED]
@@ -89,6 +89,8 @@ class Writer:
         self.answer_id = answer_id
         self.model_name = model_name
         self.stream = stream
+        self.background: EventLog | None = None
+        """Where the events go of an answer that is generated whether its client waits or not."""
 
     def opening(self) -> bytes:
         """Return the chunks before those of the first output."""
@@ -106,6 +108,10 @@ class Writer:
     def failure(self, error: WeftError) -> bytes:
         """Return what ends a stream that has begun and cannot go on."""
         return error_event(error)
+
+    def cancelled(self) -> bytes:
+        """Return what ends the events of an answer in the background that was cancelled."""
+        return b""
 
     def check(self, output: Output) -> None:
         """Raise what is wrong with an answer in one piece as soon as an output shows it, before others are computed."""
@@ -171,15 +177,17 @@ class StreamedResponse:
 class Handler(Response):
     """A response that does the work itself, next to the socket: it sees the client hang up."""
 
-    def __init__(self, admission: Admission, endpoint: Endpoint) -> None:
+    def __init__(self, admission: Admission, endpoint: Endpoint, *, is_batch: bool = False) -> None:
         super().__init__()
         self._admission = admission
         self._endpoint = endpoint
+        self._is_batch = is_batch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrived = time.perf_counter()
         options = self._admission.config.server
-        with self._admission.admit(receive) as context:
+        with ExitStack() as stack:
+            context = stack.enter_context(self._admission.admit(receive, is_batch=self._is_batch))
             context.check_capacity()
             try:
                 body = await read_body(scope, receive, options.max_body_mb << 20, context.hold_body)
@@ -195,7 +203,13 @@ class Handler(Response):
                 return
             generation = Generation(requests, context, arrived, writer.model_name)
             context.served.metrics.left_aside(context.fields.without_effect)
-            if writer.stream:
+            if (log := writer.background) is not None:
+                log.run(_in_background(stack.pop_all(), context, generation, writer, len(requests), log))
+                if log.answer:
+                    await response.answer(log.answer)
+                else:
+                    await streamed(log, 0, options.keep_alive_s)(scope, receive, send)
+            elif writer.stream:
                 async with _told_in_stream(response, writer):
                     with _until_hang_up(), generation.counted():
                         await context.guard(
@@ -213,8 +227,33 @@ class Handler(Response):
                     await response.answer(await writer.whole(outputs))
 
 
+def streamed(log: EventLog, first: int, keep_alive_s: float) -> Response:
+    """Return the response of the events from this number on."""
+    headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}
+    return StreamingResponse(log.follow(first, keep_alive_s), headers=headers)
+
+
+async def _in_background(
+    admitted: ExitStack,
+    context: RequestContext,
+    generation: Generation,
+    writer: Writer,
+    num_requests: int,
+    log: EventLog,
+) -> None:
+    """Generate an answer whose client does not wait for it."""
+    context.receive = no_hang_up
+    with admitted:
+        try:
+            async with _told_in_stream(log, writer):
+                with generation.counted():
+                    await context.guard(_send_chunks(generation, writer, num_requests, log, 0))
+        except asyncio.CancelledError:
+            await log.end(writer.cancelled())
+
+
 @asynccontextmanager
-async def _told_in_stream(response: StreamedResponse, writer: Writer) -> AsyncIterator[None]:
+async def _told_in_stream(response: StreamedResponse | EventLog, writer: Writer) -> AsyncIterator[None]:
     """Raise an error before the first byte, which gets its status; make a later one the stream's last event."""
     try:
         yield
@@ -242,7 +281,11 @@ def _until_hang_up() -> Iterator[None]:
 
 
 async def _send_chunks(
-    generation: Generation, writer: Writer, num_requests: int, response: StreamedResponse, keep_alive_s: float
+    generation: Generation,
+    writer: Writer,
+    num_requests: int,
+    response: StreamedResponse | EventLog,
+    keep_alive_s: float,
 ) -> None:
     keep_alive = KeepAlive(response, writer, keep_alive_s)
     opening = asyncio.Lock()
@@ -282,7 +325,7 @@ async def _send_chunks(
 class KeepAlive:
     """Tells a client, and the proxies between, that its stream is alive, until there is more to tell."""
 
-    def __init__(self, response: StreamedResponse, writer: Writer, interval_s: float) -> None:
+    def __init__(self, response: StreamedResponse | EventLog, writer: Writer, interval_s: float) -> None:
         """0: it says nothing."""
         self._task = asyncio.create_task(self._say(response, writer, interval_s)) if interval_s else None
 
@@ -293,13 +336,13 @@ class KeepAlive:
             task.cancel()
             await asyncio.wait({task})
 
-    async def _say(self, response: StreamedResponse, writer: Writer, interval_s: float) -> None:
+    async def _say(self, response: StreamedResponse | EventLog, writer: Writer, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
             await response.start(writer.stream_headers)
             await _written(response, writer.waiting)
 
 
-async def _written(response: StreamedResponse, body: bytes) -> None:
+async def _written(response: StreamedResponse | EventLog, body: bytes) -> None:
     if body and (writing := response.write(body)) is not None:
         await writing

@@ -191,10 +191,13 @@ class HeadRequests:
 
 
 MESSAGES_PATH = "/v1/messages"
+MODELS_PATH = "/v1/models"
+ANTHROPIC_VERSION = "anthropic-version"
+"""The header that Anthropic's clients send, by which a list of models is in their shape."""
 
 
-def _is_anthropics(path: str) -> bool:
-    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+def _is_below(path: str, place: str) -> bool:
+    return path == place or path.startswith(place + "/")
 
 
 class RateLimitHeaders:
@@ -209,7 +212,7 @@ class RateLimitHeaders:
         if scope["type"] != "http" or scope["method"] != "POST" or _is_operators(scope["path"]):
             await self._app(scope, receive, send)
             return
-        written = _anthropic_limits if _is_anthropics(scope["path"]) else _openai_limits
+        written = _anthropic_limits if _is_below(scope["path"], MESSAGES_PATH) else _openai_limits
 
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -257,7 +260,9 @@ class ErrorShapes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The answer to HEAD has no body to write in another shape.
         path = scope["path"] if scope["type"] == "http" and scope["method"] != "HEAD" else ""
-        shape = next((shape for at, shape in self._shapes.items() if path == at or path.startswith(at + "/")), None)
+        shape = next((shape for at, shape in self._shapes.items() if _is_below(path, at)), None)
+        if _is_below(path, MODELS_PATH) and any(name == ANTHROPIC_VERSION.encode() for name, _ in scope["headers"]):
+            shape = anthropic_shape
         if shape is None:
             await self._app(scope, receive, send)
             return

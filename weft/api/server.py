@@ -21,6 +21,7 @@ import uvicorn
 
 from weft import logs
 from weft.api.app import admission_app, compat_apis
+from weft.api.background import BackgroundWork
 from weft.api.cross_origin import allowed_origins, is_loopback
 from weft.api.http_protocol import protocol_factory
 from weft.api.listening import bind
@@ -209,8 +210,9 @@ class _Life:
         self._config = config
         self._listener = listener
         self._admission = Admission(config, models)
+        self._background = BackgroundWork(self._admission)
         options = uvicorn.Config(
-            admission_app(self._admission),
+            admission_app(self._admission, self._background),
             http=protocol_factory(config),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
@@ -239,6 +241,7 @@ class _Life:
         http.add_done_callback(lambda _: self._stop.set())
         try:
             if await self._start(start):
+                await self._background.start()
                 self._announce(time.monotonic() - began)
                 if rpc is not None:
                     log.info("gRPC answers on port %d", rpc.port)
@@ -248,6 +251,7 @@ class _Life:
                 if is_lost:
                     raise EngineFault(NO_ENGINE, hint=NO_ENGINE_HINT)
         finally:
+            await self._background.stop()
             await self._admission.close()
             self._server.should_exit = True
             if rpc is not None:
@@ -325,6 +329,7 @@ class _Life:
     async def _drain(self, seconds: float) -> None:
         """Let the requests inside finish, for a while; then end them."""
         self._admission.drain()
+        await self._background.batches.stop()
         log.info("draining: running requests have %g s", seconds)
         done = asyncio.create_task(self._admission.empty())
         now = asyncio.create_task(self._stop_now.wait())

@@ -65,6 +65,8 @@ class RequestContext(Struct, eq=False, kw_only=True):
     """Empty until the request was understood."""
     timers: Mapping[int, RequestTimer] = {}
     """Timers of what was submitted to the engine."""
+    is_batch: bool = False
+    """It is a line of a batch: it has the lowest priority, and no limit of time but its batch's."""
     slot: ModelSlot | None = None
     chosen: ServedModel | None = None
 
@@ -104,7 +106,7 @@ class RequestContext(Struct, eq=False, kw_only=True):
 
     async def guard(self, work: Coroutine[Any, Any, None]) -> None:
         """Run the work to its end, or cancel it and raise ClientGone, Unavailable or RequestTimeout."""
-        await self._guard(work, self.config.server.request_timeout_s)
+        await self._guard(work, 0 if self.is_batch else self.config.server.request_timeout_s)
 
     async def _guard(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
         """0: no limit."""
@@ -187,6 +189,8 @@ class Admission:
         self.traces = open_traces(options.otlp_endpoint) if options.otlp_endpoint else None
         self.pool = ModelPool(config, lambda own, engine: open_served_model(own, engine, self.traces), models)
         self._accounts = Accounts(config.limits, max_body_mb=options.max_body_mb)
+        self._batch_accounts = Accounts(config.limits, max_body_mb=options.max_body_mb)
+        """Batches have limits of their own, as large: they take nothing from a tenant's other requests."""
         self.watchdog = LoopWatchdog()
         """It watches while a server runs."""
         self._closed_because = ""
@@ -245,12 +249,12 @@ class Admission:
         return self._accounts.of(tenant).rate_limits()
 
     @contextmanager
-    def admit(self, receive: Receive = no_hang_up) -> Iterator[RequestContext]:
+    def admit(self, receive: Receive = no_hang_up, *, is_batch: bool = False) -> Iterator[RequestContext]:
         """Let one request in for as long as it takes. Raises Unavailable when none may come in, and RateLimited when
         its tenant has had its share for now. `receive` tells when the client hangs up."""
         self.check_open()
         tenant = logs.tenant.get()
-        account = self._accounts.of(tenant)
+        account = (self._batch_accounts if is_batch else self._accounts).of(tenant)
         try:
             account.enter()
         except Overloaded:
@@ -267,6 +271,7 @@ class Admission:
             tenant=tenant,
             began=time.monotonic(),
             fields=FieldReport(self.config.server.fields),
+            is_batch=is_batch,
         )
         self._contexts.add(context)
         self._empty.clear()

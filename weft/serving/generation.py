@@ -20,6 +20,7 @@ from weft.serving.admission import ClientGone, RequestContext
 from weft.serving.rate_limits import Reservation
 from weft.serving.timing import FREE, Cost, RequestTimer, cost_of
 from weft.types import (
+    LOWEST_PRIORITY,
     Conversation,
     Embed,
     FinishReason,
@@ -63,7 +64,9 @@ class Generation:
     def _of_tenant(self, request: GenerationRequest) -> GenerationRequest:
         """Return the request with what its tenant may have. Raises InvalidRequest."""
         context, able, priority = self._context, self._served.engine.abilities, request.priority
-        if able.priority:
+        if able.priority and context.is_batch:
+            priority = LOWEST_PRIORITY
+        elif able.priority:
             priority = context.keys.priority_of(context.tenant, priority, has_shares=able.fair_shares)
         return replace(request, priority=priority, shares_cache=context.config.server.share_prefix_cache)
 

@@ -393,7 +393,7 @@ def test_every_refusal_of_its_paths_has_anthropic_s_shape() -> None:
     response = request(ScriptedEngine(), "GET", MESSAGES)
     assert (response.status_code, error_of(response)[0]) == (405, "invalid_request_error")
     assert response.headers["allow"] == "POST"
-    response = request(ScriptedEngine(), "POST", MESSAGES + "/batches", headers={"x-request-id": "mine"})
+    response = request(ScriptedEngine(), "POST", MESSAGES + "/nothing", headers={"x-request-id": "mine"})
     assert (response.status_code, error_of(response)[0]) == (404, "not_found_error")
     assert response.json()["request_id"] == "mine"
     response = ask(ScriptedEngine(), model="other")

@@ -361,7 +361,7 @@ def test_an_effort_goes_to_the_template() -> None:
         ({"inputs": "x"}, "inputs"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"max_tool_calls": 0}, "max_tool_calls"),

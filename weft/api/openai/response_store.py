@@ -11,8 +11,10 @@ import msgspec
 from msgspec import Struct
 from starlette.datastructures import QueryParams
 
+from weft.api.event_log import EventLog
 from weft.api.openai.responses_schema import DeletedResponse, InputItemList
 from weft.api.openai.responses_translate import ChatMessages
+from weft.api.paging import limit_of
 from weft.errors import InvalidRequest
 
 TTL_S = 24 * 3600.0
@@ -24,6 +26,8 @@ class StoredResponse(Struct, frozen=True, eq=False):
     input_items: list[dict[str, Any]]
     messages: list[dict[str, Any]]
     """The conversation up to and with this answer, as chat messages, without instructions."""
+    log: EventLog | None = None
+    """The events of an answer in the background."""
 
 
 class _Entry(Struct, frozen=True, eq=False):
@@ -69,9 +73,15 @@ class ResponseStore:
     def __len__(self) -> int:
         return self._num_entries
 
+    @property
+    def keeps(self) -> bool:
+        return self._max_entries > 0 and self._max_bytes > 0
+
     def put(self, owner: str, response_id: str, kept: StoredResponse) -> None:
-        """Keep it, unless it is larger than the whole store."""
+        """Keep it in the place of what has the same id, unless it is larger than the whole store."""
         size = len(kept.answer) + len(msgspec.json.encode([kept.input_items, kept.messages]))
+        size += kept.log.num_bytes if kept.log is not None else 0
+        self.delete(owner, response_id)
         now = self._clock()
         for name, shelf in list(self._shelves.items()):
             for old in [old for old, entry in shelf.entries.items() if entry.expires <= now]:
@@ -129,6 +139,7 @@ class TenantStore:
     def __init__(self, store: ResponseStore, owner: str) -> None:
         self._store = store
         self._owner = owner
+        self.keeps = store.keeps
 
     def put(self, response_id: str, kept: StoredResponse) -> None:
         self._store.put(self._owner, response_id, kept)
@@ -141,12 +152,34 @@ class TenantStore:
                 f"There is no response {response_id!r:.100}: it was not kept, or not for so long.",
                 param="previous_response_id",
             )
+        if kept.log is not None and not kept.log.ended:
+            raise InvalidRequest(
+                f"The response {response_id!r:.100} is still in progress.", param="previous_response_id"
+            )
         return kept.messages
 
-    def answer(self, response_id: str, query: QueryParams) -> bytes:
-        if query.get("stream", "false") != "false":
-            raise InvalidRequest("A kept response is not streamed again.", param="stream")
+    def answer(self, response_id: str) -> bytes:
         return self._found(response_id).answer
+
+    def events(self, response_id: str, query: QueryParams) -> tuple[EventLog, int]:
+        """Return the events of an answer, and the number of the first that is wanted."""
+        log = self._found(response_id).log
+        if log is None or not log.keeps_events:
+            raise InvalidRequest(
+                "This response is not streamed again: it was not asked for with background and stream.", param="stream"
+            )
+        after = query.get("starting_after", "-1")
+        if not (after == "-1" or (after.isascii() and after.isdigit() and len(after) < 10)):
+            raise InvalidRequest(f"starting_after is {after!r:.20}; it is an event's number.", param="starting_after")
+        return log, int(after) + 1
+
+    async def cancel(self, response_id: str) -> bytes:
+        """End an answer in the background, and return it; one that has ended is returned as it is."""
+        log = self._found(response_id).log
+        if log is None:
+            raise InvalidRequest("Only a response with background can be cancelled.", param="response_id")
+        await log.cancel()
+        return self.answer(response_id)
 
     def input_items(self, response_id: str, query: QueryParams) -> InputItemList:
         items = self._found(response_id).input_items
@@ -155,7 +188,7 @@ class TenantStore:
         if after := query.get("after"):
             ids = [item["id"] for item in items]
             items = items[ids.index(after) + 1 :] if after in ids else []
-        page = items[: _limit(query)]
+        page = items[: limit_of(query, 20, MAX_LISTED)]
         return InputItemList(
             data=page,
             first_id=page[0]["id"] if page else "",
@@ -163,9 +196,10 @@ class TenantStore:
             has_more=len(page) < len(items),
         )
 
-    def delete(self, response_id: str) -> DeletedResponse:
-        if not self._store.delete(self._owner, response_id):
-            raise _not_found(response_id)
+    async def delete(self, response_id: str) -> DeletedResponse:
+        if (log := self._found(response_id).log) is not None:
+            await log.cancel()
+        self._store.delete(self._owner, response_id)
         return DeletedResponse(id=response_id)
 
     def _found(self, response_id: str) -> StoredResponse:
@@ -173,14 +207,6 @@ class TenantStore:
         if kept is None:
             raise _not_found(response_id)
         return kept
-
-
-def _limit(query: QueryParams) -> int:
-    text = query.get("limit", "20")
-    limit = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(MAX_LISTED)) else 0
-    if not 1 <= limit <= MAX_LISTED:
-        raise InvalidRequest(f"limit is {text!r:.20}; it must be from 1 to {MAX_LISTED}.", param="limit")
-    return limit
 
 
 def _not_found(response_id: str) -> ResponseNotFound:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from weft.api.body import LONG_BODY_BYTES, off_loop, parse
 from weft.api.error_responses import error_body
+from weft.api.event_log import EventLog
 from weft.api.fields import Fields
 from weft.api.handler import Writer, named_event
 from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures
@@ -58,8 +59,8 @@ from weft.serving.output_reader import (
 from weft.serving.request import unique_id
 from weft.types import FinishReason, GenerationRequest, Output, SamplingDefaults, Usage
 
-Keep = Callable[[bytes, Sequence[OutputBlock]], None]
-"""Takes the finished answer, in JSON and as its blocks."""
+Keep = Callable[[bytes, Sequence[OutputBlock], EventLog | None], None]
+"""Takes the answer, in JSON and as its blocks, and the events of one in the background."""
 
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.THINKING: "rs", BlockKind.CALL: "fc"}
 
@@ -68,6 +69,7 @@ class ResponsesWriter(Writer):
     def __init__(
         self, begun: ResponseAnswer, request: ResponsesRequest, chat: ParsedRequest, engine: Engine, keep: Keep
     ) -> None:
+        """`keep` is called with the answer when it has ended; of one in the background whenever its status changes."""
         super().__init__(begun.id, begun.model, stream=request.stream)
         self._tools = {offered_name(tool.name, tool.namespace): tool for tool in request.tools}
         self._begun = begun
@@ -80,11 +82,26 @@ class ResponsesWriter(Writer):
         self._num_events = 0
         self._num_figures = 0
         # Numbered before all others, although the first output is written before the opening is asked for.
-        self._opening = self._event("response.created", response=begun)
+        if begun.background:
+            queued = replace(begun, status="queued")
+            self.background = EventLog(
+                b"" if request.stream else msgspec.json.encode(queued), keeps_events=request.stream
+            )
+            self.background.write(self._event("response.created", response=queued))
+            self.background.write(self._event("response.queued", response=queued))
+            self._keep_status(queued)
+            self._opening = b""
+        else:
+            self._opening = self._event("response.created", response=begun)
         self._opening += self._event("response.in_progress", response=begun)
 
     def opening(self) -> bytes:
+        if self.background is not None:
+            self._keep_status(self._begun)
         return self._opening
+
+    def _keep_status(self, answer: ResponseAnswer) -> None:
+        self._keep(msgspec.json.encode(answer), self._blocks.all, self.background)
 
     def chunks(self, index: int, output: Output) -> bytes | Awaitable[bytes]:
         self._finish = output.finish
@@ -105,15 +122,22 @@ class ResponsesWriter(Writer):
             return msgspec.json.encode(answer), self._event(f"response.{answer.status}", response=answer)
 
         body, event = await off_loop(self._num_figures > MANY_FIGURES, last_event)
-        self._keep(body, self._blocks.all)
+        self._keep(body, self._blocks.all, self.background)
         return event
 
     def failure(self, error: WeftError) -> bytes:
         said = error_body(error).error
         failed = replace(self._begun, status="failed", error=ResponseFailure(_failure_code(error), said.message))
+        if self.background is not None:
+            self._keep_status(failed)
         return self._event("error", code=said.code, message=said.message, param=said.param) + self._event(
             "response.failed", response=failed
         )
+
+    def cancelled(self) -> bytes:
+        answer = replace(self._begun, status="cancelled")
+        self._keep_status(answer)
+        return self._event("response.incomplete", response=answer)
 
     async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
         [output] = outputs
@@ -122,7 +146,7 @@ class ResponsesWriter(Writer):
         await off_loop(is_long, self._blocks.push, output.whole)
         usage = await self._usage(output.usage)
         body = await off_loop(is_long, lambda: msgspec.json.encode(self._finished(usage)))
-        self._keep(body, self._blocks.all)
+        self._keep(body, self._blocks.all, None)
         return body
 
     def _event_of(self, change: Change) -> bytes:
@@ -237,6 +261,8 @@ async def responses_endpoint(
     body: bytes, context: RequestContext, store: TenantStore
 ) -> tuple[list[GenerationRequest], ResponsesWriter]:
     request = await parse(ResponsesRequest, body, context)
+    if request.background and not (request.store and store.keeps):
+        raise InvalidRequest("background: what is not kept cannot be asked for later.", param="background")
     served = await context.choose(request.model)
     served.check_model(request.model)
     before = store.messages_of(request.previous_response_id) if request.previous_response_id else []
@@ -255,9 +281,9 @@ async def responses_endpoint(
         raise
     context.fields.rename(OWN_NAMES)
 
-    def keep(answer: bytes, blocks: Sequence[OutputBlock]) -> None:
+    def keep(answer: bytes, blocks: Sequence[OutputBlock], log: EventLog | None) -> None:
         if request.store:
-            store.put(begun.id, StoredResponse(answer, items, [*conversation, answer_message(blocks)]))
+            store.put(begun.id, StoredResponse(answer, items, [*conversation, answer_message(blocks)], log))
 
     return chat.requests, ResponsesWriter(begun, request, chat, served.engine, keep)
 
@@ -283,6 +309,7 @@ def _begun(request: ResponsesRequest, usual: SamplingDefaults) -> ResponseAnswer
         reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         truncation=request.truncation,
         store=request.store,
+        background=request.background,
         metadata=request.metadata,
         user=request.user,
     )

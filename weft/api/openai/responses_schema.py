@@ -314,6 +314,7 @@ class ResponsesRequest(Fields):
     reasoning: ReasoningOptions | None = None
     previous_response_id: Name | None = Field(None, description="The conversation goes on from there.")
     store: bool = Field(True, description="Keep the answer for previous_response_id, a while and as there is room.")
+    background: bool = Field(False, description="Answer at once, and generate it whether the client waits or not.")
     include: Annotated[
         Items[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]], BeforeValidator(_included)
     ] = Field([], description="Reasoning is given in plain text, and can be sent back so.")

@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize: text to token ids as the model sees it, and back."""
+"""POST /tokenize and POST /detokenize: text to token ids as the model sees it, and back; GET /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -51,6 +51,17 @@ class Tokenized(Struct, frozen=True, kw_only=True):
 
 class Detokenized(Struct, frozen=True):
     prompt: str
+
+
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """The fields of a tokenizer_config.json."""
+
+    tokenizer_class: str = "PreTrainedTokenizerFast"
+    model_max_length: int
+    vocab_size: int
+    bos_token: str | None
+    eos_token: str | None
+    chat_template: str | None
 
 
 class TokenizeHandler(Response):
@@ -120,3 +131,18 @@ async def detokenize(body: bytes, context: RequestContext) -> Detokenized:
         return tokenizer.decode(request.tokens, skip_special_tokens=False)
 
     return Detokenized(prompt=await asyncio.to_thread(detokenized))
+
+
+async def tokenizer_info(model: str | None, context: RequestContext) -> TokenizerInfo:
+    """Tell of the tokenizer of a model; None: the default one."""
+    served = await context.choose_text(model)
+    served.check_model(model or served.model_name)
+    engine = served.engine
+    tokenizer = engine.text.tokenizer
+    return TokenizerInfo(
+        model_max_length=engine.model.max_model_len,
+        vocab_size=tokenizer.vocab_size,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        chat_template=engine.text.styles.template or None,
+    )

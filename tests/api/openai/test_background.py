@@ -1,0 +1,112 @@
+"""Responses in the background: they go on without their client, who comes back for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from tests.api.http import real_server
+from tests.api.scripted_engine import ScriptedEngine, answer, forever
+from tests.waiting import until, wait_until
+from weft.api.app import build_app
+from weft.config import load
+from weft.errors import EngineFault
+from weft.types import Output
+
+HELLO: dict[str, Any] = {"model": "scripted", "input": "hi", "background": True}
+
+
+@contextmanager
+def connected(engine: ScriptedEngine, **flags: Any) -> Iterator[openai.OpenAI]:
+    app = build_app(engine, load(flags, env={}))
+    with real_server(app) as url, openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_an_answer_is_polled_until_it_is_there() -> None:
+    is_time = asyncio.Event()
+    engine = ScriptedEngine([Output(text="Hel", token_ids=[1]), lambda: until(is_time.is_set), *answer("lo")])
+    with connected(engine) as client:
+        begun = client.responses.create(**HELLO)
+        assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+        wait_until(lambda: client.responses.retrieve(begun.id).status == "in_progress")
+        with pytest.raises(openai.BadRequestError, match="in progress"):
+            client.responses.create(model="scripted", input="and?", previous_response_id=begun.id)
+        is_time.set()
+        wait_until(lambda: client.responses.retrieve(begun.id).status == "completed")
+        assert client.responses.retrieve(begun.id).output_text == "Hello"
+        assert client.responses.cancel(begun.id).status == "completed", "it has ended"
+        engine.script = answer("so")
+        assert (
+            client.responses.create(model="scripted", input="and?", previous_response_id=begun.id).output_text == "so"
+        )
+
+
+def test_a_stream_is_read_on_from_any_event() -> None:
+    is_time = asyncio.Event()
+    engine = ScriptedEngine([Output(text="Hel", token_ids=[1]), lambda: until(is_time.is_set), *answer("lo")])
+    with connected(engine) as client:
+        stream = client.responses.create(**HELLO, stream=True)
+        first = next(iter(stream))
+        assert (first.type, first.response.status) == ("response.created", "queued")
+        stream.close()
+        is_time.set()
+        for after in (0, 3):
+            events = [*client.responses.retrieve(first.response.id, stream=True, starting_after=after)]
+            assert [event.sequence_number for event in events] == [*range(after + 1, after + 1 + len(events))]
+            assert (events[-1].type, events[-1].response.output_text) == ("response.completed", "Hello")
+        wait_until(lambda: not engine.open)
+
+
+def test_an_answer_is_cancelled_by_its_client_alone() -> None:
+    engine = ScriptedEngine([Output(text="Hel", token_ids=[1]), forever])
+    with connected(engine) as client:
+        begun = client.responses.create(**HELLO)
+        wait_until(lambda: client.responses.retrieve(begun.id).status == "in_progress")
+        assert client.responses.cancel(begun.id).status == "cancelled"
+        assert client.responses.retrieve(begun.id).status == "cancelled"
+        wait_until(lambda: not engine.open)
+        deleted = client.responses.create(**HELLO)
+        wait_until(lambda: engine.open)
+        client.responses.delete(deleted.id)
+        wait_until(lambda: not engine.open)
+        engine.script = answer("so")
+        waited_for = client.responses.create(model="scripted", input="hi")
+        with pytest.raises(openai.BadRequestError, match="background"):
+            client.responses.cancel(waited_for.id)
+        with pytest.raises(openai.BadRequestError, match="stream"):
+            client.responses.retrieve(waited_for.id, stream=True)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.cancel("resp_0")
+
+
+def test_what_fails_is_kept_as_failed() -> None:
+    with connected(ScriptedEngine([EngineFault("It died.")])) as client:
+        begun = client.responses.create(**HELLO)
+        wait_until(lambda: client.responses.retrieve(begun.id).status == "failed")
+        assert client.responses.retrieve(begun.id).error.code == "server_error"
+
+
+@pytest.mark.parametrize(("fields", "flags"), [({"store": False}, {}), ({}, {"responses_store_entries": 0})])
+def test_what_is_not_kept_is_not_generated_in_the_background(fields: dict[str, Any], flags: dict[str, Any]) -> None:
+    engine = ScriptedEngine()
+    with connected(engine, **flags) as client, pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**HELLO, **fields)
+    assert refused.value.param == "background" and not engine.submitted
+
+
+def test_wrong_requests_are_refused_at_once_and_the_concurrent_are_bounded() -> None:
+    engine = ScriptedEngine([forever])
+    with connected(engine, max_concurrent_per_key=1) as client:
+        with pytest.raises(openai.BadRequestError):
+            client.responses.create(**HELLO, temperature=-1)
+        begun = client.responses.create(**HELLO)
+        with pytest.raises(openai.RateLimitError):
+            client.responses.create(**HELLO)
+        client.responses.cancel(begun.id)
+        assert client.responses.create(**HELLO).status == "queued"
