@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from tests import virtual_time
 from tests.api.http import real_server, request
@@ -104,6 +105,26 @@ def test_thoughts_are_left_out_where_none_are_wanted() -> None:
     assert "thinking" not in whole(model_that_says(EVERYTHING), think=False)["message"]
     body = whole(model_that_says(f"<think>{THOUGHT}</think>Oslo"), GENERATE, think="low")
     assert (body["thinking"], body["response"]) == (THOUGHT, "Oslo")
+
+
+@pytest.mark.parametrize(
+    ("think", "variables"),
+    [(True, {"enable_thinking": True}), (False, {"enable_thinking": False}), (None, {}),
+     ("low", {"enable_thinking": True, "reasoning_effort": "low"})],
+)  # fmt: skip
+def test_how_much_to_think_is_told_the_template(think: Any, variables: dict[str, Any]) -> None:
+    engine = model_that_says("Oslo")
+    engine.styles = replace(engine.styles, variables=frozenset({"enable_thinking", "reasoning_effort"}))
+    whole(engine, think=think)
+    assert engine.template_variables == variables
+
+
+def test_what_had_no_effect_is_named_as_it_was_sent() -> None:
+    options = {"num_predict": 5000, "num_ctx": 99}
+    response = ask(ScriptedEngine(), CHAT, HELLO | {"think": True, "options": options})
+    assert {*response.headers["weft-fields-without-effect"].split(", ")} == {
+        "think", "options.num_predict", "options.num_ctx",
+    }  # fmt: skip
 
 
 def test_a_conversation_with_calls_and_results() -> None:

@@ -45,6 +45,9 @@ from weft.serving.served_model import ServedModel
 from weft.text.fill_in_middle import fim_prompt
 from weft.types import GenerationRequest, Output, TokenLogprob
 
+OWN_NAMES = {"enable_thinking": "think", "reasoning_effort": "think", "max_tokens": "options.num_predict"}
+"""What the fields of OpenAI's requests are called here."""
+
 
 async def ollama_chat_endpoint(
     body: bytes, context: RequestContext
@@ -63,6 +66,7 @@ async def ollama_chat_endpoint(
     }
     asked = await off_loop(len(body) > LONG_BODY_BYTES, checked, ChatRequest, fields, context.config.limits)
     chat = await parse_chat(asked, served, context.fields, request_id=unique_id(answer_id), tenant=context.tenant)
+    context.fields.rename(OWN_NAMES)
     return chat.requests, OllamaWriter(answer_id, request, chat, served, load_s, is_chat=True)
 
 
@@ -90,6 +94,7 @@ async def ollama_generate_endpoint(
         fields = chat_fields(request) | {"model": model, "messages": messages}
         chat = await off_loop(is_long, checked, ChatRequest, fields, limits)
         parsed = await parse_chat(chat, served, context.fields, **ids)
+    context.fields.rename(OWN_NAMES)
     return parsed.requests, OllamaWriter(answer_id, request, parsed, served, load_s)
 
 

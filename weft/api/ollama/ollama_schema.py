@@ -83,6 +83,8 @@ def chat_fields(request: OllamaFields) -> dict[str, Any]:
     return sampling_fields(request) | {
         "response_format": form,
         "include_reasoning": request.think is not False,
+        "enable_thinking": request.think if isinstance(request.think, bool) else None,
+        "reasoning_effort": request.think if isinstance(request.think, str) else None,
         "logprobs": request.logprobs,
         "top_logprobs": request.top_logprobs if request.logprobs else None,
     }
