@@ -293,8 +293,8 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     json_whitespace: Annotated[
         JsonWhitespace,
         _doc(
-            "White space in JSON that must fit a schema: compact: a space behind commas and colons; indented: anywhere "
-            "a space, or a new line and its indentation, which small models may not find the end of."
+            "White space in JSON that must fit a schema: compact: a space behind every comma and colon; indented: "
+            "anywhere a space, or a new line and its indentation, which small models may not find the end of."
         ),
     ] = "compact"
     api_key: Annotated[

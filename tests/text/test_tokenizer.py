@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from tests.growth import check_linear
+from tests.tiny_models import tokenizer_json
 from weft.errors import ContextTooLong, InvalidRequest, ModelError
 from weft.text import tokenizer as tokenizer_module
 from weft.text.gguf_vocab import PRE_SPLITS
@@ -276,3 +277,14 @@ def test_the_longest_token_is_counted_in_bytes(byte_level: Tokenizer, sentencepi
 def test_the_characters_of_a_nested_value(value: object, chars: int) -> None:
     assert num_chars(value, 1000) == chars
     assert num_chars([value] * 10**6, 1000) > 1000
+
+
+def test_the_tokens_around_a_gap_are_those_that_the_vocabulary_has() -> None:
+    inner = tokenizers.Tokenizer.from_str(tokenizer_json())
+    plain = Tokenizer.from_assets(TextAssets(kind="json", tokenizer_json=inner.to_str()))
+    assert plain.fill_in_middle is None
+    inner.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>"])
+    able = Tokenizer.from_assets(TextAssets(kind="json", tokenizer_json=inner.to_str()))
+    assert able.fill_in_middle is not None
+    prompt = able.fill_in_middle.prompt(able.encode("a"), able.encode("b"))
+    assert able.decode(prompt, skip_special_tokens=False) == "<fim_prefix>a<fim_suffix>b<fim_middle>"

@@ -26,11 +26,11 @@ from weft.text.grammars.specs import (
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Lets the model decide how text is cut into tokens. It follows the grammar, whose lines errors count."""
 _JSON_STYLES: dict[JsonWhitespace, dict[str, object]] = {
-    "compact": {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"},
+    "compact": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     "indented": {"whitespace_pattern": r"\x20|\n[\x20\t]{0,64}"},
 }
-"""The white space that JSON may have: a space behind commas and colons; or anywhere a space, or a line's end and
-indentation. With more, a model may never end, and a small one may not with the latter."""
+"""The white space that JSON has: a space behind every comma and colon, as chat templates write JSON; or anywhere a
+space, or a line's end and indentation. With more, a model may never end, and a small one may not with the latter."""
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
 _MARKER = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")
 _RULE_OPTION = re.compile(r"\s*+[?!]*+[\w-]++\s*+\[[^\]]*\b(stop|temperature)\s*+=")
