@@ -184,8 +184,9 @@ def parameters_of(openapi: Json) -> dict[str, list[str]]:
     schemas = openapi["components"]["schemas"]
     found = {}
     for path, methods in openapi["paths"].items():
-        if "post" in methods:
-            schema = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
+        content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+        if "application/json" in content:
+            schema = content["application/json"]["schema"]
             found[path] = sorted(schemas[schema["$ref"].rpartition("/")[2]]["properties"])
     return found
 

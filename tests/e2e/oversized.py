@@ -97,8 +97,9 @@ def places_of(openapi: Json) -> dict[str, list[Place]]:
     """Every field of every route that takes a body, the fields of what is inside them too, and one that is unknown."""
     found: dict[str, list[Place]] = {}
     for path, methods in openapi["paths"].items():
-        if "post" in methods:
-            schema = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
+        content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+        if "application/json" in content:
+            schema = content["application/json"]["schema"]
             places = dict.fromkeys(_places(schema, openapi["components"]["schemas"], ()))
             found[path] = [*places, ("no_such_field",)]
     return found

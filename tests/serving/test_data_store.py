@@ -70,7 +70,7 @@ class Server:
         self.store = opened(folder, clock)
         self.asked: list[str] = []
         self._reply = answer
-        self.runner = BatchRunner(self.store, CONFIG, self._answer, {"plain": self._finish})
+        self.runner = BatchRunner(self.store, CONFIG, lambda _: None, self._answer, {"plain": self._finish})
 
     async def _answer(self, endpoint: str, body: bytes) -> LineAnswer:
         name = json.loads(body)["is"]

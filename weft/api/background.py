@@ -12,6 +12,7 @@ from starlette.types import Message
 from weft import logs
 from weft.api.anthropic import message_batches
 from weft.api.anthropic.messages import messages_endpoint
+from weft.api.body import check_structure
 from weft.api.error_responses import Unexpected, error_body
 from weft.api.handler import Endpoint, Handler, Writer
 from weft.api.openai import batches
@@ -45,6 +46,7 @@ class BackgroundWork:
         self.batches = BatchRunner(
             self.data,
             admission.config,
+            partial(check_structure, limits=admission.config.limits),
             self._answer,
             {batches.INTERFACE: partial(batches.finish, self.data), message_batches.INTERFACE: _as_it_is},
         )

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import BinaryIO
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 from msgspec.structs import replace
 
 from weft import logs
@@ -49,13 +49,18 @@ class LineAnswer(Struct, frozen=True):
 Answer = Callable[[str, bytes], Awaitable[LineAnswer]]
 """Answers a body that is sent to an endpoint, in the name of the task's tenant. Raises Overloaded or Unavailable where
 it is to be tried again later."""
+CheckLine = Callable[[bytes], None]
+"""Raises InvalidRequest for JSON that would take long to parse."""
 Finish = Callable[[BatchRecord], Awaitable[BatchRecord]]
 """Makes of a batch's results what its interface shows of them. It may be called again after a crash."""
 
 
 class BatchRunner:
-    def __init__(self, store: DataStore, config: Config, answer: Answer, finish: Mapping[str, Finish]) -> None:
+    def __init__(
+        self, store: DataStore, config: Config, check: CheckLine, answer: Answer, finish: Mapping[str, Finish]
+    ) -> None:
         self._store = store
+        self._check_line = check
         self._config = config
         self._answer = answer
         self._finish = finish
@@ -123,7 +128,8 @@ class BatchRunner:
     def _check(self, record: BatchRecord) -> tuple[int, list[LineProblem]]:
         limit = self._config.server.max_body_mb << 20
         with self._store.input_path(record.id).open("rb") as file:
-            return check_lines(_lines(file, limit), record.endpoint, limit, self._config.limits.max_batch_lines)
+            most = self._config.limits.max_batch_lines
+            return check_lines(_lines(file, limit), record.endpoint, limit, most, self._check_line)
 
     async def _complete(self, record: BatchRecord) -> None:
         results = await asyncio.to_thread(Results, self._store.results_path(record.id))
@@ -205,7 +211,7 @@ class BatchRunner:
                 outcome=Outcome.SUCCEEDED if answer.status < 400 else Outcome.ERRORED,
                 status=answer.status,
                 request_id=request_id,
-                body=Raw(answer.body),
+                body=answer.body,
             )
 
     async def _put(self, record: BatchRecord, results: Results, result: LineResult) -> None:
@@ -253,7 +259,7 @@ def _lines(file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:
 
 
 def check_lines(
-    lines: Iterable[bytes], endpoint: str, max_line_bytes: int, max_lines: int
+    lines: Iterable[bytes], endpoint: str, max_line_bytes: int, max_lines: int, check: CheckLine
 ) -> tuple[int, list[LineProblem]]:
     """Return how many lines there are, and what is wrong with them. A line's body is looked at when it is run."""
     seen: set[str] = set()
@@ -268,7 +274,7 @@ def check_lines(
             message = f"The line is longer than {max_line_bytes >> 20} MiB (--max-body-mb)."
             problems.append(LineProblem(code="line_too_long", message=message, line=number))
             break
-        problem = _problem(text, endpoint, seen, number)
+        problem = _problem(text, endpoint, seen, number, check)
         if problem is not None:
             problems.append(problem)
         if len(problems) == MAX_PROBLEMS:
@@ -278,8 +284,9 @@ def check_lines(
     return number, problems
 
 
-def _problem(text: bytes, endpoint: str, seen: set[str], number: int) -> LineProblem | None:
+def _problem(text: bytes, endpoint: str, seen: set[str], number: int, check: CheckLine) -> LineProblem | None:
     try:
+        check(text)
         line = msgspec.json.decode(text, type=BatchLine)
     except (ValueError, RecursionError) as error:
         message = f"The line is no JSON object with custom_id, method, url and body: {error}."

@@ -173,11 +173,15 @@ def test_other_endpoints_have_batches_too(
         ([b'{"custom_id": "a", "body": ' + b"[" * 5000 + b"]" * 5000 + b"}"], ["invalid_json_line"]),
         ([line(str(number), HELLO) for number in range(4)], ["too_many_lines"]),
         ([line("a", {"x": "y" * (1 << 20)})], ["line_too_long"]),
+        ([line("a", {"x": [0] * 300_000})], ["invalid_json_line"]),
     ],
 )
 def test_a_file_that_is_wrong_fails_as_a_whole(tmp_path: Path, lines: list[bytes], codes: list[str]) -> None:
     engine = ScriptedEngine()
-    with serving(tmp_path, engine, max_batch_lines=3, max_body_mb=1) as url, client_of(url) as client:
+    with (
+        serving(tmp_path, engine, max_batch_lines=3, max_body_mb=1, max_json_values=200_000) as url,
+        client_of(url) as client,
+    ):
         batch = ended(client, started(client, lines).id)
         assert (batch.status, [error.code for error in batch.errors.data]) == ("failed", codes)
     assert not engine.submitted

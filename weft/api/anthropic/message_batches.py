@@ -13,9 +13,10 @@ from msgspec import Raw, Struct
 from weft import logs
 from weft.api.anthropic.listing import page_of, timestamp
 from weft.api.anthropic.messages_schema import AnthropicError, anthropic_error
-from weft.api.body import LONG_BODY_BYTES, off_loop
+from weft.api.body import LONG_BODY_BYTES, check_structure, off_loop
 from weft.api.error_responses import Conflict, ErrorBody
 from weft.errors import InvalidRequest
+from weft.options import LimitOptions
 from weft.serving.admission import RequestContext
 from weft.serving.batch_runner import BatchRunner
 from weft.serving.data_store import (
@@ -118,8 +119,10 @@ def message_batch(record: BatchRecord, base_url: str) -> MessageBatch:
     )
 
 
-def _lines(body: bytes, max_requests: int) -> list[bytes]:
+def _lines(body: bytes, limits: LimitOptions) -> list[bytes]:
     """Return the lines of a batch. Raises InvalidRequest. What each asks for is read when its turn comes."""
+    check_structure(body, limits)
+    max_requests = limits.max_batch_lines
     if (count := body.count(b'"custom_id"')) > max_requests:
         raise InvalidRequest(
             f"The batch has {count} requests; at most {max_requests}.",
@@ -160,7 +163,7 @@ class MessageBatches:
         self._base_url = base_url
 
     async def create(self, body: bytes, context: RequestContext) -> MessageBatch:
-        lines = await off_loop(len(body) > LONG_BODY_BYTES, _lines, body, context.config.limits.max_batch_lines)
+        lines = await off_loop(len(body) > LONG_BODY_BYTES, _lines, body, context.config.limits)
         await self._store.open()
         self._store.check_quota(context.tenant, sum(map(len, lines)))
         now = int(self._store.clock())
@@ -223,7 +226,7 @@ def _result_lines(results: Iterator[LineResult]) -> Iterator[bytes]:
 
 def _result(result: LineResult) -> _Result:
     if result.outcome is Outcome.SUCCEEDED:
-        return _Result(type="succeeded", message=result.body)
+        return _Result(type="succeeded", message=Raw(result.body))
     if result.outcome is Outcome.ERRORED:
         said = msgspec.json.decode(result.body, type=ErrorBody).error.message
         return _Result(type="errored", error=anthropic_error(result.status, said))

@@ -170,7 +170,7 @@ def _output_line(result: LineResult) -> _OutputLine:
     line_id = result.request_id or new_id("batch_req_")
     if (error := _UNANSWERED.get(result.outcome)) is not None:
         return _OutputLine(id=line_id, custom_id=result.custom_id, error=error)
-    answered = _Answered(result.status, result.request_id, result.body)
+    answered = _Answered(result.status, result.request_id, Raw(result.body))
     return _OutputLine(id=line_id, custom_id=result.custom_id, response=answered)
 
 
