@@ -373,7 +373,7 @@ def passed_message(message: Message, content: str | None = None) -> dict[str, An
         fields["tool_call_id"] = message.tool_call_id
     if reasoning := message.reasoning_content or message.reasoning:
         fields["reasoning_content"] = reasoning
-    old = [PastCall(function=message.function_call, index=None)] if message.function_call else []
+    old = [PastCall(function=message.function_call)] if message.function_call else []
     if calls := message.tool_calls or old:
         fields["tool_calls"] = [
             {
