@@ -13,7 +13,7 @@ from tests.api.http import CHAT, HELLO, error_of, events, real_server, request
 from tests.api.scripted_engine import ScriptedEngine, answer
 from tests.waiting import PATIENCE
 from weft.api.app import build_app
-from weft.api.cross_origin import allowed_origins
+from weft.api.middleware import allowed_origins
 from weft.config import load
 from weft.errors import ConfigError
 from weft.options import ServerOptions

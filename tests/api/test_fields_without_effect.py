@@ -24,12 +24,12 @@ from tests.api.http import request, request_app
 from tests.api.says import SCHEMA, STYLES, model_that_says
 from tests.api.scripted_engine import PAINTER, ScriptedEngine, Submitted, with_logprobs
 from weft.api.app import build_app
-from weft.api.error_responses import FIELDS_HEADER
+from weft.api.body import Fields
 from weft.api.field_rules import RULES, rules_table
-from weft.api.fields import Fields
 from weft.api.grpc.ai_service_pb2 import DESCRIPTOR, StreamMetadata, StreamPredictRequest
 from weft.api.grpc.image import OPTIONAL
 from weft.api.grpc.prediction import PARAMETERS
+from weft.api.handler import FIELDS_HEADER
 from weft.api.llamacpp.llamacpp_schema import LlamaSampling
 from weft.api.ollama.ollama_schema import OllamaFields
 from weft.api.openai.openai_schema import SamplingFields

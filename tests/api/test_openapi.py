@@ -11,8 +11,8 @@ import pytest
 from tests.api.http import CHAT, COMPLETIONS, request
 from tests.api.scripted_engine import ScriptedEngine
 from weft.api.anthropic.messages_schema import CountTokensRequest, MessagesRequest
+from weft.api.body import Fields
 from weft.api.field_rules import RULES
-from weft.api.fields import Fields
 from weft.api.openai.batches import BatchRequest
 from weft.api.openai.embeddings import EmbeddingsRequest
 from weft.api.openai.images_schema import ImagesRequest

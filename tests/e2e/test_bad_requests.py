@@ -18,6 +18,7 @@ import pytest
 from tests.e2e.tiny_server import TinyServer
 from tests.waiting import PATIENCE, wait_until
 from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
+from weft.api.handler import FIELDS_HEADER
 
 CONTEXT = 128
 """Of the small server."""
@@ -147,7 +148,7 @@ COMPLETIONS: list[dict[str, Any]] = [
     {"prompt": [[1], []]},
     {"prompt": None}, {"prompt": 1}, {"prompt": {}}, {"prompt": [1, "a"]}, {"prompt": [1.5]}, {"prompt": [True]},
     {"prompt": [-1]}, {"prompt": [HUGE]}, {"prompt": [10**6]}, {"prompt": [[1], ["a"]]},
-    {"model": ""}, {"model": None}, {"model": 1}, {"stop": [""]}, {"stop": ["x"] * 17}, {"stop": "x" * 257},
+    {"model": ""}, {"model": 1}, {"stop": [""]}, {"stop": ["x"] * 17}, {"stop": "x" * 257},
     {"stop": 1}, {"logit_bias": {"a": 1}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"1": 101}},
     {"logit_bias": {"1": None}}, {"logit_bias": {str(HUGE): 1}}, {"logit_bias": []},
     {"logit_bias": {str(token): 1 for token in range(1025)}}, {"stop_token_ids": [-1]}, {"stop_token_ids": [10**9]},
@@ -217,14 +218,16 @@ def test_a_prompt_of_nothing_but_special_tokens_is_answered_alike(doors: Doors) 
 @pytest.mark.parametrize(
     ("length", "fits"), [(CONTEXT - 2, True), (CONTEXT - 1, False), (CONTEXT, False), (CONTEXT + 1, False)]
 )
-def test_the_context_s_end_is_the_same_at_both_doors(doors: Doors, length: int, fits: bool) -> None:
+def test_the_context_ends_at_both_doors_and_http_cuts_what_is_too_much(doors: Doors, length: int, fits: bool) -> None:
     """With two tokens of an answer."""
     prompt = ONE_TOKEN * length
     assert doors.client.post("/tokenize", json={"prompt": prompt}).json()["count"] == length
     response = completion(doors, prompt=prompt)
-    assert response.status_code == (200 if fits else 400)
-    if not fits:
+    assert response.status_code == (200 if length < CONTEXT else 400)
+    if length >= CONTEXT:
         assert response.json()["error"]["code"] == "context_length_exceeded"
+    else:
+        assert response.headers.get(FIELDS_HEADER) == (None if fits else "max_tokens")
     assert doors.predict(prompt=prompt) == ("OK" if fits else "INVALID_ARGUMENT")
 
 

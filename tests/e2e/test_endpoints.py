@@ -97,7 +97,7 @@ def test_tokens_and_text(locked: Server) -> None:
         return httpx.post(locked.url + path, json=body, headers=KEY, timeout=PATIENCE).json()
 
     tokens = ask("/tokenize", prompt="Grüße, 世界!")["tokens"]
-    assert ask("/detokenize", tokens=tokens) == {"prompt": "Grüße, 世界!"}
+    assert ask("/detokenize", tokens=tokens)["prompt"] == "Grüße, 世界!"
     messages = [{"role": "user", "content": "hi"}]
     counted = ask("/tokenize", messages=messages)["count"]
     chat = ask("/v1/chat/completions", model="smollm2", messages=messages, max_tokens=1)

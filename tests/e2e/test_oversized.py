@@ -20,6 +20,7 @@ from tests.e2e.oversized import UNKNOWN, TooMuch, TooMuchRpc, corpus, rpc_corpus
 from tests.e2e.tiny_server import GuardedServer
 from tests.effort import EFFORT
 from tests.waiting import wait_until
+from weft.api.field_rules import RULES
 
 SIZES = (100_000, 2 << 20, 31 << 20)
 RPC_SIZES = (300_000, 3 << 20)
@@ -28,7 +29,7 @@ MAX_GROWTH_MB = 256
 MAX_ERROR_BYTES = 4096
 MAX_STALL_S = 1.0
 """Of the event loop, by the server's own watchdog; a busy machine adds to it."""
-WITHOUT_EFFECT = {"user", "user_id", "safety_identifier", "prompt_cache_key"}
+WITHOUT_EFFECT = {"user"} | {name for rules in RULES.values() for name, rule in rules.items() if rule.possible}
 LARGE = {"regex", "chat_template_kwargs", "tokens"}
 """A grammar, a template's variables and tokens to be made text may be large; limits of their own bound them."""
 WITHOUT_EFFECT_RPC = {UNKNOWN, "worker_hint", "tenant", "player_id", "locale"}

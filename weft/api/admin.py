@@ -10,9 +10,8 @@ from fastapi import FastAPI, Request, Response
 from msgspec import Struct
 from pydantic import Field
 
-from weft.api.body import LONG_BODY_BYTES, off_loop, parse_body, read_body
+from weft.api.body import LONG_BODY_BYTES, Fields, off_loop, parse_body, read_body
 from weft.api.error_responses import Conflict, JsonResponse, NoRequest
-from weft.api.fields import Fields
 from weft.api.middleware import VLLM_LOAD_PATH, VLLM_UNLOAD_PATH
 from weft.errors import ConfigError, InvalidRequest, ModelError, ModelNotFound, Unavailable, WeftError
 from weft.serving.admission import DRAINING, Admission, RequestContext

@@ -39,15 +39,14 @@ from weft.api.anthropic.messages_schema import (
 )
 from weft.api.background import BackgroundWork
 from weft.api.body import answer_gone_client
-from weft.api.content_encoding import CompressedAnswers
-from weft.api.cross_origin import CrossOrigin
 from weft.api.error_responses import ErrorBody, JsonResponse, answer_http_exception, answer_weft_error
 from weft.api.handler import Handler, streamed
-from weft.api.llamacpp.llamacpp_server import add_llamacpp
 from weft.api.middleware import (
     ANTHROPIC_VERSION,
     ROOT_PATH,
     ApiKeyAuth,
+    CompressedAnswers,
+    CrossOrigin,
     ErrorShape,
     ErrorShapes,
     HeaderLimits,
@@ -57,7 +56,6 @@ from weft.api.middleware import (
     anthropic_shape,
     ollama_shape,
 )
-from weft.api.ollama.ollama_models import add_ollama
 from weft.api.openai.batches import Batches, BatchList, BatchObject, BatchRequest
 from weft.api.openai.chat import chat_endpoint
 from weft.api.openai.completions import completions_endpoint
@@ -229,8 +227,12 @@ def admission_app(admission: Admission, background: BackgroundWork | None = None
     app.add_middleware(ErrorShapes, shapes=shapes)
     # First: llama.cpp's /tokenize takes more than Weft's, and Ollama's clients look for its name at /.
     if "llamacpp" in apis:
+        from weft.api.llamacpp.llamacpp_server import add_llamacpp  # few servers have it
+
         add_llamacpp(app, admission)
     if "ollama" in apis:
+        from weft.api.ollama.ollama_models import add_ollama
+
         add_ollama(app, admission, partial(_all_cards, admission))
     _add_generation(app, admission)
     _add_messages(app, admission)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import re
 import zlib
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Protocol
-
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.api.error_responses import WrongEncoding
 from weft.errors import InvalidRequest
@@ -88,16 +85,9 @@ def _from_zstd(body: bytes) -> Iterator[bytes]:
             raise InvalidRequest(f"The body is not valid {ZSTD}: {error}.") from error
 
 
-MIN_ANSWER_BYTES = 1024
-"""A smaller answer is sent as it is."""
-
-LONG_ANSWER_BYTES = 16 * 1024
-"""Above this an answer is compressed in a thread."""
-
 GZIP_LEVEL = 1
 """The fastest: higher ones take several times as long, and make JSON a tenth smaller at most."""
 
-_COMPRESSIBLE = re.compile(rb"application/json|text/(?!event-stream)")
 _ACCEPTED = re.compile(r"([\w*-]+)(?:\s*;\s*q=([01](?:\.\d{0,3})?))?")
 _ACCEPT_CHARS = 256
 """More of an Accept-Encoding is not read."""
@@ -123,7 +113,7 @@ def answer_encoding(accept: bytes) -> str:
     return ZSTD if zstd >= gzip else GZIP
 
 
-def _compressor(encoding: str) -> Compressor:
+def open_compressor(encoding: str) -> Compressor:
     if encoding == ZSTD:
         import zstandard
 
@@ -131,61 +121,6 @@ def _compressor(encoding: str) -> Compressor:
     return zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, _GZIP_FORMAT)
 
 
-def _compress(compressor: Compressor, body: bytes, is_last: bool) -> bytes:
+def compress(compressor: Compressor, body: bytes, is_last: bool) -> bytes:
     piece = compressor.compress(body)
     return piece + compressor.flush() if is_last else piece
-
-
-class CompressedAnswers:
-    """Compresses answers of a known length for clients that accept it: streams and errors pass as they are."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        encoding = ""
-        # An answer in several pieces is sent in chunks, which HTTP 1.0 does not have.
-        if scope["type"] == "http" and scope["http_version"] != "1.0":
-            accepted = [value for name, value in scope["headers"] if name == b"accept-encoding"]
-            encoding = answer_encoding(b",".join(accepted)) if accepted else ""
-        if not encoding:
-            await self._app(scope, receive, send)
-            return
-        start: Message | None = None
-        compressor: Compressor | None = None
-
-        async def send_compressed(message: Message) -> None:
-            nonlocal start, compressor
-            if message["type"] == "http.response.start" and _is_compressible(message):
-                start, compressor = message, _compressor(encoding)
-                return
-            if compressor is not None:
-                body, is_last = message.get("body", b""), not message.get("more_body", False)
-                if len(body) > LONG_ANSWER_BYTES:
-                    body = await asyncio.to_thread(_compress, compressor, body, is_last)
-                else:
-                    body = _compress(compressor, body, is_last)
-                if start is not None:
-                    await send({**start, "headers": _headers(start, encoding, len(body) if is_last else None)})
-                    start = None
-                message = {**message, "body": body}
-            await send(message)
-
-        await self._app(scope, receive, send_compressed)
-
-
-def _is_compressible(start: Message) -> bool:
-    headers = dict(start["headers"])
-    return (
-        start["status"] == 200
-        and int(headers.get(b"content-length", b"0")) >= MIN_ANSWER_BYTES
-        and b"content-encoding" not in headers
-        and _COMPRESSIBLE.match(headers.get(b"content-type", b"")) is not None
-    )
-
-
-def _headers(start: Message, encoding: str, length: int | None) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a compressed answer; without a length it is sent in chunks."""
-    kept = [(name, value) for name, value in start["headers"] if name != b"content-length"]
-    kept += [(b"content-encoding", encoding.encode()), (b"vary", b"accept-encoding")]
-    return kept if length is None else [*kept, (b"content-length", b"%d" % length)]

@@ -11,7 +11,6 @@ from starlette.exceptions import HTTPException
 
 from weft import logs
 from weft.errors import InvalidRequest, Overloaded, Unavailable, WeftError, is_private, shortened
-from weft.serving.admission import RequestContext
 from weft.serving.data_store import QuotaExceeded
 from weft.serving.rate_limits import BodiesOfAll, BodiesOfKey
 
@@ -21,14 +20,6 @@ class JsonResponse(Response):
 
     def render(self, content: object) -> bytes:
         return msgspec.json.encode(content)
-
-
-FIELDS_HEADER = "weft-fields-without-effect"
-
-
-def fields_header(context: RequestContext) -> dict[str, str]:
-    """Return the header that names fields of a request which were accepted without effect, if there are any."""
-    return {FIELDS_HEADER: context.fields.told} if context.fields.without_effect else {}
 
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
 from weft.api.body import read_body
-from weft.api.error_responses import Unexpected, error_body, fields_header
+from weft.api.error_responses import Unexpected, error_body
 from weft.api.event_log import WAITING, EventLog
 from weft.api.http_protocol import DirectWriter, direct_writer
 from weft.errors import WeftError
@@ -172,6 +172,14 @@ class StreamedResponse:
         if self._direct is not None:
             self._direct.flush()
         return self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+FIELDS_HEADER = "weft-fields-without-effect"
+
+
+def fields_header(context: RequestContext) -> dict[str, str]:
+    """Return the header that names fields of a request which were accepted without effect, if there are any."""
+    return {FIELDS_HEADER: context.fields.told} if context.fields.without_effect else {}
 
 
 class Handler(Response):

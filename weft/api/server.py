@@ -22,9 +22,9 @@ import uvicorn
 from weft import logs
 from weft.api.app import admission_app, compat_apis
 from weft.api.background import BackgroundWork
-from weft.api.cross_origin import allowed_origins, is_loopback
 from weft.api.http_protocol import protocol_factory
 from weft.api.listening import bind
+from weft.api.middleware import allowed_origins, is_loopback
 from weft.backends.contract import ConfiguredModels
 from weft.errors import ConfigError, EngineFault, WeftError
 from weft.options import Config, ServerOptions

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from tests.api.http import post, request
 from tests.api.says import CALLS, EVERYTHING, SCHEMA, THOUGHT, model_that_says, named_events
 from tests.api.scripted_engine import ScriptedEngine, answer
-from weft.api.error_responses import FIELDS_HEADER
+from weft.api.handler import FIELDS_HEADER
 from weft.backends.contract import ChatStyles
 from weft.config import load
 from weft.errors import EngineFault, InvalidRequest, Overloaded, RequestTimeout, Unavailable, WeftError

@@ -9,7 +9,7 @@ import pydantic_core
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BeforeValidator, Field, model_validator
 
-from weft.api.fields import Fields, client_tools
+from weft.api.body import Fields, client_tools
 from weft.api.openai.openai_schema import MODEL_S_OWN, TOOL_NAME, Items, Name, ReasoningEffort
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import UNSET, Raw, Struct, UnsetType
 from pydantic import Field, PlainValidator
 
-from weft.api.fields import Fields
+from weft.api.body import Fields
 from weft.api.openai.openai_schema import Items, Message, Name, Tool, stop_strings
 from weft.api.openai.tokenize import TokenizeRequest
 from weft.types import Timings, Usage

@@ -18,8 +18,8 @@ from starlette.types import Receive, Scope, Send
 
 from weft.api.admin import read
 from weft.api.body import checked, parse, read_body
-from weft.api.error_responses import JsonResponse, WrongKey, fields_header
-from weft.api.handler import NDJSON_HEADERS, Handler, StreamedResponse
+from weft.api.error_responses import JsonResponse, WrongKey
+from weft.api.handler import NDJSON_HEADERS, Handler, StreamedResponse, fields_header
 from weft.api.middleware import OLLAMA_PULL_PATH
 from weft.api.ollama.ollama_chat import chosen, ollama_chat_endpoint, ollama_generate_endpoint, served_name
 from weft.api.ollama.ollama_schema import (

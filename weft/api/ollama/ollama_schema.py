@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from msgspec import UNSET, Raw, Struct, UnsetType
 from pydantic import Field, PlainValidator, model_validator
 
-from weft.api.fields import Fields
+from weft.api.body import Fields
 from weft.api.openai.openai_schema import Function, Items, Name, stop_strings
 from weft.types import Timings, Usage
 

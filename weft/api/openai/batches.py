@@ -13,9 +13,8 @@ from pydantic import Field
 from starlette.datastructures import QueryParams
 
 from weft import logs
-from weft.api.body import parse
+from weft.api.body import Fields, parse
 from weft.api.error_responses import Conflict
-from weft.api.fields import Fields
 from weft.api.openai.openai_schema import Metadata, Name
 from weft.api.paging import limit_of, page_after
 from weft.errors import InvalidRequest

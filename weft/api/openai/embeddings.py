@@ -11,8 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Struct
 from pydantic import Field, PlainValidator
 
-from weft.api.body import off_loop, parse
-from weft.api.fields import Fields
+from weft.api.body import Fields, off_loop, parse
 from weft.api.handler import Writer
 from weft.api.openai.openai_answers import with_items
 from weft.api.openai.openai_schema import Name, prompts

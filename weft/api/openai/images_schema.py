@@ -10,7 +10,7 @@ from msgspec import Struct
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from weft.api.fields import Fields
+from weft.api.body import Fields
 from weft.api.openai.openai_schema import Items, Name, Pairs, TensorField, at_most, tensor_fields
 from weft.options import LimitOptions
 from weft.payloads import (

@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from weft.api.fields import Fields, client_tools, honoured_fields
+from weft.api.body import Fields, client_tools, honoured_fields
 from weft.errors import InvalidRequest, shown
 from weft.payloads import MAX_BYTES, MAX_DIMENSIONS
 from weft.serving.request import FieldReport

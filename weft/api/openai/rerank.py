@@ -11,8 +11,7 @@ import msgspec
 from msgspec import Struct
 from pydantic import BeforeValidator, Field
 
-from weft.api.body import off_loop, parse
-from weft.api.fields import Fields
+from weft.api.body import Fields, off_loop, parse
 from weft.api.handler import Writer
 from weft.api.openai.embeddings import (
     FLOAT_BYTES,

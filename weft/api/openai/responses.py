@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from weft.api.body import LONG_BODY_BYTES, off_loop, parse
+from weft.api.body import LONG_BODY_BYTES, Fields, off_loop, parse
 from weft.api.error_responses import error_body
 from weft.api.event_log import EventLog
-from weft.api.fields import Fields
 from weft.api.handler import Writer, named_event
 from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures
 from weft.api.openai.openai_schema import ChatRequest

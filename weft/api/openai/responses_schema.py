@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
 
-from weft.api.fields import Fields, client_tools
+from weft.api.body import Fields, client_tools
 from weft.api.openai.openai_schema import (
     MODEL_S_OWN,
     TOOL_NAME,

@@ -11,9 +11,9 @@ from msgspec import Struct
 from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
-from weft.api.body import parse, read_body
-from weft.api.error_responses import JsonResponse, fields_header
-from weft.api.fields import Fields
+from weft.api.body import Fields, parse, read_body
+from weft.api.error_responses import JsonResponse
+from weft.api.handler import fields_header
 from weft.api.openai.openai_schema import Items, Message, Name, Tool
 from weft.api.translate import template_message, template_tools
 from weft.backends.contract import max_encoded_tokens
