@@ -390,8 +390,11 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 
 def _describe(schema: dict[str, Any], rules: Mapping[str, Rule]) -> None:
-    """Let an object's description say that null is taken for a field that may be absent, and which fields are hints."""
+    """Let an object's description say that null is taken for a field that may be absent, and which fields are hints. A
+    request need not name the model where there is one."""
     fields = schema.setdefault("properties", {})
+    if "model" in (required := schema.get("required", [])):
+        required.remove("model")
     for name in fields.keys() - schema.get("required", ()):
         field = fields[name]
         if {"type": "null"} not in field.get("anyOf", ()):
