@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.api.grpc.calls import answer_to, ask, check_whole, door, refused
-from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, events, post, request, request_app
+from tests.api.http import CHAT, COMPLETIONS, HELLO, PROMPT, error_of, events, post, request_app
 from tests.api.scripted_engine import ScriptedEngine, answer
 from weft import logs
 from weft.api.app import build_app
@@ -73,14 +73,15 @@ def test_every_choice_of_an_answer_has_it(engine: ScriptedEngine) -> None:
 
 
 def test_models_are_listed_with_those_that_they_are_made_from(engine: ScriptedEngine) -> None:
-    cards = request(engine, "GET", "/v1/models").json()["data"]
+    app = build_app(engine, load(env={}))
+    cards = request_app(app, "GET", "/v1/models").json()["data"]
     assert [(card["id"], card.get("parent"), card.get("root")) for card in cards] == [
         ("scripted", None, None),
         ("red", "scripted", "scripted"),
         ("blue", "scripted", "scripted"),
     ]
-    assert request(engine, "GET", "/v1/models/blue").json() == cards[2]
-    assert "/blue" not in request(engine, "GET", "/v1/models").text, "a path of the operator's"
+    assert request_app(app, "GET", "/v1/models/blue").json() == cards[2]
+    assert "/blue" not in request_app(app, "GET", "/v1/models").text, "a path of the operator's"
 
 
 def test_words_are_counted_as_the_model_has_them(engine: ScriptedEngine) -> None:

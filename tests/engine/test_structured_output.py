@@ -103,7 +103,7 @@ def test_every_kind_of_form(tiny_files: ModelFiles) -> None:
             assert texts[1] in ("yes", "no", "maybe")
             assert re.fullmatch("Dear [A-Z][a-z]{1,9},", texts[2])
             text, last = await answer(
-                engine, prompt(engine), params(await compiler.compile(JsonObjectSpec()), max_tokens=8)
+                engine, prompt(engine), params(await compiler.compile(JsonObjectSpec()), max_tokens=1)
             )
             assert last.finish is FinishReason.LENGTH and text.startswith("{")
             assert loads_llguidance(engine)

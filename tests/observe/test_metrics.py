@@ -38,6 +38,7 @@ CONTRACT = {
     "weft_image_denoise_seconds_total": "counter",
     "weft_engine_restarts_total": "counter",
     "weft_num_requests_rejected_total": "counter",
+    "weft_fields_without_effect_total": "counter",
     "weft_request_success_total": "counter",
     "weft_time_to_first_token_seconds": "histogram",
     "weft_inter_token_latency_seconds": "histogram",
@@ -55,6 +56,7 @@ WEFT_ALONE = {
     "weft_memory_bytes",
     "weft_engine_restarts_total",
     "weft_num_requests_rejected_total",
+    "weft_fields_without_effect_total",
 } | {name for name in CONTRACT if "image" in name or "denoise" in name or "embedding" in name}
 
 
