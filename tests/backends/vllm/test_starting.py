@@ -14,7 +14,7 @@ import pytest
 
 from tests.backends.vllm.groups import group_of
 from tests.backends.vllm.real import config_of, eager, needs_vllm
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_until
 from weft.backends.failover import start_engine
 from weft.backends.vllm.arguments import CPU, CUDA_ASYNC
 from weft.backends.vllm.vllm_engine import TRIED, start, warn_of_untried
@@ -132,7 +132,9 @@ def test_vllm_gets_what_it_needs_of_the_environment_and_no_keys(monkeypatch: pyt
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")
     process = VllmProcess(CPU, ["HTTPS_PROXY"])
     try:
-        found = Path(f"/proc/{process.pid}/environ").read_text().split("\0")
+        environment = Path(f"/proc/{process.pid}/environ")
+        wait_until(environment.read_text, "the environment of a process that has begun")
+        found = environment.read_text().split("\0")
     finally:
         process.kill()
         process.wait(PATIENCE)
