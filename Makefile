@@ -18,6 +18,7 @@
 #   make show-agreement    one server measured by weft bench, vLLM's benchmark and guidellm in turns (the last in build/guidellm)
 #   make bench-cpu-peers   the default model by Weft and by llama.cpp on this machine's CPU (built in build/llama.cpp)
 #   make show-vllm-engine  the tests of vLLM as an engine, on this machine's CPU (in build/vllm)
+#   make show-clients      Claude Code and Codex CLI write a file through Weft (npm puts them into build/clients)
 #   make show-llamacpp-tests   llama.cpp's tests of OpenAI's and Anthropic's interfaces against Weft (in build/llama.cpp)
 #   make show-open-responses   the compliance suite of Open Responses against Weft (OPEN_RESPONSES: a folder with its sources)
 #   make show-remote-peers the remote engine against `vllm serve` (in build/vllm), and llama.cpp's LLAMA_SERVER if set
@@ -36,12 +37,13 @@ VLLM_ENV ?= build/vllm
 GUIDELLM_ENV ?= build/guidellm
 LLAMA_CPP ?= build/llama.cpp
 LLAMA_SERVER ?=
+CLIENTS ?= build/clients
 OPEN_RESPONSES ?=
 ADVISORIES ?= build/advisories
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release proto bench-cpu-peers show-agreement show-vllm-bench show-vllm-engine show-llamacpp-tests show-open-responses show-remote-peers clean
+.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release proto bench-cpu-peers show-agreement show-vllm-bench show-vllm-engine show-clients show-llamacpp-tests show-open-responses show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -118,6 +120,13 @@ bench-cpu-peers: .venv/installed-dev $(LLAMA_CPP)/installed
 
 show-vllm-engine: $(VLLM_ENV)/installed
 	$(VLLM_ENV)/bin/python -m pytest tests/backends/vllm $(ARGS)
+
+show-clients: .venv/installed-dev $(CLIENTS)/installed
+	$(BIN)/python -m tests.clients.coding_clis --commands $(CLIENTS)/node_modules/.bin $(ARGS)
+
+$(CLIENTS)/installed:
+	npm install --prefix $(CLIENTS) --no-audit --no-fund @anthropic-ai/claude-code@2.1.197 @openai/codex@0.166.0
+	@touch $@
 
 show-llamacpp-tests: .venv/installed-dev $(LLAMA_CPP)/tests-installed
 	$(BIN)/python -m tests.peers.llama_server_tests --python $(LLAMA_CPP)/tests/bin/python \

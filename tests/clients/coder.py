@@ -24,7 +24,7 @@ WRITTEN = "print('woven')\n"
 FILE = "woven.py"
 DONE = "The file is written."
 HELLO = "Hello from the scripted model."
-COMMAND = f"printf %s {json.dumps(WRITTEN)} > {FILE}"
+COMMAND = f'echo "{WRITTEN.strip()}" > {FILE}'
 
 ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
     "Write": {"file_path": FILE, "content": WRITTEN},

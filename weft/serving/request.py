@@ -32,19 +32,19 @@ class FieldReport(Struct, eq=False):
         if len(self.without_effect) < MAX_FIELDS_TOLD and _FIELD_NAME.fullmatch(field):
             self.without_effect[field] = known
 
-    def rename(self, names: Mapping[str, str]) -> None:
-        """Call fields by the names of another interface, whose request became this one."""
-        self.without_effect = {_renamed(field, names): known for field, known in self.without_effect.items()}
+    def rename(self, interface: str, names: Mapping[str, str]) -> None:
+        """Call fields of a chat by the names of another interface, whose request became that chat."""
+
+        def renamed(field: str) -> str:
+            asked, _, name = field.partition(".")
+            return f"{interface}.{names.get(name, name)}" if asked == "chat" else field
+
+        self.without_effect = {renamed(field): known for field, known in self.without_effect.items()}
 
     @property
     def told(self) -> str:
         """The fields without effect as a header tells them; empty: there are none."""
         return ", ".join(dict.fromkeys(field.partition(".")[2] for field in self.without_effect))
-
-
-def _renamed(field: str, names: Mapping[str, str]) -> str:
-    interface, _, name = field.partition(".")
-    return f"{interface}.{names.get(name, name)}"
 
 
 def unique_id(answer_id: str) -> str:

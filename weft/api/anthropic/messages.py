@@ -251,7 +251,7 @@ async def messages_endpoint(body: bytes, context: RequestContext) -> tuple[list[
     answer_id = f"msg_{uuid.uuid4().hex}"
     asked = await off_loop(len(body) > LONG_BODY_BYTES, chat_request, request)
     chat = await parse_chat(asked, served, context.fields, request_id=unique_id(answer_id), tenant=context.tenant)
-    context.fields.rename(OWN_NAMES)
+    context.fields.rename("messages", OWN_NAMES)
     return chat.requests, MessagesWriter(answer_id, chat, request)
 
 
@@ -263,5 +263,5 @@ async def count_tokens(body: bytes, context: RequestContext) -> TokenCount:
         raise tokens_unknown(served.engine, "count_tokens")
     asked = await off_loop(len(body) > LONG_BODY_BYTES, counted_request, request)
     chat = await parse_chat(asked, served, context.fields)
-    context.fields.rename(OWN_NAMES)
+    context.fields.rename("messages", OWN_NAMES)
     return TokenCount(len(tokens_of(chat.prompt)))

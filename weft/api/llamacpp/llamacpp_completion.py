@@ -100,7 +100,7 @@ async def _completion(
     asked = await off_loop(is_long, checked, CompletionRequest, fields, context.config.limits)
     ids: dict[str, Any] = {"request_id": unique_id(answer_id), "tenant": context.tenant}
     completion = await parse_completion(asked, served, context.fields, to_the_end=num_predict(request) < 0, **ids)
-    context.fields.rename({"max_tokens": "n_predict"})
+    context.fields.rename("llamacpp", {"max_tokens": "n_predict"})
     return completion.requests, LlamaWriter(answer_id, request, completion, served)
 
 

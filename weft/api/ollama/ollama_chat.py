@@ -66,7 +66,7 @@ async def ollama_chat_endpoint(
     }
     asked = await off_loop(len(body) > LONG_BODY_BYTES, checked, ChatRequest, fields, context.config.limits)
     chat = await parse_chat(asked, served, context.fields, request_id=unique_id(answer_id), tenant=context.tenant)
-    context.fields.rename(OWN_NAMES)
+    context.fields.rename("ollama", OWN_NAMES)
     return chat.requests, OllamaWriter(answer_id, request, chat, served, load_s, is_chat=True)
 
 
@@ -94,7 +94,7 @@ async def ollama_generate_endpoint(
         fields = chat_fields(request) | {"model": model, "messages": messages}
         chat = await off_loop(is_long, checked, ChatRequest, fields, limits)
         parsed = await parse_chat(chat, served, context.fields, **ids)
-    context.fields.rename(OWN_NAMES)
+    context.fields.rename("ollama", OWN_NAMES)
     return parsed.requests, OllamaWriter(answer_id, request, parsed, served, load_s)
 
 

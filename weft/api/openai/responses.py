@@ -278,7 +278,7 @@ async def responses_endpoint(
     except InvalidRequest as error:
         error.param = OWN_NAMES.get(error.param or "", error.param)
         raise
-    context.fields.rename(OWN_NAMES)
+    context.fields.rename("responses", OWN_NAMES)
 
     def keep(answer: bytes, blocks: Sequence[OutputBlock], log: EventLog | None) -> None:
         if request.store:
