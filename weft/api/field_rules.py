@@ -13,7 +13,7 @@ from msgspec import Struct
 
 
 class Rule(Struct, frozen=True):
-    """What becomes of a field that is known and not honoured."""
+    """A rule says what becomes of a field that is known and not honoured."""
 
     why: str
     neutral: tuple[object, ...] = ()

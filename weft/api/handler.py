@@ -39,7 +39,7 @@ DONE = b"data: [DONE]\n\n"
 _UNBUFFERED: Headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 SSE_HEADERS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), *_UNBUFFERED]
 NDJSON_HEADERS: Headers = [(b"content-type", b"application/x-ndjson"), *_UNBUFFERED]
-"""Of a stream whose every line is JSON: it has neither comments nor empty lines."""
+"""A stream whose every line is JSON has neither comments nor empty lines."""
 
 
 class ChunkHead(Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class Writer:
 
     @property
     def waiting(self) -> bytes:
-        """What tells the reader of a stream that has not begun that it will."""
+        """These bytes tell the reader of a stream that it will begin."""
         return WAITING
 
     def __init__(self, answer_id: str, model_name: str, *, stream: bool) -> None:
@@ -90,7 +90,7 @@ class Writer:
         self.model_name = model_name
         self.stream = stream
         self.background: EventLog | None = None
-        """Where the events go of an answer that is generated whether its client waits or not."""
+        """It takes the events of an answer that is generated whether its client waits or not."""
 
     def opening(self) -> bytes:
         """Return the chunks before those of the first output."""

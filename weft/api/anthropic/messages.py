@@ -39,7 +39,7 @@ from weft.serving.request import unique_id
 from weft.types import FinishReason, GenerationRequest, Output, Usage
 
 OWN_NAMES = {"enable_thinking": "thinking", "reasoning_effort": "output_config.effort"}
-"""What the fields of the chat request are called here."""
+"""The names here of fields of the chat request."""
 
 
 def chat_request(request: MessagesRequest) -> ChatRequest:

@@ -54,7 +54,7 @@ def _bias(pair: Any) -> Bias:
 
 
 class LlamaSampling(Fields):
-    """What completion and infill have in common."""
+    """The base of completion and infill has the fields that both take."""
 
     place: ClassVar[str] = "llamacpp.completion"
 

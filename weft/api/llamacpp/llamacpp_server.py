@@ -24,7 +24,7 @@ from weft.serving.served_model import ServedModel
 from weft.types import Sample
 
 SLOTS_OF_CPU, SLOTS_OF_GPU = 32, 256
-"""What --max-num-seqs is where it is 0."""
+"""The rows that the engine chooses where --max-num-seqs is 0."""
 
 
 class Templated(Struct, frozen=True):

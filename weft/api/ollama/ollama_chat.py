@@ -46,7 +46,7 @@ from weft.text.fill_in_middle import fim_prompt
 from weft.types import GenerationRequest, Output, TokenLogprob
 
 OWN_NAMES = {"enable_thinking": "think", "reasoning_effort": "think", "max_tokens": "options.num_predict"}
-"""What the fields of OpenAI's requests are called here."""
+"""The names here of fields of OpenAI's requests."""
 
 
 async def ollama_chat_endpoint(

@@ -39,7 +39,7 @@ Think = bool | Literal["low", "medium", "high", "max"]
 
 
 class OllamaFields(Fields):
-    """What chat and generate have in common."""
+    """The base of chat and generate has the fields that both take."""
 
     model: Name
     stream: bool = True

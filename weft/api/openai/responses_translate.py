@@ -33,7 +33,7 @@ OWN_NAMES = {
     "response_format.json_schema.schema": "text.format.schema",
     "truncate_prompt_tokens": "truncation",
 }
-"""What the fields of the chat request are called here."""
+"""The names here of fields of the chat request."""
 
 
 def chat_request(request: ResponsesRequest, conversation: ChatMessages) -> ChatRequest:
