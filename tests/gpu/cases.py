@@ -473,10 +473,12 @@ def check_int4(
     with poisoned():
         assert_near(linears.linear(x, weight), plain, tolerance)
         assert_near(linears.linear(x, weight, bias), plain + bias.float(), tolerance)
-        assert_near(linears.norm_linear(x, scale, 1e-6, weight, bias), normed + bias.float(), tolerance)
         linears.linear_add(x, weight, bias, residual)
         assert_near(residual, kept[:, 16 : n + 16].float() + plain + bias.float(), tolerance)
         assert torch.equal(wide[:, :16], kept[:, :16]) and torch.equal(wide[:, n + 16 :], kept[:, n + 16 :])
+        if k > elementwise._MAX_HIDDEN:
+            return
+        assert_near(linears.norm_linear(x, scale, 1e-6, weight, bias), normed + bias.float(), tolerance)
         if n % 2 == 0:
             gated = linears.norm_gate_up(x, scale, 1e-6, weight)
             assert_near(gated, reference.silu_mul(normed), 2 * tolerance)

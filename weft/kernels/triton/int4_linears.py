@@ -63,8 +63,6 @@ class Int4Config(NamedTuple):
     stages: int
     registers: int = 255
     """The most of a thread."""
-    prefetch: int = 4
-    """Blocks of weights that are on their way to the L2 cache before the inputs are there."""
 
 
 @triton.jit
@@ -169,35 +167,16 @@ def _values_of(values, tile, num_groups):
 
 
 @triton.jit
-def _prefetch(numbers, tile, begin, end, num_blocks):
-    """Ask the L2 cache for blocks of tiles, each of 128 threads for as much."""
-    size = (end - begin) * (_WORDS // 64)
-    tl.inline_asm_elementwise(
-        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [
-            numbers
-            + (tile.to(tl.int64) * num_blocks + begin)[:, None] * _WORDS
-            + tl.arange(0, 128)[None, :] * (size // 2),
-            size,
-        ],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _program_of(block, share, longer):
     """Return the program that takes a block, of all in their order."""
     early = longer * (share + 1)
     return tl.where(block < early, block // (share + 1), longer + (block - early) // share)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_blocks", "num_groups", "prefetch", "share", "longer"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_blocks", "num_groups", "share", "longer"])
 def _int4_kernel(
     x, numbers, scales, zeros, bias, residual, out, partials, counters,
-    num_rows, num_outputs, k, num_tiles, num_blocks, num_groups, x_stride, residual_stride, prefetch, share, longer,
+    num_rows, num_outputs, k, num_tiles, num_blocks, num_groups, x_stride, residual_stride, share, longer,
     GROUP: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
     ZEROS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, NATIVE: tl.constexpr,
     PDL: tl.constexpr,
@@ -219,13 +198,6 @@ def _int4_kernel(
         begin = program * share + tl.minimum(program, longer)
         end = begin + share + (program < longer)
         only = begin // num_blocks
-    if PDL:
-        tile = only // row_jobs * OWN_TILES + part % OWN_TILES
-        if GATED:
-            tile += part // OWN_TILES * (num_tiles // 2)
-        first = begin - only * num_blocks
-        last = tl.minimum(tl.minimum(first + prefetch, first + end - begin), num_blocks)
-        _prefetch(numbers, tl.minimum(tile, num_tiles - 1), first, last, num_blocks)
     wait_for_inputs(PDL)
 
     for job in range(only, only + 1 if SPLIT_K > 0 else tl.cdiv(end, num_blocks)):
@@ -324,15 +296,17 @@ def _dequantise_kernel(
 
 
 def int4_config(rows: int, num_tiles: int, num_blocks: int, gated: bool) -> Int4Config:
-    """Return the tiling of a product."""
-    padded = next(size for size in (8, 32, 64, 128, MAX_ROWS) if rows <= size)
-    tiles = 2 if gated or padded >= 128 else 1
-    jobs = triton.cdiv(num_tiles, tiles)
-    if padded >= 128:
+    """Return the tiling of a product, as measured in steps of a 7B model on an H200: programs that leave room for others
+    on a multiprocessor, and for more rows than 64 large tiles, which two programs of 128 rows read from the L2 cache."""
+    padded = next(size for size in (8, 32, 64, 128) if rows <= size or size == 128)
+    tiles = 2 if gated or padded == 128 else 1
+    jobs = triton.cdiv(num_tiles, tiles) * triton.cdiv(rows, padded)
+    if padded == 128:
         split_k = min(_MULTIPROCESSORS // jobs, num_blocks // 4)
         return Int4Config(padded, tiles, split_k if jobs * split_k >= _MULTIPROCESSORS * 5 // 6 else 0, 8, 3)
-    neighbours = 3 if padded <= 32 else 2
-    return Int4Config(padded, tiles, max(1, min(neighbours * _MULTIPROCESSORS // jobs, num_blocks // 8)), 4, 4)
+    neighbours, registers = {8: (5, 255), 32: (4, 128), 64: (3, 168)}[padded]
+    split_k = min(neighbours * _MULTIPROCESSORS // jobs, num_blocks // (4 if padded == 8 else 8))
+    return Int4Config(padded, tiles, max(1, split_k), 4, 3, registers)
 
 
 def dequantised(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
@@ -363,7 +337,7 @@ def product(
         return
     num_tiles, num_blocks, _ = weight.numbers.shape
     config = config or int4_config(num_rows, num_tiles, num_blocks, gated)
-    rows, tiles, split_k, warps, stages, registers, prefetch = config
+    rows, tiles, split_k, warps, stages, registers = config
     num_outputs = out.shape[1]
     jobs = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, TILE * (tiles // 2 if gated else tiles))
     programs = jobs * split_k or min(_MULTIPROCESSORS, jobs * num_blocks)
@@ -374,7 +348,7 @@ def product(
         out if bias is None else bias, out if residual is None else residual, out, partials,
         zeroed_counters(out.device),
         num_rows, num_outputs, k, num_tiles, num_blocks, weight.scales.shape[1], x.stride(0),
-        0 if residual is None else residual.stride(0), prefetch, share, longer,
+        0 if residual is None else residual.stride(0), share, longer,
         GROUP=weight.group_size, ROWS=rows, TILES=tiles, SPLIT_K=split_k, EVEN_K=k % BLOCK == 0,
         ZEROS=weight.zeros is not None, BIAS=bias is not None, GATED=gated, ADD=residual is not None,
         NATIVE=out.is_cuda, num_warps=warps, num_stages=stages, maxnreg=registers, **launch_options(),
