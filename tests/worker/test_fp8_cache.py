@@ -83,7 +83,7 @@ def floats(tiny_directory: Callable[[str], Path]) -> Driven:
 @pytest.fixture(scope="module")
 def tiny(floats: Driven) -> Subject:
     prompts = [[(a * i + b) % VOCAB_SIZE for i in range(n)] for a, b, n in ((7, 1, 5), (31, 2, 33), (11, 3, 100))]
-    return alone(with_fp8_cache(floats), prompts, 20)
+    return alone(with_fp8_cache(floats), prompts, 30)
 
 
 def test_logits_are_near_those_of_floats(floats: Driven) -> None:
