@@ -101,7 +101,7 @@ def test_the_source_systems_keys_are_understood(tmp_path: Path, caplog: pytest.L
         "tensor_parallel_size": 2,
         "gpu_memory_utilization": 0.8,
         "enable_prefix_caching": False,
-        "kv_cache_dtype": "auto",
+        "kv_cache_dtype": "fp8",
         "allow_auto_tuning": False,
         "enable_prompt_cache": True,
         "prompt_cache_ttl": 3600,
@@ -119,6 +119,7 @@ def test_the_source_systems_keys_are_understood(tmp_path: Path, caplog: pytest.L
     assert (config.model.max_model_len, config.backend.tensor_parallel_size) == (4096, 2)
     assert (config.backend.quantization, config.backend.allow_auto_tuning) == ("bitsandbytes", False)
     assert (config.cache.gpu_memory_utilization, config.cache.enable_prefix_caching) == (0.8, False)
+    assert config.cache.kv_cache_dtype == "fp8"
     assert (entry.adapters, entry.load_mode) == ({"default": str(tmp_path)}, "check_only")
     passed_over, outdated = (record.getMessage() for record in caplog.records)
     for key in ("enable_prompt_cache", "prompt_cache_ttl", "interactive_quantization", "skip_validation"):
@@ -131,7 +132,7 @@ def test_the_source_systems_keys_are_understood(tmp_path: Path, caplog: pytest.L
 
 MISTAKEN: dict[str, dict[str, Any]] = {
     "chat": {"path": "org/name", "max_modl_len": 4096},
-    "other": {"dtype": "float17", "engine": "cuda-vlm", "port": 80, "kv_cache_dtype": "fp8"},
+    "other": {"dtype": "float17", "engine": "cuda-vlm", "port": 80, "kv_cache_dtype": "fp4"},
     "local": {"path": "/no/such/model", "gpu_memory_utilization": 1.5, "load_mode": "async", "adapters": "x"},
     "tuned": {"path": "a/b", "adapter": "/no/such/lora"},
     "code": {"path": "a/b", "trust_remote_code": True, "engine": "native", "model_source": "modelscop"},
@@ -140,7 +141,7 @@ TOLD = [
     ("max_modl_len", "there is no key 'max_modl_len'. Did you mean 'max_model_len'?"),
     ("dtype", "dtype: 'float17' is refused: Invalid enum value 'float17'. Did you mean 'float16'?"),
     ("port", "port is the server's, and cannot be set for one model."),
-    ("kv_cache_dtype", "kv_cache_dtype: 'fp8' is refused"),
+    ("kv_cache_dtype", "kv_cache_dtype: 'fp4' is refused: Invalid enum value 'fp4'. Did you mean 'fp8'?"),
     ("engine", "there is no engine 'cuda-vlm'. Did you mean 'cuda-vllm'?"),
     ("other", "other has no path. A file, a directory or a hub id."),
     ("gpu_memory_utilization", "gpu_memory_utilization: 1.5 is refused: Expected `float` <= 1.0."),

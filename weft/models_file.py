@@ -31,8 +31,6 @@ SECTIONS = ("model", "backend", "cache", "scheduler", "engine")
 """Sections that a model may set for itself; the others, and the model's name, are the server's."""
 KNOWN = {setting.name: setting for setting in settings(*SECTIONS) if setting.name != "served_model_name"}
 OF_SERVER = {setting.name for setting in settings()} - KNOWN.keys()
-ONE_VALUE = {"kv_cache_dtype": "auto"}
-"""Keys that are accepted with one value only: the one that describes what happens anyway."""
 OWN_KEYS: dict[str, Any] = {
     "path": str,
     "adapter": str,
@@ -41,7 +39,6 @@ OWN_KEYS: dict[str, Any] = {
     "preload": bool,
     "model_source": Literal[*SOURCES, "local"],
     "use_4bit": bool,
-    **{key: Literal[value] for key, value in ONE_VALUE.items()},
 }
 OLD_KEYS = {"model_path": "path", "model": "path", "adapter_path": "adapter"}
 """Keys of the CY-LLM Engine that have another name here."""

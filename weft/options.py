@@ -148,6 +148,13 @@ class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
     kv_cache_memory_mb: Annotated[
         int, _doc("Memory for the cache, in MiB; 0: 512 on CPU, what --gpu-memory-utilization leaves on GPU.", ge=0)
     ] = 0
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        _doc(
+            "The type of the cache: auto is the model's; fp8 (e4m3) takes half the memory of bfloat16 and rounds keys and "
+            "values, on GPUs."
+        ),
+    ] = "auto"
     gpu_memory_utilization: Annotated[
         float, _doc("Share of the GPU's memory for all of Weft; above 0.90 it is lowered to 0.85.", gt=0, le=1)
     ] = 0.75

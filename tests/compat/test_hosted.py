@@ -344,7 +344,7 @@ def test_settings_by_weft_s_names_and_those_of_callers_from_elsewhere(stage: Sta
         tensor_parallel_size=2,
         quantization=None,
         enable_prefix_caching=False,
-        kv_cache_dtype="auto",
+        kv_cache_dtype="fp8",
         skip_vram_check=True,
         trust_remote_code=False,
         stream_chunk_size=8,
@@ -353,12 +353,13 @@ def test_settings_by_weft_s_names_and_those_of_callers_from_elsewhere(stage: Sta
     config = stage.configs[0]
     assert (config.model.model, config.model.max_model_len, config.backend.engine) == ("m", 64, "scripted")
     assert (config.cache.gpu_memory_utilization, config.cache.enable_prefix_caching) == (0.5, False)
+    assert config.cache.kv_cache_dtype == "fp8"
     assert (config.backend.tensor_parallel_size, config.backend.allow_auto_tuning) == (2, False)
     assert engine.stream_chunk_size == 8
     engine.unload_model()
     for words, names in (
         ({"gpu_memory_utilisation": 1}, "Did you mean 'gpu_memory_utilization'"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype|kv-cache-dtype"),
         ({"load_mode": "later"}, "load_mode"),
         ({"max_model_len": -1}, "max_model_len|max-model-len"),
         ({"adapters": {"a": "b"}}, "scripted cannot be used: it takes no LoRA adapters"),

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels import HeadNorms, HeadShape
+from weft.kernels.fp8 import E4M3, LayerCache, zero_cache
 from weft.kernels.int4 import GROUP, pack, quantised_groups
+from weft.kernels.triton import decode_attention as decode_module
 from weft.kernels.triton import elementwise, launch, linears, sampling_kernels
 from weft.kernels.triton.decode_attention import decode_attention
 from weft.kernels.triton.elementwise import rotate_and_store
@@ -28,6 +30,11 @@ MODELS = {
     "7b": (HeadShape(32, 32, 128), 4096, 11008, 102400),
     "14b": (HeadShape(40, 8, 128), 5120, 17408, 151936),
 }
+FP8_TILES = [
+    (16, 3, 1), (16, 5, 1), (16, 8, 1), (32, 2, 1), (32, 4, 1), (32, 5, 1), (64, 2, 1), (64, 3, 1), (64, 4, 1),
+    (32, 3, 2), (64, 3, 2), (64, 3, 4), (128, 2, 4), (128, 3, 4),
+]  # fmt: skip
+"""Tokens, stages and warps of the decode kernel of a cache of e4m3 that are tried."""
 ONLY = sys.argv[1] if len(sys.argv) > 1 else ""
 
 
@@ -68,11 +75,12 @@ def report(name: str, make: Callable[[], Callable[[], object]], moved: float, mu
     print(f"{name:<44} {took:9.1f} us {rate}", flush=True)
 
 
-def decode_call(heads: HeadShape, rows: int, context: int, kv: Tensor, max_context: int) -> Callable[[], object]:
+def decode_call(heads: HeadShape, rows: int, context: int, kv: LayerCache, max_context: int) -> Callable[[], object]:
     each = -(-context // 16)
+    num_blocks = len(kv if isinstance(kv, Tensor) else kv.numbers)
     qkv = randn(rows, heads.q_size + heads.kv_size)
     tables = torch.zeros(rows, -(-max_context // 16), dtype=torch.int64, device="cuda")
-    tables[:, :each] = torch.randperm(kv.shape[0] - 1, device="cuda")[: rows * each].view(rows, each) + 1
+    tables[:, :each] = torch.randperm(num_blocks - 1, device="cuda")[: rows * each].view(rows, each) + 1
     lengths = torch.full((rows,), context, device="cuda")
     return lambda: decode_attention(qkv, heads, kv, tables, lengths)
 
@@ -102,6 +110,35 @@ def bench_attention(model: str, heads: HeadShape) -> None:
             2e7 * prompts * tokens / 128,
             flops,
         )
+
+
+def bench_fp8_cache(name: str, heads: HeadShape) -> None:
+    """The attention of a decode and the store over a cache of e4m3, for several tiles, beside one of bfloat16."""
+    rows, context, num_blocks = 256, 200, 6400
+    shape = (1, num_blocks, 16, 2, heads.num_kv_heads, heads.head_dim)
+    plain = randn(*shape)[0]
+    [fp8] = zero_cache(shape, E4M3, plain.device)
+    fp8.write(torch.arange(num_blocks * 16, device="cuda"), plain.flatten(0, 1))
+    around = 4.0 * rows * heads.q_size
+    chosen = decode_module._FP8_TOKENS, decode_module._FP8_STAGES, decode_module._FP8_WARPS
+
+    def attend(kv: LayerCache) -> Callable[[], object]:
+        return decode_call(heads, rows, context, kv, 4096)
+
+    def store(kv: LayerCache) -> Callable[[], object]:
+        qkv, slots = randn(rows, heads.q_size + heads.kv_size), torch.randperm(num_blocks * 16, device="cuda")[:rows]
+        turns = torch.view_as_complex(torch.randn(rows, heads.head_dim // 2, 2, device="cuda"))
+        return lambda: rotate_and_store(qkv, heads, turns, kv, slots)
+
+    wide, narrow = 2.0 * heads.kv_size, 2.0 * heads.num_kv_heads * (heads.head_dim + 2)
+    report(f"kv8 {name} decode {rows} x {context} bfloat16", lambda: attend(plain), around + rows * context * wide)
+    for tokens, stages, warps in [chosen, *FP8_TILES]:
+        decode_module._FP8_TOKENS, decode_module._FP8_STAGES, decode_module._FP8_WARPS = tokens, stages, warps
+        label = f"kv8 {name} decode {rows} x {context} fp8 {tokens}/{stages}/{warps}"
+        report(label, lambda: attend(fp8), around + rows * context * narrow)
+    decode_module._FP8_TOKENS, decode_module._FP8_STAGES, decode_module._FP8_WARPS = chosen
+    for kind, kv, moved in (("bfloat16", plain, wide), ("fp8", fp8, narrow)):
+        report(f"kv8 {name} rope_store {rows} {kind}", lambda kv=kv: store(kv), rows * (moved + 2.0 * heads.q_size))
 
 
 def bench_small(model: str, heads: HeadShape, hidden: int, width: int, vocabulary: int) -> None:
@@ -199,7 +236,9 @@ def bench_int4(model: str, heads: HeadShape, hidden: int, width: int, vocabulary
 def main() -> None:
     began = time.monotonic()
     torch.manual_seed(0)
-    for model, (heads, hidden, width, vocabulary) in MODELS.items():
+    for name, heads in (("mha", HeadShape(32, 32, 128)), ("gqa", HeadShape(32, 8, 128))):
+        bench_fp8_cache(name, heads)
+    for model, (heads, hidden, width, vocabulary) in MODELS.items() if not ONLY.startswith("kv8") else ():
         bench_attention(model, heads)
         bench_small(model, heads, hidden, width, vocabulary)
         bench_linear(model, heads, hidden, width, vocabulary)

@@ -16,10 +16,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tests.gpu.steps import DEVICE, INTERPRETED, TOLERANCE, assert_near, padded, paged, poisoned, randn
+from tests.gpu.steps import (
+    DEVICE,
+    INTERPRETED,
+    TOLERANCE,
+    as_fp8,
+    assert_near,
+    overwrite,
+    padded,
+    paged,
+    poisoned,
+    randn,
+)
 from weft.kernels import AttentionBatch, HeadNorms, HeadShape, reference
 from weft.kernels import sampling as draws
-from weft.kernels.fp8 import GROUP, Fp8Weight, fp8_weight, quantise_rows, rounded_rows
+from weft.kernels.fp8 import GROUP, Fp8Cache, Fp8Weight, LayerCache, fp8_weight, quantise_rows, rounded_rows
 from weft.kernels.int4 import Int4Groups, Int4Weight, pack
 from weft.kernels.triton import (
     decode_attention,
@@ -39,6 +50,16 @@ from weft.kernels.triton.thresholds import keep_thresholds
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MHA, GQA, SMALL, ODD = HeadShape(32, 32, 128), HeadShape(40, 8, 128), HeadShape(9, 3, 64), HeadShape(3, 3, 64)
 TINY, TINY_GROUPS = HeadShape(2, 2, 32), HeadShape(2, 1, 32)
+Cache = Callable[[Tensor], LayerCache]
+"""What a check makes of a cache in floats."""
+
+
+def floats(kv: Tensor) -> LayerCache:
+    return kv
+
+
+def expected(qkv: Tensor, heads: HeadShape, kv: LayerCache, batch: AttentionBatch) -> Tensor:
+    return reference.attention(qkv.float(), heads, kv.float() if isinstance(kv, Tensor) else kv, batch)
 
 
 def check_norm(rows: int, hidden: int, dtype: torch.dtype) -> None:
@@ -78,9 +99,33 @@ def check_rope_store(heads: HeadShape, dtype: torch.dtype, with_norm: bool) -> N
     assert torch.equal(qkv[:, -heads.kv_size // 2 :], wanted[:, -heads.kv_size // 2 :]), "the values of qkv changed"
 
 
-def check_attention(heads: HeadShape, news: list[int], lengths: list[int], dtype: torch.dtype, block: int = 16) -> None:
-    qkv, kv, batch = paged(heads, news, lengths, dtype, block)
-    wanted = reference.attention(qkv.float(), heads, kv.float(), batch)
+def check_kv8_store(heads: HeadShape, dtype: torch.dtype, with_norm: bool) -> None:
+    """Keys and values of all magnitudes, and zeros; the rest of the cache stays as it is."""
+    qkv, plain, batch = paged(heads, [1, 1, 20, 3], [31, 32, 40, 3], dtype)
+    tokens, dim = qkv.shape[0], heads.head_dim
+    spread = torch.exp2(torch.randint(-6, 7, (tokens, 2 * heads.num_kv_heads), device=DEVICE).to(dtype))
+    qkv[:, heads.q_size :] *= spread.repeat_interleave(dim, dim=1)
+    qkv[0, heads.q_size :] = 0
+    rotations = torch.polar(torch.ones(tokens, dim // 2), torch.randn(tokens, dim // 2)).to(DEVICE)
+    norms = HeadNorms(randn(dim, dtype=dtype), randn(dim, dtype=dtype), 1e-6) if with_norm else None
+    before, found, wanted = as_fp8(torch.nan_to_num(plain)), qkv, qkv.clone()
+    cache, rounded = (Fp8Cache(*(part.clone() for part in before)) for _ in range(2))
+    reference.rotate_and_store(wanted, heads, rotations, Fp8Cache(*(part.clone() for part in before)), batch.slots, norms)
+    rotate_and_store(found, heads, rotations, cache, batch.slots, norms)
+    assert_near(found, wanted, TOLERANCE[dtype])
+    rounded.write(batch.slots, found[:, heads.q_size :].view(tokens, 2, heads.num_kv_heads, dim))
+    assert torch.equal(cache.scales, rounded.scales), "the scales differ"
+    numbers, rounded_numbers = (one.numbers.view(torch.uint8).int() for one in (cache, rounded))
+    # The interpreter cuts float32 to e4m3 where hardware rounds.
+    assert int((numbers - rounded_numbers).abs().max()) <= int(INTERPRETED), "the numbers differ"
+
+
+def check_attention(
+    heads: HeadShape, news: list[int], lengths: list[int], dtype: torch.dtype, block: int = 16, cache: Cache = floats
+) -> None:
+    qkv, plain, batch = paged(heads, news, lengths, dtype, block)
+    kv = cache(plain)
+    wanted = expected(qkv, heads, kv, batch)
     for _ in range(2):
         with poisoned():
             out = attention.attention(qkv, heads, kv, batch)
@@ -88,19 +133,21 @@ def check_attention(heads: HeadShape, news: list[int], lengths: list[int], dtype
         assert_near(out, wanted, TOLERANCE[dtype])
 
 
-def check_prompt_attention(heads: HeadShape, tokens: int) -> None:
-    """A long prompt that is alone in its step: the library's attention."""
-    qkv, kv, batch = paged(heads, [tokens], [tokens], BF16)
-    kv.view(-1, heads.kv_size)[batch.slots] = qkv[:, heads.q_size :]
-    wanted = reference.attention(qkv.float(), heads, kv.float(), batch)
+def check_prompt_attention(heads: HeadShape, tokens: int, cache: Cache = floats) -> None:
+    """A long prompt that is alone in its step: the library's attention, or what the cache holds where it rounds."""
+    qkv, plain, batch = paged(heads, [tokens], [tokens], BF16)
+    plain.view(-1, heads.kv_size)[batch.slots] = qkv[:, heads.q_size :]
+    kv = cache(plain)
+    wanted = expected(qkv, heads, kv, batch)
     assert_near(attention.attention(qkv, heads, kv, batch._replace(is_one_prompt=True)), wanted, TOLERANCE[BF16])
 
 
-def check_splits(heads: HeadShape, lengths: list[int], dtype: torch.dtype) -> None:
+def check_splits(heads: HeadShape, lengths: list[int], dtype: torch.dtype, cache: Cache = floats) -> None:
     """However a decode is cut it is the same decode: a chip that never fills is given as many splits as there can be,
     one that is always full none."""
-    qkv, kv, batch = paged(heads, [1] * len(lengths), lengths, dtype)
-    wanted = reference.attention(qkv.float(), heads, kv.float(), batch)
+    qkv, plain, batch = paged(heads, [1] * len(lengths), lengths, dtype)
+    kv = cache(plain)
+    wanted = expected(qkv, heads, kv, batch)
     chip = decode_attention._FULL_CHIP, decode_attention._MIN_TOKENS
     try:
         for decode_attention._FULL_CHIP, decode_attention._MIN_TOKENS in ((1, 64), (10**6, 16), (10**6, 64)):
@@ -112,38 +159,46 @@ def check_splits(heads: HeadShape, lengths: list[int], dtype: torch.dtype) -> No
         decode_attention._FULL_CHIP, decode_attention._MIN_TOKENS = chip
 
 
-def check_one_query_prefill(heads: HeadShape, dtype: torch.dtype) -> None:
+def check_one_query_prefill(heads: HeadShape, dtype: torch.dtype, cache: Cache = floats) -> None:
     """The prefill kernel takes decodes too, and sequences without queries; its rows may begin anywhere."""
-    qkv, kv, batch = paged(heads, [1, 1, 5], [17, 64, 70], dtype)
+    qkv, plain, batch = paged(heads, [1, 1, 5], [17, 64, 70], dtype)
+    kv = cache(plain)
     starts = torch.tensor([0, 1, 1, 2, 7, 7], dtype=torch.int32, device=DEVICE) + 3
     own = torch.tensor([0, 2, 3], device=DEVICE)
     tables, lengths = torch.zeros(5, batch.block_tables.shape[1]).to(DEVICE).int(), torch.zeros(5).to(DEVICE).int()
     tables[own], lengths[own] = batch.block_tables.int(), batch.lengths.int()
     with poisoned():
         out = prefill_attention.prefill_attention(qkv, heads, kv, tables, lengths, starts)
-    assert_near(out, reference.attention(qkv.float(), heads, kv.float(), batch), TOLERANCE[dtype])
+    assert_near(out, expected(qkv, heads, kv, batch), TOLERANCE[dtype])
 
 
 def check_padded_step(
-    heads: HeadShape, news: list[int], lengths: list[int], dtype: torch.dtype, shape: tuple[int, int, int]
+    heads: HeadShape,
+    news: list[int],
+    lengths: list[int],
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    cache: Cache = floats,
 ) -> None:
     """A step in a larger shape gives what it gives alone, and zeros in the rows to spare."""
-    qkv, kv, batch = paged(heads, news, lengths, dtype)
+    qkv, plain, batch = paged(heads, news, lengths, dtype)
+    kv = cache(plain)
     wide, padded_batch, rows = padded(qkv, batch, *shape)
     with poisoned():
         out = attention.attention(wide, heads, kv, padded_batch)
-    assert_near(out[rows], reference.attention(qkv.float(), heads, kv.float(), batch), TOLERANCE[dtype])
+    assert_near(out[rows], expected(qkv, heads, kv, batch), TOLERANCE[dtype])
     out[rows] = 0
     assert not out.any(), "rows to spare are not zero"
 
 
-def check_padding(heads: HeadShape, dtype: torch.dtype) -> None:
+def check_padding(heads: HeadShape, dtype: torch.dtype, cache: Cache = floats) -> None:
     """Rows of length 0 give zeros, rows of length 1 in a null block of numbers give numbers; others do not notice."""
     lengths = [33, 200, 16]
-    qkv, kv, batch = paged(heads, [1] * 5, [*lengths, 0, 0], dtype)
-    kv[0] = 1.0
+    qkv, plain, batch = paged(heads, [1] * 5, [*lengths, 0, 0], dtype)
+    plain[0] = 1.0
+    kv = cache(plain)
     real = batch._replace(query_starts=batch.query_starts[:4], lengths=batch.lengths[:3], num_decodes=3)
-    wanted = reference.attention(qkv[:3].float(), heads, kv.float(), real)
+    wanted = expected(qkv[:3], heads, kv, real)
     tables, padded = batch.block_tables.int(), batch.lengths.int()
     padded[4] = 1
     with poisoned():
@@ -160,10 +215,11 @@ def check_split_plans() -> None:
     assert decode_attention.split_plan(2048, 4096).num_splits == 1
 
 
-def check_graph_replay(heads: HeadShape) -> None:
+def check_graph_replay(heads: HeadShape, cache: Cache = floats) -> None:
     """Captured once, replayed at other lengths: the splits follow the device."""
     rows, most = 3, 1000
-    qkv, kv, batch = paged(heads, [1] * rows, [most] * rows, BF16)
+    qkv, plain, batch = paged(heads, [1] * rows, [most] * rows, BF16)
+    kv = cache(plain)
     lengths = batch.lengths.clone()
     decode_attention.decode_attention(qkv, heads, kv, batch.block_tables, lengths)
     torch.cuda.synchronize()
@@ -174,11 +230,11 @@ def check_graph_replay(heads: HeadShape) -> None:
         lengths.copy_(torch.tensor(now, device=DEVICE))
         out.fill_(float("nan"))
         graph.replay()
-        wanted = reference.attention(qkv.float(), heads, kv.float(), batch._replace(lengths=lengths))
+        wanted = expected(qkv, heads, kv, batch._replace(lengths=lengths))
         assert_near(out, wanted, TOLERANCE[BF16])
 
 
-def check_step_replay(heads: HeadShape) -> None:
+def check_step_replay(heads: HeadShape, cache: Cache = floats) -> None:
     """Decodes and prompts captured once in one shape, with launches that overlap, replayed for other steps."""
     shape, most_blocks = (8, 6, 512), 200
     steps = [
@@ -189,7 +245,8 @@ def check_step_replay(heads: HeadShape) -> None:
         ([1, 1, 1], [33, 500, 1]),
     ]
     width = heads.q_size + heads.kv_size
-    qkv, kv = randn(shape[0] + shape[2], width), randn(most_blocks, 16, 2, heads.num_kv_heads, heads.head_dim)
+    qkv = randn(shape[0] + shape[2], width)
+    kv = cache(randn(most_blocks, 16, 2, heads.num_kv_heads, heads.head_dim))
     tables = torch.zeros(shape[0] + shape[1], 40, dtype=torch.int64, device=DEVICE)
     starts = torch.zeros(len(tables) + 1, dtype=torch.int64, device=DEVICE)
     lengths = torch.zeros(len(tables), dtype=torch.int64, device=DEVICE)
@@ -200,17 +257,18 @@ def check_step_replay(heads: HeadShape) -> None:
     with overlapping_launches(), torch.cuda.graph(graph):
         outs = [attention.attention(qkv, heads, kv, batch) for _ in range(3)]
     for seed, (news, wanted_lengths) in enumerate(steps * 2):
-        own, own_kv, own_batch = paged(heads, news, wanted_lengths, BF16, seed=seed)
+        own, plain, own_batch = paged(heads, news, wanted_lengths, BF16, seed=seed)
+        own_kv = cache(plain)
         wide, padded_batch, rows = padded(own, own_batch, *shape)
         qkv.copy_(wide)
-        kv.fill_(float("nan"))[: len(own_kv)] = own_kv
+        overwrite(kv, own_kv)
         tables.zero_()[:, : padded_batch.block_tables.shape[1]] = padded_batch.block_tables
         starts.copy_(padded_batch.query_starts)
         lengths.copy_(padded_batch.lengths)
         for out in outs:
             out.fill_(float("nan"))
         graph.replay()
-        wanted = reference.attention(own.float(), heads, own_kv.float(), own_batch)
+        wanted = expected(own, heads, own_kv, own_batch)
         for out in outs:
             assert_near(out[rows], wanted, TOLERANCE[BF16])
             assert bool(out.isfinite().all()), "rows to spare are not finite"
@@ -634,9 +692,13 @@ def assert_kept(logits: Tensor, rules: list[tuple[float, float, int, float]]) ->
 def cases() -> dict[str, Callable[[], None]]:
     found: dict[str, Callable[[], None]] = {}
 
-    def add(check: Callable[..., None], *arguments: object) -> None:
+    def add(check: Callable[..., None], *arguments: object, prefix: str = "", **keywords: object) -> None:
         text = "-".join(str(a).replace("torch.", "").replace("HeadShape", "").replace(" ", "") for a in arguments)
-        found[f"{check.__name__[6:]}-{text}"] = partial(check, *arguments)
+        found[f"{prefix}{check.__name__[6:]}-{text}"] = partial(check, *arguments, **keywords)
+
+    def add_kv8(check: Callable[..., None], *arguments: object) -> None:
+        """Add a check with a cache of e4m3."""
+        add(check, *arguments, prefix="kv8_", cache=as_fp8)
 
     dtypes = (BF16, FP16, FP32)
     for dtype in dtypes:
@@ -667,6 +729,18 @@ def cases() -> dict[str, Callable[[], None]]:
     add(check_padded_step, ODD, [64, 64], [64, 64], FP16, (0, 2, 128))
     add(check_padded_step, ODD, [1, 1], [20, 300], FP16, (4, 3, 64))
     add(check_split_plans)
+    for dtype in (BF16, FP16):
+        for heads in (SMALL, ODD, TINY, TINY_GROUPS, HeadShape(5, 1, 96)):
+            for with_norm in (False, True):
+                add(check_kv8_store, heads, dtype, with_norm)
+            add_kv8(check_attention, heads, [1, 1, 1, 1], [1, 16, 17, 100], dtype)
+            add_kv8(check_attention, heads, [1, 1, 5, 70, 16], [1, 33, 5, 90, 160], dtype)
+            add_kv8(check_padded_step, heads, [1, 1, 5, 70], [1, 33, 5, 90], dtype, (4, 5, 100))
+            add_kv8(check_padding, heads, dtype)
+    for block in (32, 48):
+        add_kv8(check_attention, SMALL, [1, 40], [165, 64], FP16, block)
+        add_kv8(check_attention, ODD, [1, 40], [165, 64], FP16, block)
+    add_kv8(check_one_query_prefill, SMALL, FP16)
     for rows in (1, 4, 5, 40, 300):
         add(check_linears, rows, FP16 if INTERPRETED else BF16)
     add(check_gemv, 50, 200, BF16)
@@ -709,6 +783,7 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_splits, HeadShape(4, 1, 128), [129], FP16)
         for heads in (TINY, TINY_GROUPS):
             add(check_splits, heads, [1, 17, 129], FP16)
+            add_kv8(check_splits, heads, [1, 17, 129], FP16)
         return found
     for hidden in (4096, 5120, 8192):
         add(check_norm, 129, hidden, BF16)
@@ -731,6 +806,19 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_attention, heads, [128], [128], BF16)
         add(check_attention, heads, [700, 513, 64], [700, 1500, 64], BF16)
         add(check_attention, heads, [1, 1, 1, 300, 17], [4095, 16, 900, 300, 1000], FP16)
+        for with_norm in (False, True):
+            add(check_kv8_store, heads, BF16, with_norm)
+        add_kv8(check_padding, heads, BF16)
+        add_kv8(check_one_query_prefill, heads, BF16)
+        add_kv8(check_prompt_attention, heads, 1024)
+        add_kv8(check_graph_replay, heads)
+        add_kv8(check_step_replay, heads)
+        add_kv8(check_splits, heads, [1, 15, 16, 17, 129, 300, 1000], BF16)
+        add_kv8(check_attention, heads, [1, 300, 129], [70, 1000, 129], BF16, 32)
+        add_kv8(check_padded_step, heads, [1, 1, 1, 300, 17], [400, 16, 90, 300, 100], BF16, (8, 16, 384))
+        add_kv8(check_attention, heads, [1] * 150, [(i * 37) % 400 + 1 for i in range(150)], BF16)
+        add_kv8(check_attention, heads, [700, 513, 64], [700, 1500, 64], BF16)
+        add_kv8(check_attention, heads, [1, 1, 1, 300, 17], [4095, 16, 900, 300, 1000], FP16)
     for n, k in ((12288, 4096), (4096, 4096), (4096, 11008), (7168, 5120), (5120, 17408), (22016, 4096)):
         add(check_gemv, n, k, BF16)
         for rows in (5, 16, 32):

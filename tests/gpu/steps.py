@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels import AttentionBatch, HeadShape
+from weft.kernels.fp8 import E4M3, Fp8Cache, LayerCache, quantise_heads
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -78,6 +79,26 @@ def paged(
         slots=torch.tensor(slots, device=DEVICE),
     )
     return randn(starts[-1], heads.q_size + heads.kv_size, dtype=dtype), kv.to(dtype), batch
+
+
+def as_fp8(kv: Tensor) -> Fp8Cache:
+    """A cache as e4m3. The scales of its tokens and heads differ, but in the null block; what is NaN has none."""
+    spread = torch.exp2(torch.randint(-6, 7, kv.shape[:4], device=kv.device).float())
+    spread[:, :, 0] = spread[:, :, 0].clamp(2**-3, 2)
+    spread[0] = 1
+    numbers, scales = quantise_heads(kv.float() * spread[..., None])
+    scales[kv.isnan().any(-1)] = float("nan")
+    numbers = numbers.view(torch.uint8).permute(0, 2, 3, 1, 4).contiguous().view(E4M3)
+    return Fp8Cache(numbers, scales.permute(0, 3, 1, 2).contiguous())
+
+
+def overwrite(kv: LayerCache, own: LayerCache) -> None:
+    """Put a cache in the place of a larger one, the rest of which is NaN then."""
+    if isinstance(kv, Tensor):
+        kv.fill_(float("nan"))[: len(own)] = own
+    else:
+        kv.scales.fill_(float("nan"))[: len(own.scales)] = own.scales
+        kv.numbers.view(torch.uint8).fill_(0x7F)[: len(own.numbers)] = own.numbers.view(torch.uint8)
 
 
 def padded(

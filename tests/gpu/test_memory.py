@@ -162,7 +162,7 @@ def test_all_of_it_stays_within_the_share(shape_only: ModelFiles, caplog: pytest
     # The largest step again, now beside the cache: the ledger said what it takes.
     stepper = made.runner.stepper
     torch.cuda.reset_peak_memory_stats()
-    compute(largest_step(made.limits), stepper.model, stepper.table)
+    compute(largest_step(made.limits), stepper.model, stepper.table, stepper.model.weights.dtype)
     held = torch.cuda.max_memory_reserved()
     assert held <= ledger.weights + ledger.activations + ledger.kv + 64 * MIB
     torch.cuda.empty_cache()
@@ -176,7 +176,7 @@ def test_all_of_it_stays_within_the_share(shape_only: ModelFiles, caplog: pytest
     print(f"graphs: {ledger.graphs / MIB:.0f} MiB kept, {graphs / MIB:.0f} MiB taken")
     assert 0 < graphs <= ledger.graphs
 
-    compute(largest_step(made.limits), stepper.model, stepper.table)
+    compute(largest_step(made.limits), stepper.model, stepper.table, stepper.model.weights.dtype)
     assert free_before - torch.cuda.mem_get_info()[0] <= SHARE * total
     wasted = SHARE * total - ledger.weights - ledger.activations - ledger.graphs - ledger.kv
     assert wasted < 1024 * MIB, "the cache is smaller than it could be"

@@ -1,7 +1,7 @@
 """What rounding costs: the default model with its weights as they are in the file, or quantised again to four bits as
-for GPUs, against the same in floats.
+for GPUs, or with a KV cache of e4m3, against the same in floats.
 
-    python -m tests.kernels.accuracy [--quantization int4]
+    python -m tests.kernels.accuracy [--quantization int4] [--kv-cache-dtype fp8]
 
 Both read a page of Newton's Opticks, a token after the other from those before it.
 """
@@ -20,6 +20,7 @@ from weft.checkpoint.tokenizer_assets import text_assets
 from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE, AttentionBatch
 from weft.kernels.cpu import native_step, panel_layout
+from weft.kernels.fp8 import E4M3, zero_cache
 from weft.kernels.panel_format import PanelLayout
 from weft.model.dense import DenseModel
 from weft.model.loader import LinearLoading, load_weights, open_model
@@ -45,12 +46,14 @@ class Accuracy(Struct, frozen=True):
         return self.rounded_perplexity / self.perplexity - 1
 
 
-def measure(files: ModelFiles, num_tokens: int, linears: LinearLoading = "dequantise") -> Accuracy:
+def measure(
+    files: ModelFiles, num_tokens: int, linears: LinearLoading = "dequantise", kv_dtype: torch.dtype = torch.float32
+) -> Accuracy:
     tokenizer = Tokenizer.from_assets(text_assets(files))
     tokens = torch.tensor(tokenizer.encode(TEXT.read_text())[:num_tokens])
     exact = _log_probabilities(files, None, tokens)
-    panels = panel_layout() if linears == "dequantise" else None
-    rounded = _log_probabilities(files, panels, tokens, linears)
+    panels = panel_layout() if (linears, kv_dtype) == ("dequantise", torch.float32) else None
+    rounded = _log_probabilities(files, panels, tokens, linears, kv_dtype)
     following = tokens[1:, None]
     return Accuracy(
         num_tokens=len(tokens),
@@ -62,17 +65,21 @@ def measure(files: ModelFiles, num_tokens: int, linears: LinearLoading = "dequan
 
 
 def _log_probabilities(
-    files: ModelFiles, panels: PanelLayout | None, tokens: Tensor, linears: LinearLoading = "dequantise"
+    files: ModelFiles,
+    panels: PanelLayout | None,
+    tokens: Tensor,
+    linears: LinearLoading = "dequantise",
+    kv_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
+    device = torch.device("cpu")
     with open_model(files) as (config, source):
-        device = torch.device("cpu")
         weights = load_weights(
             files, config, source, dtype=torch.float32, device=device, panels=panels, linears=linears
         )
     count = len(tokens)
     num_blocks = -(-count // BLOCK)
     model = DenseModel(config, weights, REFERENCE, num_blocks * BLOCK)
-    cache = torch.zeros(cache_shape(config, num_blocks + 1, BLOCK))
+    cache = zero_cache(cache_shape(config, num_blocks + 1, BLOCK), kv_dtype, device)
     batch = AttentionBatch(
         num_decodes=0,
         query_starts=torch.tensor([0, count]),
@@ -80,7 +87,7 @@ def _log_probabilities(
         block_tables=torch.arange(1, num_blocks + 1)[None],
         slots=torch.arange(BLOCK, BLOCK + count),
     )
-    if linears != "dequantise":
+    if linears != "dequantise" or not isinstance(cache, Tensor):
         return model.logits(model.forward(tokens, torch.arange(count), cache, batch)).log_softmax(-1)
     step = native_step(weights, config.heads, config.norm_eps, model.rotations, cache)
     assert step is not None, "numba is missing"
@@ -97,8 +104,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--quantization", choices=["int4"])
+    parser.add_argument("--kv-cache-dtype", choices=["fp8"])
     asked = parser.parse_args()
-    found = measure(resolve("smollm2"), asked.tokens, asked.quantization or "dequantise")
+    kv_dtype = E4M3 if asked.kv_cache_dtype else torch.float32
+    found = measure(resolve("smollm2"), asked.tokens, asked.quantization or "dequantise", kv_dtype)
     print(f"tokens                {found.num_tokens:,}")
     print(f"perplexity, floats    {found.perplexity:.4f}")
     print(f"perplexity, rounded   {found.rounded_perplexity:.4f} ({found.loss:+.3%})")

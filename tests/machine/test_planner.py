@@ -110,6 +110,13 @@ def test_several_gpus_hold_a_part_each(llama_8b: ModelFiles) -> None:
     assert four.weights == one.weights // 4 and four.kv_per_token == one.kv_per_token // 4
 
 
+def test_a_cache_of_fp8_holds_twice_as_many_tokens(llama_8b: ModelFiles) -> None:
+    plain, rounded = (plan_load(config(kv_cache_dtype=kind), llama_8b, gpus(80)) for kind in ("auto", "fp8"))
+    assert plain.kv_per_token == 32 * 2 * 8 * 128 * 2 and rounded.kv_per_token == 32 * 2 * 8 * 130
+    assert rounded.num_blocks == pytest.approx(plain.num_blocks * 256 / 130, rel=1e-3)
+    assert rounded.weights == plain.weights
+
+
 def test_what_is_quantised_stays_so_where_the_engine_keeps_it(tiny_gguf: Callable[[str, str], Path]) -> None:
     files = model_at(tiny_gguf("smollm2", "Q8_0"))
     packed = size_of(files).weights

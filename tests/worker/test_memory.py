@@ -64,7 +64,7 @@ def plan(
 
 def test_the_cache_takes_the_memory_it_is_given() -> None:
     made = plan(CacheOptions(kv_cache_memory_mb=16))
-    assert kv_bytes_per_token(GEOMETRY, torch.float32) == 16 * 1024
+    assert kv_bytes_per_token(GEOMETRY, torch.float32, CacheOptions()) == 16 * 1024
     assert made.num_blocks == 16 * MIB // (16 * 16 * 1024) == 64
     assert made.kv_bytes == 16 * MIB
     # One block is the null block.
@@ -75,6 +75,17 @@ def test_half_precision_holds_twice_as_much() -> None:
     single = plan(CacheOptions(kv_cache_memory_mb=16))
     half = plan(CacheOptions(kv_cache_memory_mb=16), dtype=torch.bfloat16)
     assert half.num_blocks == 2 * single.num_blocks
+
+
+def test_fp8_holds_nearly_four_times_as_much_as_single_precision() -> None:
+    """64 numbers of a head have a scale of two bytes."""
+    cache = CacheOptions(kv_cache_memory_mb=16, kv_cache_dtype="fp8")
+    assert kv_bytes_per_token(GEOMETRY, torch.float32, cache) == 4 * 2 * 8 * (64 + 2)
+    assert plan(cache).num_blocks == 16 * MIB // (16 * 4 * 2 * 8 * 66)
+    with_draft = plan_memory(
+        GEOMETRY, cache, PLENTY, max_model_len=0, dtype=torch.float32, weights_bytes=WEIGHTS, draft=GEOMETRY
+    )
+    assert with_draft.num_blocks == plan(cache).num_blocks // 2
 
 
 def test_the_context_is_the_models_where_the_cache_holds_it() -> None:
@@ -167,7 +178,7 @@ def test_the_cache_of_a_cpu_takes_memory_as_it_is_used() -> None:
     made = plan(CacheOptions(kv_cache_memory_mb=64))
     cpu = torch.device("cpu")
     before, _ = memory_usage(cpu)
-    cache = _kv_cache(cache_shape(GEOMETRY, made.num_blocks, 16), torch.float32, cpu)
+    cache = _kv_cache(cache_shape(GEOMETRY, made.num_blocks, 16), torch.float32)
     cache[:, 0, 0] = 1
     after, _ = memory_usage(cpu)
     assert cache.nbytes == 64 * MIB and after - before < MIB

@@ -50,7 +50,7 @@ def test_it_leaves_nothing_behind(tiny_directory: Callable[[str], Path]) -> None
     work = [request(f"r{i}", [i, 7, 300 - i], 12, temperature=0.7 * (i % 2), seed=i) for i in range(5)]
     fresh, profiled = (load(tiny_directory("llama3")) for _ in range(2))
     stepper = profiled.runner.stepper
-    compute(largest_step(profiled.limits), stepper.model, stepper.table)
+    compute(largest_step(profiled.limits), stepper.model, stepper.table, stepper.model.weights.dtype)
     assert not stepper.table.num_blocks and not stepper.table.blocks.any() and not stepper.kv_cache.any()
     assert not stepper.table.tokens[stepper.table.padding_row].any()
     assert run(profiled, work).outputs == run(fresh, work).outputs
@@ -60,7 +60,7 @@ def test_a_model_that_gives_no_numbers_is_measured_all_the_same(tiny_directory: 
     driven = load(tiny_directory("llama2"), max_num_seqs=3)
     stepper = driven.runner.stepper
     stepper.model.weights.norm.fill_(float("nan"))
-    compute(largest_step(driven.limits), stepper.model, stepper.table)
+    compute(largest_step(driven.limits), stepper.model, stepper.table, stepper.model.weights.dtype)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_what_is_measured_becomes_the_room(
     stepper = driven.runner.stepper
     monkeypatch.setattr(type(stepper.model.weights), "num_bytes", 20_000)
     before = DeviceMemory(total=100_000, share=0.5, others=600, graphs=50)
-    room = measured(before, [stepper.model], stepper.table, driven.limits)
+    room = measured(before, [stepper.model], stepper.table, driven.limits, torch.float32)
     assert room == DeviceMemory(total=100_000, share=0.5, others=700, libraries=100, activations=1000, graphs=50)
     assert room.available == 50_000 - 100 - 1000 - 50
 
@@ -100,5 +100,5 @@ def test_a_step_that_does_not_fit_is_refused_with_smaller_limits(
 
     monkeypatch.setattr(memory_profile, "compute", too_large)
     with pytest.raises(OutOfMemory, match="1020 tokens of 4 requests does not fit") as caught:
-        measured(DeviceMemory(total=100_000), [stepper.model], stepper.table, driven.limits)
+        measured(DeviceMemory(total=100_000), [stepper.model], stepper.table, driven.limits, torch.float32)
     assert caught.value.hint == "Set --max-num-batched-tokens 510 and --max-num-seqs 2."

@@ -107,6 +107,10 @@ def refuse(config: Config, files: ModelFiles | None) -> None:
         raise ConfigError(
             f"CPUs do not multiply {kind}: --quantization {quantization} is for GPUs.", hint="Serve a GGUF file."
         )
+    if config.cache.kv_cache_dtype == "fp8" and device == "cpu":
+        raise ConfigError(
+            "CPUs have no kernels for FP8: --kv-cache-dtype fp8 is for GPUs.", hint="Leave --kv-cache-dtype out."
+        )
     if config.backend.tensor_parallel_size > 1:
         raise ConfigError(
             f"The engine native computes on one device: --tensor-parallel-size cannot be "

@@ -14,7 +14,7 @@ from msgspec import Struct
 from weft.backends.contract import Abilities
 from weft.config import nearest
 from weft.errors import ConfigError, InvalidRequest
-from weft.models_file import FOUR_BIT, MEANINGLESS, ONE_VALUE
+from weft.models_file import FOUR_BIT, MEANINGLESS
 from weft.options import LoadMode, settings
 from weft.types import SamplingParams
 
@@ -80,7 +80,7 @@ def defaults_for(abilities: Abilities, capacity: int | None) -> dict[str, Any]:
     return defaults
 
 
-TAKEN_FOR_GRANTED: dict[str, object] = ONE_VALUE | {"interactive": False}
+TAKEN_FOR_GRANTED: dict[str, object] = {"interactive": False}
 """Keywords that are accepted at one value alone: that of what happens anyway."""
 
 

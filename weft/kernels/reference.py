@@ -1,6 +1,7 @@
 """Every op in plain torch: the specification, the fallback for any device, and the reference of parity tests.
 
-A layer's cache is one tensor [blocks, block size, 2, kv heads, head dim]: a token's keys, then its values.
+A layer's cache is one tensor [blocks, block size, 2, kv heads, head dim]: a token's keys, then its values. It may be of
+e4m3 numbers with scales.
 Rotary pairs are neighbours in a head (dimensions 2i and 2i + 1), whatever the checkpoint's layout was.
 """
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.batch import AttentionBatch, HeadNorms, HeadShape
-from weft.kernels.fp8 import Fp8Weight
+from weft.kernels.fp8 import Fp8Weight, LayerCache, block_size_of
 from weft.kernels.int4 import Int4Weight
 from weft.kernels.quantised import QuantisedWeight, finely_rounded, rounded
 from weft.kernels.weights import Weight
@@ -54,7 +55,7 @@ def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor)
 
 
 def rotate_and_store(
-    qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: Tensor, slots: Tensor, norms: HeadNorms | None = None
+    qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: LayerCache, slots: Tensor, norms: HeadNorms | None = None
 ) -> None:
     """Normalise the queries' and keys' heads of qkv in place where the architecture does so, rotate them by `rotations`
     [tokens, head dim / 2] (complex), then write keys and values to their slots."""
@@ -65,7 +66,11 @@ def rotate_and_store(
     pairs = qkv[:, :rotated].float().view(tokens, -1, heads.head_dim // 2, 2)
     turned = torch.view_as_real(torch.view_as_complex(pairs) * rotations[:, None])
     qkv[:, :rotated] = turned.flatten(1).to(qkv.dtype)
-    kv.view(-1, heads.kv_size)[slots] = qkv[:, heads.q_size :]
+    keys_values = qkv[:, heads.q_size :]
+    if isinstance(kv, Tensor):
+        kv.view(-1, heads.kv_size)[slots] = keys_values
+    else:
+        kv.write(slots, keys_values.view(tokens, 2, heads.num_kv_heads, heads.head_dim))
 
 
 def norm_heads(qkv: Tensor, heads: HeadShape, norms: HeadNorms) -> None:
@@ -75,19 +80,21 @@ def norm_heads(qkv: Tensor, heads: HeadShape, norms: HeadNorms) -> None:
         by_head.copy_(rms_norm(by_head, weight, norms.eps))
 
 
-def attention(qkv: Tensor, heads: HeadShape, kv: Tensor, batch: AttentionBatch) -> Tensor:
+def attention(qkv: Tensor, heads: HeadShape, kv: LayerCache, batch: AttentionBatch) -> Tensor:
     """Return the causal attention [tokens, heads * head dim] of each sequence's new tokens over its cached ones."""
     queries = qkv[:, : heads.q_size].view(-1, heads.num_heads, heads.head_dim)
     out = torch.empty_like(queries)
+    block_size = block_size_of(kv)
     starts = batch.query_starts.tolist()
     for i, length in enumerate(batch.lengths.tolist()):
         start, stop = starts[i], starts[i + 1]
-        blocks = batch.block_tables[i, : -(-length // kv.shape[1])]
-        keys, values = kv[blocks].flatten(0, 1)[:length].permute(1, 2, 0, 3)
+        blocks = batch.block_tables[i, : -(-length // block_size)]
+        cached = kv[blocks] if isinstance(kv, Tensor) else kv.read(blocks).to(qkv.dtype)
+        keys, values = cached.flatten(0, 1)[:length].permute(1, 2, 0, 3)
         count = stop - start
         mask = None
         if 1 < count < length:
-            mask = torch.ones(count, length, dtype=torch.bool, device=kv.device).tril(length - count)
+            mask = torch.ones(count, length, dtype=torch.bool, device=qkv.device).tril(length - count)
         out[start:stop] = F.scaled_dot_product_attention(
             queries[start:stop].transpose(0, 1)[None],
             keys[None],

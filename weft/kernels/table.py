@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.kernels import reference, sampling
 from weft.kernels.batch import AttentionBatch, HeadNorms, HeadShape
+from weft.kernels.fp8 import LayerCache
 from weft.kernels.weights import Weight
 
 
@@ -20,8 +21,8 @@ class Ops(NamedTuple):
     norm_linear: Callable[[Tensor, Tensor, float, Weight, Tensor | None], Tensor]
     norm_gate_up: Callable[[Tensor, Tensor, float, Weight], Tensor]
     linear_add: Callable[[Tensor, Weight, Tensor | None, Tensor], None]
-    rotate_and_store: Callable[[Tensor, HeadShape, Tensor, Tensor, Tensor, HeadNorms | None], None]
-    attention: Callable[[Tensor, HeadShape, Tensor, AttentionBatch], Tensor]
+    rotate_and_store: Callable[[Tensor, HeadShape, Tensor, LayerCache, Tensor, HeadNorms | None], None]
+    attention: Callable[[Tensor, HeadShape, LayerCache, AttentionBatch], Tensor]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
     keep_thresholds: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     gumbel_sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]

@@ -132,9 +132,8 @@ def plan_memory(
     `kv_memory_bytes` unless the operator says otherwise; None: all that the weights leave. A draft model has as many
     blocks, of its own geometry.
     """
-    block_bytes = kv_bytes_per_token(config, dtype) * cache.block_size
-    if draft is not None:
-        block_bytes += kv_bytes_per_token(draft, dtype) * cache.block_size
+    models = [config] if draft is None else [config, draft]
+    block_bytes = sum(kv_bytes_per_token(one, dtype, cache) for one in models) * cache.block_size
     if cache.kv_cache_memory_mb:
         kv_memory_bytes = cache.kv_cache_memory_mb * MIB
     elif kv_memory_bytes is None:
@@ -197,9 +196,15 @@ def _smaller_cache(cache: CacheOptions, most_bytes: int, block_bytes: int) -> li
     return [f"--kv-cache-memory-mb {most_bytes // MIB} or less"]
 
 
-def kv_bytes_per_token(config: Shape, dtype: NumberType) -> int:
+KV_SCALE_BYTES = 2
+"""The scale of a head's key or value in a cache of FP8, a bfloat16."""
+
+
+def kv_bytes_per_token(config: Shape, dtype: NumberType, cache: CacheOptions) -> int:
     """Return the bytes of one token's keys and values in every layer, by the number of key-value heads."""
-    return config.num_layers * 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
+    is_fp8 = cache.kv_cache_dtype == "fp8"
+    head_bytes = config.head_dim + KV_SCALE_BYTES if is_fp8 else config.head_dim * dtype.itemsize
+    return config.num_layers * 2 * config.num_kv_heads * head_bytes
 
 
 def num_parameters(config: Shape) -> int:

@@ -249,10 +249,9 @@ class _Planning:
 
     def _with_cache(self, plan: Plan, geometry: Geometry, known: DeviceMemory) -> Plan:
         geometry = replace(geometry, num_kv_heads=max(1, geometry.num_kv_heads // self.parts))
-        per_token = kv_bytes_per_token(geometry, self.dtype)
-        if self.draft is not None:
-            per_token += kv_bytes_per_token(self.draft, self.dtype)
-        block_size = self.config.cache.block_size
+        cache, models = self.config.cache, [geometry] if self.draft is None else [geometry, self.draft]
+        per_token = sum(kv_bytes_per_token(one, self.dtype, cache) for one in models)
+        block_size = cache.block_size
         free_tokens = max(0, plan.memory.available - plan.weights) // (per_token * block_size) * block_size - block_size
         plan = replace(
             plan,

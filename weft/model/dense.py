@@ -8,6 +8,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from weft.kernels import AttentionBatch, GivenRows, HeadShape, Ops
+from weft.kernels.fp8 import KvCache
 from weft.kernels.weights import DecoderWeights
 from weft.model.rope import RopeScaling, rotations
 
@@ -70,7 +71,7 @@ class DenseModel:
         self,
         tokens: Tensor,
         positions: Tensor,
-        kv_cache: Tensor,
+        kv_cache: KvCache,
         batch: AttentionBatch,
         last: LastTokens | None = None,
         given: GivenRows | None = None,

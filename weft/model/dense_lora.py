@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels import AttentionBatch, GivenRows
+from weft.kernels.fp8 import KvCache
 from weft.kernels.reference import silu_mul
 from weft.kernels.weights import AdapterWeights, LowRank
 from weft.model.dense import DenseModel
@@ -30,7 +31,7 @@ def forward_adapted(
     model: DenseModel,
     tokens: Tensor,
     positions: Tensor,
-    kv_cache: Tensor,
+    kv_cache: KvCache,
     batch: AttentionBatch,
     adapted: Sequence[AdaptedTokens],
     given: GivenRows | None = None,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels import AttentionBatch, GivenRows
+from weft.kernels.fp8 import KvCache
 from weft.kernels.weights import AdaptedRun
 from weft.model.dense import DenseModel, LastTokens
 from weft.model.dense_lora import forward_adapted
@@ -75,7 +76,7 @@ class Stepper:
     """The stepper runs a model over its KV cache and its row table."""
 
     def __init__(
-        self, model: DenseModel, kv_cache: Tensor, table: RowTable, *, fast_step: FastStep | None = None
+        self, model: DenseModel, kv_cache: KvCache, table: RowTable, *, fast_step: FastStep | None = None
     ) -> None:
         self.model = model
         self.kv_cache = kv_cache

@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from weft.errors import OutOfMemory
+from weft.kernels.fp8 import zero_cache
 from weft.machine.hardware import read_memory, resident_bytes
 from weft.machine.memory import GIB, DeviceMemory, Shape, safe_share
 from weft.model.dense import DenseModel
@@ -81,6 +82,7 @@ def measured(
     models: Sequence[DenseModel],
     table: RowTable,
     limits: Limits,
+    kv_dtype: torch.dtype,
     *,
     denoiser: Denoiser | None = None,
 ) -> DeviceMemory:
@@ -91,7 +93,7 @@ def measured(
     torch.cuda.reset_peak_memory_stats(device)
     try:
         for model in models:
-            compute(plan, model, table)
+            compute(plan, model, table, kv_dtype)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"A step of {plan.num_tokens} tokens of {len(plan.rows)} requests does not fit beside the weights: {error}",
@@ -165,9 +167,8 @@ def denoise(plan: StepPlan, denoiser: Denoiser) -> None:
     denoiser.take_in(StepPlan(plan.step_id, [], [], [], release_slots=[one.slot for one in plan.denoise]))
 
 
-def compute(plan: StepPlan, model: DenseModel, table: RowTable) -> None:
+def compute(plan: StepPlan, model: DenseModel, table: RowTable, kv_dtype: torch.dtype) -> None:
     """Compute a step with a cache of the null block alone, and release its rows."""
-    weights = model.weights
-    cache = torch.zeros(cache_shape(model.config, 1, table.block_size), dtype=weights.dtype, device=weights.device)
+    cache = zero_cache(cache_shape(model.config, 1, table.block_size), kv_dtype, table.device)
     Runner(Stepper(model, cache, table)).execute(plan).result()
     table.take_in(StepPlan(plan.step_id, [row.row for row in plan.rows], [], []))

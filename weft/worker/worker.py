@@ -18,6 +18,7 @@ from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ConfigError
 from weft.kernels import ops_for
 from weft.kernels.cpu import native_step, panel_layout
+from weft.kernels.fp8 import E4M3, zero_cache
 from weft.kernels.panel_format import PanelLayout
 from weft.machine.hardware import MemoryGauge
 from weft.machine.memory import (
@@ -68,6 +69,7 @@ class Worker:
         began = time.perf_counter()
         device = _device(config)
         dtype = _dtype(config, device)
+        kv_dtype = _kv_dtype(config, device, dtype)
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
         room = _room(device, config.cache)
@@ -110,13 +112,13 @@ class Worker:
                     shapes = graph_shapes(self.limits.max_speculative_tokens, with_prefills=False)
                     graphs += graphs_bytes(draft.geometry, dtype, shapes)
                 room = replace(room, graphs=graphs)
-            room = measured(room, models, table, self.limits, denoiser=denoiser)
+            room = measured(room, models, table, self.limits, kv_dtype, denoiser=denoiser)
             plan = plan_for(room, weights_bytes=weights_bytes)
             self.limits = replace(self.limits, num_blocks=plan.num_blocks, max_model_len=plan.max_model_len)
         ledger = room.ledger(weights_bytes, plan.kv_bytes)
         on_cpu = device.type == "cpu"
         has_graphs = not on_cpu and is_on("graphs")
-        steppers = [_stepper(one, plan.num_blocks, table) for one in models]
+        steppers = [_stepper(one, plan.num_blocks, table, kv_dtype) for one in models]
         drafter = None
         if draft_model is not None:
             most, stepper = self.limits.max_speculative_tokens, steppers[1]
@@ -163,6 +165,22 @@ def _dtype(config: Config, device: torch.device) -> torch.dtype:
     if config.model.dtype == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return DTYPES[config.model.dtype]
+
+
+def _kv_dtype(config: Config, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the KV cache."""
+    if config.cache.kv_cache_dtype == "auto":
+        return dtype
+    first = FIRST_TO_MULTIPLY["fp8"]
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < first:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "A CPU"
+        raise ConfigError(
+            f"{name} has no FP8: --kv-cache-dtype fp8 needs an NVIDIA GPU of compute capability {first[0]}.{first[1]}.",
+            hint="Leave --kv-cache-dtype out.",
+        )
+    if dtype == torch.float32:
+        raise ConfigError("--kv-cache-dtype fp8 does not go with --dtype float32.", hint="Leave --dtype at auto.")
+    return E4M3
 
 
 class OpenModel:
@@ -238,19 +256,18 @@ def _room(device: torch.device, cache: CacheOptions) -> DeviceMemory:
     return DeviceMemory(total=total, share=gpu_share(cache), others=total - free)
 
 
-def _stepper(model: DenseModel, num_blocks: int, table: RowTable) -> Stepper:
+def _stepper(model: DenseModel, num_blocks: int, table: RowTable, kv_dtype: torch.dtype) -> Stepper:
     """Return the stepper of a model with a KV cache for it."""
     shape = cache_shape(model.config, num_blocks, table.block_size)
-    kv_cache = _kv_cache(shape, model.weights.dtype, table.device)
-    fast_step = _native_step(model, kv_cache) if table.device.type == "cpu" else None
-    return Stepper(model, kv_cache, table, fast_step=fast_step)
+    if table.device.type != "cpu":
+        return Stepper(model, zero_cache(shape, kv_dtype, table.device), table)
+    kv_cache = _kv_cache(shape, kv_dtype)
+    return Stepper(model, kv_cache, table, fast_step=_native_step(model, kv_cache))
 
 
-def _kv_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros. A CPU's take memory as they are used, in small pages: a few tokens are in every layer's part of a
-    cache, and would take a large page of each, 60 MB for SmolLM2. Steps are as fast."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+def _kv_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a CPU's cache of zeros. They take memory as they are used, in small pages: a few tokens are in every layer's
+    part of a cache, and would take a large page of each, 60 MB for SmolLM2. Steps are as fast."""
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

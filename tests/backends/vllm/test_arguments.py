@@ -59,6 +59,7 @@ def test_every_setting_is_passed_on() -> None:
         block_size=32,
         num_blocks=100,
         kv_cache_memory_mb=64,
+        kv_cache_dtype="fp8",
     )
     for name, value in {
         "served_model_name": "named",
@@ -75,6 +76,7 @@ def test_every_setting_is_passed_on() -> None:
         "block_size": 32,
         "num_gpu_blocks_override": 100,
         "kv_cache_memory_bytes": 64 * 2**20,
+        "kv_cache_dtype": "fp8",
     }.items():
         assert asked[name] == value, name
 

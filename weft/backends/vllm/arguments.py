@@ -121,6 +121,8 @@ def _memory(cache: CacheOptions, on_cpu: bool) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = cache_bytes
     if cache.num_blocks:
         arguments["num_gpu_blocks_override"] = cache.num_blocks
+    if cache.kv_cache_dtype != "auto":
+        arguments["kv_cache_dtype"] = cache.kv_cache_dtype
     # vLLM takes the size that its attention wants, unless one is asked for.
     if cache.block_size != CacheOptions().block_size:
         arguments["block_size"] = cache.block_size

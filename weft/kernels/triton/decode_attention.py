@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.batch import HeadShape
+from weft.kernels.fp8 import Fp8Cache, LayerCache, block_size_of
 from weft.kernels.triton.launch import MAX_COUNTERS, is_last, launch_options, wait_for_inputs, zeroed_counters
 
 MAX_SPLITS = 32
@@ -27,6 +28,8 @@ _LEAST = tl.constexpr(-1.0e30)
 """Below every score, and finite: a maximum over nothing has to subtract from itself."""
 _TOKENS = 16
 """In a tile. They lie in one block: block sizes are multiples of it."""
+_FP8_TOKENS, _FP8_STAGES, _FP8_WARPS = 32, 3, 1
+"""Tokens in a tile of e4m3 numbers, which may lie in several blocks, and how its kernel is compiled."""
 _FULL_CHIP, _MIN_TOKENS = 528, 64
 """Programs up to which a split pays on an H200 (132 multiprocessors), and how short one may be: measured at 1 to 256
 rows of 200 to 4,000 tokens, with and without shared key heads."""
@@ -160,6 +163,107 @@ def _decode_kernel(
     )  # fmt: skip
 
 
+@triton.jit
+def as_half(x):
+    """Return x as float16; what is too large becomes the largest."""
+    wide = x.to(tl.float32)
+    wide = tl.where(wide > 65504.0, 65504.0, wide)
+    return tl.where(wide < -65504.0, -65504.0, wide).to(tl.float16)
+
+
+@triton.jit
+def inverse(scale):
+    """Return 1 / scale for a power of two: exactly, and in one subtraction."""
+    return (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def key_scales(words):
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def value_scales(words):
+    return (words & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _halves(pairs):
+    """Return both of the e4m3 numbers in each of the 16-bit words, as float16."""
+    low = (pairs & 0xFF).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    high = (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return low, high
+
+
+@triton.jit(do_not_specialize=["tables", "lengths", "counters", "table_stride", "num_splits", "min_tiles"])
+def _decode_fp8_kernel(
+    q, pairs, words, tables, lengths, out, partials, statistics, counters,
+    q_stride, table_stride, out_stride, num_heads, num_splits, min_tiles, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    PADDED: tl.constexpr, TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The same over e4m3 numbers, multiplied as float16. Two neighbours are loaded as one word, and the even dimensions
+    multiplied apart from the odd ones: values are transposed on their way to the matrix units, which words of 16 bits can
+    be and bytes cannot. The scales of a token's key and value are one word too."""
+    group = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    wait_for_inputs(PDL)
+    length = tl.load(lengths + row).to(tl.int32)
+    first, end, active = _share(length, num_splits, min_tiles, TOKENS, SPLIT)
+    if SPLIT:  # noqa: SIM102 (known when compiling; `active` is not)
+        if tl.program_id(2) >= active:
+            return
+    HALF: tl.constexpr = DIM // 2
+    member = tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED // 2)
+    token = tl.arange(0, TOKENS)
+    own_inside = (member < GROUP)[:, None] & (column < HALF)[None, :]
+    own = q + row * q_stride + (group * GROUP + member)[:, None] * DIM + 2 * column[None, :]
+    even_query = as_half(tl.load(own, mask=own_inside, other=0.0))
+    odd_query = as_half(tl.load(own + 1, mask=own_inside, other=0.0))
+    table = tables + row * table_stride
+
+    peak = tl.full([ROWS], _LEAST, dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    even_sums = tl.zeros([ROWS, PADDED // 2], dtype=tl.float32)
+    odd_sums = tl.zeros([ROWS, PADDED // 2], dtype=tl.float32)
+    # The sums are in units of the largest scale of a value so far: shares times scales fit in float16 then.
+    unit = tl.full([], 2.0**-126, dtype=tl.float32)
+    for tile in range(first, end):
+        position = tile * TOKENS + token
+        known = position < length
+        block = tl.load(table + position // BLOCK_SIZE, mask=known, other=0).to(tl.int32).to(tl.int64)
+        inner = group * BLOCK_SIZE + position % BLOCK_SIZE
+        word = tl.load(words + block * (KV_HEADS * BLOCK_SIZE) + inner, mask=known, other=0)
+        at = pairs + block * (2 * KV_HEADS * BLOCK_SIZE * HALF) + inner * HALF
+        at = at[:, None] + column[None, :]
+        mask = known[:, None] & (column < HALF)[None, :]
+        keys = tl.load(at, mask=mask, other=0)
+        values = tl.load(at + KV_HEADS * BLOCK_SIZE * HALF, mask=mask, other=0)
+        even_keys, odd_keys = _halves(keys)
+        scores = tl.dot(even_query, tl.trans(even_keys))
+        scores = tl.dot(odd_query, tl.trans(odd_keys), scores)
+        scores = tl.where(known[None, :], scores * (key_scales(word) * scale)[None, :], float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, axis=1))
+        shares = tl.exp2(scores - highest[:, None])
+        shrink = tl.exp2(peak - highest)
+        total = total * shrink + tl.sum(shares, axis=1)
+        largest = tl.maximum(unit, tl.max(value_scales(word), axis=0))
+        shares = (shares * (value_scales(word) * inverse(largest))[None, :]).to(tl.float16)
+        shrink *= unit * inverse(largest)
+        even_values, odd_values = _halves(values)
+        even_sums = tl.dot(shares, even_values, even_sums * shrink[:, None])
+        odd_sums = tl.dot(shares, odd_values, odd_sums * shrink[:, None])
+        peak, unit = highest, largest
+
+    sums = tl.reshape(tl.join(even_sums, odd_sums), [ROWS, PADDED]) * unit
+    _finish(
+        sums, total, peak, out + row * out_stride, partials, statistics, counters, row, group * GROUP,
+        group * GROUP + GROUP, num_heads, active, HEADS, DIM, PADDED, ROWS, SPLIT, SPLITS,
+    )  # fmt: skip
+
+
 class SplitPlan(NamedTuple):
     num_splits: int
     """At most so many for a sequence."""
@@ -179,7 +283,7 @@ def split_plan(num_programs: int, max_context: int) -> SplitPlan:
 def decode_attention(
     qkv: Tensor,
     heads: HeadShape,
-    kv: Tensor,
+    kv: LayerCache,
     block_tables: Tensor,
     lengths: Tensor,
     out: Tensor | None = None,
@@ -189,12 +293,13 @@ def decode_attention(
     The width of `block_tables` bounds the lengths. A row of length 0 gives zeros. Rows of qkv, tables and out may be
     apart; the cache is contiguous, its block size a multiple of 16.
     """
-    rows, block_size = qkv.shape[0], kv.shape[1]
+    rows, block_size = qkv.shape[0], block_size_of(kv)
     if out is None:
         out = torch.empty(rows, heads.q_size, dtype=qkv.dtype, device=qkv.device)
     if rows == 0:
         return out
-    if block_size % _TOKENS or not kv.is_contiguous() or qkv.stride(1) != 1 or out.stride(1) != 1:
+    numbers = kv.numbers if isinstance(kv, Fp8Cache) else kv
+    if block_size % _TOKENS or not numbers.is_contiguous() or qkv.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("the block size must be a multiple of 16, rows and the cache contiguous")
     plan = split_plan(rows * heads.num_kv_heads, block_tables.shape[1] * block_size)
     is_split = plan.num_splits > 1
@@ -207,14 +312,26 @@ def decode_attention(
     else:
         partials = statistics = counters = out
     group = heads.num_heads // heads.num_kv_heads
-    _decode_kernel[(heads.num_kv_heads, rows, plan.num_splits)](
+    grid, padded = (heads.num_kv_heads, rows, plan.num_splits), triton.next_power_of_2(heads.head_dim)
+    shape = {
+        "KV_HEADS": heads.num_kv_heads, "GROUP": group, "HEADS": triton.next_power_of_2(group),
+        "ROWS": max(16, triton.next_power_of_2(group)), "DIM": heads.head_dim, "BLOCK_SIZE": block_size,
+        "SPLIT": is_split, "SPLITS": MAX_SPLITS,
+    }  # fmt: skip
+    if isinstance(kv, Fp8Cache):
+        _decode_fp8_kernel[grid](
+            qkv, kv.numbers.view(torch.int16), kv.scales.view(torch.int32), block_tables, lengths, out,
+            partials, statistics, counters, qkv.stride(0), block_tables.stride(0), out.stride(0), heads.num_heads,
+            plan.num_splits, triton.cdiv(plan.min_tokens, _FP8_TOKENS), heads.scale * _LOG2_E,
+            **shape, PADDED=max(32, padded), TOKENS=_FP8_TOKENS,
+            num_warps=_FP8_WARPS, num_stages=_FP8_STAGES, **launch_options(),
+        )  # fmt: skip
+        return out
+    _decode_kernel[grid](
         qkv, kv, block_tables, lengths, out, partials, statistics, counters,
         qkv.stride(0), kv.stride(0), kv.stride(1), block_tables.stride(0), out.stride(0), heads.num_heads,
         plan.num_splits, triton.cdiv(plan.min_tokens, _TOKENS), heads.scale * _LOG2_E,
-        KV_HEADS=heads.num_kv_heads, GROUP=group, HEADS=triton.next_power_of_2(group),
-        ROWS=max(16, triton.next_power_of_2(group)), DIM=heads.head_dim,
-        PADDED=max(16, triton.next_power_of_2(heads.head_dim)), TOKENS=_TOKENS, BLOCK_SIZE=block_size,
-        SPLIT=is_split, SPLITS=MAX_SPLITS, PRECISION="tf32x3" if qkv.dtype == torch.float32 else "tf32",
+        **shape, PADDED=max(16, padded), TOKENS=_TOKENS, PRECISION="tf32x3" if qkv.dtype == torch.float32 else "tf32",
         num_warps=1, num_stages=5, **launch_options(),
     )  # fmt: skip
     return out

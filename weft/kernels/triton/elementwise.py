@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.batch import HeadNorms, HeadShape
+from weft.kernels.fp8 import ABOVE_LARGEST, E4M3_EXPONENT, Fp8Cache, LayerCache, block_size_of
 from weft.kernels.triton.launch import launch_options, wait_for_inputs
 
 _MAX_HIDDEN = 16384
@@ -93,13 +94,43 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 _ROPE_TILE = 2048
 """Elements of a row that one program takes."""
+_ABOVE_LARGEST, _E4M3_EXPONENT = tl.constexpr(ABOVE_LARGEST), tl.constexpr(E4M3_EXPONENT)
+
+
+@triton.jit
+def power_of_two(exponents):
+    """Return 2 ** (exponents - 127), for exponents from 1 to 254."""
+    return (exponents << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_fp8(
+    stored, numbers, scales, slot,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write the heads of keys and values among `stored` [HEADS, PADDED], one token's, as e4m3 with their scales."""
+    part = tl.program_id(1) * HEADS + tl.arange(0, HEADS) - Q_HEADS
+    column = tl.arange(0, PADDED)
+    is_own = (part >= 0) & (part < 2 * KV_HEADS)
+    wide = stored.to(tl.float32)
+    most = tl.max(tl.abs(wide), axis=1)
+    exponents = ((most.to(tl.int32, bitcast=True) + _ABOVE_LARGEST) >> 23) - _E4M3_EXPONENT
+    exponents = tl.maximum(exponents, 1)
+    rounded = (wide * power_of_two(254 - exponents)[:, None]).to(numbers.dtype.element_ty)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    row = (block * (2 * KV_HEADS) + part) * BLOCK_SIZE + offset
+    mask = is_own[:, None] & (column < DIM)[None, :]
+    tl.store(numbers + row[:, None] * DIM + column[None, :], rounded, mask=mask)
+    word = (block * KV_HEADS + part % KV_HEADS) * BLOCK_SIZE + offset
+    tl.store(scales + word * 2 + part // KV_HEADS, power_of_two(exponents).to(scales.dtype.element_ty), mask=is_own)
 
 
 @triton.jit(do_not_specialize=["slots"])
 def _rope_store_kernel(
-    qkv, rotations, kv, slots, q_norm, k_norm, qkv_stride, rotation_stride, slot_stride, eps,
+    qkv, rotations, kv, scales, slots, q_norm, k_norm, qkv_stride, rotation_stride, slot_stride, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, PADDED: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -124,15 +155,20 @@ def _rope_store_kernel(
     turned = tl.reshape(turned, [HEADS, PADDED]).to(x.dtype)
     tl.store(at, turned, mask=inside & is_turned)
     stored = tl.where(is_turned, turned, x)
-    tl.store(kv + slot * slot_stride + (heads - Q_HEADS) * DIM + columns, stored, mask=inside & is_key)
+    if SCALED:
+        _store_fp8(stored, kv, scales, slot, Q_HEADS, KV_HEADS, DIM, HEADS, PADDED, BLOCK_SIZE)
+    else:
+        tl.store(kv + slot * slot_stride + (heads - Q_HEADS) * DIM + columns, stored, mask=inside & is_key)
 
 
 def rotate_and_store(
-    qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: Tensor, slots: Tensor, norms: HeadNorms | None = None
+    qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: LayerCache, slots: Tensor, norms: HeadNorms | None = None
 ) -> None:
     """Normalise and rotate queries and keys, and write keys and values to the cache, in one kernel over the fused rows.
-    The cache is contiguous; qkv's rows may be apart. Of rows that share a slot, one is written."""
-    if qkv.stride(1) != 1 or not kv.is_contiguous():
+    The cache is contiguous; qkv's rows may be apart. Of rows that share a slot, one is written (of
+    e4m3 numbers and their scales perhaps two)."""
+    numbers, scales = kv if isinstance(kv, Fp8Cache) else (kv, kv)
+    if qkv.stride(1) != 1 or not numbers.is_contiguous():
         raise ValueError("qkv's rows and the cache must be contiguous")
     if qkv.shape[0] == 0:
         return
@@ -143,8 +179,9 @@ def rotate_and_store(
     per_program = max(1, _ROPE_TILE // padded)
     num_heads = heads.num_heads + 2 * heads.num_kv_heads
     _rope_store_kernel[(qkv.shape[0], triton.cdiv(num_heads, per_program))](
-        qkv, pairs, kv, slots, qkv if norms is None else norms.query, qkv if norms is None else norms.key,
+        qkv, pairs, numbers, scales, slots, qkv if norms is None else norms.query, qkv if norms is None else norms.key,
         qkv.stride(0), pairs.stride(0), heads.kv_size, 0.0 if norms is None else norms.eps,
         Q_HEADS=heads.num_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim, HEADS=per_program, PADDED=padded,
-        NORM=norms is not None, num_warps=4, **launch_options(),
+        BLOCK_SIZE=block_size_of(kv), SCALED=isinstance(kv, Fp8Cache), NORM=norms is not None, num_warps=4,
+        **launch_options(),
     )  # fmt: skip

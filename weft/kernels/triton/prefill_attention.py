@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weft.kernels.batch import AttentionBatch, HeadShape
-from weft.kernels.triton.decode_attention import decode_attention
+from weft.kernels.fp8 import Fp8Cache, LayerCache, block_size_of
+from weft.kernels.triton.decode_attention import as_half, decode_attention, inverse, key_scales, value_scales
 from weft.kernels.triton.launch import launch_options, wait_for_inputs
 from weft.switches import is_on
 
@@ -50,11 +51,12 @@ def _find(query_starts, num_sequences, rank, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _attend(
-    sums, total, peak, query, query_position, head_kv, table, length, first, end, block_stride, token_stride, scale,
-    value_offset, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    sums, total, peak, unit, query, query_position, head_kv, head_words, table, length, first, end, block_stride,
+    token_stride, words_stride, scale, value_offset, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tokens first..end of the cache. Unmasked, all of them are known to every query."""
+    """Tokens first..end of the cache. Unmasked, all of them are known to every query. Scaled, the sums are in units of the
+    largest scale of a value so far, as in a decode."""
     column = tl.arange(0, PADDED)
     for start in range(first, end, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
@@ -63,7 +65,8 @@ def _attend(
         else:
             block = tl.load(table + position // BLOCK_SIZE)
         # Block numbers fit in 32 bits, and a product of two such is one instruction.
-        at = head_kv + block.to(tl.int32).to(tl.int64) * block_stride + (position % BLOCK_SIZE) * token_stride
+        block = block.to(tl.int32).to(tl.int64)
+        at = head_kv + block * block_stride + (position % BLOCK_SIZE) * token_stride
         at = at[:, None] + column[None, :]
         if MASKED:
             mask = (position < length)[:, None] & (column < DIM)[None, :]
@@ -75,24 +78,39 @@ def _attend(
         else:
             keys = tl.load(at, mask=(column < DIM)[None, :], other=0.0)
             values = tl.load(at + value_offset, mask=(column < DIM)[None, :], other=0.0)
+        if SCALED:
+            word_at = head_words + block * words_stride + position % BLOCK_SIZE
+            if MASKED:
+                word = tl.load(word_at, mask=position < length, other=0)
+            else:
+                word = tl.load(word_at)
+            keys, values = keys.to(tl.float16), values.to(tl.float16)
         scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION)
+        if SCALED:
+            scores *= key_scales(word)[None, :]
         if MASKED:
             scores = tl.where(position[None, :] <= query_position[:, None], scores, float("-inf"))
         highest = tl.maximum(peak, tl.max(scores, axis=1) * scale)
         shrink = tl.exp2(peak - highest)
         shares = tl.exp2(scores * scale - highest[:, None])
         total = total * shrink + tl.sum(shares, axis=1)
+        if SCALED:
+            largest = tl.maximum(unit, tl.max(value_scales(word), axis=0))
+            shares *= (value_scales(word) * inverse(largest))[None, :]
+            shrink *= unit * inverse(largest)
+            unit = largest
         sums = tl.dot(shares.to(values.dtype), values, sums * shrink[:, None], input_precision=PRECISION)
         peak = highest
-    return sums, total, peak
+    return sums, total, peak, unit
 
 
 @triton.jit(do_not_specialize=["tables", "lengths", "query_starts", "table_stride", "num_rows", "num_sequences"])
 def _prefill_kernel(
-    q, kv, tables, lengths, query_starts, out, num_rows, num_sequences,
+    q, kv, words, tables, lengths, query_starts, out, num_rows, num_sequences,
     q_stride, block_stride, token_stride, table_stride, out_stride, scale,
     GROUP: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     wait_for_inputs(PDL)
@@ -115,23 +133,31 @@ def _prefill_kernel(
     inside = (own < count)[:, None] & (column < DIM)[None, :]
     row = start - origin + own
     query = tl.load(q + row[:, None] * q_stride + head * DIM + column[None, :], mask=inside, other=0.0)
+    if SCALED:
+        query = as_half(query)
     table = tables + sequence.to(tl.int64) * table_stride
-    head_kv = kv + (head // GROUP) * DIM
+    head_kv = kv + (head // GROUP) * HEAD_STRIDE
+    head_words = words + (head // GROUP) * BLOCK_SIZE
 
     peak = tl.full([BLOCK_M], _LEAST, dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     sums = tl.zeros([BLOCK_M, PADDED], dtype=tl.float32)
+    unit = tl.full([], 2.0**-126, dtype=tl.float32)
     # Every query of the tile knows the tokens up to its first one's position.
     shared = (length - count + tile * BLOCK_M + 1) // BLOCK_N * BLOCK_N
     end = tl.minimum(length - count + (tile + 1) * BLOCK_M, length)
-    sums, total, peak = _attend(
-        sums, total, peak, query, query_position, head_kv, table, length, 0, shared, block_stride, token_stride, scale,
-        KV_HEADS * DIM, DIM, PADDED, BLOCK_N, BLOCK_SIZE, False, PRECISION,
+    sums, total, peak, unit = _attend(
+        sums, total, peak, unit, query, query_position, head_kv, head_words, table, length, 0, shared, block_stride,
+        token_stride, KV_HEADS * BLOCK_SIZE, scale, KV_HEADS * HEAD_STRIDE, DIM, PADDED, BLOCK_N, BLOCK_SIZE, SCALED,
+        False, PRECISION,
     )  # fmt: skip
-    sums, total, peak = _attend(
-        sums, total, peak, query, query_position, head_kv, table, length, shared, end, block_stride, token_stride,
-        scale, KV_HEADS * DIM, DIM, PADDED, BLOCK_N, BLOCK_SIZE, True, PRECISION,
+    sums, total, peak, unit = _attend(
+        sums, total, peak, unit, query, query_position, head_kv, head_words, table, length, shared, end, block_stride,
+        token_stride, KV_HEADS * BLOCK_SIZE, scale, KV_HEADS * HEAD_STRIDE, DIM, PADDED, BLOCK_N, BLOCK_SIZE, SCALED,
+        True, PRECISION,
     )  # fmt: skip
+    if SCALED:
+        sums *= unit
     result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
         out + row[:, None] * out_stride + head * DIM + column[None, :], result.to(out.dtype.element_ty), mask=inside
@@ -141,7 +167,7 @@ def _prefill_kernel(
 def prefill_attention(
     qkv: Tensor,
     heads: HeadShape,
-    kv: Tensor,
+    kv: LayerCache,
     block_tables: Tensor,
     lengths: Tensor,
     query_starts: Tensor,
@@ -151,22 +177,26 @@ def prefill_attention(
     cached ones and stand in the rows query_starts[i]..query_starts[i + 1] of qkv, counted so that query_starts[0] is
     its first row. Rows behind the last sequence's give zeros. Nothing but shapes is read on the host. The cache is
     contiguous."""
-    num_rows, num_sequences, block_size = qkv.shape[0], block_tables.shape[0], kv.shape[1]
+    num_rows, num_sequences, block_size = qkv.shape[0], block_tables.shape[0], block_size_of(kv)
     if out is None:
         out = torch.empty(num_rows, heads.q_size, dtype=qkv.dtype, device=qkv.device)
     if num_rows == 0:
         return out
-    if not kv.is_contiguous() or qkv.stride(1) != 1 or out.stride(1) != 1:
+    is_fp8 = isinstance(kv, Fp8Cache)
+    numbers, words = (kv.numbers, kv.scales.view(torch.int32)) if isinstance(kv, Fp8Cache) else (kv, kv)
+    if not numbers.is_contiguous() or qkv.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("rows and the cache must be contiguous")
     is_wide = qkv.dtype == torch.float32
     # Enough for the sequences' tiles and those of the rows behind, however the rows are shared out.
     most_tiles = triton.cdiv(num_rows, _QUERIES) + num_sequences
     _prefill_kernel[(heads.num_heads, most_tiles)](
-        qkv, kv, block_tables, lengths, query_starts, out, num_rows, num_sequences,
-        qkv.stride(0), kv.stride(0), kv.stride(1), block_tables.stride(0), out.stride(0), heads.scale * _LOG2_E,
+        qkv, numbers, words, block_tables, lengths, query_starts, out, num_rows, num_sequences, qkv.stride(0),
+        numbers.stride(0), heads.head_dim if is_fp8 else heads.kv_size, block_tables.stride(0), out.stride(0),
+        heads.scale * _LOG2_E,
         GROUP=heads.num_heads // heads.num_kv_heads, KV_HEADS=heads.num_kv_heads, DIM=heads.head_dim,
-        PADDED=max(16, triton.next_power_of_2(heads.head_dim)), BLOCK_M=_QUERIES, BLOCK_N=32 if is_wide else 64,
-        BLOCK_SIZE=block_size, PRECISION="tf32x3" if is_wide else "tf32",
+        PADDED=max(16, triton.next_power_of_2(heads.head_dim)),
+        HEAD_STRIDE=heads.head_dim * (block_size if is_fp8 else 1), BLOCK_M=_QUERIES, BLOCK_N=32 if is_wide else 64,
+        BLOCK_SIZE=block_size, SCALED=is_fp8, PRECISION="tf32x3" if is_wide else "tf32",
         num_warps=8 if is_wide else 4, num_stages=2 if is_wide else 3, **launch_options(),
     )  # fmt: skip
     return out
@@ -176,10 +206,13 @@ _LIBRARY_TOKENS = range(1024, 8193, 256)
 """Lengths at which the library pays. It plans every length anew, for some 40 ms: so not every length."""
 
 
-def attention(qkv: Tensor, heads: HeadShape, kv: Tensor, batch: AttentionBatch) -> Tensor:
+def attention(qkv: Tensor, heads: HeadShape, kv: LayerCache, batch: AttentionBatch) -> Tensor:
     """Causal attention of each sequence's new tokens over its cached ones; [tokens, heads * head dim]. Launches depend
     on shapes only: a captured step may be replayed with other tables, lengths and starts."""
-    if batch.is_one_prompt and len(qkv) in _LIBRARY_TOKENS and qkv.dtype.itemsize == 2 and is_on("library-attention"):
+    # The library does not read the cache. Keys that are rounded there must be seen so by their own step too: an answer
+    # would else depend on how much of its prompt was cached, and on its chunks.
+    is_exact = isinstance(kv, Tensor) and qkv.dtype.itemsize == 2
+    if batch.is_one_prompt and len(qkv) in _LIBRARY_TOKENS and is_exact and is_on("library-attention"):
         return _prompt_attention(qkv, heads)
     decodes, tables, lengths = batch.num_decodes, batch.block_tables, batch.lengths
     out = torch.empty(qkv.shape[0], heads.q_size, dtype=qkv.dtype, device=qkv.device)
