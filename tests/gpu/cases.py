@@ -148,15 +148,16 @@ def check_splits(heads: HeadShape, lengths: list[int], dtype: torch.dtype, cache
     qkv, plain, batch = paged(heads, [1] * len(lengths), lengths, dtype)
     kv = cache(plain)
     wanted = expected(qkv, heads, kv, batch)
-    chip = decode_attention._FULL_CHIP, decode_attention._MIN_TOKENS
+    chip = decode_attention._FULL_CHIP, decode_attention._MIN_TOKENS, decode_attention._FEW_PROGRAMS
     try:
-        for decode_attention._FULL_CHIP, decode_attention._MIN_TOKENS in ((1, 64), (10**6, 16), (10**6, 64)):
+        for full, least, few in ((1, 64, 0), (10**6, 16, 0), (10**6, 64, 0), chip):
+            decode_attention._FULL_CHIP, decode_attention._MIN_TOKENS, decode_attention._FEW_PROGRAMS = full, least, few
             for _ in range(2):
                 with poisoned():
                     out = decode_attention.decode_attention(qkv, heads, kv, batch.block_tables, batch.lengths)
                 assert_near(out, wanted, TOLERANCE[dtype])
     finally:
-        decode_attention._FULL_CHIP, decode_attention._MIN_TOKENS = chip
+        decode_attention._FULL_CHIP, decode_attention._MIN_TOKENS, decode_attention._FEW_PROGRAMS = chip
 
 
 def check_one_query_prefill(heads: HeadShape, dtype: torch.dtype, cache: Cache = floats) -> None:

@@ -33,6 +33,8 @@ _FP8_TOKENS, _FP8_STAGES, _FP8_WARPS = 32, 3, 1
 _FULL_CHIP, _MIN_TOKENS = 528, 64
 """Programs up to which a split pays on an H200 (132 multiprocessors), and how short one may be: measured at 1 to 256
 rows of 200 to 4,000 tokens, with and without shared key heads."""
+_FEW_PROGRAMS = 32
+"""With no more programs than this a step waits for its longest chain of loads, and splits are as short as tiles."""
 
 
 @triton.jit
@@ -122,9 +124,10 @@ def _decode_kernel(
     does it all and waits for no other: what is short here is the memory, and many programs keep it busy."""
     group = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    wait_for_inputs(PDL)
+    # Lengths and tables are inputs of the whole step, which no kernel within it writes.
     length = tl.load(lengths + row).to(tl.int32)
     first, end, active = _share(length, num_splits, min_tiles, TOKENS, SPLIT)
+    wait_for_inputs(PDL)
     if SPLIT:  # noqa: SIM102 (known when compiling; `active` is not)
         if tl.program_id(2) >= active:
             return
@@ -208,9 +211,10 @@ def _decode_fp8_kernel(
     be and bytes cannot. The scales of a token's key and value are one word too."""
     group = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    wait_for_inputs(PDL)
+    # Lengths and tables are inputs of the whole step, which no kernel within it writes.
     length = tl.load(lengths + row).to(tl.int32)
     first, end, active = _share(length, num_splits, min_tiles, TOKENS, SPLIT)
+    wait_for_inputs(PDL)
     if SPLIT:  # noqa: SIM102 (known when compiling; `active` is not)
         if tl.program_id(2) >= active:
             return
@@ -274,8 +278,8 @@ class SplitPlan(NamedTuple):
 def split_plan(num_programs: int, max_context: int) -> SplitPlan:
     """`num_programs` there would be without splits; `max_context` is the longest the launch must be ready for."""
     fill = _FULL_CHIP // num_programs
-    wanted = max(fill, triton.cdiv(max_context, _LONG))
-    min_tokens = _MIN_TOKENS if fill >= 2 else 1024
+    wanted = max(MAX_SPLITS if num_programs <= _FEW_PROGRAMS else fill, triton.cdiv(max_context, _LONG))
+    min_tokens = _TOKENS if num_programs <= _FEW_PROGRAMS else _MIN_TOKENS if fill >= 2 else 1024
     most = 1 if num_programs > MAX_COUNTERS else MAX_SPLITS
     return SplitPlan(max(1, min(wanted, most, triton.cdiv(max_context, min_tokens))), min_tokens)
 
