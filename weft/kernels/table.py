@@ -8,8 +8,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from weft.kernels import reference, sampling
-from weft.kernels.batch import AttentionBatch, HeadNorms, HeadShape
-from weft.kernels.weights import Weight
+from weft.kernels.batch import AdapterGroups, AttentionBatch, HeadNorms, HeadShape
+from weft.kernels.weights import SlotLowRank, Weight
 
 
 class Ops(NamedTuple):
@@ -22,6 +22,9 @@ class Ops(NamedTuple):
     linear_add: Callable[[Tensor, Weight, Tensor | None, Tensor], None]
     rotate_and_store: Callable[[Tensor, HeadShape, Tensor, Tensor, Tensor, HeadNorms | None], None]
     attention: Callable[[Tensor, HeadShape, Tensor, AttentionBatch], Tensor]
+    lora_shrink: Callable[[Tensor, SlotLowRank, AdapterGroups], Tensor]
+    lora_expand_add: Callable[[Tensor, SlotLowRank, AdapterGroups, Tensor], None]
+    lora_expand_gate: Callable[[Tensor, Tensor, SlotLowRank, AdapterGroups], Tensor]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
     keep_thresholds: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     gumbel_sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -35,6 +38,9 @@ REFERENCE = Ops(
     linear_add=reference.linear_add,
     rotate_and_store=reference.rotate_and_store,
     attention=reference.attention,
+    lora_shrink=reference.lora_shrink,
+    lora_expand_add=reference.lora_expand_add,
+    lora_expand_gate=reference.lora_expand_gate,
     greedy=reference.greedy,
     keep_thresholds=sampling.keep_thresholds,
     gumbel_sample=sampling.gumbel_sample,
