@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.kernels import HeadNorms, HeadShape
 from weft.kernels.batch import AdapterGroups
 from weft.kernels.int4 import GROUP, pack, quantised_groups
-from weft.kernels.triton import elementwise, launch, linears, lora, sampling_kernels
+from weft.kernels.triton import elementwise, launch, linears, lora_linears, sampling_kernels
 from weft.kernels.triton.decode_attention import decode_attention
 from weft.kernels.triton.elementwise import rotate_and_store
 from weft.kernels.triton.prefill_attention import prefill_attention
@@ -214,14 +214,14 @@ def bench_lora(model: str, heads: HeadShape, hidden: int, width: int, num_slots:
 
         def shrink(k=k, weight=weight) -> Callable[[], object]:
             x, slots = randn(rows, k), weight()
-            return lambda: lora.lora_shrink(x, slots, groups)
+            return lambda: lora_linears.lora_shrink(x, slots, groups)
 
         def expand(ends=ends, k=k, weight=weight) -> Callable[[], object]:
             slots, y = weight(), randn(rows, ends[-1])
-            ranks = lora.lora_shrink(randn(rows, k), slots, groups)
+            ranks = lora_linears.lora_shrink(randn(rows, k), slots, groups)
             if len(ends) == 2:
-                return lambda: lora.lora_expand_gate(y, ranks, slots, groups)
-            return lambda: lora.lora_expand_add(ranks, slots, groups, y)
+                return lambda: lora_linears.lora_expand_gate(y, ranks, slots, groups)
+            return lambda: lora_linears.lora_expand_add(ranks, slots, groups, y)
 
         report(f"{model} lora shrink {name} rows {rows}", shrink, 2.0 * num_slots * rank * len(ends) * k)
         report(f"{model} lora expand {name} rows {rows}", expand, 2.0 * num_slots * rank * ends[-1])

@@ -30,7 +30,7 @@ from weft.kernels.triton import (
     gemv,
     int4_linears,
     linears,
-    lora,
+    lora_linears,
     prefill_attention,
     sampling_kernels,
     triton_ops,
@@ -569,7 +569,7 @@ def check_lora_shrink(counts: list[int], parts: int, k: int, rank: int, dtype: t
     groups, x = slot_groups(counts), randn(sum(counts), k, dtype=dtype)
     weight = random_slots(len(counts) - 1, tuple(range(7, 7 * parts + 1, 7)), k, rank, dtype)
     with poisoned():
-        found = lora.lora_shrink(x, weight, groups)
+        found = lora_linears.lora_shrink(x, weight, groups)
     wanted = reference.lora_shrink(x, weight, groups)
     assert found.dtype == FP32
     assert_near(found.sum(0)[counts[0] :], wanted.sum(0)[counts[0] :], TOLERANCE[dtype])
@@ -587,7 +587,7 @@ def check_lora_expand_add(counts: list[int], ends: tuple[int, ...], splits: int,
     ranks, y = random_ranks(splits, counts, weight), randn(sum(counts), ends[-1], dtype=dtype)
     before, wanted = y.clone(), y.clone()
     reference.lora_expand_add(ranks, weight, groups, wanted)
-    lora.lora_expand_add(ranks, weight, groups, y)
+    lora_linears.lora_expand_add(ranks, weight, groups, y)
     assert_near(y, wanted, TOLERANCE[dtype])
     without = groups.order[: counts[0]]
     assert torch.equal(y[without], before[without]), "a row without an adapter changed"
@@ -598,7 +598,7 @@ def check_lora_expand_gate(counts: list[int], width: int, splits: int, rank: int
     ranks, gate_up = random_ranks(splits, counts, weight), randn(sum(counts), 2 * width, dtype=dtype)
     wanted = reference.lora_expand_gate(gate_up.clone(), ranks, weight, groups)
     with poisoned():
-        assert_near(lora.lora_expand_gate(gate_up, ranks, weight, groups), wanted, 2 * TOLERANCE[dtype])
+        assert_near(lora_linears.lora_expand_gate(gate_up, ranks, weight, groups), wanted, 2 * TOLERANCE[dtype])
 
 
 def check_lora_replay(rows: int, num_slots: int, hidden: int, width: int) -> None:

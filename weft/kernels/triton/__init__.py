@@ -21,7 +21,7 @@ def triton_ops() -> Ops:
     from weft.kernels.table import Ops
     from weft.kernels.triton.elementwise import rms_norm, rotate_and_store
     from weft.kernels.triton.linears import linear, linear_add, norm_gate_up, norm_linear
-    from weft.kernels.triton.lora import lora_expand_add, lora_expand_gate, lora_shrink
+    from weft.kernels.triton.lora_linears import lora_expand_add, lora_expand_gate, lora_shrink
     from weft.kernels.triton.prefill_attention import attention
     from weft.kernels.triton.sampling_kernels import argmax, gumbel_sample
     from weft.kernels.triton.thresholds import keep_thresholds
