@@ -53,3 +53,11 @@ def test_a_bound_is_kept_or_not() -> None:
     assert [each.kept for each in required.first_token("a", 499.9) + required.first_token("b", 500)] == [True, False]
     assert [each.kept for each in required.speed("a", 50) + required.speed("b", 49.9)] == [True, False]
     assert Required().first_token("a", 1) == Required().speed("a", 1) == []
+
+
+def test_decoding_with_adapters_has_lines_of_its_own(tiny_model: Path) -> None:
+    work = "offline --batch-sizes 3 --prompt-lengths 16 --requests 1 --output-tokens 4 --runs 1 --device cpu"
+    adapters = ("--adapters", "9", "--adapter-rank", "2")
+    done = CliRunner().invoke(bench, [*work.split(), *adapters, str(tiny_model)], env=SMALL)
+    assert done.exit_code == 0, done.output
+    assert [line for line in done.output.splitlines() if "decode, batch 3, 9 adapters" in line]

@@ -16,13 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels import HeadNorms, HeadShape
+from weft.kernels.batch import AdapterGroups
 from weft.kernels.fp8 import E4M3, LayerCache, zero_cache
 from weft.kernels.int4 import GROUP, pack, quantised_groups
 from weft.kernels.triton import decode_attention as decode_module
-from weft.kernels.triton import elementwise, launch, linears, sampling_kernels
+from weft.kernels.triton import elementwise, launch, linears, lora_linears, sampling_kernels
 from weft.kernels.triton.decode_attention import decode_attention
 from weft.kernels.triton.elementwise import rotate_and_store
 from weft.kernels.triton.prefill_attention import prefill_attention
+from weft.kernels.weights import SlotLowRank
 
 COLD_BYTES = 256 << 20
 """The sets of inputs of one measurement take at least so much together: four times the L2."""
@@ -233,6 +235,35 @@ def bench_int4(model: str, heads: HeadShape, hidden: int, width: int, vocabulary
         del weights
 
 
+def bench_lora(model: str, heads: HeadShape, hidden: int, width: int, num_slots: int = 16, rank: int = 16) -> None:
+    """Two rows of each adapter."""
+    rows, size = 2 * num_slots, heads.q_size + heads.kv_size
+    shapes = {
+        "qkv": ((heads.q_size, size - heads.kv_size // 2, size), hidden), "o": ((hidden,), heads.q_size),
+        "gate_up": ((width, 2 * width), hidden), "down": ((hidden,), width),
+    }  # fmt: skip
+    starts = torch.tensor([0, *range(0, rows + 1, 2)], device="cuda")
+    groups = AdapterGroups(torch.randperm(rows, device="cuda"), starts)
+    for name, (ends, k) in shapes.items():
+
+        def weight(ends=ends, k=k) -> SlotLowRank:
+            return SlotLowRank(randn(num_slots, len(ends) * rank, k), randn(num_slots, ends[-1], rank), ends)
+
+        def shrink(k=k, weight=weight) -> Callable[[], object]:
+            x, slots = randn(rows, k), weight()
+            return lambda: lora_linears.lora_shrink(x, slots, groups)
+
+        def expand(ends=ends, k=k, weight=weight) -> Callable[[], object]:
+            slots, y = weight(), randn(rows, ends[-1])
+            ranks = lora_linears.lora_shrink(randn(rows, k), slots, groups)
+            if len(ends) == 2:
+                return lambda: lora_linears.lora_expand_gate(y, ranks, slots, groups)
+            return lambda: lora_linears.lora_expand_add(ranks, slots, groups, y)
+
+        report(f"{model} lora shrink {name} rows {rows}", shrink, 2.0 * num_slots * rank * len(ends) * k)
+        report(f"{model} lora expand {name} rows {rows}", expand, 2.0 * num_slots * rank * ends[-1])
+
+
 def main() -> None:
     began = time.monotonic()
     torch.manual_seed(0)
@@ -243,6 +274,7 @@ def main() -> None:
         bench_small(model, heads, hidden, width, vocabulary)
         bench_linear(model, heads, hidden, width, vocabulary)
         bench_int4(model, heads, hidden, width, vocabulary)
+        bench_lora(model, heads, hidden, width)
     print(f"{time.monotonic() - began:.0f} s; launches overlap: {launch.launch_options()['PDL']}")
 
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -28,8 +29,9 @@ from tests.gpu.steps import (
     poisoned,
     randn,
 )
-from weft.kernels import AttentionBatch, HeadNorms, HeadShape, reference
+from weft.kernels import REFERENCE, AttentionBatch, HeadNorms, HeadShape, Ops, reference
 from weft.kernels import sampling as draws
+from weft.kernels.batch import AdapterGroups
 from weft.kernels.fp8 import GROUP, Fp8Cache, Fp8Weight, LayerCache, fp8_weight, quantise_rows, rounded_rows
 from weft.kernels.int4 import Int4Groups, Int4Weight, pack
 from weft.kernels.triton import (
@@ -39,13 +41,17 @@ from weft.kernels.triton import (
     gemv,
     int4_linears,
     linears,
+    lora_linears,
     prefill_attention,
     sampling_kernels,
+    triton_ops,
 )
 from weft.kernels.triton import prefill_attention as attention
 from weft.kernels.triton.elementwise import rotate_and_store
 from weft.kernels.triton.launch import overlapping_launches
 from weft.kernels.triton.thresholds import keep_thresholds
+from weft.kernels.weights import SlotLowRank
+from weft.machine.memory import slot_rank
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MHA, GQA, SMALL, ODD = HeadShape(32, 32, 128), HeadShape(40, 8, 128), HeadShape(9, 3, 64), HeadShape(3, 3, 64)
@@ -605,6 +611,97 @@ def check_int4_replay(rows: int, hidden: int, width: int) -> None:
         assert torch.equal(residual, wanted)
 
 
+def slot_groups(counts: list[int]) -> AdapterGroups:
+    """Shuffled tokens: so many without an adapter, then so many of each slot."""
+    starts = torch.tensor([0, *accumulate(counts)])
+    return AdapterGroups(torch.randperm(sum(counts)).to(DEVICE), starts.to(DEVICE))
+
+
+def random_slots(num_slots: int, ends: tuple[int, ...], k: int, rank: int, dtype: torch.dtype) -> SlotLowRank:
+    """Slots whose adapters have a rank that may be below theirs."""
+    held = slot_rank(rank)
+    shrink, expand = torch.zeros(num_slots, len(ends), held, k), torch.zeros(num_slots, ends[-1], held)
+    shrink[:, :, :rank] = torch.randn(num_slots, len(ends), rank, k) * k**-0.5
+    expand[:, :, :rank] = torch.randn(num_slots, ends[-1], rank) * rank**-0.5
+    return SlotLowRank(shrink.flatten(1, 2).to(DEVICE, dtype), expand.to(DEVICE, dtype), ends)
+
+
+def check_lora_shrink(counts: list[int], parts: int, k: int, rank: int, dtype: torch.dtype) -> None:
+    groups, x = slot_groups(counts), randn(sum(counts), k, dtype=dtype)
+    weight = random_slots(len(counts) - 1, tuple(range(7, 7 * parts + 1, 7)), k, rank, dtype)
+    with poisoned():
+        found = lora_linears.lora_shrink(x, weight, groups)
+    wanted = reference.lora_shrink(x, weight, groups)
+    assert found.dtype == FP32
+    assert_near(found.sum(0)[counts[0] :], wanted.sum(0)[counts[0] :], TOLERANCE[dtype])
+
+
+def random_ranks(splits: int, counts: list[int], weight: SlotLowRank) -> Tensor:
+    """What `lora_shrink` may return: no numbers where there is no adapter."""
+    ranks = randn(splits, sum(counts), len(weight.ends) * weight.rank, dtype=FP32)
+    ranks[:, : counts[0]] = float("nan")
+    return ranks
+
+
+def check_lora_expand_add(counts: list[int], ends: tuple[int, ...], splits: int, rank: int, dtype: torch.dtype) -> None:
+    groups, weight = slot_groups(counts), random_slots(len(counts) - 1, ends, 16, rank, dtype)
+    ranks, y = random_ranks(splits, counts, weight), randn(sum(counts), ends[-1], dtype=dtype)
+    before, wanted = y.clone(), y.clone()
+    reference.lora_expand_add(ranks, weight, groups, wanted)
+    lora_linears.lora_expand_add(ranks, weight, groups, y)
+    assert_near(y, wanted, TOLERANCE[dtype])
+    without = groups.order[: counts[0]]
+    assert torch.equal(y[without], before[without]), "a row without an adapter changed"
+
+
+def check_lora_expand_gate(counts: list[int], width: int, splits: int, rank: int, dtype: torch.dtype) -> None:
+    groups, weight = slot_groups(counts), random_slots(len(counts) - 1, (width, 2 * width), 16, rank, dtype)
+    ranks, gate_up = random_ranks(splits, counts, weight), randn(sum(counts), 2 * width, dtype=dtype)
+    wanted = reference.lora_expand_gate(gate_up.clone(), ranks, weight, groups)
+    with poisoned():
+        assert_near(lora_linears.lora_expand_gate(gate_up, ranks, weight, groups), wanted, 2 * TOLERANCE[dtype])
+
+
+def check_lora_replay(rows: int, num_slots: int, hidden: int, width: int) -> None:
+    """A feed-forward layer captured once, its launches overlapping, replayed with other adapters of other rows."""
+    x, residual, norm = randn(rows, hidden), randn(rows, hidden), randn(hidden)
+    gate_up, down = randn(2 * width, hidden) * hidden**-0.5, randn(hidden, width) * width**-0.5
+    of_gates, of_down = ((width, 2 * width), hidden), ((hidden,), width)
+    slots = [random_slots(num_slots, *shape, 16, BF16) for shape in (of_gates, of_down)]
+    groups = slot_groups([rows] + [0] * num_slots)
+
+    def layer(ops: Ops, x: Tensor, residual: Tensor, gate_up: Tensor, down: Tensor, slots: list[SlotLowRank]) -> None:
+        normal = ops.rms_norm(x, norm.to(x.dtype), 1e-6)
+        ranks = ops.lora_shrink(normal, slots[0], groups)
+        gated = ops.lora_expand_gate(ops.linear(normal, gate_up, None), ranks, slots[0], groups)
+        ranks = ops.lora_shrink(gated, slots[1], groups)
+        ops.linear_add(gated, down, None, residual)
+        ops.lora_expand_add(ranks, slots[1], groups, residual)
+
+    ops = triton_ops()
+    layer(ops, x, residual, gate_up, down, slots)
+    graph = torch.cuda.CUDAGraph()
+    with overlapping_launches(), torch.cuda.graph(graph):
+        layer(ops, x, residual, gate_up, down, slots)
+    for seed in range(6):
+        rng = random.Random(seed)
+        cuts = sorted(rng.randrange(rows + 1) for _ in range(num_slots))
+        now = slot_groups([end - begin for begin, end in pairwise([0, *cuts, rows])])
+        groups.order.copy_(now.order)
+        groups.starts.copy_(now.starts)
+        for held, shape in zip(slots, (of_gates, of_down), strict=True):
+            other = random_slots(num_slots, *shape, 16, BF16)
+            held.shrink.copy_(other.shrink)
+            held.expand.copy_(other.expand)
+        x.copy_(randn(rows, hidden))
+        residual.copy_(randn(rows, hidden))
+        wide = [SlotLowRank(held.shrink.float(), held.expand.float(), held.ends) for held in slots]
+        wanted = residual.float()
+        layer(REFERENCE, x.float(), wanted, gate_up.float(), down.float(), wide)
+        graph.replay()
+        assert_near(residual, wanted, 2 * TOLERANCE[BF16])
+
+
 def check_argmax(rows: int, vocabulary: int, dtype: torch.dtype) -> None:
     logits = randn(rows, vocabulary, dtype=dtype)
     logits[0, vocabulary // 2] = logits[0, vocabulary - 1] = 9.0
@@ -766,6 +863,19 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_fp8_gemv, 37, 2050, FP16, grouped)
         for dtype in (FP16, FP32):
             add(check_fp8_tiled, 40, 99, 530, dtype, grouped)
+    shared = [3, 1, 0, 2, 17, 40]
+    for dtype in (FP16, FP32) if INTERPRETED else dtypes:
+        add(check_lora_shrink, shared, 3, 1024, 16, dtype)
+        add(check_lora_shrink, [0, 70, 0], 1, 577, 8, dtype)
+        add(check_lora_shrink, [5, 2, 2], 2, 96, 64, dtype)
+        add(check_lora_shrink, [1, 3], 1, 300, 130, dtype)
+        add(check_lora_expand_add, shared, (96, 128, 160), 3, 16, dtype)
+        add(check_lora_expand_add, [0, 70, 0], (577,), 1, 8, dtype)
+        add(check_lora_expand_add, [5, 2, 2], (300, 637), 2, 33, dtype)
+        add(check_lora_expand_add, [1, 3], (300, 310, 320), 9, 64, dtype)
+        add(check_lora_expand_gate, shared, 200, 2, 16, dtype)
+        add(check_lora_expand_gate, [70, 0, 1], 96, 1, 8, dtype)
+        add(check_lora_expand_gate, [0, 2], 131, 3, 64, dtype)
     add(check_int4_configs)
     for rows, n, k, group in ((1, 200, 160, 32), (3, 256, 320, 64), (5, 130, 256, 128), (20, 256, 200, 200)):
         add(check_int4, rows, n, k, group, FP16)
@@ -856,6 +966,16 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_int4_floats, n, k, 128, BF16)
     for rows in (1, 8, 32, 48, 128, 256, 300):
         add(check_int4_replay, rows, 4096, 11008)
+    for counts in ([0, *[2] * 16], [20, 12, *[0] * 7], [0, 256]):
+        add(check_lora_shrink, counts, 3, 4096, 16, BF16)
+        add(check_lora_shrink, counts, 1, 11008, 16, BF16)
+        add(check_lora_shrink, counts, 2, 5120, 64, BF16)
+        add(check_lora_expand_add, counts, (4096, 8192, 12288), 8, 16, BF16)
+        add(check_lora_expand_add, counts, (5120, 6144, 7168), 10, 64, BF16)
+        add(check_lora_expand_gate, counts, 11008, 8, 16, BF16)
+        add(check_lora_expand_gate, counts, 17408, 10, 64, BF16)
+    for rows in (1, 8, 32, 100):
+        add(check_lora_replay, rows, 16, 4096, 11008)
     for vocabulary in (102400, 151936):
         add(check_argmax, 65, vocabulary, BF16)
         add(check_gumbel, 9, vocabulary, BF16, True)

@@ -10,9 +10,10 @@ pytest.importorskip("numba")
 from tests.kernels.steps import MAX_MODEL_LEN, config, random_cache, random_step, random_weights
 from tests.kernels.test_fused_step import FAMILIES, native, poisoned_memory, some_rows
 from weft.kernels import REFERENCE
+from weft.kernels.batch import AdapterGroups
 from weft.kernels.weights import AdaptedLayer, AdaptedRun, AdapterWeights, LowRank
 from weft.model.dense import DenseConfig, DenseModel
-from weft.model.dense_lora import AdaptedTokens, forward_adapted
+from weft.model.dense_lora import AdapterSlots, forward_adapted
 
 __all__ = ["poisoned_memory"]
 
@@ -24,15 +25,16 @@ def random_adapter(c: DenseConfig, rank: int, seed: int, *, without: tuple[str, 
     generator = torch.Generator().manual_seed(seed)
     heads, hidden, middle = c.heads, c.hidden_size, c.intermediate_size
     shapes = {
-        "qkv": (heads.q_size + heads.kv_size, hidden),
-        "output": (hidden, heads.q_size),
-        "gate_up": (2 * middle, hidden),
-        "down": (hidden, middle),
+        "qkv": ((heads.q_size, heads.kv_size // 2, heads.kv_size // 2), hidden),
+        "output": ((hidden,), heads.q_size),
+        "gate_up": ((middle, middle), hidden),
+        "down": ((hidden,), middle),
     }
 
-    def low_rank(rows: int, columns: int, rank: int) -> LowRank:
-        shrink = torch.randn(rank, columns, generator=generator) * columns**-0.5
-        return LowRank(shrink, torch.randn(rows, rank, generator=generator) * rank**-0.5)
+    def low_rank(parts: tuple[int, ...], columns: int, rank: int) -> LowRank:
+        shrink = torch.randn(len(parts) * rank, columns, generator=generator) * columns**-0.5
+        expand = torch.block_diag(*(torch.randn(rows, rank, generator=generator) for rows in parts)) * rank**-0.5
+        return LowRank(shrink, expand, (rank,) * len(parts))
 
     return AdapterWeights(
         [
@@ -44,8 +46,15 @@ def random_adapter(c: DenseConfig, rank: int, seed: int, *, without: tuple[str, 
     )
 
 
-def by_tokens(runs: list[AdaptedRun]) -> list[AdaptedTokens]:
-    return [AdaptedTokens(run.weights, torch.arange(run.first, run.first + run.num_tokens)) for run in runs]
+def in_slots(model: DenseModel, runs: list[AdaptedRun], num_tokens: int) -> tuple[AdapterSlots, AdapterGroups]:
+    """The adapters of runs, each in a slot of its own, and the groups of tokens."""
+    slots = AdapterSlots(model, len(runs), 32)
+    groups = torch.zeros(num_tokens, dtype=torch.int64)
+    for slot, run in enumerate(runs):
+        slots.write(slot, run.weights)
+        groups[run.first : run.first + run.num_tokens] = slot + 1
+    ends = torch.bincount(groups, minlength=len(runs) + 1).cumsum(0)
+    return slots, AdapterGroups(groups.argsort(stable=True), torch.cat([torch.zeros(1, dtype=torch.int64), ends]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,7 +72,8 @@ def test_logits_and_cache_are_those_of_torchs_operators(family: str) -> None:
     ]
     wanted_cache = cache.clone()
     model = DenseModel(c, weights, REFERENCE, MAX_MODEL_LEN)
-    hidden = forward_adapted(model, step.tokens, step.positions, wanted_cache, step.batch, by_tokens(runs))
+    placed = in_slots(model, runs, len(step.tokens))
+    hidden = forward_adapted(model, step.tokens, step.positions, wanted_cache, step.batch, *placed)
     run = native(c, weights, cache)
     logits = run(step.tokens, step.positions, step.batch, None, runs)
     run.close()

@@ -160,6 +160,22 @@ def test_adapters_are_counted_as_no_less_than_they_hold(tiny_directory: Callable
     assert Worker(config(adapter=given, device="cpu"), model).info.memory.weights == without + sum(counted)
 
 
+def test_a_gpu_has_slots_for_adapters_of_the_largest_rank(
+    tiny_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = model_at(tiny_directory("smollm2"))
+    given = [f"{rank}={save_adapter('smollm2', tmp_path / str(rank), rank=rank)}" for rank in (4, 20)]
+
+    def weights(**settings: Any) -> int:
+        return plan_load(config(dtype="float32", **settings), model, gpus(16)).weights
+
+    slot = {rank: sum(4 * tensor.numel() for tensor in lora_tensors("smollm2", 1, rank=rank).values())
+            for rank in (16, 32)}  # fmt: skip
+    assert weights(enable_lora=True, max_loras=3) == weights() + 3 * slot[16]
+    assert weights(adapter=given[:1]) == weights() + 8 * slot[16]
+    assert weights(adapter=given, max_loras=2) == weights() + 2 * slot[32]
+
+
 def test_the_room_that_vllm_makes_for_adapters_is_estimated(tiny_directory: Callable[[str], Path]) -> None:
     model, framework = model_at(tiny_directory("smollm2")), MEMORY_PROFILES["cuda-vllm"].framework_bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ from tests.worker.driving import Driven, load, request, run, under_reference, wa
 from tests.worker.subjects import AFTER_THE_FIRST
 from weft.engine.core import EngineCore
 from weft.errors import InvalidRequest
+from weft.plan import Row
 from weft.scheduler.scheduler import Scheduler
 from weft.types import Adapter, FinishReason, Pooling, Request
+from weft.worker.inputs import exact_shape, lay_out, views
 from weft.worker.lora_rows import LoraRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -207,7 +210,7 @@ def test_more_adapters_than_places_wait_for_one(
     driven = load(tiny_directory("llama3"))
     made = [with_adapter(request(f"{n} {i}", PROMPT, 6), adapters("llama3", n)) for i in range(2) for n in (1, 2, 3)]
     alone = {one.request_id: run(driven, [one]).tokens(one.request_id) for one in made}
-    driven.runner.adapters = LoraRows(driven.runner.stepper.model, max_adapters=2)
+    driven.runner.adapters = LoraRows(driven.runner.stepper, max_adapters=2)
     outcome = run(driven, made)
     assert {name: output.token_ids for name, output in outcome.outputs.items()} == alone
     assert len(driven.runner.adapters.numbers) == 2
@@ -216,7 +219,7 @@ def test_more_adapters_than_places_wait_for_one(
 def test_the_adapter_that_was_not_asked_for_for_longest_makes_room(
     adapters: Callable[..., Adapter], tiny_directory: Callable[[str], Path]
 ) -> None:
-    kept = LoraRows(load(tiny_directory("llama3")).runner.stepper.model, max_adapters=2)
+    kept = LoraRows(load(tiny_directory("llama3")).runner.stepper, max_adapters=2)
     one, two, three = (adapters("llama3", n) for n in (1, 2, 3))
     weights = {of.number: kept.read(of).result(30) for of in (one, two, three)}
     assert kept.place(one, weights[1], set()) and kept.place(two, weights[2], {1})
@@ -260,3 +263,44 @@ def test_a_request_that_is_aborted_while_its_adapter_is_read_is_gone(
     core.submit([with_adapter(request("r", PROMPT, 5), adapters("llama3"))])
     core.abort(["r"])
     assert not core.has_work and not core.step()
+
+
+def test_an_adapter_of_a_larger_rank_than_the_slots_have_is_taken(
+    adapters: Callable[..., Adapter], tiny_directory: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Without native code, adapters are in slots. Those that were there stay what they are."""
+    driven = load(tiny_directory("llama3"))
+    large = Adapter(name="large", number=3, path=str(save_adapter("llama3", tmp_path / "large", 3, rank=20)))
+    made = [*mixed(adapters)[:3], with_adapter(request("large", PROMPT, NUM_TOKENS), large)]
+    expected = run(driven, made).outputs
+    in_slots = under_reference(driven)
+    run(in_slots, made[:3])
+    kept = in_slots.runner.adapters
+    assert kept.slots is not None and kept.slots.rank == 16
+    found = run(in_slots, made).outputs
+    assert kept.slots.rank == 32
+    assert {name: one.token_ids for name, one in found.items()} == {
+        name: one.token_ids for name, one in expected.items()
+    }
+
+
+@pytest.mark.parametrize("spare", [0, 5])
+def test_tokens_are_grouped_by_the_slots_of_their_adapters(spare: int) -> None:
+    """Those without an adapter come first, and so do the tokens to spare of a captured step's shape."""
+    rows = [Row(0, 0, 3, [], True), Row(1, 9, 1, [], True), Row(2, 4, 1, [], True), Row(3, 7, 2, [], False)]
+    slots = {0: 2, 1: 0, 3: 2}
+    exact = exact_shape(rows)
+    shape = exact._replace(decodes=exact.decodes + spare, slots=4)
+    layout = lay_out(rows, shape, padding_row=9, slot_of=lambda row: slots.get(row, -1))
+    inputs = views(torch.from_numpy(layout.packed), shape)
+    starts = inputs.slot_starts.tolist()
+    rows_of_groups = [inputs.token_rows[inputs.slot_order[i:j]].tolist() for i, j in pairwise(starts)]
+    assert [sorted(found) for found in rows_of_groups] == [[2, *[9] * spare], [1], [], [0, 0, 0, 3, 3], []]
+    assert sorted(inputs.slot_order.tolist()) == list(range(shape.num_tokens))
+
+
+def test_a_step_without_adapters_has_no_groups() -> None:
+    rows = [Row(0, 0, 3, [], True)]
+    layout = lay_out(rows, exact_shape(rows), padding_row=9)
+    inputs = views(torch.from_numpy(layout.packed), layout.shape)
+    assert not len(inputs.slot_order) and not len(inputs.slot_starts)

@@ -81,6 +81,10 @@ def offline(
     output_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each.")] = _WORK.output_tokens,
     runs: Annotated[int, typer.Option(min=1, help="Each figure is the median of so many runs.")] = _WORK.runs,
     seed: Annotated[int, typer.Option(help="Seed of the random prompts.")] = _WORK.seed,
+    adapters: Annotated[
+        int, typer.Option(min=0, help="Random LoRA adapters that further decode lines share out over the batch.")
+    ] = _WORK.adapters,
+    adapter_rank: Annotated[int, typer.Option(min=1, max=64, help="Their rank.")] = _WORK.adapter_rank,
     config: ConfigFile = None,
     engine: EngineName = None,
     device: Device = None,
@@ -103,6 +107,8 @@ def offline(
         output_tokens=output_tokens,
         runs=runs,
         seed=seed,
+        adapters=adapters,
+        adapter_rank=adapter_rank,
     )
     with progress(num_runs(work), "loading") as advance:
         report = run(run_offline(settings, work, advance))

@@ -8,19 +8,29 @@ the steps in between, so that prompts and start cost nothing. Tokens are counted
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
+from safetensors.numpy import save_file
 
 from weft.backends import start_engine
 from weft.backends.contract import Engine
+from weft.backends.preflight import files_here
 from weft.bench.processes import peak_mib, processes_below
 from weft.bench.report import Judged, Required, environment
+from weft.errors import ConfigError
+from weft.machine.model_size import Geometry, size_of
 from weft.options import Config
 from weft.types import GenerationRequest, Output, Sample, SamplingParams
 
@@ -39,6 +49,9 @@ class OfflineWork(Struct, frozen=True, kw_only=True):
     output_tokens: int = 64
     runs: int = 3
     seed: int = 0
+    adapters: int = 0
+    """Random LoRA adapters that requests of further decode lines share; 0: there are no such lines."""
+    adapter_rank: int = 16
 
 
 class Figure(Struct, frozen=True, kw_only=True):
@@ -71,6 +84,14 @@ Tick = Callable[[str], None]
 
 async def run_offline(config: Config, work: OfflineWork, tick: Tick = lambda name: None) -> OfflineReport:
     """Start an engine, measure, and end it. `tick` is called after every run."""
+    with ExitStack() as opened:
+        if work.adapters:
+            folder = opened.enter_context(TemporaryDirectory(prefix="weft-adapters-"))
+            config = _with_adapters(config, work, Path(folder))
+        return await _measured(config, work, tick)
+
+
+async def _measured(config: Config, work: OfflineWork, tick: Tick) -> OfflineReport:
     began = time.perf_counter()
     engine = await start_engine(config)
     try:
@@ -108,7 +129,8 @@ def judge(report: OfflineReport, required: Required) -> list[Judged]:
 
 
 def num_runs(work: OfflineWork) -> int:
-    return (work.runs + 1) * (len(work.batch_sizes) + len(work.prompt_lengths) + 1)
+    decode_lines = len(work.batch_sizes) * (2 if work.adapters else 1)
+    return (work.runs + 1) * (decode_lines + len(work.prompt_lengths) + 1)
 
 
 class _Bench:
@@ -118,9 +140,14 @@ class _Bench:
         self.random = random.Random(work.seed)
 
     def lines(self) -> list[tuple[str, str, Callable[[], Awaitable[float]]]]:
-        work = self.work
+        work, adapters = self.work, [_adapter_name(i) for i in range(self.work.adapters)]
         return [
             *((f"{DECODE}, batch {n}", "tok/s", self._decoding(n)) for n in work.batch_sizes),
+            *(
+                (f"{DECODE}, batch {n}, {work.adapters} adapters", "tok/s", self._decoding(n, adapters))
+                for n in work.batch_sizes
+                if adapters
+            ),
             *((f"{FIRST_TOKEN} after {n}", "ms", self._first_token(n)) for n in work.prompt_lengths),
             (
                 f"{work.requests} × ({work.input_tokens} in, {work.output_tokens} out)",
@@ -129,12 +156,12 @@ class _Bench:
             ),
         ]
 
-    def _decoding(self, batch: int) -> Callable[[], Awaitable[float]]:
+    def _decoding(self, batch: int, adapters: Sequence[str] = ()) -> Callable[[], Awaitable[float]]:
         few, many = (33, 289) if batch == 1 else (17, 145)
 
         async def once() -> float:
-            short = await self.generate(batch, DECODE_PROMPT_TOKENS, few)
-            long = await self.generate(batch, DECODE_PROMPT_TOKENS, many)
+            short = await self.generate(batch, DECODE_PROMPT_TOKENS, few, adapters)
+            long = await self.generate(batch, DECODE_PROMPT_TOKENS, many, adapters)
             return batch * (many - few) / (long - short)
 
         return once
@@ -150,25 +177,30 @@ class _Bench:
         seconds = await self.generate(work.requests, work.input_tokens, work.output_tokens)
         return work.requests * work.output_tokens / seconds
 
-    async def generate(self, requests: int, input_tokens: int, output_tokens: int) -> float:
-        """Return the seconds for a batch of random prompts, every one with exactly so many output tokens."""
+    async def generate(
+        self, requests: int, input_tokens: int, output_tokens: int, adapters: Sequence[str] = ()
+    ) -> float:
+        """Return the seconds for a batch of random prompts, every one with exactly so many output tokens. The requests
+        take the adapters in turns."""
         params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True)
         width = self.engine.model.logits_width
         prompts = [[self.random.randrange(10, width) for _ in range(input_tokens)] for _ in range(requests)]
 
-        async def one(prompt: list[int]) -> int:
+        async def one(prompt: list[int], adapter: str | None) -> int:
             count = 0
 
             def take(output: Output) -> None:
                 nonlocal count
                 count += len(output.token_ids)
 
-            stream = await self.engine.submit(GenerationRequest(prompt=prompt, task=Sample(params=params)))
+            request = GenerationRequest(prompt=prompt, task=Sample(params=params), adapter=adapter)
+            stream = await self.engine.submit(request)
             await stream.follow(take)
             return count
 
         began = time.perf_counter()
-        counts = await asyncio.gather(*(one(prompt) for prompt in prompts))
+        named = [adapters[i % len(adapters)] if adapters else None for i in range(requests)]
+        counts = await asyncio.gather(*map(one, prompts, named))
         seconds = time.perf_counter() - began
         if any(count != output_tokens for count in counts):
             raise RuntimeError(f"asked for {output_tokens} tokens each, got {sorted(set(counts))}")
@@ -185,3 +217,47 @@ async def _measure(name: str, unit: str, once: Callable[[], Awaitable[float]], r
         tick(name)
     median = statistics.median(values)
     return Figure(name=name, value=median, unit=unit, spread=(max(values) - min(values)) / median, runs=values)
+
+
+def _adapter_name(i: int) -> str:
+    return f"random-{i}"
+
+
+def _with_adapters(config: Config, work: OfflineWork, folder: Path) -> Config:
+    """Write random adapters to a folder, and return the configuration with them, and with a place for each."""
+    geometry = size_of(files_here(config)).geometry
+    if geometry is None:
+        raise ConfigError("--adapters: the model's description does not tell the shapes of its layers.")
+    names = [_adapter_name(i) for i in range(work.adapters)]
+    for i, name in enumerate(names):
+        _write_adapter(folder / name, geometry, work.adapter_rank, np.random.default_rng(work.seed + i))
+    most = max(config.scheduler.max_loras, work.adapters)
+    given = [*config.model.adapter, *(f"{name}={folder / name}" for name in names)]
+    return replace(
+        config,
+        model=replace(config.model, adapter=given),
+        scheduler=replace(config.scheduler, max_loras=most),
+    )
+
+
+def _write_adapter(folder: Path, geometry: Geometry, rank: int, random_numbers: np.random.Generator) -> None:
+    """Write an adapter to every linear layer of a decoder, as PEFT does."""
+    hidden, middle = geometry.hidden_size, geometry.intermediate_size
+    queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
+    shapes = {
+        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (middle, hidden), "mlp.up_proj": (middle, hidden),
+        "mlp.down_proj": (hidden, middle),
+    }  # fmt: skip
+    tensors = {}
+    for layer in range(geometry.num_layers):
+        for name, (rows, columns) in shapes.items():
+            module = f"base_model.model.model.layers.{layer}.{name}"
+            for part, shape in (("lora_A", (rank, columns)), ("lora_B", (rows, rank))):
+                numbers = random_numbers.standard_normal(shape, np.float32) * columns**-0.5
+                tensors[f"{module}.{part}.weight"] = numbers.astype(np.float16)
+    targets = [name.rpartition(".")[2] for name in shapes]
+    folder.mkdir()
+    facts = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(facts))
+    save_file(tensors, folder / "adapter_model.safetensors")

@@ -69,6 +69,15 @@ class GivenRows(NamedTuple):
     """[rows, hidden size], of the model's dtype."""
 
 
+class AdapterGroups(NamedTuple):
+    """The tokens of a step by the slots of their LoRA adapters; those without an adapter are the first group."""
+
+    order: Tensor
+    """[tokens] int64: the tokens, group after group."""
+    starts: Tensor
+    """[slots + 2] int64: where each group begins in `order`, and where the last one ends."""
+
+
 def client_tensor(tensor: ClientTensor, start: int = 0, stop: int | None = None) -> Tensor:
     """Return a client's tensor, or rows of it, on the host, in the dtype that it was sent in."""
     values = torch.from_numpy(tensor.array()[start:stop].copy())

@@ -7,15 +7,18 @@ Rotary pairs are neighbours in a head (dimensions 2i and 2i + 1), whatever the c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels.batch import AttentionBatch, HeadNorms, HeadShape
+from weft.kernels.batch import AdapterGroups, AttentionBatch, HeadNorms, HeadShape
 from weft.kernels.fp8 import Fp8Weight, LayerCache, block_size_of
 from weft.kernels.int4 import Int4Weight
 from weft.kernels.quantised import QuantisedWeight, finely_rounded, rounded
-from weft.kernels.weights import Weight
+from weft.kernels.weights import SlotLowRank, Weight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -110,3 +113,34 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return the likeliest token of each row and its logit, which is NaN for a row with a NaN."""
     peaks, tokens = logits.max(dim=-1)
     return tokens, peaks
+
+
+def lora_shrink(x: Tensor, weight: SlotLowRank, groups: AdapterGroups) -> Tensor:
+    """Return the products of rows and their slots' `shrink`, float32 [any, tokens, parts * rank], in the order of the
+    groups. They are the sums over the first dimension; those of rows without an adapter are anything."""
+    ranks = torch.zeros(1, len(x), weight.shrink.shape[1], device=x.device)
+    for slot, group in _slots_in_use(groups):
+        ranks[0, group] = F.linear(x[groups.order[group]].float(), weight.shrink[slot].float())
+    return ranks
+
+
+def lora_expand_add(ranks: Tensor, weight: SlotLowRank, groups: AdapterGroups, y: Tensor) -> None:
+    """Add the products of what `lora_shrink` returned and the slots' `expand` to rows of y in place."""
+    for slot, group in _slots_in_use(groups):
+        of_parts = torch.split(ranks[:, group].sum(0).to(y.dtype), weight.rank, dim=1)
+        outputs = [F.linear(of, weight.expand[slot, begin:end])
+                   for of, (begin, end) in zip(of_parts, pairwise((0, *weight.ends)), strict=True)]  # fmt: skip
+        y[groups.order[group]] += torch.cat(outputs, dim=1)
+
+
+def lora_expand_gate(gate_up: Tensor, ranks: Tensor, weight: SlotLowRank, groups: AdapterGroups) -> Tensor:
+    """Return silu_mul(gate_up) of all rows, with the low-rank products added before. It may overwrite gate_up."""
+    lora_expand_add(ranks, weight, groups, gate_up)
+    return silu_mul(gate_up)
+
+
+def _slots_in_use(groups: AdapterGroups) -> Iterator[tuple[int, slice]]:
+    """Yield each slot that tokens use, and its group in the order."""
+    for slot, (begin, end) in enumerate(pairwise(groups.starts[1:].tolist())):
+        if begin < end:
+            yield slot, slice(begin, end)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from weft.kernels import reference, sampling
-from weft.kernels.batch import AttentionBatch, HeadNorms, HeadShape
+from weft.kernels.batch import AdapterGroups, AttentionBatch, HeadNorms, HeadShape
 from weft.kernels.fp8 import LayerCache
-from weft.kernels.weights import Weight
+from weft.kernels.weights import SlotLowRank, Weight
 
 
 class Ops(NamedTuple):
@@ -23,6 +23,9 @@ class Ops(NamedTuple):
     linear_add: Callable[[Tensor, Weight, Tensor | None, Tensor], None]
     rotate_and_store: Callable[[Tensor, HeadShape, Tensor, LayerCache, Tensor, HeadNorms | None], None]
     attention: Callable[[Tensor, HeadShape, LayerCache, AttentionBatch], Tensor]
+    lora_shrink: Callable[[Tensor, SlotLowRank, AdapterGroups], Tensor]
+    lora_expand_add: Callable[[Tensor, SlotLowRank, AdapterGroups, Tensor], None]
+    lora_expand_gate: Callable[[Tensor, Tensor, SlotLowRank, AdapterGroups], Tensor]
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]]
     keep_thresholds: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     gumbel_sample: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -36,6 +39,9 @@ REFERENCE = Ops(
     linear_add=reference.linear_add,
     rotate_and_store=reference.rotate_and_store,
     attention=reference.attention,
+    lora_shrink=reference.lora_shrink,
+    lora_expand_add=reference.lora_expand_add,
+    lora_expand_gate=reference.lora_expand_gate,
     greedy=reference.greedy,
     keep_thresholds=sampling.keep_thresholds,
     gumbel_sample=sampling.gumbel_sample,

@@ -75,9 +75,37 @@ class LowRank(NamedTuple):
     """[rank, in]."""
     expand: Tensor
     """[out, rank]."""
+    ranks: tuple[int, ...]
+    """The rank of each part of a fused weight; 0 for one that is not adapted."""
 
-    def to(self, device: torch.device) -> LowRank:
-        return LowRank(self.shrink.to(device), self.expand.to(device))
+
+class SlotLowRank(NamedTuple):
+    """The low-rank weights of a linear layer for every slot of an adapter. The parts of a fused weight have as many
+    ranks each, and what an adapter does not need of them is zero."""
+
+    shrink: Tensor
+    """[slots, parts * rank, in]."""
+    expand: Tensor
+    """[slots, out, rank]: an output has the ranks of the part that it belongs to."""
+    ends: tuple[int, ...]
+    """Where the outputs of each part end."""
+
+    @property
+    def rank(self) -> int:
+        return self.expand.shape[2]
+
+    def write(self, slot: int, added: LowRank | None) -> None:
+        """Copy an adapter's weights to a slot, or zeros."""
+        self.shrink[slot].zero_()
+        self.expand[slot].zero_()
+        if added is None:
+            return
+        first = begin = 0
+        for part, (rank, end) in enumerate(zip(added.ranks, self.ends, strict=True)):
+            last, own = first + rank, part * self.rank
+            self.shrink[slot, own : own + rank] = added.shrink[first:last]
+            self.expand[slot, begin:end, :rank] = added.expand[begin:end, first:last]
+            first, begin = last, end
 
 
 class AdaptedLayer(NamedTuple):
@@ -103,13 +131,13 @@ class AdapterWeights:
         return int(self.places[:, :, 0].max())
 
     @property
+    def max_part_rank(self) -> int:
+        return max((rank for layer in self.layers for one in layer if one is not None for rank in one.ranks), default=0)
+
+    @property
     def num_bytes(self) -> int:
         added = [one for layer in self.layers for one in layer if one is not None]
-        return sum(tensor.nbytes for one in added for tensor in one)
-
-    def to(self, device: torch.device) -> AdapterWeights:
-        layers = [AdaptedLayer(*(one and one.to(device) for one in layer)) for layer in self.layers]
-        return AdapterWeights(layers)
+        return sum(one.shrink.nbytes + one.expand.nbytes for one in added)
 
 
 class AdaptedRun(NamedTuple):

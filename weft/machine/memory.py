@@ -115,6 +115,11 @@ def adapter_bytes(config: Shape, rank: int, dtype: NumberType) -> int:
     return config.num_layers * rank * widths * dtype.itemsize
 
 
+def slot_rank(rank: int) -> int:
+    """Return the rank of slots for adapters up to this one: a power of two, 16 at least, which matrix units need."""
+    return max(16, 1 << (rank - 1).bit_length())
+
+
 def plan_memory(
     config: Shape,
     cache: CacheOptions,

@@ -19,7 +19,7 @@ from weft.checkpoint.gguf import GgufFile, read_gguf
 from weft.checkpoint.model_files import ModelFiles
 from weft.checkpoint.tokenizer_assets import model_facts
 from weft.errors import ModelError
-from weft.machine.memory import NumberType, num_parameters
+from weft.machine.memory import NumberType, Shape, adapter_bytes, num_parameters, slot_rank
 from weft.options import Config
 
 PLAIN_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -221,8 +221,30 @@ def _whole(geometry: Geometry) -> Geometry | None:
     return geometry if all(sizes) else None
 
 
-def adapters_bytes(config: Config, dtype: NumberType) -> int:
-    """Return the bytes of the largest adapters that may be loaded at once. One without a file is not counted."""
-    files = [Path(path).expanduser() / WEIGHTS_FILE for path in adapter_paths(config).values()]
-    sizes = [safetensors_weights([file]).held_bytes(dtype, unpacked=True) for file in files if file.is_file()]
+def adapters_bytes(config: Config, dtype: NumberType, slots_of: Shape | None = None) -> int:
+    """Return the bytes of the largest adapters that may be loaded at once, or of the slots for them of a model on a
+    GPU. One without a file is not counted."""
+    if slots_of is not None:
+        num_slots = config.scheduler.max_loras if config.model.wants_adapters else 0
+        return num_slots * adapter_bytes(slots_of, slot_rank(largest_rank(config)), dtype)
+    files = _adapter_files(config)
+    sizes = [safetensors_weights([file]).held_bytes(dtype, unpacked=True) for file in files]
     return HELD_PER_NUMBER * sum(sorted(sizes, reverse=True)[: config.scheduler.max_loras])
+
+
+def largest_rank(config: Config) -> int:
+    """Return the largest rank of any layer of the adapters of `--adapter`; 0: there are none."""
+    ranks = [0]
+    for path in _adapter_files(config):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                names = [name for name in file.keys() if ".lora_A." in name]  # noqa: SIM118 - it is no mapping
+                ranks += [rank for name in names for rank in file.get_slice(name).get_shape()[:1]]
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is no readable safetensors file: {error}.") from error
+    return max(ranks)
+
+
+def _adapter_files(config: Config) -> list[Path]:
+    files = [Path(path).expanduser() / WEIGHTS_FILE for path in adapter_paths(config).values()]
+    return [file for file in files if file.is_file()]

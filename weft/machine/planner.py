@@ -300,7 +300,8 @@ class _Planning:
 
     def _held_weights(self) -> int:
         image_model = _image_weights(self.config.model.image_model) if self.profile.has_image_model else Weights()
-        adapters = 0 if self.profile.reserves_adapters else adapters_bytes(self.config, self.dtype)
+        slots_of = self.planner.size.geometry if self.place == "cuda" else None
+        adapters = 0 if self.profile.reserves_adapters else adapters_bytes(self.config, self.dtype, slots_of)
         draft = self._held(self.planner.draft) if self.planner.draft is not None else 0
         beside = draft + image_model.held_bytes(self.dtype, unpacked=True) + adapters
         return self._held(self.planner.size) // self.parts + beside
@@ -345,6 +346,8 @@ class _Planning:
         graphs = 0
         if self.place != "cpu":
             rows = GRAPH_ROWS * self.seqs + GRAPH_ROWS_BESIDES
+            if self.config.model.wants_adapters and not self.profile.reserves_adapters:
+                rows *= 2  # steps with adapters have graphs of their own
             graphs = geometry.vocab_size * rows * self.dtype.itemsize + GRAPH_SLACK_BYTES
             graphs += activations_bytes(geometry, self.dtype, self.seqs + GRAPH_PROMPT_TOKENS) // self.parts
         return replace(memory, activations=step + logits + tables, graphs=graphs)

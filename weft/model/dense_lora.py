@@ -1,30 +1,61 @@
 """The forward pass of a step in which some tokens have LoRA adapters, for every kernel table.
 
-All tokens go through the model's own linear layers, in the ops of any other step; then the low-rank products of those
-with an adapter are added. Only their feed-forward gates are computed twice: the gate's input is not kept.
+Adapters are in slots, whose addresses do not change: a CUDA graph of such a step is valid whichever adapters are in
+them. All tokens go through the model's own linear layers, and the low-rank products of those with an adapter are added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from weft.kernels import AttentionBatch, GivenRows
+from weft.kernels.batch import AdapterGroups
 from weft.kernels.fp8 import KvCache
-from weft.kernels.reference import silu_mul
-from weft.kernels.weights import AdapterWeights, LowRank
+from weft.kernels.weights import AdapterWeights, SlotLowRank
 from weft.model.dense import DenseModel
 
 
-class AdaptedTokens(NamedTuple):
-    """Tokens of a step that have one adapter."""
+class SlotLayer(NamedTuple):
+    """The low-rank weights of one decoder layer for every slot."""
 
-    weights: AdapterWeights
-    at: Tensor
-    """Their places among the step's tokens."""
+    qkv: SlotLowRank
+    output: SlotLowRank
+    gate_up: SlotLowRank
+    down: SlotLowRank
+
+
+class AdapterSlots:
+    """The slots hold adapters of a model on its device, up to a rank."""
+
+    def __init__(self, model: DenseModel, count: int, rank: int) -> None:
+        heads, hidden, middle = model.config.heads, model.config.hidden_size, model.config.intermediate_size
+        keys_end = heads.q_size + heads.kv_size // 2
+
+        def empty(ends: tuple[int, ...], inputs: int) -> SlotLowRank:
+            kind: dict[str, Any] = {"dtype": model.weights.dtype, "device": model.weights.device}
+            shrink = torch.zeros(count, len(ends) * rank, inputs, **kind)
+            return SlotLowRank(shrink, torch.zeros(count, ends[-1], rank, **kind), ends)
+
+        self.count = count
+        self.rank = rank
+        self.layers = [
+            SlotLayer(
+                qkv=empty((heads.q_size, keys_end, heads.q_size + heads.kv_size), hidden),
+                output=empty((hidden,), heads.q_size),
+                gate_up=empty((middle, 2 * middle), hidden),
+                down=empty((hidden,), middle),
+            )
+            for _ in model.weights.layers
+        ]
+
+    def write(self, slot: int, weights: AdapterWeights) -> None:
+        """Copy an adapter to a slot, in the place of what was there."""
+        for ours, theirs in zip(self.layers, weights.layers, strict=True):
+            for weight, added in zip(ours, theirs, strict=True):
+                weight.write(slot, added)
 
 
 def forward_adapted(
@@ -33,40 +64,28 @@ def forward_adapted(
     positions: Tensor,
     kv_cache: KvCache,
     batch: AttentionBatch,
-    adapted: Sequence[AdaptedTokens],
+    slots: AdapterSlots,
+    groups: AdapterGroups,
     given: GivenRows | None = None,
 ) -> Tensor:
     """Compute `DenseModel.forward` with adapters."""
     ops, eps, heads = model.ops, model.config.norm_eps, model.config.heads
     rotation = model.rotations[positions]
     residual = model.embed(tokens, given)
-    for i, (layer, kv) in enumerate(zip(model.weights.layers, kv_cache, strict=True)):
-        parts = [(one.at, one.weights.layers[i]) for one in adapted]
-        qkv = ops.norm_linear(residual, layer.attention_norm, eps, layer.qkv, layer.qkv_bias)
-        for at, added in parts:
-            if added.qkv is not None:
-                _add(qkv, at, ops.rms_norm(residual[at], layer.attention_norm, eps), added.qkv)
+    for layer, added, kv in zip(model.weights.layers, slots.layers, kv_cache, strict=True):
+        normal = ops.rms_norm(residual, layer.attention_norm, eps)
+        ranks = ops.lora_shrink(normal, added.qkv, groups)
+        qkv = ops.linear(normal, layer.qkv, layer.qkv_bias)
+        ops.lora_expand_add(ranks, added.qkv, groups, qkv)
         ops.rotate_and_store(qkv, heads, rotation, kv, batch.slots, layer.head_norms(eps))
         attended = ops.attention(qkv, heads, kv, batch)
+        ranks = ops.lora_shrink(attended, added.output, groups)
         ops.linear_add(attended, layer.output, layer.output_bias, residual)
-        for at, added in parts:
-            if added.output is not None:
-                _add(residual, at, attended[at], added.output)
-        hidden = ops.norm_gate_up(residual, layer.mlp_norm, eps, layer.gate_up)
-        for at, added in parts:
-            if added.gate_up is not None:
-                normal = ops.rms_norm(residual[at], layer.mlp_norm, eps)
-                hidden[at] = silu_mul(ops.linear(normal, layer.gate_up, None) + _product(normal, added.gate_up))
+        ops.lora_expand_add(ranks, added.output, groups, residual)
+        normal = ops.rms_norm(residual, layer.mlp_norm, eps)
+        ranks = ops.lora_shrink(normal, added.gate_up, groups)
+        hidden = ops.lora_expand_gate(ops.linear(normal, layer.gate_up, None), ranks, added.gate_up, groups)
+        ranks = ops.lora_shrink(hidden, added.down, groups)
         ops.linear_add(hidden, layer.down, None, residual)
-        for at, added in parts:
-            if added.down is not None:
-                _add(residual, at, hidden[at], added.down)
+        ops.lora_expand_add(ranks, added.down, groups, residual)
     return ops.rms_norm(residual, model.weights.norm, eps)
-
-
-def _product(x: Tensor, added: LowRank) -> Tensor:
-    return F.linear(F.linear(x, added.shrink), added.expand)
-
-
-def _add(y: Tensor, at: Tensor, x: Tensor, added: LowRank) -> None:
-    y.index_add_(0, at, _product(x, added))

@@ -200,21 +200,22 @@ class _AdapterReader:
         return AdapterWeights(layers)
 
     def fused(self, parts: tuple[str, ...], layer: int) -> LowRank | None:
-        read: list[LoraPart] = []
+        found: list[LoraPart | None] = []
         first_row = 0
         for name in parts:
-            part = self.part(name, layer, first_row)
-            read += [part] if part is not None else []
+            found.append(self.part(name, layer, first_row))
             first_row += self.shapes[name][0]
+        read = [part for part in found if part is not None]
         if not read:
             return None
-        expand = torch.zeros(first_row, sum(len(part.shrink) for part in read), dtype=self.dtype)
+        ranks = tuple(0 if part is None else len(part.shrink) for part in found)
+        expand = torch.zeros(first_row, sum(ranks), dtype=self.dtype)
         first_rank = 0
         for part in read:
             rows, rank = part.expand.shape
             expand[part.first_row : part.first_row + rows, first_rank : first_rank + rank] = part.expand
             first_rank += rank
-        return LowRank(torch.cat([part.shrink for part in read]), expand)
+        return LowRank(torch.cat([part.shrink for part in read]), expand, ranks)
 
     def part(self, name: str, layer: int, first_row: int) -> LoraPart | None:
         module = HUGGINGFACE_NAMES[name].format(layer).removesuffix(".weight")

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from weft.kernels import AttentionBatch, GivenRows
+from weft.kernels.batch import AdapterGroups
 from weft.kernels.fp8 import KvCache
 from weft.kernels.weights import AdaptedRun
 from weft.model.dense import DenseModel, LastTokens
-from weft.model.dense_lora import forward_adapted
+from weft.model.dense_lora import AdapterSlots, forward_adapted
 from weft.switches import is_on
 from weft.worker.inputs import StepInputs, StepShape
-from weft.worker.lora_rows import tokens_of
 from weft.worker.rows import RowTable
 
 
@@ -91,9 +91,10 @@ class Stepper:
         requested: RequestedTokens | None = None,
         adapted: Sequence[AdaptedRun] = (),
         given: GivenRows | None = None,
+        slots: AdapterSlots | None = None,
     ) -> ForwardOutput:
-        """Compute a step in which no sequence is longer than `longest`. It neither waits for the device nor reads from
-        it."""
+        """Compute a step in which no sequence is longer than `longest`. Tokens have the adapters of `adapted` in
+        native code, else those of `slots`. It neither waits for the device nor reads from it."""
         table, positions = self.table, inputs.positions
         width = -(-longest // table.block_size)
         blocks = table.blocks[inputs.token_rows, positions // table.block_size]
@@ -111,9 +112,9 @@ class Stepper:
             tokens = tokens.clamp(min=0)
         states = None
         if requested is None:
-            logits = self._logits(shape, inputs, tokens, batch, width, adapted, given)
+            logits = self._logits(shape, inputs, tokens, batch, width, adapted, given, slots)
         else:
-            logits, states = self._requested(requested, inputs, tokens, batch, adapted, given)
+            logits, states = self._requested(requested, inputs, tokens, batch, adapted, given, slots)
         best, peaks = self.model.ops.greedy(logits)
         table.tokens[inputs.sample_rows, inputs.sample_positions + 1] = best
         return ForwardOutput(logits, best, peaks, states)
@@ -126,6 +127,7 @@ class Stepper:
         batch: AttentionBatch,
         adapted: Sequence[AdaptedRun],
         given: GivenRows | None,
+        slots: AdapterSlots | None,
     ) -> tuple[Tensor, RequestedStates]:
         """Return the logits that are sampled from, and the states that rows request."""
         at = torch.cat([inputs.sample_at, requested.logits_at])
@@ -134,24 +136,25 @@ class Stepper:
                 tokens, inputs.positions, batch, at, requested.hidden_at, adapted, given
             )
         else:
-            states = self._states(tokens, inputs.positions, batch, adapted, given)
+            states = self._states(inputs, tokens, batch, given, slots)
             logits, hidden = self.model.logits(states[at]), states[requested.hidden_at]
         sampled, others = torch.split(logits, [len(inputs.sample_at), len(requested.logits_at)])
         return sampled, RequestedStates(others, hidden)
 
     def _states(
         self,
+        inputs: StepInputs,
         tokens: Tensor,
-        positions: Tensor,
         batch: AttentionBatch,
-        adapted: Sequence[AdaptedRun],
         given: GivenRows | None,
+        slots: AdapterSlots | None,
     ) -> Tensor:
         """Return the final hidden states of all the step's tokens."""
-        if not adapted:
-            return self.model.forward(tokens, positions, self.kv_cache, batch, given=given)
-        by_adapter = tokens_of(adapted, self.table.device)
-        return forward_adapted(self.model, tokens, positions, self.kv_cache, batch, by_adapter, given)
+        model, positions, kv_cache = self.model, inputs.positions, self.kv_cache
+        if slots is None:
+            return model.forward(tokens, positions, kv_cache, batch, given=given)
+        groups = AdapterGroups(inputs.slot_order, inputs.slot_starts)
+        return forward_adapted(model, tokens, positions, kv_cache, batch, slots, groups, given)
 
     def _logits(
         self,
@@ -162,12 +165,13 @@ class Stepper:
         width: int,
         adapted: Sequence[AdaptedRun],
         given: GivenRows | None,
+        slots: AdapterSlots | None,
     ) -> Tensor:
         if self.fast_step is not None:
             return self.fast_step(tokens, inputs.positions, batch, inputs.sample_at, adapted, given)
         model = self.model
-        if adapted or shape.samples_all or not is_on("last-tokens"):
-            states = self._states(tokens, inputs.positions, batch, adapted, given)
+        if slots is not None or shape.samples_all or not is_on("last-tokens"):
+            states = self._states(inputs, tokens, batch, given, slots)
             return model.logits(states if shape.samples_all else states[inputs.sample_at])
         last = AttentionBatch(
             num_decodes=shape.samples,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from weft.model.dense_lora import AdapterSlots
 from weft.switches import is_on
 from weft.worker.forward_step import ForwardOutput, Stepper
 from weft.worker.inputs import StepShape, section_sizes, views
@@ -53,21 +54,38 @@ def graph_shapes(max_rows: int, *, with_prefills: bool = True) -> list[StepShape
 
 
 class StepGraphs:
-    """The graphs of a stepper, by the shapes of steps."""
+    """The graphs of a stepper by the shapes of steps: those without adapters, or those that read slots of them."""
 
-    def __init__(self, stepper: Stepper, max_rows: int, *, with_prefills: bool = True) -> None:
+    def __init__(
+        self,
+        stepper: Stepper,
+        max_rows: int,
+        *,
+        with_prefills: bool = True,
+        slots: AdapterSlots | None = None,
+        beside: StepGraphs | None = None,
+    ) -> None:
+        """Capture graphs of steps that read `slots`, in the memory of the graphs `beside` them."""
+        self.slots = slots
         self._stepper = stepper
+        self._max_rows = max_rows
         self._decodes = _up_to(max_rows, DECODES)
         self._beside_prefills = _up_to(max_rows, DECODES_BESIDE_PREFILLS)
         self._captured: dict[StepShape, Captured] = {}
-        self._wanted = dict.fromkeys(graph_shapes(max_rows, with_prefills=with_prefills), 0)
-        self._pool = torch.cuda.graph_pool_handle()
+        shapes = graph_shapes(max_rows, with_prefills=with_prefills)
+        num_slots = slots.count if slots is not None else 0
+        self._wanted = dict.fromkeys((shape._replace(slots=num_slots) for shape in shapes), 0)
+        self._pool = torch.cuda.graph_pool_handle() if beside is None else beside._pool
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def with_slots(self, slots: AdapterSlots) -> StepGraphs:
+        """Return graphs of the same steps with adapters, in the same memory: one step is replayed at a time."""
+        return StepGraphs(self._stepper, self._max_rows, slots=slots, beside=self)
 
     def shape_for(self, exact: StepShape) -> StepShape | None:
         """Return the shape of a captured graph that a plan fits into, or None."""
         shape = self._padded(exact)
-        if shape is None or shape not in self._wanted:
+        if shape is None or (shape := shape._replace(slots=exact.slots)) not in self._wanted:
             return None
         self._wanted[shape] += 1
         if shape not in self._captured and self._wanted[shape] >= CAPTURE_AFTER:
@@ -123,15 +141,18 @@ class StepGraphs:
             rows.fill_(table.padding_row)
         inputs.query_starts[: shape.decodes] = torch.arange(shape.decodes, device=table.device)
         inputs.query_starts[shape.decodes :] = shape.decodes
+        if shape.slots:
+            inputs.slot_order.copy_(torch.arange(shape.num_tokens, device=table.device))
+            inputs.slot_starts[1:] = shape.num_tokens
         longest = table.tokens.shape[1]
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with overlapping_launches():
             with torch.cuda.stream(self._stream):
-                self._stepper.step(shape, inputs, longest)
+                self._stepper.step(shape, inputs, longest, slots=self.slots)
             torch.cuda.current_stream().wait_stream(self._stream)
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                output = self._stepper.step(shape, inputs, longest)
+                output = self._stepper.step(shape, inputs, longest, slots=self.slots)
         return Captured(graph, packed, output)
 
 

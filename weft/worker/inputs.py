@@ -6,6 +6,7 @@ are the null block. So one CUDA graph serves many plans.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +51,8 @@ class StepShape(NamedTuple):
     """Sequences with more new tokens."""
     prompt_tokens: int
     samples: int
+    slots: int = 0
+    """Slots of LoRA adapters by which the tokens are grouped; 0 for a step without adapters."""
 
     @property
     def num_tokens(self) -> int:
@@ -80,12 +83,16 @@ class StepInputs(NamedTuple):
     """Places of the step's tokens that are sampled from."""
     sample_positions: Tensor
     """Their positions: each sampled token goes to the next position."""
+    slot_order: Tensor
+    slot_starts: Tensor
+    """The fields of AdapterGroups; empty in a step without adapters."""
 
 
 def section_sizes(shape: StepShape) -> list[int]:
     """Return the length of each field of StepInputs in a step of this shape."""
     tokens, sequences, samples = shape.num_tokens, shape.num_sequences, shape.samples
-    return [tokens, tokens, sequences, sequences, sequences + 1, samples, samples, samples]
+    grouped = [tokens, shape.slots + 2] if shape.slots else [0, 0]
+    return [tokens, tokens, sequences, sequences, sequences + 1, samples, samples, samples, *grouped]
 
 
 class Layout(NamedTuple):
@@ -127,7 +134,10 @@ def exact_shape(rows: list[Row]) -> StepShape:
     return StepShape(decodes, len(rows) - decodes, sum(counts) - decodes, samples)
 
 
-def lay_out(rows: list[Row], shape: StepShape, padding_row: int) -> Layout:
+def lay_out(
+    rows: list[Row], shape: StepShape, padding_row: int, slot_of: Callable[[int], int] = lambda row: -1
+) -> Layout:
+    """Lay out rows as the inputs of a step. `slot_of` returns the slot of a row's adapter, or -1."""
     # Of sequences with one new token those that sample come first: a captured step samples from its first tokens.
     rows = sorted(rows, key=lambda row: (row.count > 1, row.count == 1 and not row.samples))
     table = np.array([(row.row, row.start, row.count, row.samples) for row in rows], dtype=np.int64)
@@ -141,9 +151,8 @@ def lay_out(rows: list[Row], shape: StepShape, padding_row: int) -> Layout:
 
     packed = np.zeros(sum(section_sizes(shape)), dtype=np.int64)
     layout = Layout(shape, packed, rows, at, [row for row in rows if row.samples], int((starts + counts).max()))
-    token_rows, positions, sequence_rows, lengths, query_starts, sample_rows, sample_at, sample_positions = (
-        layout.sections
-    )
+    token_rows, positions, sequence_rows, lengths, query_starts, *sampled, slot_order, slot_starts = layout.sections
+    sample_rows, sample_at, sample_positions = sampled
     for section in (token_rows, sequence_rows, sample_rows):
         section[:] = padding_row
     token_rows[token_at] = np.repeat(numbers, counts)
@@ -158,6 +167,11 @@ def lay_out(rows: list[Row], shape: StepShape, padding_row: int) -> Layout:
     sample_rows[:num_samples] = numbers[sampling]
     sample_at[:num_samples] = (at + counts - 1)[sampling]
     sample_positions[:num_samples] = (starts + counts - 1)[sampling]
+    if shape.slots:
+        groups = np.zeros(shape.num_tokens, dtype=np.int64)
+        groups[token_at] = np.repeat([slot_of(row.row) + 1 for row in rows], counts)
+        slot_order[:] = np.argsort(groups, kind="stable")
+        slot_starts[1:] = np.cumsum(np.bincount(groups, minlength=shape.slots + 1))
     return layout
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from weft.model.dense_lora import AdapterSlots
 from weft.plan import Row, Sampled, StepPlan, StepResult, accepted
 from weft.worker.diffusion.denoiser import DenoiseOutputBatch, Denoiser
 from weft.worker.draft_model import DraftModel
@@ -16,7 +17,7 @@ from weft.worker.forward_step import ForwardOutput, Stepper
 from weft.worker.grammar_masks import Constraint, Constraints, Masks, follow, masks_of
 from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import decode_rows, exact_shape, given_rows, lay_out, to_device, views
-from weft.worker.lora_rows import MAX_ADAPTERS, LoraRows
+from weft.worker.lora_rows import LoraRows
 from weft.worker.prompt_outputs import PromptOutputs, RowOutputBatch
 from weft.worker.sampler import DraftedTokens, SampledBatch, sample, warm_up_sampler
 
@@ -105,13 +106,14 @@ class Runner:
         warm_up: WarmUp | None = None,
         draft_model: DraftModel | None = None,
         denoiser: Denoiser | None = None,
-        max_adapters: int = MAX_ADAPTERS,
+        adapters: LoraRows | None = None,
     ) -> None:
         self.stepper = stepper
-        self.adapters = LoraRows(stepper.model, max_adapters)
+        self.adapters = adapters if adapters is not None else LoraRows(stepper)
         self.denoiser = denoiser
         self.prompt_outputs = PromptOutputs(stepper.table, denoiser)
         self.graphs = graphs
+        self._adapted_graphs: StepGraphs | None = None
         self.warm_up = warm_up
         self.draft_model = draft_model
 
@@ -126,11 +128,12 @@ class Runner:
             self.prompt_outputs.forget(plan.release)
             return Pending(plan, [], None, SideOutputs(denoise=denoised))
         rows = decode_rows(plan.rows)
-        exact = exact_shape(rows)
+        slots = self.adapters.slots_for(plan)
+        exact = exact_shape(rows)._replace(slots=slots.count if slots is not None else 0)
         has_requests, has_embeds = any(row.request is not None for row in plan.rows), table.has_embeds(plan.rows)
-        is_plain = not has_requests and not has_embeds and not self.adapters.are_used_by(plan)
-        captured = self.graphs.shape_for(exact) if self.graphs is not None and is_plain else None
-        layout = lay_out(rows, captured or exact, table.padding_row)
+        graphs = self._graphs_of(slots) if not has_requests and not has_embeds else None
+        captured = graphs.shape_for(exact) if graphs is not None else None
+        layout = lay_out(rows, captured or exact, table.padding_row, self.adapters.slot_of)
         packed, *writes = to_device([layout.packed, *new], table.device)
         table.write(*writes)
         if self.draft_model is not None:
@@ -139,12 +142,12 @@ class Runner:
         drafts = DraftedTokens.of(table, *(column[-num_drafted:] for column in writes[:2])) if num_drafted else None
         self.prompt_outputs.forget(plan.release)
         requests = self.prompt_outputs.request(layout) if has_requests else None
-        if self.graphs is not None and captured is not None:
-            output = self.graphs.replay(captured, packed)
+        if graphs is not None and captured is not None:
+            output = graphs.replay(captured, packed)
         else:
             tokens, adapted = requests.tokens if requests else None, self.adapters.runs_in(layout)
             given = given_rows(layout, table, self.stepper.model.weights.dtype) if has_embeds else None
-            output = self.stepper.step(exact, views(packed, exact), layout.longest, tokens, adapted, given)
+            output = self.stepper.step(exact, views(packed, exact), layout.longest, tokens, adapted, given, slots)
         prompts = self.prompt_outputs.collect(requests, output.requested) if requests and output.requested else None
         side = SideOutputs(prompts, denoised)
         if constrained := table.constraints.among(layout.sampling):
@@ -161,10 +164,20 @@ class Runner:
         """Do a piece of warm-up; returns False when there is none left."""
         if self.warm_up is not None and self.warm_up.next():
             return True
-        for graphs in (self.graphs, self.draft_model.graphs if self.draft_model is not None else None):
+        slots = self.adapters.slots
+        adapted_graphs = self._graphs_of(slots) if slots is not None else None
+        for graphs in (self.graphs, self.draft_model.graphs if self.draft_model is not None else None, adapted_graphs):
             if graphs is not None and graphs.capture_next():
                 return True
         return self.denoiser is not None and self.denoiser.warm_up()
+
+    def _graphs_of(self, slots: AdapterSlots | None) -> StepGraphs | None:
+        """Return the graphs of steps that read these slots, or none. Slots that were allocated anew need new graphs."""
+        if self.graphs is None or slots is None:
+            return self.graphs
+        if self._adapted_graphs is None or self._adapted_graphs.slots is not slots:
+            self._adapted_graphs = self.graphs.with_slots(slots)
+        return self._adapted_graphs
 
     @torch.inference_mode()
     def _sample_constrained(

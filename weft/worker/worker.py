@@ -32,7 +32,7 @@ from weft.machine.memory import (
     num_parameters,
     plan_memory,
 )
-from weft.machine.model_size import Weights, adapters_bytes, size_of
+from weft.machine.model_size import Weights, adapters_bytes, largest_rank, size_of
 from weft.model.dense import DenseModel
 from weft.model.loader import LinearLoading, load_weights, open_model
 from weft.options import CacheOptions, Config
@@ -43,6 +43,7 @@ from weft.worker.diffusion.load import load_image_model
 from weft.worker.draft_model import DraftModel
 from weft.worker.forward_step import FastStep, Stepper
 from weft.worker.graphs import StepGraphs, graph_shapes
+from weft.worker.lora_rows import LoraRows
 from weft.worker.memory_profile import (
     available_cpu_bytes,
     cache_shape,
@@ -90,7 +91,8 @@ class Worker:
             )
             images = load_image_model(config, files, text_width=geometry.hidden_size, dtype=dtype, device=device)
             denoiser = images.denoiser if images is not None else None
-            beside_bytes = adapters_bytes(config, dtype) + (denoiser.num_bytes if denoiser is not None else 0)
+            beside_bytes = adapters_bytes(config, dtype, geometry if device.type == "cuda" else None)
+            beside_bytes += denoiser.num_bytes if denoiser is not None else 0
             planned_bytes = sum(one.weights_bytes for one in (target, draft) if one is not None)
             # What cannot fit is refused before anything large is allocated.
             plan = plan_for(room, weights_bytes=planned_bytes + beside_bytes)
@@ -107,7 +109,9 @@ class Worker:
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
         if device.type == "cuda":
             if is_on("graphs"):
-                graphs = graphs_bytes(geometry, dtype, graph_shapes(_most_decodes(self.limits)))
+                shapes = graph_shapes(_most_decodes(self.limits))
+                # Steps with adapters have graphs of their own.
+                graphs = graphs_bytes(geometry, dtype, shapes * 2 if config.model.wants_adapters else shapes)
                 if draft is not None:
                     shapes = graph_shapes(self.limits.max_speculative_tokens, with_prefills=False)
                     graphs += graphs_bytes(draft.geometry, dtype, shapes)
@@ -129,7 +133,7 @@ class Worker:
             warm_up=None if on_cpu else WarmUp(*steppers),
             draft_model=drafter,
             denoiser=denoiser,
-            max_adapters=config.scheduler.max_loras,
+            adapters=LoraRows(steppers[0], config.scheduler.max_loras, largest_rank(config)),
         )
         if not on_cpu:
             for line in ledger_table(ledger).splitlines():

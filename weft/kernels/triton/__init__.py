@@ -21,6 +21,7 @@ def triton_ops() -> Ops:
     from weft.kernels.table import Ops
     from weft.kernels.triton.elementwise import rms_norm, rotate_and_store
     from weft.kernels.triton.linears import linear, linear_add, norm_gate_up, norm_linear
+    from weft.kernels.triton.lora_linears import lora_expand_add, lora_expand_gate, lora_shrink
     from weft.kernels.triton.prefill_attention import attention
     from weft.kernels.triton.sampling_kernels import argmax, gumbel_sample
     from weft.kernels.triton.thresholds import keep_thresholds
@@ -33,6 +34,9 @@ def triton_ops() -> Ops:
         linear_add=linear_add,
         rotate_and_store=rotate_and_store,
         attention=attention,
+        lora_shrink=lora_shrink,
+        lora_expand_add=lora_expand_add,
+        lora_expand_gate=lora_expand_gate,
         greedy=argmax,
         keep_thresholds=keep_thresholds,
         gumbel_sample=gumbel_sample,
