@@ -122,8 +122,8 @@ def check_kv8_store(heads: HeadShape, dtype: torch.dtype, with_norm: bool) -> No
     rounded.write(batch.slots, found[:, heads.q_size :].view(tokens, 2, heads.num_kv_heads, dim))
     assert torch.equal(cache.scales, rounded.scales), "the scales differ"
     numbers, rounded_numbers = (one.numbers.view(torch.uint8).int() for one in (cache, rounded))
-    # The interpreter cuts float32 to e4m3 where hardware rounds.
-    assert int((numbers - rounded_numbers).abs().max()) <= int(INTERPRETED), "the numbers differ"
+    # The interpreter loses the carry of a mantissa that is rounded up to the next exponent.
+    assert int((numbers - rounded_numbers).abs().max()) <= (8 if INTERPRETED else 0), "the numbers differ"
 
 
 def check_attention(

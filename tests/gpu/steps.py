@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels import AttentionBatch, HeadShape
-from weft.kernels.fp8 import E4M3, Fp8Cache, LayerCache, quantise_heads
+from weft.kernels.fp8 import E4M3, Fp8Cache, LayerCache, zero_cache
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -86,10 +86,10 @@ def as_fp8(kv: Tensor) -> Fp8Cache:
     spread = torch.exp2(torch.randint(-6, 7, kv.shape[:4], device=kv.device).float())
     spread[:, :, 0] = spread[:, :, 0].clamp(2**-3, 2)
     spread[0] = 1
-    numbers, scales = quantise_heads(kv.float() * spread[..., None])
-    scales[kv.isnan().any(-1)] = float("nan")
-    numbers = numbers.view(torch.uint8).permute(0, 2, 3, 1, 4).contiguous().view(E4M3)
-    return Fp8Cache(numbers, scales.permute(0, 3, 1, 2).contiguous())
+    [cache] = zero_cache((1, *kv.shape), E4M3, kv.device)
+    cache.write(torch.arange(kv.shape[0] * kv.shape[1], device=kv.device), (kv.float() * spread[..., None]).flatten(0, 1))
+    cache.scales[kv.isnan().any(-1).permute(0, 3, 1, 2)] = float("nan")
+    return cache
 
 
 def overwrite(kv: LayerCache, own: LayerCache) -> None:
