@@ -1,7 +1,8 @@
 """What each op of a decode step costs: a captured step is timed with all of them, and with one left out at a time.
 
-`python3 -m tests.gpu.bench_step DIR [quantization] [rows,rows,...]`, where DIR holds the config.json of a model; its weights
-are random. Launches overlap, so a kernel by itself says little of what it adds to a step.
+`python3 -m tests.gpu.bench_step DIR [quantization] [rows,rows,...] [adapters]`, where DIR holds the config.json of a
+model; its weights are random. With adapters, of rank 16 and shared out over the rows, it times what their ops add.
+Launches overlap, so a kernel by itself says little of what it adds to a step.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from torch import Tensor
 
 from weft.hub.resolve import find_model
 from weft.kernels import Ops
-from weft.kernels.weights import Weight
+from weft.kernels.batch import AdapterGroups
+from weft.kernels.triton.elementwise import silu_mul
+from weft.kernels.weights import SlotLowRank, Weight
 from weft.model.dense import DenseModel
+from weft.model.dense_lora import AdapterSlots
 from weft.options import BackendOptions, CacheOptions, Config, ModelOptions
 from weft.worker.forward_step import Stepper
 from weft.worker.graphs import StepGraphs
@@ -50,11 +54,31 @@ def without(ops: Ops, rows: int, hidden: int) -> dict[str, Ops]:
     }
 
 
-def milliseconds(stepper: Stepper, rows: int) -> float:
-    graphs = StepGraphs(stepper, rows, with_prefills=False)
-    shape = StepShape(rows, 0, 0, rows)
+def without_lora(ops: Ops) -> dict[str, Ops]:
+    """Return tables of ops with one of the low-rank products that computes nothing."""
+
+    def unshrunk(x: Tensor, weight: SlotLowRank, groups: AdapterGroups) -> Tensor:
+        return torch.empty(1, len(x), weight.shrink.shape[1], device="cuda")
+
+    def unadapted(gate_up: Tensor, ranks: Tensor, weight: SlotLowRank, groups: AdapterGroups) -> Tensor:
+        return silu_mul(gate_up)
+
+    return {
+        "all of it": ops,
+        "lora shrink": ops._replace(lora_shrink=unshrunk),
+        "lora expand add": ops._replace(lora_expand_add=lambda *_: None),
+        "lora expand gate": ops._replace(lora_expand_gate=unadapted),
+    }
+
+
+def milliseconds(stepper: Stepper, rows: int, slots: AdapterSlots | None = None) -> float:
+    graphs = StepGraphs(stepper, rows, with_prefills=False, slots=slots)
+    shape = StepShape(rows, 0, 0, rows, slots.count if slots is not None else 0)
     captured = graphs._capture(shape)
     inputs = views(captured.inputs, shape)
+    if slots is not None:
+        ends = torch.arange(1, slots.count + 1) * rows // slots.count
+        inputs.slot_starts.copy_(torch.cat([torch.zeros(2, dtype=torch.int64), ends]))
     for numbers in (inputs.token_rows, inputs.sequence_rows, inputs.sample_rows):
         numbers.copy_(torch.arange(rows))
     for positions in (inputs.positions, inputs.sample_positions):
@@ -73,7 +97,7 @@ def milliseconds(stepper: Stepper, rows: int) -> float:
 
 
 def main() -> None:
-    folder, quantization, sizes = (*sys.argv[1:], "", "1")[:3] if len(sys.argv) < 4 else sys.argv[1:4]
+    folder, quantization, sizes, adapters = [*sys.argv[1:], *("", "", "1", "0")[len(sys.argv) - 1 :]]
     config = Config(
         model=ModelOptions(model=folder, load_format="dummy", device="cuda", dtype="bfloat16", image_model="none"),
         backend=BackendOptions(quantization=quantization),
@@ -84,13 +108,17 @@ def main() -> None:
     blocks = -(-CONTEXT // table.block_size)
     table.blocks[:256, :blocks] = torch.arange(1, 1 + 256 * blocks, device="cuda").view(256, blocks)
     table.tokens[:256] = torch.randint(10, 10_000, table.tokens[:256].shape, device="cuda")
+    slots = AdapterSlots(model, int(adapters), 16) if int(adapters) else None
     for rows in map(int, sizes.split(",")):
         whole = 0.0
-        for name, ops in without(model.ops, rows, model.config.hidden_size).items():
-            one = Stepper(
-                DenseModel(model.config, model.weights, ops, table.tokens.shape[1]), stepper.kv_cache, table
+        if slots is not None:
+            print(
+                f"{quantization or 'bfloat16'} rows {rows:4d} without adapters   {milliseconds(stepper, rows):8.3f} ms"
             )
-            took = milliseconds(one, rows)
+        tables = without_lora(model.ops) if slots is not None else without(model.ops, rows, model.config.hidden_size)
+        for name, ops in tables.items():
+            one = Stepper(DenseModel(model.config, model.weights, ops, table.tokens.shape[1]), stepper.kv_cache, table)
+            took = milliseconds(one, rows, slots)
             whole = whole or took
             each = "" if took == whole else f"{1000 * (whole - took) / model.config.num_layers:8.2f} us a layer"
             print(f"{quantization or 'bfloat16'} rows {rows:4d} {name:18} {took:8.3f} ms {each}", flush=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,7 +75,7 @@ class StepGraphs:
         shapes = graph_shapes(max_rows, with_prefills=with_prefills)
         num_slots = slots.count if slots is not None else 0
         self._wanted = dict.fromkeys((shape._replace(slots=num_slots) for shape in shapes), 0)
-        self._pool = torch.cuda.graph_pool_handle() if beside is None else beside._pool
+        self._pool: Any = torch.cuda.graph_pool_handle() if beside is None else beside._pool
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def with_slots(self, slots: AdapterSlots) -> StepGraphs:

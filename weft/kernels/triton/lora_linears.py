@@ -27,7 +27,7 @@ _ROWS = tl.constexpr(16)
 _MAX_ROWS = tl.constexpr(64)
 """Rows of a slot that one program takes."""
 _MAX_K, _MAX_N, _MAX_GATES = 512, 256, 128
-_SHRINK_BYTES, _EXPAND_BYTES = 64 << 10, 16 << 10
+_SHRINK_BYTES, _EXPAND_BYTES = 32 << 10, 16 << 10
 """Columns of inputs, outputs and gates of a tile, and its bytes, at most."""
 
 
