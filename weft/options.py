@@ -151,8 +151,8 @@ class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
         _doc(
-            "The type of the cache: auto is the model's; fp8 (e4m3) takes half the memory of bfloat16 and rounds keys and "
-            "values, on GPUs."
+            "The type of the cache: auto is the model's; fp8 (e4m3) takes half the memory of bfloat16, and rounds keys "
+            "and values; on GPUs."
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[

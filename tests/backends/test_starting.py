@@ -189,7 +189,8 @@ def test_only_vllm_runs_code_that_comes_with_a_model(
     "setting",
     [
         {"quantization": "awq"}, {"tensor_parallel_size": 2}, {"max_num_seqs": 4}, {"gpu_memory_utilization": 0.5},
-        {"dtype": "bfloat16"}, {"device": "cpu"}, {"threads": 1}, {"enable_prefix_caching": False}, {"kv_cache_dtype": "fp8"},
+        {"dtype": "bfloat16"}, {"device": "cpu"}, {"threads": 1}, {"enable_prefix_caching": False},
+        {"kv_cache_dtype": "fp8"},
         {"image_model": "auto/other"}, {"load_format": "dummy"}, {"num_blocks": 9}, {"revision": "abc"},
     ],
 )  # fmt: skip

@@ -116,7 +116,9 @@ def check_kv8_store(heads: HeadShape, dtype: torch.dtype, with_norm: bool) -> No
     norms = HeadNorms(randn(dim, dtype=dtype), randn(dim, dtype=dtype), 1e-6) if with_norm else None
     before, found, wanted = as_fp8(torch.nan_to_num(plain)), qkv, qkv.clone()
     cache, rounded = (Fp8Cache(*(part.clone() for part in before)) for _ in range(2))
-    reference.rotate_and_store(wanted, heads, rotations, Fp8Cache(*(part.clone() for part in before)), batch.slots, norms)
+    reference.rotate_and_store(
+        wanted, heads, rotations, Fp8Cache(*(part.clone() for part in before)), batch.slots, norms
+    )
     rotate_and_store(found, heads, rotations, cache, batch.slots, norms)
     assert_near(found, wanted, TOLERANCE[dtype])
     rounded.write(batch.slots, found[:, heads.q_size :].view(tokens, 2, heads.num_kv_heads, dim))

@@ -87,7 +87,9 @@ def as_fp8(kv: Tensor) -> Fp8Cache:
     spread[:, :, 0] = spread[:, :, 0].clamp(2**-3, 2)
     spread[0] = 1
     [cache] = zero_cache((1, *kv.shape), E4M3, kv.device)
-    cache.write(torch.arange(kv.shape[0] * kv.shape[1], device=kv.device), (kv.float() * spread[..., None]).flatten(0, 1))
+    cache.write(
+        torch.arange(kv.shape[0] * kv.shape[1], device=kv.device), (kv.float() * spread[..., None]).flatten(0, 1)
+    )
     cache.scales[kv.isnan().any(-1).permute(0, 3, 1, 2)] = float("nan")
     return cache
 

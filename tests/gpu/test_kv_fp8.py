@@ -1,4 +1,4 @@
-"""A KV cache of FP8 on the GPU: its answers are near those of a cache in floats, and the same however they were made."""
+"""A KV cache of FP8 on the GPU: answers are near those of a cache in floats, and the same however they were made."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Linear weights of eight-bit floats (e4m3), with a scale for each row of outputs, or for each 128 columns of it, and the
-KV cache of such.
+"""Linear weights of eight-bit floats (e4m3), with a scale for each row of outputs, or for each 128 columns of it; and a
+KV cache of such floats.
 
 Checkpoints with one scale for a whole tensor, or for blocks of 128 x 128, are held so too: their scales are repeated.
 """
@@ -79,12 +79,12 @@ def fp8_weight(weight: Tensor) -> Fp8Weight:
 
 
 class Fp8Cache(NamedTuple):
-    """The KV cache of a layer as e4m3 numbers. Every token has a scale for each head of its keys and its values: a power
-    of two, so that to multiply by it rounds nothing."""
+    """The KV cache of a layer as e4m3 numbers. Every token has a scale for each head of its keys and its values, a
+    power of two: to multiply by it rounds nothing."""
 
     numbers: Tensor
-    """e4m3, [blocks, 2, kv heads, block size, head dim]: the keys of a head in a block lie beside each other, and so do its
-    values. A kernel reads them by head."""
+    """e4m3, [blocks, 2, kv heads, block size, head dim]: what a kernel reads of a block for one head is in one
+    piece."""
     scales: Tensor
     """bfloat16, [blocks, kv heads, block size, 2]: of the key and of the value, which a kernel loads as one word."""
 
@@ -130,7 +130,7 @@ whose mantissa is above 1.75."""
 
 
 def quantise_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return heads [..., head dim] as e4m3 numbers and their scales [...]: the least powers of two that bfloat16 has with
+    """Return heads [..., head dim] as e4m3 numbers, and their scales [...]: the least powers of two in bfloat16 with
     which no quotient is too large for e4m3."""
     wide = x.float()
     bits = wide.abs().amax(-1).view(torch.int32)

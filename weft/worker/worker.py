@@ -270,7 +270,7 @@ def _stepper(model: DenseModel, num_blocks: int, table: RowTable, kv_dtype: torc
 
 
 def _kv_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a CPU's cache of zeros. They take memory as they are used, in small pages: a few tokens are in every layer's
+    """Return a CPU's cache of zeros. It takes memory as it is used, in small pages: a few tokens are in every layer's
     part of a cache, and would take a large page of each, 60 MB for SmolLM2. Steps are as fast."""
     num_bytes = math.prod(shape) * dtype.itemsize
     try:

@@ -55,8 +55,8 @@ def _attend(
     token_stride, words_stride, scale, value_offset, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SCALED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Tokens first..end of the cache. Unmasked, all of them are known to every query. Scaled, the sums are in units of the
-    largest scale of a value so far, as in a decode."""
+    """Tokens first..end of the cache. Unmasked, all of them are known to every query. Scaled, the sums are in units of
+    the largest scale of a value so far, as in a decode."""
     column = tl.arange(0, PADDED)
     for start in range(first, end, BLOCK_N):
         position = start + tl.arange(0, BLOCK_N)
@@ -80,7 +80,7 @@ def _attend(
             values = tl.load(at + value_offset, mask=(column < DIM)[None, :], other=0.0)
         if SCALED:
             word_at = head_words + block * words_stride + position % BLOCK_SIZE
-            if MASKED:
+            if MASKED:  # noqa: SIM108 (known when compiling)
                 word = tl.load(word_at, mask=position < length, other=0)
             else:
                 word = tl.load(word_at)
