@@ -34,8 +34,8 @@ _FULL_CHIP, _MIN_TOKENS = 528, 64
 """Programs up to which a split pays on an H200 (132 multiprocessors), and how short one may be: measured at 1 to 256
 rows of 200 to 4,000 tokens, with and without shared key heads."""
 _FEW_PROGRAMS = 32
-"""With no more programs than this a step waits for its longest chain of loads: splits are as short as tiles, and fewer of
-them are on their way."""
+"""With no more programs than this a step waits for its longest chain of loads: splits are as short as tiles, and fewer
+of them are on their way."""
 
 
 @triton.jit
@@ -354,6 +354,7 @@ def decode_attention(
         qkv.stride(0), kv.stride(0), kv.stride(1), block_tables.stride(0), out.stride(0), heads.num_heads,
         plan.num_splits, triton.cdiv(plan.min_tokens, _TOKENS), heads.scale * _LOG2_E,
         **shape, ROWS=max(16, triton.next_power_of_2(group)), PADDED=max(16, padded), TOKENS=_TOKENS,
-        PRECISION="tf32x3" if qkv.dtype == torch.float32 else "tf32", num_warps=1, num_stages=3 if rows * heads.num_kv_heads <= _FEW_PROGRAMS else 5, **launch_options(),
+        PRECISION="tf32x3" if qkv.dtype == torch.float32 else "tf32",
+        num_warps=1, num_stages=3 if rows * heads.num_kv_heads <= _FEW_PROGRAMS else 5, **launch_options(),
     )  # fmt: skip
     return out

@@ -198,7 +198,7 @@ def _launch(
 
 
 def _outputs_per_program(num_outputs: int, itemsize: int) -> int:
-    """Return how many outputs a program has, as measured in steps of a 7B model on an H200: eight where that still leaves
+    """Return how many outputs a program has, as measured in steps of a 7B model on an H200: eight where that leaves
     several programs for each multiprocessor, but of weights of eight bits, which are widened, where it does not."""
     if num_outputs < 2048:
         return 2

@@ -296,8 +296,8 @@ def _dequantise_kernel(
 
 
 def int4_config(rows: int, num_tiles: int, num_blocks: int, gated: bool) -> Int4Config:
-    """Return the tiling of a product, as measured in steps of a 7B model on an H200: programs that leave room for others
-    on a multiprocessor, and for more rows than 64 large tiles, which two programs of 128 rows read from the L2 cache."""
+    """Return the tiling of a product, as measured in steps of a 7B model on an H200: programs that leave room for
+    others on a multiprocessor, and large tiles for more rows than 64. What two programs share is in the L2 cache."""
     padded = next(size for size in (8, 32, 64, 128) if rows <= size or size == 128)
     tiles = 2 if gated or padded == 128 else 1
     jobs = triton.cdiv(num_tiles, tiles) * triton.cdiv(rows, padded)
