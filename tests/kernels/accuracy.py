@@ -1,7 +1,7 @@
-"""What rounding costs: the default model with its weights as they are in the file, or quantised again to four bits as
-for GPUs, or with a KV cache of e4m3, against the same in floats.
+"""What rounding costs: the default model with its weights as they are in the file, or quantised again as for GPUs, to
+four bits or e4m3, or with a KV cache of e4m3, against the same in floats.
 
-    python -m tests.kernels.accuracy [--quantization int4] [--kv-cache-dtype fp8]
+    python -m tests.kernels.accuracy [--quantization fp8|int4] [--kv-cache-dtype fp8]
 
 Both read a page of Newton's Opticks, a token after the other from those before it.
 """
@@ -103,7 +103,7 @@ def _perplexity(log_probabilities: Tensor, following: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--quantization", choices=["int4"])
+    parser.add_argument("--quantization", choices=["fp8", "int4"])
     parser.add_argument("--kv-cache-dtype", choices=["fp8"])
     asked = parser.parse_args()
     kv_dtype = E4M3 if asked.kv_cache_dtype else torch.float32
