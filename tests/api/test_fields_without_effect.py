@@ -390,11 +390,8 @@ def read() -> set[Key]:
     return found
 
 
-LABELS = {
-    ("JsonSchema", "name"), ("JsonSchema", "description"), ("JsonSchema", "strict"), ("Thinking", "budget_tokens"),
-}  # fmt: skip
-"""Fields of schemas that say what is so anyway: an answer fits its schema always, reasoning is in plain text always and
-as long as max_tokens allows."""
+LABELS = {("JsonSchema", "name"), ("JsonSchema", "strict")}
+"""Fields of schemas that ask for nothing: a name, and what is so anyway, that an answer fits its schema."""
 
 
 def test_the_code_reads_every_field_of_the_schemas(fields: set[Key], read: set[Key]) -> None:
@@ -483,6 +480,24 @@ def test_hints_below_the_request_are_named_with_their_place() -> None:
     _, answered = send("/v1/messages", {"system": [TEXT], **about})
     named = {*answered.headers[FIELDS_HEADER].split(", ")}
     assert named == {"metadata", "context_management", "messages.content.cache_control"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": JSON}},
+            "response_format.json_schema.description",
+        ),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", **JSON}}}, "text.format.description"),
+        (RESPONSES, {"include": ["reasoning.encrypted_content"]}, "include"),
+    ],
+)
+def test_what_is_not_told_the_model_or_never_given_is_named(path: str, body: dict[str, Any], named: str) -> None:
+    _, answered = send(path, body)
+    assert answered.status_code == 200 and answered.headers[FIELDS_HEADER] == named, answered.text
+    assert send(path, body, STRICT)[1].status_code == 400
 
 
 def test_fields_without_effect_are_counted() -> None:

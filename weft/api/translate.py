@@ -465,9 +465,7 @@ def _template_variables(request: ChatRequest, styles: ChatStyles, report: FieldR
     is_wanted = thinks or (thinks is False and styles.reasoning is not None)
     if is_wanted and not variables:
         field = "enable_thinking" if effort is None else "reasoning_effort"
-        if report.mode == "strict":
-            raise InvalidRequest(f"The model's chat template does not read {field}.", param=field)
-        report.leave_aside(f"chat.{field}")
+        report.ignore("chat", field, "the model's chat template does not read it")
     return variables | request.chat_template_kwargs
 
 

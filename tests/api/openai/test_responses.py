@@ -18,6 +18,7 @@ from tests.api.http import error_of, post, request_app
 from tests.api.says import CALLS, EVERYTHING, SCHEMA, STYLES, THOUGHT, model_that_says, named_events
 from tests.api.scripted_engine import ScriptedEngine
 from weft.api.app import build_app
+from weft.api.handler import FIELDS_HEADER
 from weft.api.openai.openai_schema import AllowedChoice
 from weft.api.openai.responses_schema import ResponsesRequest
 from weft.api.openai.responses_translate import chat_request
@@ -274,11 +275,18 @@ def test_what_is_not_to_be_kept_is_not() -> None:
         (Client(ScriptedEngine(), responses_store_entries=0), {}),
         (Client(ScriptedEngine(), responses_store_mb=0), {}),
     ):
-        response_id = client.ask(**fields).json()["id"]
-        assert client.send("GET", f"/{response_id}").status_code == 404
+        answer = client.ask(**fields).json()
+        response_id = answer["id"]
+        assert answer["store"] is False and client.send("GET", f"/{response_id}").status_code == 404
         refused = client.ask(previous_response_id=response_id)
         assert refused.status_code == 400
         assert error_of(refused)["code"] == "previous_response_not_found"
+
+
+def test_a_store_that_is_asked_for_and_not_there_is_named() -> None:
+    client = Client(ScriptedEngine(), responses_store_entries=0)
+    assert client.ask(store=True).headers[FIELDS_HEADER] == "store"
+    assert FIELDS_HEADER not in client.ask().headers
 
 
 def test_nobody_reads_what_another_key_asked() -> None:

@@ -296,8 +296,9 @@ ToolChoice = Annotated[
 
 
 class JsonSchema(Fields):
+    place: ClassVar[str] = "chat.response_format.json_schema"
+
     name: str | None = None
-    description: str | None = None
     schema_: dict[str, Any] = Field({}, alias="schema")
     strict: bool | None = Field(None, description="Answers fit the schema whether or not this is set.")
 

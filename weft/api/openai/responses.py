@@ -265,7 +265,9 @@ async def responses_endpoint(
     served = await context.choose(request.model)
     served.check_model(request.model)
     before = store.messages_of(request.previous_response_id) if request.previous_response_id else []
-    begun = _begun(request, served.engine.text.sampling_defaults)
+    if not store.keeps and request.store and "store" in request.model_fields_set:
+        context.fields.ignore("responses", "store", "this server keeps no answers")
+    begun = _begun(request, served.engine.text.sampling_defaults, is_kept=request.store and store.keeps)
 
     def read() -> tuple[ChatMessages, ChatRequest, list[dict[str, Any]]]:
         conversation = [*before, *chat_messages(request.input)]
@@ -287,7 +289,7 @@ async def responses_endpoint(
     return chat.requests, ResponsesWriter(begun, request, chat, served.engine, keep)
 
 
-def _begun(request: ResponsesRequest, usual: SamplingDefaults) -> ResponseAnswer:
+def _begun(request: ResponsesRequest, usual: SamplingDefaults, *, is_kept: bool) -> ResponseAnswer:
     choice = request.tool_choice
     return ResponseAnswer(
         id=f"resp_{uuid.uuid4().hex}",
@@ -307,7 +309,7 @@ def _begun(request: ResponsesRequest, usual: SamplingDefaults) -> ResponseAnswer
         text={"format": _dumped(request.text.format) if request.text and request.text.format else {"type": "text"}},
         reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         truncation=request.truncation,
-        store=request.store,
+        store=is_kept,
         background=request.background,
         metadata=request.metadata,
         user=request.user,

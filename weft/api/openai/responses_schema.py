@@ -164,12 +164,13 @@ def _as_items(value: object, info: ValidationInfo) -> object:
 
 VENDOR_INCLUDES = re.compile(
     r"(code_interpreter_call|computer_call_output|file_search_call|web_search_call)\.[a-z_.]{1,40}|"
-    r"message\.input_image\.image_url"
+    r"message\.input_image\.image_url|reasoning\.encrypted_content"
 )
+"""What an answer never has: nothing of it comes from a vendor's tools, and reasoning is in plain text."""
 
 
 def _included(value: object, info: ValidationInfo) -> object:
-    """Return what an answer is to include, without what only a vendor's tools would give."""
+    """Return what an answer is to include, without what it never has."""
     report: FieldReport = info.context or FieldReport()
     if not isinstance(value, list) or report.mode == "strict":
         return value
@@ -255,9 +256,10 @@ ResponsesToolChoice = Annotated[
 
 
 class TextFormat(Fields):
+    place: ClassVar[str] = "responses.text.format"
+
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = Field(None, description="Answers fit the schema whether or not this is set.")
 
@@ -316,8 +318,8 @@ class ResponsesRequest(Fields):
     store: bool = Field(True, description="Keep the answer for previous_response_id, a while and as there is room.")
     background: bool = Field(False, description="Answer at once, and generate it whether the client waits or not.")
     include: Annotated[
-        Items[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]], BeforeValidator(_included)
-    ] = Field([], description="Reasoning is given in plain text, and can be sent back so.")
+        Items[Literal["message.output_text.logprobs"]], BeforeValidator(_included)
+    ] = Field([], description="Reasoning is given in plain text in any case, and can be sent back so.")
     top_logprobs: int | None = Field(
         None, description="So many likely tokens in the place of each one of the text, with its log probability."
     )

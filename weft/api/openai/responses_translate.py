@@ -175,5 +175,5 @@ def _named(choice: ChosenFunction) -> dict[str, Any]:
 def _format(asked: TextFormat) -> dict[str, Any]:
     if asked.schema_ is None:
         return {"type": asked.type}
-    schema = {"name": asked.name, "description": asked.description, "schema": asked.schema_, "strict": asked.strict}
+    schema = {"name": asked.name, "schema": asked.schema_, "strict": asked.strict}
     return {"type": asked.type, "json_schema": schema}
