@@ -14,6 +14,7 @@ from tests.api.http import real_server
 from tests.api.scripted_engine import ScriptedEngine, answer, forever
 from tests.waiting import until, wait_until
 from weft.api.app import build_app
+from weft.api.handler import FIELDS_HEADER
 from weft.config import load
 from weft.errors import EngineFault
 from weft.types import Output
@@ -61,6 +62,13 @@ def test_a_stream_is_read_on_from_any_event() -> None:
             assert [event.sequence_number for event in events] == [*range(after + 1, after + 1 + len(events))]
             assert (events[-1].type, events[-1].response.output_text) == ("response.completed", "Hello")
         wait_until(lambda: not engine.open)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_without_effect_are_named_at_once(stream: bool) -> None:
+    with connected(ScriptedEngine(answer("so"))) as client:
+        begun = client.responses.with_raw_response.create(**HELLO, stream=stream, safety_identifier="me")
+        assert begun.headers[FIELDS_HEADER] == "safety_identifier"
 
 
 def test_an_answer_is_cancelled_by_its_client_alone() -> None:
