@@ -403,8 +403,8 @@ def test_the_page_has_the_table_of_the_code() -> None:
 
 
 def test_every_place_of_the_table_is_one_of_a_schema() -> None:
-    places = {schema.place for schema in schemas() if schema.place} | {"chat.messages.content"}
-    assert places == RULES.keys()
+    places = {schema.place for schema in schemas() if schema.place}
+    assert places | {"chat.messages.content", "grpc", "grpc.metadata"} == RULES.keys()
 
 
 def test_the_table_has_every_field_of_grpc_that_the_code_never_reads_and_no_other() -> None:
@@ -423,8 +423,7 @@ def test_the_table_has_every_field_of_grpc_that_the_code_never_reads_and_no_othe
         for field in DESCRIPTOR.message_types_by_name[message].fields
         if f"{place}.{field.name}" not in read
     }
-    section = PAGE.split("\n### Of gRPC\n", 1)[1].split("\n## ", 1)[0]
-    assert unread == {name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", section)}
+    assert unread == {*RULES["grpc"], *RULES["grpc.metadata"]}
 
 
 def work_of(engine: ScriptedEngine) -> Any:
@@ -541,14 +540,16 @@ def test_a_request_that_names_no_model_means_the_only_one() -> None:
         assert answered.status_code == 200 and answered.json()["model"] == "scripted", answered.text
 
 
-def test_what_grpc_ignores_is_accepted() -> None:
+def test_what_grpc_ignores_is_accepted_and_named() -> None:
     async def go() -> list[Submitted]:
         engine = ScriptedEngine()
         async with door(engine) as client:
             for more in ({}, {"worker_hint": "w"}):
                 about = {"tenant": "t", "player_id": "p", "locale": "l", "extra": {"a": "b"}} if more else {}
                 asked = StreamPredictRequest(prompt="hi", metadata=StreamMetadata(trace_id="1", **about), **more)
-                assert [response async for response in client.predict([asked])][-1].end_of_stream
+                *_, last = [response async for response in client.predict([asked])]
+                named = [*more, *(f"metadata.{name}" for name in about)]
+                assert last.end_of_stream and [*last.fields_without_effect] == named
         return engine.submitted
 
     plain, full = (replace(each, request_id="") for each in asyncio.run(go()))

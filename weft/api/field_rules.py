@@ -314,6 +314,13 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "width": impossible(_TEXT_ALONE, 0),
     },
     "ollama.messages": {"images": impossible("the model sees nothing", [])},
+    "grpc": {"worker_hint": hint("there is one worker")},
+    "grpc.metadata": {
+        "extra": hint("it is the client's own"),
+        "locale": hint("the prompt says it"),
+        "player_id": hint(_KEY),
+        "tenant": hint(_KEY),
+    },
     "llamacpp.tokenize": {"parse_special": impossible("special tokens are always read", True)},
 }
 """The rules by the place of a field: the interface, and below it the object that has the field."""

@@ -661,10 +661,10 @@ def _requests(
         tenant=tenant,
         adapter=served.adapter_for(request.model, request.adapter),
     )
-    return [_within_context(one, task.params, served, report) for one in requests_like(common, prompts, n)]
+    return [within_context(one, task.params, served, report) for one in requests_like(common, prompts, n)]
 
 
-def _within_context(
+def within_context(
     request: GenerationRequest, params: SamplingParams, served: ServedModel, report: FieldReport
 ) -> GenerationRequest:
     """Cut max_tokens to what the context holds behind the prompt, unless fields are strict: then the engine refuses."""

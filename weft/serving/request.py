@@ -49,9 +49,14 @@ class FieldReport(Struct, eq=False):
         self.without_effect = {renamed(field): known for field, known in self.without_effect.items()}
 
     @property
+    def names(self) -> list[str]:
+        """The fields without effect, each once, without their interface."""
+        return [*dict.fromkeys(field.partition(".")[2] for field in self.without_effect)]
+
+    @property
     def told(self) -> str:
         """The fields without effect as a header tells them; empty: there are none."""
-        return ", ".join(dict.fromkeys(field.partition(".")[2] for field in self.without_effect))
+        return ", ".join(self.names)
 
 
 def unique_id(answer_id: str) -> str:
