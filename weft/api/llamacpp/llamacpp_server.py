@@ -16,7 +16,7 @@ from weft.api.handler import Handler
 from weft.api.llamacpp.llamacpp_completion import generation_settings, infill_endpoint, llama_completion_endpoint
 from weft.api.llamacpp.llamacpp_schema import ApplyTemplateRequest, LlamaTokenizeRequest
 from weft.api.openai.tokenize import TokenizeHandler, detokenize, tokenize_request
-from weft.api.translate import template_message, template_tools
+from weft.api.translate import offered, template_message, template_tools
 from weft.backends.contract import max_encoded_tokens
 from weft.errors import Unavailable
 from weft.serving.admission import Admission, RequestContext
@@ -96,7 +96,7 @@ async def apply_template(body: bytes, context: RequestContext) -> Templated:
     def templated() -> str:
         return engine.text.encode_chat(
             [template_message(message) for message in request.messages],
-            tools=template_tools(request.tools) or None,
+            tools=template_tools(map(offered, request.tools)) or None,
             add_generation_prompt=request.add_generation_prompt,
             template_variables=request.chat_template_kwargs,
             max_tokens=max_encoded_tokens(engine),

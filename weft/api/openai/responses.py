@@ -16,7 +16,7 @@ from weft.api.error_responses import error_body
 from weft.api.event_log import EventLog
 from weft.api.handler import Writer, named_event
 from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures
-from weft.api.openai.openai_schema import ChatRequest
+from weft.api.openai.openai_schema import NO_PARAMETERS, ChatRequest
 from weft.api.openai.response_store import StoredResponse, TenantStore
 from weft.api.openai.responses_schema import (
     IncompleteDetails,
@@ -26,6 +26,7 @@ from weft.api.openai.responses_schema import (
     ResponseAnswer,
     ResponseFailure,
     ResponsesRequest,
+    ResponsesTool,
     ResponseUsage,
     offered_name,
     output_item,
@@ -162,6 +163,8 @@ class ResponsesWriter(Writer):
                 )
             case Grown(_, text) if block.kind is BlockKind.THINKING:
                 return self._block_event("response.reasoning_text.delta", block, delta=text, content_index=0)
+            case Grown(_, text) if block.is_custom:
+                return self._block_event("response.custom_tool_call_input.delta", block, delta=text)
             case Grown(_, text):
                 return self._block_event("response.function_call_arguments.delta", block, delta=text)
             case Closed():
@@ -180,6 +183,8 @@ class ResponsesWriter(Writer):
                 )
             case BlockKind.THINKING:
                 return self._block_event("response.reasoning_text.done", block, text=block.text, content_index=0)
+            case BlockKind.CALL if block.is_custom:
+                return self._block_event("response.custom_tool_call_input.done", block, input=block.text)
             case BlockKind.CALL:
                 name = self._tools[block.name].name if block.name in self._tools else block.name
                 return self._block_event(
@@ -214,7 +219,8 @@ class ResponsesWriter(Writer):
         return output_item(block, self._item_id(block), status, tool, logprobs)
 
     def _item_id(self, block: OutputBlock) -> str:
-        return f"{_PREFIXES[block.kind]}_{self.answer_id.removeprefix('resp_')}{block.index:04x}"
+        prefix = "ctc" if block.is_custom else _PREFIXES[block.kind]
+        return f"{prefix}_{self.answer_id.removeprefix('resp_')}{block.index:04x}"
 
     def _status(self, block: OutputBlock) -> str:
         """Return the status of a block that is closed: only the last one can have been cut off."""
@@ -300,8 +306,7 @@ def _begun(request: ResponsesRequest, usual: SamplingDefaults, *, is_kept: bool)
         max_output_tokens=request.max_output_tokens,
         temperature=usual.temperature if request.temperature is None else request.temperature,
         top_p=usual.top_p if request.top_p is None else request.top_p,
-        # Clients expect `strict` even when the request did not give it.
-        tools=[{"strict": None, **_dumped(tool)} for tool in request.tools],
+        tools=[_shown(tool) for tool in request.tools],
         tool_choice=choice if isinstance(choice, str) else _dumped(choice),
         parallel_tool_calls=request.parallel_tool_calls,
         max_tool_calls=request.max_tool_calls,
@@ -314,6 +319,12 @@ def _begun(request: ResponsesRequest, usual: SamplingDefaults, *, is_kept: bool)
         metadata=request.metadata,
         user=request.user,
     )
+
+
+def _shown(tool: ResponsesTool) -> dict[str, Any]:
+    """Return a tool as answers show it. Clients expect some fields even when the request did not give them."""
+    usual = {"strict": None, "parameters": NO_PARAMETERS} if tool.type == "function" else {"format": {"type": "text"}}
+    return usual | _dumped(tool)
 
 
 def _dumped(fields: Fields) -> dict[str, Any]:
