@@ -23,9 +23,6 @@ from weft.serving.admission import Admission, RequestContext
 from weft.serving.served_model import ServedModel
 from weft.types import Sample
 
-SLOTS_OF_CPU, SLOTS_OF_GPU = 32, 256
-"""The rows that the engine chooses where --max-num-seqs is 0."""
-
 
 class Templated(Struct, frozen=True):
     prompt: str
@@ -139,8 +136,7 @@ def _served(request: Request, admission: Admission) -> ServedModel:
 
 
 def _num_slots(served: ServedModel, admission: Admission) -> int:
-    usual = SLOTS_OF_CPU if served.engine.model.device == "cpu" else SLOTS_OF_GPU
-    return admission.config.scheduler.max_num_seqs or usual
+    return admission.config.scheduler.num_seqs(on_cpu=served.engine.model.device == "cpu")
 
 
 def _props(served: ServedModel, admission: Admission) -> dict[str, Any]:
