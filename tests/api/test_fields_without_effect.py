@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import base64
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from weft.api.grpc.prediction import PARAMETERS
 from weft.api.handler import FIELDS_HEADER
 from weft.api.llamacpp.llamacpp_schema import LlamaSampling
 from weft.api.ollama.ollama_schema import OllamaFields
-from weft.api.openai.openai_schema import SamplingFields
+from weft.api.openai.openai_schema import FunctionOrCustom, SamplingFields
 from weft.config import load
 from weft.options import Config
 from weft.serving.served_model import ServedModel
@@ -43,7 +42,7 @@ from weft.types import LoadLora
 ROOT = Path(__file__).parents[2]
 Key = tuple[str, str]
 """A schema, or what the table calls an endpoint, and a field of it."""
-ABSTRACT = {SamplingFields, OllamaFields, LlamaSampling}
+ABSTRACT = {SamplingFields, FunctionOrCustom, OllamaFields, LlamaSampling}
 """What other schemas have in common; no request is one."""
 BY_BEING_THERE = {("StructuredOutputs", "json_object")}
 """It is what is asked for where none of the others is."""
@@ -53,6 +52,8 @@ TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "description": "d", "parameters": SCHEMA, "strict": True},
 }
+GRAMMAR = {"definition": "a", "syntax": "regex"}
+CUSTOM: dict[str, Any] = {"name": "patch", "description": "d", "format": {"type": "grammar", "grammar": GRAMMAR}}
 SAMPLING = {
     "temperature": 0.5, "top_p": 0.9, "n": 2, "seed": 1, "stop": ["x"], "presence_penalty": 0.1,
     "frequency_penalty": 0.1, "logit_bias": {"65": 1.0}, "top_k": 5, "min_p": 0.1,
@@ -110,6 +111,8 @@ ITEMS: list[dict[str, Any]] = [
     {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}]},
     {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}", "id": "i", "status": "completed"},
     {"type": "function_call_output", "call_id": "1", "output": "o", "id": "i", "status": "completed"},
+    {"type": "custom_tool_call", "call_id": "2", "name": "patch", "input": "i", "namespace": None, "id": "i",
+     "status": "completed"},
 ]  # fmt: skip
 JSON = {"name": "n", "description": "d", "schema": SCHEMA, "strict": True}
 TENSOR = {"data": base64.b64encode(bytes(16)).decode(), "shape": [2, 2], "dtype": "float32", "sha256": ""}
@@ -172,6 +175,17 @@ FULL: list[tuple[str, dict[str, Any]]] = [
     (CHAT, SAMPLING | {"messages": MESSAGES, "max_tokens": 9}),
     (CHAT, {"tools": [TOOL], "tool_choice": "required"}),
     (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "patch", "input": "i"}}]},
+                {"role": "tool", "content": "t"},
+            ],
+            "tools": [{"type": "custom", "custom": CUSTOM}],
+            "tool_choice": {"type": "custom", "custom": {"name": "patch"}},
+        },
+    ),
     (CHAT, {"max_completion_tokens": 9, "logprobs": True, "top_logprobs": 1, "prompt_logprobs": 1}),
     (CHAT, {"prediction": {"type": "content", "content": "hi there"}}),
     (CHAT, {"reasoning_effort": "low", "enable_thinking": True}),
@@ -229,6 +243,13 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (RESPONSES, {"input": ITEMS, "text": {"format": {"type": "json_schema", **JSON}}, "reasoning": {"effort": "low"}}),
+    (
+        RESPONSES,
+        {
+            "tools": [{"type": "custom", **CUSTOM, "format": {"type": "grammar", **GRAMMAR}}],
+            "tool_choice": {"type": "custom", "name": "patch"},
+        },
+    ),
     (
         "/v1/embeddings",
         {
@@ -532,6 +553,15 @@ def test_more_tokens_than_the_context_holds_are_cut_to_what_fits() -> None:
         assert asked.params.max_tokens == engine.model.max_model_len - len(asked.prompt)
         kept, _ = send(path, {field: 10**6}, STRICT)
         assert kept.submitted[0].params.max_tokens == 10**6, "the engine itself refuses it"
+
+
+def test_a_prediction_is_a_hint_where_the_engine_drafts_nothing_from_it() -> None:
+    engine, body = ScriptedEngine(), HI[CHAT] | {"prediction": {"type": "content", "content": "ab"}}
+    engine.abilities = replace(engine.abilities, prediction=False)
+    answered = request(engine, "POST", CHAT, json=body)
+    assert answered.status_code == 200 and answered.headers[FIELDS_HEADER] == "prediction"
+    assert not engine.submitted[0].params.prediction
+    assert request(engine, "POST", CHAT, STRICT, json=body).status_code == 400
 
 
 def test_a_request_that_names_no_model_means_the_only_one() -> None:

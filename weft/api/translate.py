@@ -291,8 +291,10 @@ async def parse_chat(
     engine = served.engine
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    if request.prediction is not None and not engine.abilities.prediction:
-        raise not_taken(engine.name, "prediction")
+    prediction = request.prediction
+    if prediction is not None and not engine.abilities.prediction:
+        report.ignore("chat", "prediction", f"the engine {engine.name} drafts no tokens from it")
+        prediction = None
     _check_continued(request)
     _check_tokens(request, engine)
     tools = toolbox(request, engine.text.styles, is_read=not engine.abilities.tokens)
@@ -316,8 +318,8 @@ async def parse_chat(
         grammar=await served.grammar_of(shape, reader_options.thinking),
         engine=engine,
     )
-    if request.prediction is not None:
-        params = replace(params, prediction=await asyncio.to_thread(_predicted, request.prediction, engine))
+    if prediction is not None:
+        params = replace(params, prediction=await asyncio.to_thread(_predicted, prediction, engine))
     prompts, truncated = _truncated([prompt], request, params, engine)
     task = Sample(params=params, markers=reader_options.markers)
     requests = _requests(request, prompts, task, served, report, n=request.n, request_id=request_id, tenant=tenant)
