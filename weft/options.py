@@ -365,7 +365,11 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = []
     data_dir: Annotated[
-        str, _doc("Where files and batches of clients are kept; empty: data/PORT in WEFT_HOME. One server uses it.")
+        str,
+        _doc(
+            "Where files, batches and background responses of clients are kept; empty: data/PORT in WEFT_HOME. One "
+            "server uses it."
+        ),
     ] = ""
     batch_concurrency: Annotated[int, _doc("Requests of batches that run at the same time.", ge=1, le=1024)] = 8
     profile_dir: Annotated[str, _doc("Where POST /admin/profile/start puts traces; empty: it is refused.")] = ""

@@ -213,6 +213,7 @@ class Handler(Response):
             generation = Generation(requests, context, arrived, writer.model_name)
             context.served.metrics.left_aside(context.fields.without_effect)
             if (log := writer.background) is not None:
+                await log.save()
                 log.run(_in_background(stack.pop_all(), context, generation, writer, len(requests), log))
                 if log.answer:
                     await response.answer(log.answer)
@@ -258,6 +259,9 @@ async def _in_background(
                 with generation.counted():
                     await context.guard(_send_chunks(generation, writer, num_requests, log, 0))
         except asyncio.CancelledError:
+            if not log.is_cancelled:
+                # The server ends: the next one tells what became of the answer.
+                raise
             await log.end(writer.cancelled())
 
 
