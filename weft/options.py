@@ -162,11 +162,21 @@ class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
     enable_prefix_caching: Annotated[bool, _doc("Reuse the cached blocks of prompts that begin alike.")] = True
 
 
+CPU_NUM_SEQS, GPU_NUM_SEQS = 32, 256
+CPU_BATCHED_TOKENS, GPU_BATCHED_TOKENS = 2048, 8192
+
+
 class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """How requests share the engine's steps."""
 
-    max_num_seqs: Annotated[int, _doc("Requests that run at the same time; 0: 32 on CPU, 256 on GPU.", ge=0)] = 0
-    max_num_batched_tokens: Annotated[int, _doc("Tokens computed in one step; 0: 2048 on CPU, 8192 on GPU.", ge=0)] = 0
+    max_num_seqs: Annotated[
+        int,
+        _doc(f"Requests that run at the same time; 0: {CPU_NUM_SEQS} on CPU, {GPU_NUM_SEQS} on GPU.", ge=0),
+    ] = 0
+    max_num_batched_tokens: Annotated[
+        int,
+        _doc(f"Tokens computed in one step; 0: {CPU_BATCHED_TOKENS} on CPU, {GPU_BATCHED_TOKENS} on GPU.", ge=0),
+    ] = 0
     max_prefill_chunk: Annotated[
         int,
         _doc("Prompt tokens of one request in a step; 0: 256 on CPU, 2048 on GPU.", ge=0),
@@ -244,6 +254,14 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
         int, _doc("After so many preemptions a request gets all its blocks at once, or waits.", ge=0)
     ] = 3
     force_preempt_every: Annotated[int, _doc("For tests: preempt a request every n steps; 0: never.", ge=0)] = 0
+
+    def num_seqs(self, *, on_cpu: bool) -> int:
+        """Return how many requests run at the same time on a kind of device."""
+        return self.max_num_seqs or (CPU_NUM_SEQS if on_cpu else GPU_NUM_SEQS)
+
+    def num_batched_tokens(self, *, on_cpu: bool) -> int:
+        """Return how many tokens are computed in one step on a kind of device."""
+        return self.max_num_batched_tokens or (CPU_BATCHED_TOKENS if on_cpu else GPU_BATCHED_TOKENS)
 
 
 class EngineOptions(Struct, frozen=True, forbid_unknown_fields=True):
@@ -347,7 +365,11 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = []
     data_dir: Annotated[
-        str, _doc("Where files and batches of clients are kept; empty: data/PORT in WEFT_HOME. One server uses it.")
+        str,
+        _doc(
+            "Where files, batches and background responses of clients are kept; empty: data/PORT in WEFT_HOME. One "
+            "server uses it."
+        ),
     ] = ""
     batch_concurrency: Annotated[int, _doc("Requests of batches that run at the same time.", ge=1, le=1024)] = 8
     profile_dir: Annotated[str, _doc("Where POST /admin/profile/start puts traces; empty: it is refused.")] = ""

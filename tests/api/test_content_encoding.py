@@ -20,7 +20,7 @@ from tests.waiting import PATIENCE
 from weft.api import content_encoding
 from weft.api.app import admission_app, build_app
 from weft.api.body import read_body
-from weft.api.content_encoding import PIECE_BYTES, answer_encoding, decompressed
+from weft.api.content_encoding import MAX_ZSTD_PARTS, PIECE_BYTES, answer_encoding, decompressed
 from weft.config import load
 from weft.errors import InvalidRequest
 from weft.options import LimitOptions
@@ -86,12 +86,36 @@ def test_without_the_package_zstd_is_refused_with_its_name(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("encoding", DAMAGED)
 @pytest.mark.parametrize("spoil", [
-    lambda body: b"no such thing" + body, lambda body: body[: len(body) // 2], lambda body: body + b"behind its end",
+    lambda body: b"no such thing" + body, lambda body: body + b"behind its end",
     lambda body: body + b"\0" * PIECE_BYTES,
-], ids=["begin", "cut", "longer", "much longer"])  # fmt: skip
+], ids=["begin", "longer", "much longer"])  # fmt: skip
 def test_a_damaged_body_is_400(encoding: str, spoil: Any) -> None:
     refused = sent(spoil(ENCODERS[encoding](BODY)), encoding)
-    assert refused.status_code == 400 and "not valid" in error_of(refused)["message"]
+    assert refused.status_code == 400 and f"not valid {encoding}" in error_of(refused)["message"]
+
+
+def test_a_body_that_was_cut_is_told_as_such() -> None:
+    """Wherever it was cut, but between two frames of zstd, which may be skippable: those are one body."""
+    frames = zstandard.ZstdCompressor(write_checksum=True, write_content_size=False)
+    first, skippable = frames.compress(BODY[:20]), b"\x50\x2a\x4d\x18\x03\0\0\0any"
+    several = first + skippable + frames.compress(BODY[20:])
+    assert sent(several, "zstd").status_code == 200
+    for encoding, body in [*((name, ENCODERS[name](BODY)) for name in DAMAGED), ("zstd", several)]:
+        between = {len(first), len(first + skippable)} if body == several else set()
+        for length in {*range(4, len(body))} - between:
+            with pytest.raises(InvalidRequest, match=f"truncated.* {encoding}"):
+                b"".join(decompressed(encoding, body[:length]))
+    refused = sent(ENCODERS["zstd"](BODY)[:-9], "zstd")
+    assert refused.status_code == 400 and "truncated" in error_of(refused)["message"]
+
+
+@pytest.mark.parametrize("part", [b"\0\0\0", b"\x50\x2a\x4d\x18\0\0\0\0"], ids=["blocks", "frames"])
+def test_zstd_of_very_many_parts_is_refused(part: bytes) -> None:
+    """Each takes a few bytes, and holds nothing."""
+    whole = zstandard.ZstdCompressor(write_content_size=False).compress(b"")
+    head, end = (whole[: zstandard.frame_header_size(whole)], b"\1\0\0") if len(part) == 3 else (whole, b"")
+    with pytest.raises(InvalidRequest, match="frames and blocks"):
+        b"".join(decompressed("zstd", head + part * MAX_ZSTD_PARTS + end))
 
 
 @pytest.mark.parametrize("encoding", DAMAGED)

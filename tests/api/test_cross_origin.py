@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.api import raw
 from tests.api.http import CHAT, HELLO, error_of, events, real_server, request
 from tests.api.scripted_engine import ScriptedEngine, answer
 from tests.waiting import PATIENCE
@@ -183,3 +184,31 @@ def test_the_setting_answers_to_its_old_name(tmp_path: Path) -> None:
         load(file=file, env={}),
     ):
         assert config.server.cors_origins == [PAGE]
+
+
+# Refusals and failures that no endpoint answers.
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({"host": "evil.example"}, 421), ({f"x-{n}": "1" for n in range(130)}, 431)]
+)
+def test_a_page_can_read_why_the_head_of_its_request_is_refused(headers: dict[str, str], status: int) -> None:
+    refused = sent({}, json=HELLO, headers=headers | {"origin": OWN[1]})
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (status, OWN[1])
+
+
+def test_a_page_can_read_that_the_server_failed() -> None:
+    failed = request(ScriptedEngine([ValueError("boom")]), "POST", CHAT, json=HELLO, headers={"origin": OWN[1]})
+    assert (failed.status_code, failed.headers["access-control-allow-origin"]) == (500, OWN[1])
+    assert failed.headers["x-request-id"] in error_of(failed)["message"]
+
+
+def test_a_page_can_read_that_the_head_of_its_request_has_no_end() -> None:
+    config = load({"max_header_kb": 8}, env={})
+    with real_server(build_app(ScriptedEngine(), config), config) as url:
+        for origin in (OWN[1], FOREIGN[0]):
+            with raw.connect(url) as connection:
+                connection.sendall(f"GET / HTTP/1.1\r\norigin: {origin}\r\nx-long: {'a' * 8192}".encode())
+                told = raw.everything(connection)
+            assert raw.status_of(told) == 431
+            assert (f"access-control-allow-origin: {origin}\r\n".encode() in told) is (origin == OWN[1])

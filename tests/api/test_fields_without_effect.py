@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import base64
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from weft.api.grpc.prediction import PARAMETERS
 from weft.api.handler import FIELDS_HEADER
 from weft.api.llamacpp.llamacpp_schema import LlamaSampling
 from weft.api.ollama.ollama_schema import OllamaFields
-from weft.api.openai.openai_schema import SamplingFields
+from weft.api.openai.openai_schema import FunctionOrCustom, SamplingFields
 from weft.config import load
 from weft.options import Config
 from weft.serving.served_model import ServedModel
@@ -43,7 +42,7 @@ from weft.types import LoadLora
 ROOT = Path(__file__).parents[2]
 Key = tuple[str, str]
 """A schema, or what the table calls an endpoint, and a field of it."""
-ABSTRACT = {SamplingFields, OllamaFields, LlamaSampling}
+ABSTRACT = {SamplingFields, FunctionOrCustom, OllamaFields, LlamaSampling}
 """What other schemas have in common; no request is one."""
 BY_BEING_THERE = {("StructuredOutputs", "json_object")}
 """It is what is asked for where none of the others is."""
@@ -53,6 +52,8 @@ TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "description": "d", "parameters": SCHEMA, "strict": True},
 }
+GRAMMAR = {"definition": "a", "syntax": "regex"}
+CUSTOM: dict[str, Any] = {"name": "patch", "description": "d", "format": {"type": "grammar", "grammar": GRAMMAR}}
 SAMPLING = {
     "temperature": 0.5, "top_p": 0.9, "n": 2, "seed": 1, "stop": ["x"], "presence_penalty": 0.1,
     "frequency_penalty": 0.1, "logit_bias": {"65": 1.0}, "top_k": 5, "min_p": 0.1,
@@ -110,6 +111,8 @@ ITEMS: list[dict[str, Any]] = [
     {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}]},
     {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}", "id": "i", "status": "completed"},
     {"type": "function_call_output", "call_id": "1", "output": "o", "id": "i", "status": "completed"},
+    {"type": "custom_tool_call", "call_id": "2", "name": "patch", "input": "i", "namespace": None, "id": "i",
+     "status": "completed"},
 ]  # fmt: skip
 JSON = {"name": "n", "description": "d", "schema": SCHEMA, "strict": True}
 TENSOR = {"data": base64.b64encode(bytes(16)).decode(), "shape": [2, 2], "dtype": "float32", "sha256": ""}
@@ -172,6 +175,17 @@ FULL: list[tuple[str, dict[str, Any]]] = [
     (CHAT, SAMPLING | {"messages": MESSAGES, "max_tokens": 9}),
     (CHAT, {"tools": [TOOL], "tool_choice": "required"}),
     (CHAT, {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "patch", "input": "i"}}]},
+                {"role": "tool", "content": "t"},
+            ],
+            "tools": [{"type": "custom", "custom": CUSTOM}],
+            "tool_choice": {"type": "custom", "custom": {"name": "patch"}},
+        },
+    ),
     (CHAT, {"max_completion_tokens": 9, "logprobs": True, "top_logprobs": 1, "prompt_logprobs": 1}),
     (CHAT, {"prediction": {"type": "content", "content": "hi there"}}),
     (CHAT, {"reasoning_effort": "low", "enable_thinking": True}),
@@ -229,6 +243,13 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     (RESPONSES, {"input": ITEMS, "text": {"format": {"type": "json_schema", **JSON}}, "reasoning": {"effort": "low"}}),
+    (
+        RESPONSES,
+        {
+            "tools": [{"type": "custom", **CUSTOM, "format": {"type": "grammar", **GRAMMAR}}],
+            "tool_choice": {"type": "custom", "name": "patch"},
+        },
+    ),
     (
         "/v1/embeddings",
         {
@@ -390,11 +411,8 @@ def read() -> set[Key]:
     return found
 
 
-LABELS = {
-    ("JsonSchema", "name"), ("JsonSchema", "description"), ("JsonSchema", "strict"), ("Thinking", "budget_tokens"),
-}  # fmt: skip
-"""Fields of schemas that say what is so anyway: an answer fits its schema always, reasoning is in plain text always and
-as long as max_tokens allows."""
+LABELS = {("JsonSchema", "name"), ("JsonSchema", "strict")}
+"""Fields of schemas that ask for nothing: a name, and what is so anyway, that an answer fits its schema."""
 
 
 def test_the_code_reads_every_field_of_the_schemas(fields: set[Key], read: set[Key]) -> None:
@@ -406,8 +424,8 @@ def test_the_page_has_the_table_of_the_code() -> None:
 
 
 def test_every_place_of_the_table_is_one_of_a_schema() -> None:
-    places = {schema.place for schema in schemas() if schema.place} | {"chat.messages.content"}
-    assert places == RULES.keys()
+    places = {schema.place for schema in schemas() if schema.place}
+    assert places | {"chat.messages.content", "grpc", "grpc.metadata"} == RULES.keys()
 
 
 def test_the_table_has_every_field_of_grpc_that_the_code_never_reads_and_no_other() -> None:
@@ -426,8 +444,7 @@ def test_the_table_has_every_field_of_grpc_that_the_code_never_reads_and_no_othe
         for field in DESCRIPTOR.message_types_by_name[message].fields
         if f"{place}.{field.name}" not in read
     }
-    section = PAGE.split("\n### Of gRPC\n", 1)[1].split("\n## ", 1)[0]
-    assert unread == {name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", section)}
+    assert unread == {*RULES["grpc"], *RULES["grpc.metadata"]}
 
 
 def work_of(engine: ScriptedEngine) -> Any:
@@ -485,6 +502,24 @@ def test_hints_below_the_request_are_named_with_their_place() -> None:
     assert named == {"metadata", "context_management", "messages.content.cache_control"}
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        (
+            CHAT,
+            {"response_format": {"type": "json_schema", "json_schema": JSON}},
+            "response_format.json_schema.description",
+        ),
+        (RESPONSES, {"text": {"format": {"type": "json_schema", **JSON}}}, "text.format.description"),
+        (RESPONSES, {"include": ["reasoning.encrypted_content"]}, "include"),
+    ],
+)
+def test_what_is_not_told_the_model_or_never_given_is_named(path: str, body: dict[str, Any], named: str) -> None:
+    _, answered = send(path, body)
+    assert answered.status_code == 200 and answered.headers[FIELDS_HEADER] == named, answered.text
+    assert send(path, body, STRICT)[1].status_code == 400
+
+
 def test_fields_without_effect_are_counted() -> None:
     app = build_app(model_that_says("ab"), ALLOWING)
     for _ in range(2):
@@ -520,20 +555,31 @@ def test_more_tokens_than_the_context_holds_are_cut_to_what_fits() -> None:
         assert kept.submitted[0].params.max_tokens == 10**6, "the engine itself refuses it"
 
 
+def test_a_prediction_is_a_hint_where_the_engine_drafts_nothing_from_it() -> None:
+    engine, body = ScriptedEngine(), HI[CHAT] | {"prediction": {"type": "content", "content": "ab"}}
+    engine.abilities = replace(engine.abilities, prediction=False)
+    answered = request(engine, "POST", CHAT, json=body)
+    assert answered.status_code == 200 and answered.headers[FIELDS_HEADER] == "prediction"
+    assert not engine.submitted[0].params.prediction
+    assert request(engine, "POST", CHAT, STRICT, json=body).status_code == 400
+
+
 def test_a_request_that_names_no_model_means_the_only_one() -> None:
     for path in (CHAT, COMPLETIONS, RESPONSES, "/v1/messages", "/v1/embeddings"):
         _, answered = send(path, {"model": None})
         assert answered.status_code == 200 and answered.json()["model"] == "scripted", answered.text
 
 
-def test_what_grpc_ignores_is_accepted() -> None:
+def test_what_grpc_ignores_is_accepted_and_named() -> None:
     async def go() -> list[Submitted]:
         engine = ScriptedEngine()
         async with door(engine) as client:
             for more in ({}, {"worker_hint": "w"}):
                 about = {"tenant": "t", "player_id": "p", "locale": "l", "extra": {"a": "b"}} if more else {}
                 asked = StreamPredictRequest(prompt="hi", metadata=StreamMetadata(trace_id="1", **about), **more)
-                assert [response async for response in client.predict([asked])][-1].end_of_stream
+                *_, last = [response async for response in client.predict([asked])]
+                named = [*more, *(f"metadata.{name}" for name in about)]
+                assert last.end_of_stream and [*last.fields_without_effect] == named
         return engine.submitted
 
     plain, full = (replace(each, request_id="") for each in asyncio.run(go()))

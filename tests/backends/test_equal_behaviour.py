@@ -32,7 +32,7 @@ from weft.backends.vllm.arguments import ASCEND, CPU, CUDA_ASYNC, CUDA_SYNC, Vll
 from weft.checkpoint.model_files import ModelFiles
 from weft.config import load
 from weft.errors import ConfigError, InvalidRequest
-from weft.machine.planner import AUTO_DTYPE, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from weft.machine.planner import AUTO_DTYPE
 from weft.options import CacheOptions, Config
 from weft.types import FinishReason, Output, SamplingParams
 
@@ -373,8 +373,7 @@ def test_defaults_are_equal_whichever_engine_computes(kind: VllmKind) -> None:
     assert given["enable_prefix_caching"] is True and given["trust_remote_code"] is False
     assert given.get("gpu_memory_utilization") == (None if kind is CPU else 0.75)
     assert given["dtype"] == AUTO_DTYPE[kind.place]
-    assert given["max_num_seqs"] == MAX_NUM_SEQS[kind.place]
-    assert given["max_num_batched_tokens"] == MAX_NUM_BATCHED_TOKENS[kind.place]
+    assert (given["max_num_seqs"], given["max_num_batched_tokens"]) == ((32, 2048) if kind is CPU else (256, 8192))
 
 
 @pytest.mark.parametrize("number", range(1, 11))

@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent
             "/v1/messages",
             "metadata, context_management, messages.content.cache_control, output_config.effort, max_tokens",
         ),
-        ("codex", "/v1/responses", "prompt_cache_key, client_metadata, tools.web_search"),
+        ("codex", "/v1/responses", "prompt_cache_key, client_metadata, include, tools.web_search"),
     ],
 )
 def test_what_an_agent_sends_is_taken(agent: str, path: str, without_effect: str) -> None:

@@ -1,4 +1,4 @@
-"""Batches on a real server, which is killed in the middle of one."""
+"""Batches and background responses on a real server, which is killed in the middle of them."""
 
 from __future__ import annotations
 
@@ -46,4 +46,25 @@ def test_a_batch_goes_on_after_its_server_was_killed(tiny_model: Path, tmp_path:
             assert first["response"]["body"]["choices"] == alone["choices"]
         # What was done before was not asked of the engine again.
         assert server.metric("weft_request_success_total") <= NUM_LINES - len(before) + 1
+        server.check_unharmed()
+
+
+def test_background_responses_are_there_after_their_server_was_killed(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ("--data-dir", str(tmp_path), "--image-model", "none", "--threads", "1")
+    with TinyServer(tiny_model, *flags) as server:
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+            whole = client.responses.create(model=NAME, input="Sing.", max_output_tokens=4, background=True)
+            wait_until(lambda: client.responses.retrieve(whole.id).status in ("completed", "incomplete"))
+            before = client.responses.retrieve(whole.id)
+            begun = [client.responses.create(model=NAME, input="Sing.", background=True) for _ in range(8)]
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait(PATIENCE)
+    records = {one.id: json.loads((tmp_path / "responses" / f"{one.id}.json").read_bytes()) for one in begun}
+    with TinyServer(tiny_model, *flags) as server:
+        with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+            assert client.responses.retrieve(whole.id) == before
+            for one in begun:
+                was, found = records[one.id]["answer"]["status"], client.responses.retrieve(one.id)
+                assert found.status == ("failed" if was == "queued" else was)
+            client.responses.create(model=NAME, input="More.", previous_response_id=whole.id, max_output_tokens=4)
         server.check_unharmed()

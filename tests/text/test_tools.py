@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.effort import EFFORT
 from tests.growth import check_linear
+from weft.text.parsers.calls import CustomInput
 from weft.text.parsers.pieces import CallStarted, Content, ParsedAnswer, Parser, Piece, ToolCall, collect, merged
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import REASONING_STYLES, TOOL_STYLES, ToolStyle, parser_for
@@ -288,6 +289,30 @@ ADVERSARIES: dict[str, Callable[[int], str]] = {
     "reasoning": lambda n: "<think>" + "\n" * n,
 }
 """Each makes a text of about so many characters."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a\\nb"}', "a\nb"),
+        (' { "input" :\n"a" , "other": "b"} ', "a"),
+        ('{"input": "\\ud83d\\ude00\\ud800x\\q\\u12"}', "\N{GRINNING FACE}\ufffdx\\q\\u12"),
+        ('{"input": ""}', ""),
+        ('{"input": "cut \\', "cut "),
+        ('{"inp', ""),
+        ('{"input": 5}', '{"input": 5}'),
+        ('{"other": "a", "input": "b"}', '{"other": "a", "input": "b"}'),
+        ("{}", "{}"),
+        ("a plain text", "a plain text"),
+    ],
+)
+def test_the_text_of_a_custom_tool_s_call_is_read_however_it_is_cut(arguments: str, text: str) -> None:
+    for cut in range(len(arguments)):
+        reader = CustomInput()
+        pieces = [*reader.push(arguments[:cut]), *reader.push(arguments[cut:])]
+        assert collect(pieces) == ParsedAnswer(content=text)
+    one_by_one = CustomInput()
+    assert collect(piece for char in arguments for piece in one_by_one.push(char)) == ParsedAnswer(content=text)
 
 
 @pytest.mark.parametrize("name", STYLES)

@@ -217,8 +217,9 @@ def admission_app(admission: Admission, background: BackgroundWork | None = None
         app.add_middleware(RateLimitHeaders, admission=admission)
     app.add_middleware(HeadRequests)
     app.add_middleware(ApiKeyAuth, admission=admission)
-    app.add_middleware(CrossOrigin, admission=admission)
     app.add_middleware(HeaderLimits, admission=admission)
+    # Around all that refuses: without its headers a page cannot read why.
+    app.add_middleware(CrossOrigin, admission=admission)
     app.add_middleware(RequestIdMiddleware)
     apis = compat_apis(admission.config.server)
     shapes: dict[str, ErrorShape] = {"/v1/messages": anthropic_shape}

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from functools import partial
 
 import msgspec
+from msgspec import Raw
+from msgspec.structs import replace
 from starlette.types import Message
 
 from weft import logs
@@ -19,8 +21,9 @@ from weft.api.openai import batches
 from weft.api.openai.chat import chat_endpoint
 from weft.api.openai.completions import completions_endpoint
 from weft.api.openai.embeddings import embeddings_endpoint
-from weft.api.openai.response_store import ResponseStore, TenantStore
+from weft.api.openai.response_store import ResponseStore, StoredResponse, TenantStore
 from weft.api.openai.responses import responses_endpoint
+from weft.api.openai.responses_schema import ResponseFailure
 from weft.errors import InvalidRequest, Overloaded, Unavailable, WeftError
 from weft.serving.admission import Admission, RequestContext, no_hang_up
 from weft.serving.batch_runner import BatchRunner, LineAnswer
@@ -28,6 +31,8 @@ from weft.serving.data_store import BatchRecord, DataStore, NoStore
 from weft.types import GenerationRequest
 
 log = logging.getLogger(__name__)
+
+INTERRUPTED = ResponseFailure("server_error", "The server was stopped before the response was complete; ask again.")
 
 ENDPOINTS: Mapping[str, Endpoint] = {
     "/v1/chat/completions": chat_endpoint,
@@ -41,8 +46,10 @@ class BackgroundWork:
     def __init__(self, admission: Admission) -> None:
         options = admission.config.server
         self._admission = admission
-        self.responses = ResponseStore(options.responses_store_entries, options.responses_store_mb << 20)
         self.data = DataStore(options.data_dir, admission.config.limits)
+        self.responses = ResponseStore(
+            options.responses_store_entries, options.responses_store_mb << 20, on_drop=self.data.drop_response
+        )
         self.batches = BatchRunner(
             self.data,
             admission.config,
@@ -52,13 +59,14 @@ class BackgroundWork:
         )
 
     async def start(self) -> None:
-        """Go on with the batches of the server that was here before."""
+        """Go on with the batches of the server that was here before, and keep its responses in the background."""
         if self.data.exists:
             try:
                 await self.data.open()
             except NoStore:
                 return
             self.batches.resume()
+            await self._restore_responses()
 
     async def stop(self) -> None:
         """Leave batches as they are, for the next server."""
@@ -66,7 +74,18 @@ class BackgroundWork:
         self.data.close()
 
     def tenant_responses(self) -> TenantStore:
-        return TenantStore(self.responses, logs.tenant.get())
+        return TenantStore(self.responses, logs.tenant.get(), self.data)
+
+    async def _restore_responses(self) -> None:
+        """Take up the responses in the background that are on disk. One that had not ended has failed."""
+        for record in await self.data.responses():
+            answer = msgspec.json.decode(record.answer)
+            if answer["status"] in ("queued", "in_progress"):
+                answer |= {"status": "failed", "error": INTERRUPTED}
+                record = replace(record, answer=Raw(msgspec.json.encode(answer)))
+                await self.data.keep_response(record)
+            kept = StoredResponse(bytes(record.answer), record.input_items, record.messages, is_on_disk=True)
+            self.responses.put(record.owner, record.id, kept, self.data.clock() - record.created_at)
 
     async def _answer(self, path: str, body: bytes) -> LineAnswer:
         endpoint = ENDPOINTS.get(path) or partial(responses_endpoint, store=self.tenant_responses())

@@ -307,20 +307,20 @@ MAX_NAME_CHARS = 64
 
 
 VENDOR_TOOLS = re.compile(
-    r"(advisor|apply_patch|bash|code_execution|code_interpreter|computer|computer_use|custom|file_search|"
+    r"(advisor|apply_patch|bash|code_execution|code_interpreter|computer|computer_use|file_search|"
     r"image_generation|local_shell|mcp|mcp_toolset|memory|namespace|shell|text_editor|tool_search(_tool\w{0,40})?|"
     r"web_fetch|web_search)(_preview)?(_[0-9]{4}_?[0-9]{2}_?[0-9]{2})?"
 )
 """Types of tools that OpenAI and Anthropic publish beside functions: what they do is known to their models alone."""
 
 
-def client_tools(own: str) -> Callable[[object, ValidationInfo], object]:
-    """Return what takes the tools of a request that clients run, by their type, from those that only a vendor's model
+def client_tools(*own: str) -> Callable[[object, ValidationInfo], object]:
+    """Return what takes the tools of a request that clients run, by their types, from those that only a vendor's model
     or server can use."""
 
     def is_left_aside(tool: object, report: FieldReport) -> bool:
-        kind = tool.get("type", own) if isinstance(tool, dict) else own
-        if kind == own or not isinstance(kind, str) or len(kind) > MAX_NAME_CHARS:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if not isinstance(kind, str) or kind in own or len(kind) > MAX_NAME_CHARS:
             return False
         is_known = VENDOR_TOOLS.fullmatch(kind) is not None
         if report.mode == "strict" or not (is_known or report.mode == "tolerant"):

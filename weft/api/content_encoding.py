@@ -70,7 +70,7 @@ def _from_zlib(body: bytes, encoding: str, form: int) -> Iterator[bytes]:
     except zlib.error as error:
         raise InvalidRequest(f"The body is not valid {encoding}: {error}.") from error
     if not inflater.eof:
-        raise InvalidRequest(f"The body is not valid {encoding}: its end is missing.")
+        raise _truncated(encoding)
 
 
 def _from_zstd(body: bytes) -> Iterator[bytes]:
@@ -83,6 +83,44 @@ def _from_zstd(body: bytes) -> Iterator[bytes]:
                 yield piece
         except zstandard.ZstdError as error:
             raise InvalidRequest(f"The body is not valid {ZSTD}: {error}.") from error
+    if not _has_its_end(body):
+        raise _truncated(ZSTD)
+
+
+MAX_ZSTD_PARTS = 1 << 20
+"""Frames and blocks of one body. A block holds up to 128 KiB; to look at so many that hold nothing takes a second."""
+MAX_FRAME_HEADER_BYTES = 18
+_SKIPPABLE_MAGIC = range(0x184D2A50, 0x184D2A60)
+_RLE_BLOCK = 1
+
+
+def _has_its_end(body: bytes) -> bool:
+    """Return whether the last frame of a body in zstd is whole (RFC 8878): the decompressor does not tell."""
+    import zstandard
+
+    at, is_in_frame, checksum_bytes = 0, False, 0
+    for _ in range(MAX_ZSTD_PARTS):
+        if at >= len(body):
+            return at == len(body) and not is_in_frame
+        if is_in_frame:
+            block = int.from_bytes(body[at : at + 3], "little")
+            at += 3 + (1 if block >> 1 & 3 == _RLE_BLOCK else block >> 3)
+            if block & 1:
+                is_in_frame, at = False, at + checksum_bytes
+        elif int.from_bytes(body[at : at + 4], "little") in _SKIPPABLE_MAGIC:
+            at += 8 + int.from_bytes(body[at + 4 : at + 8], "little")
+        else:
+            header = body[at : at + MAX_FRAME_HEADER_BYTES]
+            try:
+                checksum_bytes = 4 if zstandard.get_frame_parameters(header).has_checksum else 0
+            except zstandard.ZstdError:
+                return False
+            is_in_frame, at = True, at + zstandard.frame_header_size(header)
+    raise InvalidRequest(f"The body is not valid {ZSTD}: it has more than {MAX_ZSTD_PARTS} frames and blocks.")
+
+
+def _truncated(encoding: str) -> InvalidRequest:
+    return InvalidRequest(f"The compressed body is truncated: the end of its {encoding} is missing.")
 
 
 GZIP_LEVEL = 1

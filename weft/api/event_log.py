@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, ClassVar
 
 WAITING = b": waiting\n\n"
@@ -18,11 +18,15 @@ class EventLog:
     running: ClassVar[set[asyncio.Task[None]]] = set()
     """The event loop alone would let a task go that nobody waits for."""
 
-    def __init__(self, answer: bytes, *, keeps_events: bool) -> None:
-        """`answer`: what the client gets at once; empty: it reads the events."""
+    def __init__(self, answer: bytes, *, keeps_events: bool, save: Callable[[], Awaitable[None]]) -> None:
+        """`answer`: what the client gets at once; empty: it reads the events. `save` is awaited before the beginning
+        and the end are told."""
         self.answer = answer
         self.keeps_events = keeps_events
         self.ended = False
+        self.is_cancelled = False
+        """A client wants no more of it."""
+        self.save = save
         self.num_bytes = 0
         self._events: list[bytes] = []
         self._changed = asyncio.Event()
@@ -37,6 +41,7 @@ class EventLog:
     async def cancel(self) -> None:
         """End the work, and return when it has ended."""
         if self._task is not None and not self._task.done():
+            self.is_cancelled = True
             self._task.cancel()
             await asyncio.wait({self._task})
 
@@ -52,6 +57,7 @@ class EventLog:
         self._wake()
 
     async def end(self, body: bytes) -> None:
+        await self.save()
         self.ended = True
         self.write(body)
 

@@ -93,6 +93,7 @@ _CALL: Mapping[str, Rule] = {
     "async": hint("answers come when they are ready", False),
     "caller": hint("only the client's own code calls tools", {"type": "direct"}),
 }
+_SCHEMA: Mapping[str, Rule] = {"description": hint("the model is not told of it")}
 _MESSAGES: Mapping[str, Rule] = {
     "betas": hint("beta features are on, where they are here"),
     "cache_control": hint(_PREFIX_CACHE),
@@ -157,6 +158,7 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
     },
     "chat.tools": _CACHE_CONTROL,
     "chat.tools.function": _FUNCTION,
+    "chat.response_format.json_schema": _SCHEMA,
     "chat.structured_outputs": {
         "disable_additional_properties": hint("the schema says it", False),
         "disable_any_whitespace": hint("white space is bounded already"),
@@ -196,6 +198,7 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
     },
     "responses.tools": _FUNCTION,
     "responses.text": {"verbosity": hint("the model is not told of it", "medium")},
+    "responses.text.format": _SCHEMA,
     "responses.reasoning": {
         "context": hint("the template decides what the model sees of it", "auto"),
         "generate_summary": hint("reasoning is given in full", "auto"),
@@ -217,6 +220,7 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "eager_input_streaming": hint("arguments are streamed as they come", True),
         "input_examples": hint("the model is not told of them", []),
     },
+    "messages.thinking": {"budget_tokens": hint("`max_tokens` ends the answer")},
     "messages.output_config": {"task_budget": hint("`max_tokens` ends the answer")},
     "embeddings": {**_OPENAI, **_LOCAL_SERVERS, "user": hint(_KEY)},
     "images": {
@@ -310,6 +314,13 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "width": impossible(_TEXT_ALONE, 0),
     },
     "ollama.messages": {"images": impossible("the model sees nothing", [])},
+    "grpc": {"worker_hint": hint("there is one worker")},
+    "grpc.metadata": {
+        "extra": hint("it is the client's own"),
+        "locale": hint("the prompt says it"),
+        "player_id": hint(_KEY),
+        "tenant": hint(_KEY),
+    },
     "llamacpp.tokenize": {"parse_special": impossible("special tokens are always read", True)},
 }
 """The rules by the place of a field: the interface, and below it the object that has the field."""

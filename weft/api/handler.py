@@ -205,18 +205,20 @@ class Handler(Response):
             del body
             context.release_body()
             context.answer_id = writer.answer_id
-            response = StreamedResponse(send, direct_writer(scope), fields_header(context))
+            told = fields_header(context)
+            response = StreamedResponse(send, direct_writer(scope), told)
             if not requests:
                 await response.answer(await writer.whole([]))
                 return
             generation = Generation(requests, context, arrived, writer.model_name)
             context.served.metrics.left_aside(context.fields.without_effect)
             if (log := writer.background) is not None:
+                await log.save()
                 log.run(_in_background(stack.pop_all(), context, generation, writer, len(requests), log))
                 if log.answer:
                     await response.answer(log.answer)
                 else:
-                    await streamed(log, 0, options.keep_alive_s)(scope, receive, send)
+                    await streamed(log, 0, options.keep_alive_s, told)(scope, receive, send)
             elif writer.stream:
                 async with _told_in_stream(response, writer):
                     with _until_hang_up(), generation.counted():
@@ -235,10 +237,10 @@ class Handler(Response):
                     await response.answer(await writer.whole(outputs))
 
 
-def streamed(log: EventLog, first: int, keep_alive_s: float) -> Response:
-    """Return the response of the events from this number on."""
+def streamed(log: EventLog, first: int, keep_alive_s: float, told: Mapping[str, str] | None = None) -> Response:
+    """Return the response of the events from this number on, with these headers besides those of its type."""
     headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}
-    return StreamingResponse(log.follow(first, keep_alive_s), headers=headers)
+    return StreamingResponse(log.follow(first, keep_alive_s), headers=headers | dict(told or {}))
 
 
 async def _in_background(
@@ -257,6 +259,9 @@ async def _in_background(
                 with generation.counted():
                     await context.guard(_send_chunks(generation, writer, num_requests, log, 0))
         except asyncio.CancelledError:
+            if not log.is_cancelled:
+                # The server ends: the next one tells what became of the answer.
+                raise
             await log.end(writer.cancelled())
 
 

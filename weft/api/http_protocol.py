@@ -25,7 +25,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from weft.api.error_responses import error_body
-from weft.api.middleware import too_large
+from weft.api.middleware import AllowedOrigins, readable_by, too_large
 from weft.errors import InvalidRequest
 from weft.options import Config
 
@@ -107,9 +107,10 @@ class HttpProtocol(HttpToolsProtocol):
     """Offers the direct writer to the application, as an extension of ASGI. Ends connections that would hold memory for
     ever: a head without an end, and an answer that is not read."""
 
-    def __init__(self, *args: Any, batch: WriteBatch, settings: Config, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, batch: WriteBatch, settings: Config, origins: AllowedOrigins, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._batch = batch
+        self._origins = origins
         self._limits = settings.limits
         self._patience_s = settings.server.slow_reader_timeout_s
         self._head_bytes = 0
@@ -188,10 +189,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(InvalidRequest(msg))
 
     def _refuse(self, error: InvalidRequest) -> None:
-        """Answer past the application, because there is no request yet."""
+        """Answer past the application, because there is no request yet; of its headers some may be there."""
         body = msgspec.json.encode(error_body(error))
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[error.status] + head + body)
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+        for name, value in self.headers or ():
+            if name == b"origin" and value in self._origins:
+                head += b"".join(b"%b: %b\r\n" % header for header in readable_by(value))
+        self.transport.write(STATUS_LINE[error.status] + head + b"\r\n" + body)
         self.transport.close()
 
 
@@ -205,7 +209,7 @@ def _in_kernel(connection: socket.socket) -> int:
 
 def protocol_factory(settings: Config) -> Callable[..., HttpProtocol]:
     """Return what makes the protocols of one server."""
-    return partial(HttpProtocol, batch=WriteBatch(), settings=settings)
+    return partial(HttpProtocol, batch=WriteBatch(), settings=settings, origins=AllowedOrigins(settings.server))
 
 
 def direct_writer(scope: Scope) -> DirectWriter | None:

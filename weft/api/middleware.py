@@ -48,6 +48,9 @@ HANGUP = 499
 _QUIET_PATHS = frozenset({"/health", "/health/live", "/metrics"})
 _SANE_ID = re.compile(SANE_ID)
 
+CORS_HEADERS = "weft.cors_headers"
+"""The place in a request's scope of headers that every answer to it has, also one of 500, for its page to read it."""
+
 
 class RequestIdMiddleware:
     def __init__(self, app: ASGIApp) -> None:
@@ -67,7 +70,7 @@ class RequestIdMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 taken = (b"openai-processing-ms", b"%d" % ((time.perf_counter() - began) * 1000))
-                message["headers"] = [*message.get("headers", ()), *ids, taken]
+                message["headers"] = [*message.get("headers", ()), *ids, taken, *scope.get(CORS_HEADERS, ())]
             await send(message)
 
         traces.take_in(
@@ -165,6 +168,19 @@ def allowed_origins(options: ServerOptions) -> frozenset[str]:
     return frozenset(origins)
 
 
+class AllowedOrigins:
+    """The pages that may use the server from a browser: those of this machine, and those that the operator allowed."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._allowed = allowed_origins(options)
+
+    def __contains__(self, origin: bytes) -> bool:
+        page = origin.decode("latin-1").lower()
+        name = _name(page.partition("://")[2])
+        is_of_this_machine = is_loopback(name) or _BELOW_LOCALHOST.fullmatch(name) is not None
+        return is_of_this_machine or page in self._allowed or ANY_ORIGIN in self._allowed
+
+
 class CrossOrigin:
     """Lets pages of this machine and of allowed origins use the server from a browser (CORS). Without keys it refuses
     the pages of other sites: they would come in with the rights of the user who looks at them."""
@@ -172,7 +188,7 @@ class CrossOrigin:
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self._app = app
         self._has_keys = admission.keys.required
-        self._allowed = allowed_origins(admission.config.server)
+        self._allowed = AllowedOrigins(admission.config.server)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"]) if scope["type"] == "http" else {}
@@ -181,10 +197,13 @@ class CrossOrigin:
             await self._app(scope, receive, send)
             return
         asks = scope["method"] == "OPTIONS" and b"access-control-request-method" in headers
-        page = origin.decode("latin-1").lower()
-        site = page.partition("://")[2]
-        if self._allows(page, site):
-            await (_answer_preflight(origin, headers, send) if asks else self._pass(origin, scope, receive, send))
+        site = origin.decode("latin-1").lower().partition("://")[2]
+        if origin in self._allowed:
+            if asks:
+                await _answer_preflight(origin, headers, send)
+                return
+            scope[CORS_HEADERS] = readable_by(origin)
+            await self._app(scope, receive, send)
         elif (asks or not self._has_keys) and site != headers.get(b"host", b"").decode("latin-1").lower():
             why = "does not answer" if self._has_keys else "has no keys, and refuses"
             refusal = ForeignOrigin(
@@ -195,23 +214,14 @@ class CrossOrigin:
         else:
             await self._app(scope, receive, send)
 
-    def _allows(self, page: str, site: str) -> bool:
-        name = _name(site)
-        is_of_this_machine = is_loopback(name) or _BELOW_LOCALHOST.fullmatch(name) is not None
-        return is_of_this_machine or page in self._allowed or ANY_ORIGIN in self._allowed
-
-    async def _pass(self, origin: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_readable(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                exposed = (b"access-control-expose-headers", CORS_EXPOSED)
-                message["headers"] = [*message.get("headers", ()), *_leave(origin), exposed]
-            await send(message)
-
-        await self._app(scope, receive, send_readable)
-
 
 def _leave(origin: bytes) -> list[tuple[bytes, bytes]]:
     return [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
+
+
+def readable_by(origin: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the headers by which a page of an allowed origin can read an answer."""
+    return [*_leave(origin), (b"access-control-expose-headers", CORS_EXPOSED)]
 
 
 async def _answer_preflight(origin: bytes, asked: dict[bytes, bytes], send: Send) -> None:

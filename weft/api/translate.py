@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from weft.api.openai.openai_schema import (
     ChatRequest,
     CompletionRequest,
     EmbedsPart,
+    Function,
     GivenPrompt,
     Message,
     NamedFunction,
@@ -64,17 +65,20 @@ from weft.text.grammars.specs import (
     ToolSpec,
     too_large,
 )
+from weft.text.parsers.calls import INPUT
 from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
 from weft.text.parsers.styles import ToolStyle
 from weft.types import Conversation, GenerationRequest, Prompt, Sample, SamplingParams, check_token_ids
 
 
 class Toolbox(Struct, frozen=True):
-    offered: list[Tool] = []
+    offered: list[Function] = []
     """The tools that the model is told of."""
+    custom: frozenset[str] = frozenset()
+    """The names of those of them that are custom tools."""
     style: ToolStyle | None = None
     """None: no calls are looked for."""
-    callable: list[Tool] = []
+    callable: list[Function] = []
     """Those of them that may be called."""
     must_call: bool = False
     """One of them must be called."""
@@ -85,7 +89,8 @@ class Toolbox(Struct, frozen=True):
 def toolbox(request: ChatRequest, styles: ChatStyles, *, is_read: bool = False) -> Toolbox:
     """Return the tools of a request. `is_read`: the engine finds the calls itself, and no style is needed."""
     tools, choice = _asked_tools(request)
-    names = [tool.function.name for tool in tools]
+    functions = [offered(tool) for tool in tools]
+    names = [function.name for function in functions]
     if len(set(names)) < len(names):
         raise InvalidRequest("Two tools have the same name.", param="tools")
     if not tools:
@@ -102,20 +107,58 @@ def toolbox(request: ChatRequest, styles: ChatStyles, *, is_read: bool = False) 
         )
     match choice:
         case NamedTool():
-            chosen, must_call = {choice.function.name}, True
+            chosen, must_call = {_name(choice)}, True
         case AllowedChoice(allowed_tools=allowed):
-            chosen, must_call = {tool.function.name for tool in allowed.tools}, allowed.mode == "required"
+            chosen, must_call = {_name(tool) for tool in allowed.tools}, allowed.mode == "required"
         case _:
             chosen, must_call = set(names), choice == "required"
     if unknown := sorted(chosen.difference(names)):
         raise InvalidRequest(f"There is no tool {unknown[0]!r:.100}.", param="tool_choice")
     return Toolbox(
-        offered=tools,
+        offered=functions,
+        custom=frozenset(name for name, tool in zip(names, tools, strict=True) if tool.type == "custom"),
         style=styles.tools,
-        callable=[tool for tool in tools if tool.function.name in chosen],
+        callable=[function for function in functions if function.name in chosen],
         must_call=must_call,
         is_named=isinstance(choice, NamedTool),
     )
+
+
+def offered(tool: Tool) -> Function:
+    """Return the function that the model is told of. That of a custom tool has the text for its one parameter."""
+    if tool.type == "function":
+        assert tool.function is not None
+        return tool.function
+    assert tool.custom is not None
+    custom, text = tool.custom, {"type": "string"}
+    described = [custom.description] if custom.description else []
+    if custom.format is not None and custom.format.type == "grammar":
+        grammar = custom.format.grammar
+        assert grammar is not None
+        described.append(f"{INPUT} has the form of this {GRAMMARS[grammar.syntax]}:\n{grammar.definition}")
+        if grammar.syntax == "regex":
+            text["pattern"] = f"^(?:{grammar.definition})$"
+    schema = {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
+    about = "\n\n".join(described) or None
+    return Function(name=custom.name, description=about, parameters=schema, strict="pattern" in text or None)
+
+
+GRAMMARS = {"lark": "Lark grammar", "regex": "regular expression"}
+
+
+def _name(tool: NamedTool) -> str:
+    named = tool.custom if tool.type == "custom" else tool.function
+    assert named is not None
+    return named.name
+
+
+def _check_formats(request: ChatRequest, tools: Toolbox, report: FieldReport) -> None:
+    """Take note of the grammars of custom tools of which the model is only told: no other is enforced inside of a JSON
+    string than a regular expression."""
+    for tool in request.tools if tools.offered else ():
+        form = tool.custom.format if tool.custom is not None else None
+        if form is not None and form.grammar is not None and (form.grammar.syntax == "lark" or tools.style is None):
+            report.ignore("chat", "tools.custom.format", "the model is told of the grammar, which is not enforced")
 
 
 def _asked_tools(request: ChatRequest) -> tuple[list[Tool], ToolChoice | None]:
@@ -168,7 +211,7 @@ def chat_shape(request: ChatRequest, tools: Toolbox, max_schema_kb: int) -> Gram
     if tools.style is None:
         # An engine that reads calls itself is told of tool_choice.
         return None if tools.must_call else asked
-    is_limited = len(tools.callable) < len(tools.offered) or any(tool.function.strict for tool in tools.offered)
+    is_limited = len(tools.callable) < len(tools.offered) or any(function.strict for function in tools.offered)
     return _calls(request, tools, asked) if tools.must_call or asked or is_limited else None
 
 
@@ -190,10 +233,10 @@ def _calls(request: ChatRequest, tools: Toolbox, text: GrammarSpec | None) -> To
         shape=tools.style.shape,
         tools=[
             ToolSpec(
-                name=tool.function.name,
-                parameters=tool.function.parameters if tools.must_call or tool.function.strict else {"type": "object"},
+                name=function.name,
+                parameters=function.parameters if tools.must_call or function.strict else {"type": "object"},
             )
-            for tool in tools.callable
+            for function in tools.callable
         ],
         at_least_one=tools.must_call,
         parallel=_is_parallel(request) and not tools.is_named,
@@ -248,11 +291,14 @@ async def parse_chat(
     engine = served.engine
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    if request.prediction is not None and not engine.abilities.prediction:
-        raise not_taken(engine.name, "prediction")
+    prediction = request.prediction
+    if prediction is not None and not engine.abilities.prediction:
+        report.ignore("chat", "prediction", f"the engine {engine.name} drafts no tokens from it")
+        prediction = None
     _check_continued(request)
     _check_tokens(request, engine)
     tools = toolbox(request, engine.text.styles, is_read=not engine.abilities.tokens)
+    _check_formats(request, tools, report)
     variables = _template_variables(request, engine.text.styles, report)
     prompt: Prompt
     if (field := _embeds_field(request)) is not None:
@@ -272,8 +318,8 @@ async def parse_chat(
         grammar=await served.grammar_of(shape, reader_options.thinking),
         engine=engine,
     )
-    if request.prediction is not None:
-        params = replace(params, prediction=await asyncio.to_thread(_predicted, request.prediction, engine))
+    if prediction is not None:
+        params = replace(params, prediction=await asyncio.to_thread(_predicted, prediction, engine))
     prompts, truncated = _truncated([prompt], request, params, engine)
     task = Sample(params=params, markers=reader_options.markers)
     requests = _requests(request, prompts, task, served, report, n=request.n, request_id=request_id, tenant=tenant)
@@ -375,19 +421,21 @@ def passed_message(message: Message, content: str | None = None) -> dict[str, An
         fields["reasoning_content"] = reasoning
     old = [PastCall(function=message.function_call)] if message.function_call else []
     if calls := message.tool_calls or old:
-        fields["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call.id,
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
-            }
-            for call in calls
-        ]
+        fields["tool_calls"] = [{"type": "function", "id": call.id, "function": _called(call)} for call in calls]
     return fields
 
 
-def template_tools(tools: list[Tool]) -> list[dict[str, Any]]:
-    return [tool.model_dump(exclude_none=True) for tool in tools]
+def _called(call: PastCall) -> dict[str, str]:
+    """Return the function that a past call was of, for the model."""
+    if call.type == "custom":
+        assert call.custom is not None
+        return {"name": call.custom.name, "arguments": msgspec.json.encode({INPUT: call.custom.input}).decode()}
+    assert call.function is not None
+    return {"name": call.function.name, "arguments": call.function.arguments}
+
+
+def template_tools(tools: Iterable[Function]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": function.model_dump(exclude_none=True)} for function in tools]
 
 
 def _arguments(text: str) -> Any:
@@ -465,9 +513,7 @@ def _template_variables(request: ChatRequest, styles: ChatStyles, report: FieldR
     is_wanted = thinks or (thinks is False and styles.reasoning is not None)
     if is_wanted and not variables:
         field = "enable_thinking" if effort is None else "reasoning_effort"
-        if report.mode == "strict":
-            raise InvalidRequest(f"The model's chat template does not read {field}.", param=field)
-        report.leave_aside(f"chat.{field}")
+        report.ignore("chat", field, "the model's chat template does not read it")
     return variables | request.chat_template_kwargs
 
 
@@ -520,7 +566,9 @@ def _conversation(request: ChatRequest, tools: Toolbox, variables: dict[str, Any
     return Conversation(
         messages=[passed_message(message) for message in request.messages],
         tools=template_tools(tools.callable),
-        tool_choice=choice.model_dump() if isinstance(choice, NamedTool) else choice,
+        tool_choice={"type": "function", "function": {"name": _name(choice)}}
+        if isinstance(choice, NamedTool)
+        else choice,
         parallel_tool_calls=_is_parallel(request),
         add_generation_prompt=_begins_answer(request),
         continue_final_message=request.continue_final_message,
@@ -534,7 +582,8 @@ def _reader_options(
     """Return how the answer is read. Without the prompt's text: the engine that renders it reads the answer too."""
     return ReaderOptions(
         tools=tools.style,
-        declared=tuple(tool.function.name for tool in tools.callable),
+        declared=tuple(function.name for function in tools.callable),
+        custom=tools.custom,
         most_calls=None if _is_parallel(request) else 1,
         reasoning=reasoning,
         reasoning_opened=reasoning is not None and opens_reasoning(reasoning, (prompt_text or "")[-100:]),
@@ -663,10 +712,10 @@ def _requests(
         tenant=tenant,
         adapter=served.adapter_for(request.model, request.adapter),
     )
-    return [_within_context(one, task.params, served, report) for one in requests_like(common, prompts, n)]
+    return [within_context(one, task.params, served, report) for one in requests_like(common, prompts, n)]
 
 
-def _within_context(
+def within_context(
     request: GenerationRequest, params: SamplingParams, served: ServedModel, report: FieldReport
 ) -> GenerationRequest:
     """Cut max_tokens to what the context holds behind the prompt, unless fields are strict: then the engine refuses."""

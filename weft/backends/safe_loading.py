@@ -23,7 +23,7 @@ from weft.hub.progress import Progress
 from weft.hub.resolve import find_model
 from weft.machine.hardware import Machine, inspect_machine, oom_kills
 from weft.machine.memory import MIB, as_out_of_memory, safe_share
-from weft.machine.planner import CPU_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MEMORY_PROFILES, Plan, Planner
+from weft.machine.planner import CPU_CACHE_BYTES, MEMORY_PROFILES, Plan, Planner
 from weft.options import CacheOptions, Config, settings
 
 SHARE_STEP = 0.10
@@ -124,12 +124,9 @@ def _cache_for(context: int, config: Config, plan: Plan) -> CacheOptions:
 
 def _batches(config: Config, plan: Plan | None) -> Iterator[Config]:
     """Return configurations of fewer requests at a time, and fewer tokens in a step."""
-    seqs = plan.max_num_seqs if plan is not None else config.scheduler.max_num_seqs or MAX_NUM_SEQS["cuda"]
-    tokens = (
-        plan.max_num_batched_tokens
-        if plan is not None
-        else config.scheduler.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS["cuda"]
-    )
+    options = config.scheduler
+    seqs = plan.max_num_seqs if plan is not None else options.num_seqs(on_cpu=False)
+    tokens = plan.max_num_batched_tokens if plan is not None else options.num_batched_tokens(on_cpu=False)
     for _ in range(HALVINGS):
         if seqs == 1:
             return

@@ -64,8 +64,6 @@ class HeldType(Struct, frozen=True):
 TYPES = {held.name: held for held in (HeldType("float32", 4), HeldType("float16", 2), HeldType("bfloat16", 2))}
 
 
-MAX_NUM_SEQS: dict[Place, int] = {"cpu": 32, "cuda": 256, "ascend": 256}
-MAX_NUM_BATCHED_TOKENS: dict[Place, int] = {"cpu": 2048, "cuda": 8192, "ascend": 8192}
 CPU_CACHE_BYTES = 512 * MIB
 AUTO_DTYPE: dict[Place, str] = {"cpu": "float32", "cuda": "bfloat16", "ascend": "bfloat16"}
 """The dtype where none is asked for; it is the same for every engine."""
@@ -210,8 +208,8 @@ class _Planning:
         self.weights = self._held_weights()
         self.draft = planner.draft.geometry if planner.draft is not None else None
         """The geometry of the draft model; None: there is none, or its description does not tell."""
-        self.seqs = config.scheduler.max_num_seqs or MAX_NUM_SEQS[self.place]
-        self.budget = config.scheduler.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[self.place]
+        self.seqs = config.scheduler.num_seqs(on_cpu=self.place == "cpu")
+        self.budget = config.scheduler.num_batched_tokens(on_cpu=self.place == "cpu")
         check_step(self.budget, self.seqs)
 
     def plan(self) -> Plan:

@@ -1,4 +1,5 @@
-"""The files of clients and the records of their batches, in one folder that outlives the server.
+"""The files of clients, the records of their batches and their responses in the background, in one folder that outlives
+the server.
 
 A record is a small JSON file that is replaced as a whole; what has no record is not there, and is removed when the
 store is opened. The results of a batch are appended line by line, and only whole lines count. Paths are made of ids
@@ -40,7 +41,7 @@ RECORD_BYTES = 4096
 _ID = re.compile(r"[a-z]+[-_][0-9a-f]{32}")
 
 T = TypeVar("T")
-Record = TypeVar("Record", "FileRecord", "BatchRecord")
+Record = TypeVar("Record", "FileRecord", "BatchRecord", "ResponseRecord")
 
 
 class NoStore(WeftError):
@@ -133,6 +134,17 @@ class BatchRecord(Struct, frozen=True, kw_only=True):
         return self.counts.get(outcome, 0)
 
 
+class ResponseRecord(Struct, frozen=True):
+    id: str
+    owner: str
+    created_at: int
+    answer: Raw
+    """JSON, as clients read it."""
+    input_items: list[dict[str, Any]]
+    messages: list[dict[str, Any]]
+    """The conversation up to and with the answer."""
+
+
 class BatchLine(Struct, frozen=True):
     """A line of a batch's input."""
 
@@ -212,7 +224,7 @@ class DataStore:
             raise NoStore("This server keeps no files and no batches.", hint="The operator's setting is --data-dir.")
         lock: BinaryIO | None = None
         try:
-            for name in ("files", "batches"):
+            for name in ("files", "batches", "responses"):
                 (self._folder / name).mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = (self._folder / "lock").open("wb")
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -403,6 +415,29 @@ class DataStore:
         self._batches.pop(record.id, None)
         self._used[record.owner] -= self._held.pop(record.id, 0)
         await self.do(_unlink, [self._batch_path(record.id, end) for end in ("json", "input", "results")])
+
+    # Responses
+
+    def _response_path(self, response_id: str) -> Path:
+        assert self._folder is not None
+        return self._folder / "responses" / f"{response_id}.json"
+
+    async def keep_response(self, record: ResponseRecord) -> None:
+        """Keep a response in the place of what has its id, and return when it is on disk. Raises NoStore."""
+        await self.open()
+        await self.do(lambda: _write(self._response_path(record.id), msgspec.json.encode(record)))
+
+    async def responses(self) -> list[ResponseRecord]:
+        """Return the responses of an open store, the oldest first."""
+        assert self._folder is not None
+        return await self.do(_records, self._folder / "responses", ResponseRecord)
+
+    def drop_response(self, response_id: str) -> None:
+        """Remove a response, behind all that is being written."""
+        if self._lock_file is not None:
+            self._executor.submit(_unlink, [self._response_path(response_id)])
+
+    # Quotas, and what is over
 
     def reserve(self, owner: str, num_bytes: int) -> None:
         """Count bytes that a tenant is about to write, or with a negative number gives back. Raises QuotaExceeded."""

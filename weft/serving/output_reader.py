@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import Struct
 
 from weft.backends.contract import ParsedOutput
 from weft.text.grammars.specs import ThinkingSpec
-from weft.text.parsers.pieces import CallArguments, CallStarted, Content, Parser, Piece, PlainParser, Reasoning
+from weft.text.parsers.calls import CustomInput
+from weft.text.parsers.pieces import (
+    CallArguments,
+    CallStarted,
+    Content,
+    CustomCallInput,
+    CustomCallStarted,
+    Parser,
+    Piece,
+    PlainParser,
+    Reasoning,
+    collect,
+)
 from weft.text.parsers.reasoning import ReasoningStyle
 from weft.text.parsers.styles import ToolStyle, parser_for
 from weft.types import FinishReason, Output, Timings, TokenLogprob, Usage
@@ -20,6 +32,8 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
     """None: the request has no tools, or may not call them."""
     declared: tuple[str, ...] = ()
     """The names of the request's tools."""
+    custom: frozenset[str] = frozenset()
+    """Those of them that are custom tools."""
     most_calls: int | None = None
     reasoning: ReasoningStyle | None = None
     reasoning_opened: bool = False
@@ -65,6 +79,8 @@ class OutputReader:
     def __init__(self, options: ReaderOptions) -> None:
         self._options = options
         self._parser = options.parser()
+        self._input: CustomInput | None = None
+        """It reads the input of the call of a custom tool that is open."""
 
     def read(self, output: Output) -> list[Piece]:
         """Return the pieces of an output. With the last one, all that was held back comes too."""
@@ -77,7 +93,22 @@ class OutputReader:
         return self._kept(pieces)
 
     def _kept(self, pieces: Iterable[Piece]) -> list[Piece]:
-        return [piece for piece in pieces if self._keeps(piece)]
+        kept = [piece for piece in pieces if self._keeps(piece)]
+        return [*self._with_inputs(kept)] if self._options.custom else kept
+
+    def _with_inputs(self, pieces: Sequence[Piece]) -> Iterator[Piece]:
+        """Yield the pieces, those of custom tools' calls with the input in the place of the arguments."""
+        for piece in pieces:
+            match piece:
+                case CallStarted(index, call_id, name):
+                    is_custom = name in self._options.custom
+                    self._input = CustomInput() if is_custom else None
+                    yield CustomCallStarted(index, call_id, name) if is_custom else piece
+                case CallArguments(index, text) if self._input is not None:
+                    if said := collect(self._input.push(text)).content:
+                        yield CustomCallInput(index, said)
+                case _:
+                    yield piece
 
     def _keeps(self, piece: Piece) -> bool:
         match piece:
@@ -183,13 +214,14 @@ class TokenTexts:
 
 
 class OutputBlock:
-    """A block of an answer, as far as it has come. The text of a call is its arguments."""
+    """A block of an answer, as far as it has come. The text of a call is its arguments, or a custom tool's input."""
 
-    def __init__(self, index: int, kind: BlockKind, call_id: str = "", name: str = "") -> None:
+    def __init__(self, index: int, kind: BlockKind, call: CallStarted | None = None) -> None:
         self.index = index
         self.kind = kind
-        self.call_id = call_id
-        self.name = name
+        self.call_id = "" if call is None else call.id
+        self.name = "" if call is None else call.name
+        self.is_custom = isinstance(call, CustomCallStarted)
         self.tokens: list[AnswerToken] = []
         """The tokens of its text, where their figures are asked for."""
         self._texts: list[str] = []
@@ -241,8 +273,8 @@ class OutputBlocks:
 
     def _changes(self, piece: Piece) -> list[Change]:
         match piece:
-            case CallStarted(_, call_id, name):
-                return self._begin(BlockKind.CALL, call_id, name)
+            case CallStarted():
+                return self._begin(BlockKind.CALL, piece)
             case CallArguments(_, text):
                 return self._grow(BlockKind.CALL, text)
             case Content(text):
@@ -257,9 +289,9 @@ class OutputBlocks:
         block.add(text, tokens)
         return [*changes, Grown(block, text, tokens)]
 
-    def _begin(self, kind: BlockKind, call_id: str = "", name: str = "") -> list[Change]:
+    def _begin(self, kind: BlockKind, call: CallStarted | None = None) -> list[Change]:
         changes = self._close()
-        self._open = OutputBlock(len(self.all), kind, call_id, name)
+        self._open = OutputBlock(len(self.all), kind, call)
         self.all.append(self._open)
         return [*changes, Opened(self._open)]
 

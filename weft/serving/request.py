@@ -32,6 +32,13 @@ class FieldReport(Struct, eq=False):
         if len(self.without_effect) < MAX_FIELDS_TOLD and _FIELD_NAME.fullmatch(field):
             self.without_effect[field] = known
 
+    def ignore(self, interface: str, field: str, why: str) -> None:
+        """Take note of a field that is honoured elsewhere and changes nothing here. Raises InvalidRequest where fields
+        are strict."""
+        if self.mode == "strict":
+            raise InvalidRequest(f"{field} has no effect: {why}.", param=field)
+        self.leave_aside(f"{interface}.{field}")
+
     def rename(self, interface: str, names: Mapping[str, str]) -> None:
         """Call fields of a chat by the names of another interface, whose request became that chat."""
 
@@ -42,9 +49,14 @@ class FieldReport(Struct, eq=False):
         self.without_effect = {renamed(field): known for field, known in self.without_effect.items()}
 
     @property
+    def names(self) -> list[str]:
+        """The fields without effect, each once, without their interface."""
+        return [*dict.fromkeys(field.partition(".")[2] for field in self.without_effect)]
+
+    @property
     def told(self) -> str:
         """The fields without effect as a header tells them; empty: there are none."""
-        return ", ".join(dict.fromkeys(field.partition(".")[2] for field in self.without_effect))
+        return ", ".join(self.names)
 
 
 def unique_id(answer_id: str) -> str:

@@ -289,8 +289,7 @@ def _limits(
 ) -> Limits:
     options = config.scheduler
     on_cpu = device.type == "cpu"
-    max_num_seqs = options.max_num_seqs or (32 if on_cpu else 256)
-    budget = options.max_num_batched_tokens or (2048 if on_cpu else 8192)
+    max_num_seqs, budget = options.num_seqs(on_cpu=on_cpu), options.num_batched_tokens(on_cpu=on_cpu)
     check_step(budget, max_num_seqs)
     return Limits(
         num_blocks=plan.num_blocks,

@@ -267,12 +267,13 @@ def test_thoughts_are_shown_unless_the_client_wants_none(thinking: Any, shown: b
 def test_thinking_is_a_hint_for_a_model_that_cannot_and_switched_where_the_template_can() -> None:
     thinking = {"type": "enabled", "budget_tokens": 1024}
     response = ask(ScriptedEngine(), thinking=thinking)
-    assert response.status_code == 200 and response.headers[FIELDS_HEADER] == "thinking"
+    assert response.status_code == 200 and response.headers[FIELDS_HEADER] == "thinking.budget_tokens, thinking"
     engine = ScriptedEngine()
     engine.styles = ChatStyles(variables=frozenset({"enable_thinking"}))
-    for asked, expected in ((thinking, True), ({"type": "disabled"}, False)):
-        response = ask(engine, thinking=asked)
+    for kind, expected in (("enabled", True), ("disabled", False)):
+        response = ask(engine, thinking={"type": kind})
         assert FIELDS_HEADER not in response.headers and engine.template_variables == {"enable_thinking": expected}
+    assert ask(engine, thinking=thinking).headers[FIELDS_HEADER] == "thinking.budget_tokens"
 
 
 def test_at_most_one_call_when_parallel_use_is_disabled() -> None:
@@ -329,8 +330,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "name"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "other"}}, "other"),
         ({"tool_choice": {"type": "any"}}, "no tools"),
-        ({"thinking": {"type": "enabled"}}, "budget_tokens"),
-        ({"thinking": {"type": "disabled", "budget_tokens": 5}}, "budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget": 5}}, "budget_tokens"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "schema"),
     ],
 )

@@ -47,7 +47,7 @@ FIELDS = {
     "StreamPredictResponse": {
         "trace_id": (1, STRING), "chunk": (2, STRING), "end_of_stream": (3, BOOL), "index": (4, UINT32),
         "ttft_ms": (5, FLOAT), "tokens_per_sec": (6, FLOAT), "prompt_tokens": (7, UINT32),
-        "completion_tokens": (8, UINT32),
+        "completion_tokens": (8, UINT32), "fields_without_effect": (9, STRING),
     },
     "ControlMessage": {"trace_id": (1, STRING), "command": (2, STRING), "payload": (3, MESSAGE)},
     "WorkerHealthRequest": {"trace_id": (1, STRING)},

@@ -103,6 +103,18 @@ def test_a_value_that_no_model_can_honour_is_refused(generation: dict[str, Any],
     assert not engine.submitted
 
 
+def test_more_tokens_than_the_context_holds_are_cut_to_what_fits() -> None:
+    engine, asked = ScriptedEngine(), ask(generation={"max_new_tokens": 10**6})
+    *_, last = predict(engine, asked)
+    [submitted] = engine.submitted
+    assert submitted.params.max_tokens == engine.model.max_model_len - len(submitted.prompt)
+    assert [*last.fields_without_effect] == ["generation.max_new_tokens"]
+    *_, last = predict(engine, ask(generation={"max_new_tokens": 7}))
+    assert not last.fields_without_effect
+    predict(engine, asked, fields="strict")
+    assert engine.submitted[-1].params.max_tokens == 10**6, "the engine itself refuses it"
+
+
 @pytest.mark.parametrize("name", ["", "default", "scripted"])
 def test_the_served_model_has_several_names(name: str) -> None:
     check_whole(predict(ScriptedEngine(), ask(model_id=name)))

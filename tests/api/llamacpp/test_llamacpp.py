@@ -136,6 +136,7 @@ def test_probabilities_of_every_token() -> None:
         ({"prompt": "hi", "logit_bias": [[1, 2, 3]]}, "pairs"),
         ({"prompt": "hi", "logit_bias": [["x" * 5000, 1]]}, "4096"),
         ({"prompt": "hi", "n_probs": 21}, "--max-logprobs"),
+        ({"prompt": "hi", "json_schema": {}, "grammar": 'root ::= "a"'}, "json_schema and grammar"),
         ({"prompt": ["x" * 9000, 65]}, "more than 4000 tokens"),
     ],
 )

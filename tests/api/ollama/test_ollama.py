@@ -127,6 +127,19 @@ def test_what_had_no_effect_is_named_as_it_was_sent() -> None:
     }  # fmt: skip
 
 
+def test_what_only_the_template_would_write_is_named() -> None:
+    tokenizer = ScriptedTokenizer()
+    tokenizer.fill_in_middle = FillInMiddle((), 1, 2, 3)
+    for body, named in (
+        ({"raw": True, "think": True}, "think"),
+        ({"suffix": "end", "system": "Be brief."}, "system"),
+        ({"raw": True, "top_logprobs": 2}, "top_logprobs"),
+    ):
+        response = ask(ScriptedEngine(tokenizer=tokenizer), GENERATE, PROMPT | body)
+        assert response.status_code == 200 and response.headers["weft-fields-without-effect"] == named
+        assert ask(ScriptedEngine(tokenizer=tokenizer), GENERATE, PROMPT | body, fields="strict").status_code == 400
+
+
 def test_a_conversation_with_calls_and_results() -> None:
     engine = model_that_says("Sun.")
     call = {"function": {"index": 0, "name": "weather", "arguments": {"city": "Oslo"}}}
@@ -232,6 +245,7 @@ def test_an_error_in_a_stream_is_its_last_line() -> None:
         (CHAT, HELLO | {"tools": [{"type": "function", "function": {"name": "no name"}}]}, 400, "tools[0]"),
         (GENERATE, PROMPT | {"template": "{{ .Prompt }}"}, 400, "template"),
         (GENERATE, PROMPT | {"format": "xml"}, 400, "format"),
+        (GENERATE, PROMPT | {"raw": True, "system": "Be brief."}, 400, "system"),
         ("/api/embed", {"model": "scripted", "input": 5}, 400, "input"),
         ("/api/show", {"model": "nope"}, 404, "nope"),
         ("/api/show", {}, 400, "model"),

@@ -185,6 +185,12 @@ def test_an_unknown_field_is_refused_with_the_nearest(value: Any) -> None:
         ({"n": 129}, "n"),
         ({"n": True}, "n"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        ({"tools": [TOOL | {"custom": {"name": "x"}}]}, "tools[0].custom"),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "x", "format": {"type": "grammar"}}}]},
+            "tools[0].custom.format",
+        ),
         ({"tools": [TOOL | {"type": "wed_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [TOOL, TOOL]}, "tools"),

@@ -58,6 +58,24 @@ def test_time_is_bounded() -> None:
     assert len(store) == 1, "what is over is not counted"
 
 
+def test_what_is_on_disk_is_dropped_there_when_it_is_dropped_here() -> None:
+    clock, dropped = Clock(), list[str]()
+    store = ResponseStore(2, 10_000, ttl_s=60, clock=clock, on_drop=dropped.append)
+    on_disk = StoredResponse(b"", [], [], is_on_disk=True)
+    store.put("", "old", on_disk, age_s=60)
+    assert dropped == ["old"] and not len(store)
+    store.put("", "a", on_disk, age_s=50)
+    store.put("", "a", on_disk, age_s=50)
+    assert dropped == ["old"], "it was replaced"
+    store.put("", "memory", kept("b"))
+    clock.now += 10
+    store.put("", "c", on_disk)
+    assert dropped == ["old", "a"] and len(store) == 2
+    for name in ("d", "e"):
+        store.put("", name, on_disk)
+    assert dropped == ["old", "a", "c"] and store.delete("", "d") and dropped[-1] == "d"
+
+
 def test_owners_are_apart() -> None:
     store = ResponseStore(10, 10_000)
     store.put("mine", "a", kept("a"))

@@ -18,7 +18,8 @@ from tests.api.http import error_of, post, request_app
 from tests.api.says import CALLS, EVERYTHING, SCHEMA, STYLES, THOUGHT, model_that_says, named_events
 from tests.api.scripted_engine import ScriptedEngine
 from weft.api.app import build_app
-from weft.api.openai.openai_schema import AllowedChoice
+from weft.api.handler import FIELDS_HEADER
+from weft.api.openai.openai_schema import AllowedChoice, NamedFunction
 from weft.api.openai.responses_schema import ResponsesRequest
 from weft.api.openai.responses_translate import chat_request
 from weft.backends.contract import ChatStyles
@@ -33,6 +34,9 @@ TOOLS = [
     {"type": "function", "name": "time"},
 ]
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+LARK = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}
+PATCH: dict[str, Any] = {"type": "custom", "name": "patch", "description": "Edits.", "format": LARK}
+PATCHED = '<tool_call>\n{"name": "edits__patch", "arguments": {"input": "+\\"a\\"\\n"}}\n</tool_call>'
 
 
 def ask(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
@@ -62,12 +66,19 @@ def streamed(engine: ScriptedEngine, **fields: Any) -> dict[str, Any]:
                 assert index == len(items), "one item after the other"
                 assert event["item"]["status"] == "in_progress"
                 texts[index] = ""
-            case "output_text.delta" | "reasoning_text.delta" | "function_call_arguments.delta":
+            case (
+                "output_text.delta"
+                | "reasoning_text.delta"
+                | "function_call_arguments.delta"
+                | "custom_tool_call_input.delta"
+            ):
                 texts[index] += event["delta"]
             case "output_text.done" | "reasoning_text.done":
                 assert event["text"] == texts[index]
             case "function_call_arguments.done":
                 assert event["arguments"] == texts[index]
+            case "custom_tool_call_input.done":
+                assert event["input"] == texts[index]
             case "content_part.done":
                 assert event["part"]["text"] == texts[index]
             case "output_item.done":
@@ -274,11 +285,18 @@ def test_what_is_not_to_be_kept_is_not() -> None:
         (Client(ScriptedEngine(), responses_store_entries=0), {}),
         (Client(ScriptedEngine(), responses_store_mb=0), {}),
     ):
-        response_id = client.ask(**fields).json()["id"]
-        assert client.send("GET", f"/{response_id}").status_code == 404
+        answer = client.ask(**fields).json()
+        response_id = answer["id"]
+        assert answer["store"] is False and client.send("GET", f"/{response_id}").status_code == 404
         refused = client.ask(previous_response_id=response_id)
         assert refused.status_code == 400
         assert error_of(refused)["code"] == "previous_response_not_found"
+
+
+def test_a_store_that_is_asked_for_and_not_there_is_named() -> None:
+    client = Client(ScriptedEngine(), responses_store_entries=0)
+    assert client.ask(store=True).headers[FIELDS_HEADER] == "store"
+    assert FIELDS_HEADER not in client.ask().headers
 
 
 def test_nobody_reads_what_another_key_asked() -> None:
@@ -330,7 +348,7 @@ def test_allowed_tools_are_those_of_a_chat() -> None:
     request = ResponsesRequest.model_validate(HELLO | {"tools": TOOLS, "tool_choice": allowed})
     choice = chat_request(request, [{"role": "user", "content": "hi"}]).tool_choice
     assert isinstance(choice, AllowedChoice)
-    assert (choice.allowed_tools.mode, choice.allowed_tools.tools[0].function.name) == ("auto", "time")
+    assert (choice.allowed_tools.mode, choice.allowed_tools.tools[0].function) == ("auto", NamedFunction(name="time"))
 
 
 def test_truncation_cuts_a_prompt_that_is_too_long() -> None:
@@ -365,6 +383,9 @@ def test_an_effort_goes_to_the_template() -> None:
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"tools": [PATCH | {"parameters": {}}]}, "tools[0].parameters"),
+        ({"tools": [PATCH | {"format": {"type": "grammar"}}]}, "tools[0].format"),
+        ({"tools": [TOOLS[0] | {"format": LARK}]}, "tools[0].format"),
         ({"top_logprobs": 21}, "top_logprobs"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
@@ -434,6 +455,40 @@ def test_functions_of_a_namespace_are_offered_by_both_names_and_called_by_their_
     for event in named_events(post(engine, "/v1/responses", asked | {"stream": True})):
         if event["type"] == "response.output_item.done" and event["item"]["type"] == "function_call":
             assert (event["item"]["namespace"], event["item"]["name"]) == ("agents", "spawn")
+
+
+@pytest.mark.parametrize("cuts", [[], [*range(90)]])
+def test_custom_tools_are_called_with_their_text(cuts: list[int]) -> None:
+    tools = [*TOOLS, {"type": "namespace", "name": "edits", "tools": [PATCH]}]
+    text = f"{CALLS}\n{PATCHED}"
+    at_once = whole(model_that_says(text), tools=tools)
+    *functions, call = at_once["output"]
+    assert [item["type"] for item in functions] == ["function_call"] * 2 and call["id"].startswith("ctc_")
+    assert (call["type"], call["namespace"], call["name"], call["input"]) == (
+        "custom_tool_call", "edits", "patch", '+"a"\n',
+    )  # fmt: skip
+    assert at_once["tools"][-1] == PATCH | {"namespace": "edits"}
+    assert without_ids(streamed(model_that_says(text, cuts), tools=tools)) == without_ids(at_once)
+
+
+def test_a_conversation_with_custom_tools_goes_on() -> None:
+    engine = model_that_says(PATCHED.replace("edits__", ""))
+    client = Client(engine)
+    first = client.ask(tools=[PATCH], tool_choice="auto")
+    assert first.headers[FIELDS_HEADER] == "tools.format", "the grammar is told and not enforced"
+    assert engine.tools is not None and "start: /.+/" in engine.tools[0]["function"]["description"]
+    result = {"type": "custom_tool_call_output", "call_id": first.json()["output"][0]["call_id"], "output": "done"}
+    second = client.ask(input=[result], previous_response_id=first.json()["id"], tools=[PATCH])
+    _, called, told = engine.messages
+    assert called["tool_calls"][0]["function"] == {"name": "patch", "arguments": {"input": '+"a"\n'}}
+    assert (told["role"], told["content"]) == ("tool", "done")
+    past = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "+a"}
+    third = client.ask(input=[past, result | {"call_id": "c"}]).json()
+    listed = client.send("GET", f"/{third['id']}/input_items?order=asc").json()["data"]
+    assert [(item["type"], item["id"][:4]) for item in listed] == [
+        ("custom_tool_call", "ctc_"), ("custom_tool_call_output", "ctco"),
+    ]  # fmt: skip
+    assert second.status_code == 200 and listed[0]["input"] == "+a"
 
 
 def test_calls_of_custom_tools_are_calls_of_functions_and_a_vendor_s_own_are_left_aside() -> None:

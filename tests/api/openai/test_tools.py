@@ -81,6 +81,64 @@ def test_calls_content_and_reasoning_are_told_apart() -> None:
     assert first["id"] != second["id"]
 
 
+PATCH: dict[str, Any] = {
+    "type": "custom",
+    "custom": {
+        "name": "patch",
+        "description": "Edits files.",
+        "format": {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /.+/"}},
+    },
+}
+DIFF = '*** Begin "Patch"\n+\tä 😀 \\n\n*** End'
+
+
+@settings(max_examples=25, deadline=None)
+@given(cuts=st.lists(st.integers(1, 300), max_size=60), ascii=st.booleans())
+def test_a_custom_tool_is_called_with_its_text(cuts: list[int], ascii: bool) -> None:
+    arguments = json.dumps({"input": DIFF}, ensure_ascii=ascii)
+    text = HERMES.shape.write([("weather", '{"city": "Oslo"}'), ("patch", arguments), ("time", "{}")])
+    tools = [WEATHER, PATCH, TIME]
+    choice = whole(text, tools=tools)
+    weather, patch, time = choice["message"]["tool_calls"]
+    assert patch == {"id": patch["id"], "type": "custom", "custom": {"name": "patch", "input": DIFF}}
+    assert "custom" not in weather | time and choice["finish_reason"] == "tool_calls"
+    chunks = events(chat(engine_that_says(text, cuts=cuts), stream=True, tools=tools))
+    parts = [part for chunk in chunks for part in chunk["choices"][0]["delta"].get("tool_calls", ())]
+    begun, *others = [part for part in parts if part["index"] == 1]
+    assert (begun["type"], begun["custom"]["name"]) == ("custom", "patch")
+    assert "".join(part["custom"]["input"] for part in (begun, *others)) == DIFF
+
+
+def test_the_model_is_told_of_a_custom_tool_as_a_function() -> None:
+    engine = engine_that_says("text")
+    call = {"id": "1", "type": "custom", "custom": {"name": "patch", "input": DIFF}}
+    past = [{"role": "user", "content": "u"}, {"role": "assistant", "tool_calls": [call]}]
+    answered = chat(engine, messages=[*past, {"role": "tool", "tool_call_id": "1", "content": "ok"}], tools=[PATCH])
+    assert answered.headers["weft-fields-without-effect"] == "tools.custom.format"
+    [tool] = engine.tools
+    assert tool["function"]["parameters"]["properties"] == {"input": {"type": "string"}}
+    assert tool["function"]["description"].startswith("Edits files.") and "start: /.+/" in str(tool)
+    assert engine.messages[1]["tool_calls"][0]["function"] == {"name": "patch", "arguments": {"input": DIFF}}
+
+
+def test_a_regular_expression_is_enforced_in_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs: list[Any] = []
+
+    async def noted(served: ServedModel, spec: Any, thinking: object = None) -> str:
+        specs.append(spec)
+        return ""
+
+    monkeypatch.setattr(ServedModel, "grammar_of", noted)
+    form = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "a|b"}}
+    tool = {"type": "custom", "custom": {"name": "pick", "format": form}}
+    named = {"type": "custom", "custom": {"name": "pick"}}
+    for choice in ("auto", named, {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}):
+        answered = chat(engine_that_says("text"), tools=[tool, TIME], tool_choice=choice)
+        assert answered.status_code == 200 and "weft-fields-without-effect" not in answered.headers, answered.text
+        assert specs[-1].at_least_one is (choice != "auto")
+        assert specs[-1].tools[0].parameters["properties"] == {"input": {"type": "string", "pattern": "^(?:a|b)$"}}
+
+
 def test_a_call_without_words_has_no_content() -> None:
     assert whole(CALLS, tools=[WEATHER, TIME])["message"]["content"] is None
 

@@ -16,6 +16,8 @@ from tests.growth import check_linear
 from tests.text.grammars.grammar_maker import grammars
 from tests.tiny_models import END_OF_TURN, tokenizer_json
 from tests.waiting import PATIENCE, until
+from weft.api.openai.openai_schema import Tool
+from weft.api.translate import offered
 from weft.errors import InvalidRequest, Overloaded
 from weft.options import ServerOptions
 from weft.text.grammars import compiler as compiler_module
@@ -201,6 +203,17 @@ def test_calls_are_written_in_the_models_style(plain: Tokenizer, style: ToolStyl
     assert not judge.fits(write([("get_weather", '{"days": 3}')]))
     assert not judge.fits(write([("get_weather", '{"city": "Paris", "days": "three"}')]))
     assert not judge.fits("Well. " + write([WEATHER_CALL]))
+
+
+@STYLES
+def test_the_text_of_a_custom_tool_matches_its_regular_expression(plain: Tokenizer, style: ToolStyle) -> None:
+    grammar = {"syntax": "regex", "definition": 'set "[a-z]+"\\n|get'}
+    asked = {"type": "custom", "custom": {"name": "run", "format": {"type": "grammar", "grammar": grammar}}}
+    function = offered(Tool.model_validate(asked))
+    spec = ToolCallsSpec(shape=style.shape, tools=[ToolSpec(name="run", parameters=function.parameters)])
+    judge = Judge(plain, spec)
+    for text, fits in (('set "ab"\n', True), ("get", True), ('set "ab"', False), ("a get", False), ("get b", False)):
+        assert judge.fits(style.shape.write([("run", json.dumps({"input": text}))])) is fits
 
 
 @STYLES

@@ -139,15 +139,10 @@ class ToolChoice(Fields):
 
 
 class Thinking(Fields):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = Field(None, description="Accepted; max_tokens alone bounds what the model thinks.")
-    display: Literal["summarized", "omitted"] | None = Field(None, description="What is not omitted is shown in full.")
+    place: ClassVar[str] = "messages.thinking"
 
-    @model_validator(mode="after")
-    def _has_its_budget(self) -> Self:
-        if (self.type == "enabled") != (self.budget_tokens is not None):
-            raise ValueError("budget_tokens goes with the type enabled, and with no other.")
-        return self
+    type: Literal["enabled", "disabled", "adaptive"]
+    display: Literal["summarized", "omitted"] | None = Field(None, description="What is not omitted is shown in full.")
 
 
 class JsonFormat(Fields):

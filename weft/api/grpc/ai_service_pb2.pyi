@@ -78,7 +78,7 @@ class StreamMetadata(_message.Message):
     def __init__(self, trace_id: _Optional[str] = ..., tenant: _Optional[str] = ..., player_id: _Optional[str] = ..., locale: _Optional[str] = ..., extra: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class StreamPredictResponse(_message.Message):
-    __slots__ = ("trace_id", "chunk", "end_of_stream", "index", "ttft_ms", "tokens_per_sec", "prompt_tokens", "completion_tokens")
+    __slots__ = ("trace_id", "chunk", "end_of_stream", "index", "ttft_ms", "tokens_per_sec", "prompt_tokens", "completion_tokens", "fields_without_effect")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     END_OF_STREAM_FIELD_NUMBER: _ClassVar[int]
@@ -87,6 +87,7 @@ class StreamPredictResponse(_message.Message):
     TOKENS_PER_SEC_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_WITHOUT_EFFECT_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     chunk: str
     end_of_stream: bool
@@ -95,7 +96,8 @@ class StreamPredictResponse(_message.Message):
     tokens_per_sec: float
     prompt_tokens: int
     completion_tokens: int
-    def __init__(self, trace_id: _Optional[str] = ..., chunk: _Optional[str] = ..., end_of_stream: _Optional[bool] = ..., index: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tokens_per_sec: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+    fields_without_effect: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, trace_id: _Optional[str] = ..., chunk: _Optional[str] = ..., end_of_stream: _Optional[bool] = ..., index: _Optional[int] = ..., ttft_ms: _Optional[float] = ..., tokens_per_sec: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., fields_without_effect: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ControlMessage(_message.Message):
     __slots__ = ("trace_id", "command", "payload")

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from weft.api.body import off_loop
+from weft.api.field_rules import RULES
 from weft.api.grpc.ai_service_pb2 import (
     ClientTensor,
     GenerationParameters,
@@ -19,14 +20,14 @@ from weft.api.grpc.ai_service_pb2 import (
     StreamPredictRequest,
     StreamPredictResponse,
 )
-from weft.api.translate import LONG_PROMPT, given_tokens
+from weft.api.translate import LONG_PROMPT, given_tokens, within_context
 from weft.backends.contract import max_encoded_tokens, text_prompt, tokens_unknown
 from weft.errors import ContextTooLong, InvalidRequest
 from weft.options import GrpcOptions
 from weft.payloads import MAX_DIMENSIONS, PromptEmbeds, check_count
 from weft.serving.admission import RequestContext
 from weft.serving.generation import Generation
-from weft.serving.request import PromptPart, check_embeds_taken, mixed_prompt, requests_like
+from weft.serving.request import FieldReport, PromptPart, check_embeds_taken, mixed_prompt, requests_like
 from weft.serving.served_model import ServedModel
 from weft.types import GenerationRequest, Output, Prompt, Sample, SamplingDefaults, SamplingParams, check_cache_salt
 
@@ -140,9 +141,11 @@ class Prediction:
         after the text that came before it."""
         served = await self._context.choose(None if request.model_id in SERVED_MODEL else request.model_id)
         model_name = served.model_name if request.model_id in SERVED_MODEL else request.model_id
-        requests = await parse_prediction(request, served, model_name, tenant=self._context.tenant)
+        report = self._context.fields
+        requests = await parse_prediction(request, served, model_name, report, tenant=self._context.tenant)
         self._context.answer_id = self._trace_id
         generation = Generation(requests, self._context, self._arrived, model_name)
+        served.metrics.left_aside(report.without_effect)
         generating = asyncio.create_task(self._generate(generation))
         try:
             async for text in self._buffer:
@@ -158,6 +161,7 @@ class Prediction:
                 tokens_per_sec=self.num_tokens / (self._last_token - self._arrived) if self.num_tokens else 0,
                 prompt_tokens=self._num_prompt_tokens,
                 completion_tokens=self.num_tokens,
+                fields_without_effect=report.names,
             )
         )
 
@@ -187,10 +191,15 @@ class Prediction:
 
 
 async def parse_prediction(
-    request: StreamPredictRequest, served: ServedModel, model_name: str, *, tenant: str
+    request: StreamPredictRequest, served: ServedModel, model_name: str, report: FieldReport, *, tenant: str
 ) -> list[GenerationRequest]:
-    """Turn a prediction into the request to the engine; raises what is wrong with it."""
+    """Turn a prediction into the request to the engine; raises what is wrong with it. The report tells what of it
+    changes nothing."""
     served.check_model(model_name)
+    for place, message in (("grpc", request), ("grpc.metadata", request.metadata)):
+        for field, _ in message.ListFields():
+            if (rule := RULES[place].get(field.name)) is not None:
+                report.ignore("grpc", f"{place}.{field.name}".removeprefix("grpc."), rule.why)
     if not request.prompt and not request.segments:
         raise InvalidRequest("An empty prompt gives the model nothing to go on.", param="prompt")
     check_cache_salt(request.cache_salt)
@@ -212,7 +221,9 @@ async def parse_prediction(
         tenant=tenant,
         adapter=served.adapter_for(model_name, request.adapter or None),
     )
-    return requests_like(common, [prompt])
+    requests = [within_context(one, task.params, served, report) for one in requests_like(common, [prompt])]
+    report.rename("grpc", {"max_tokens": "generation.max_new_tokens"})
+    return requests
 
 
 def _prompt_of(segments: Sequence[PromptSegment], served: ServedModel) -> Prompt:

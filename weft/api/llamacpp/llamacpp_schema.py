@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from msgspec import UNSET, Raw, Struct, UnsetType
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, model_validator
 
 from weft.api.body import Fields
 from weft.api.openai.openai_schema import Items, Message, Name, Tool, stop_strings
@@ -79,6 +79,12 @@ class LlamaSampling(Fields):
     grammar: str = Field("", description="In GBNF, or in Lark's notation.")
     json_schema: dict[str, Any] | None = None
     return_tokens: bool = False
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Self:
+        if self.grammar and self.json_schema is not None:
+            raise ValueError("json_schema and grammar both say what to write.")
+        return self
 
 
 def num_predict(request: LlamaSampling) -> int:

@@ -16,15 +16,12 @@ from weft.api.handler import Handler
 from weft.api.llamacpp.llamacpp_completion import generation_settings, infill_endpoint, llama_completion_endpoint
 from weft.api.llamacpp.llamacpp_schema import ApplyTemplateRequest, LlamaTokenizeRequest
 from weft.api.openai.tokenize import TokenizeHandler, detokenize, tokenize_request
-from weft.api.translate import template_message, template_tools
+from weft.api.translate import offered, template_message, template_tools
 from weft.backends.contract import max_encoded_tokens
 from weft.errors import Unavailable
 from weft.serving.admission import Admission, RequestContext
 from weft.serving.served_model import ServedModel
 from weft.types import Sample
-
-SLOTS_OF_CPU, SLOTS_OF_GPU = 32, 256
-"""The rows that the engine chooses where --max-num-seqs is 0."""
 
 
 class Templated(Struct, frozen=True):
@@ -96,7 +93,7 @@ async def apply_template(body: bytes, context: RequestContext) -> Templated:
     def templated() -> str:
         return engine.text.encode_chat(
             [template_message(message) for message in request.messages],
-            tools=template_tools(request.tools) or None,
+            tools=template_tools(map(offered, request.tools)) or None,
             add_generation_prompt=request.add_generation_prompt,
             template_variables=request.chat_template_kwargs,
             max_tokens=max_encoded_tokens(engine),
@@ -139,8 +136,7 @@ def _served(request: Request, admission: Admission) -> ServedModel:
 
 
 def _num_slots(served: ServedModel, admission: Admission) -> int:
-    usual = SLOTS_OF_CPU if served.engine.model.device == "cpu" else SLOTS_OF_GPU
-    return admission.config.scheduler.max_num_seqs or usual
+    return admission.config.scheduler.num_seqs(on_cpu=served.engine.model.device == "cpu")
 
 
 def _props(served: ServedModel, admission: Admission) -> dict[str, Any]:

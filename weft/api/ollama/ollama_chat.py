@@ -36,11 +36,11 @@ from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures
 from weft.api.openai.openai_schema import ChatRequest, CompletionRequest
 from weft.api.translate import ParsedRequest, parse_chat, parse_completion
 from weft.backends.contract import max_encoded_tokens, tokens_unknown
-from weft.errors import WeftError
+from weft.errors import InvalidRequest, WeftError
 from weft.serving.admission import RequestContext
 from weft.serving.model_pool import ModelPool
 from weft.serving.output_reader import BlockKind, Closed, CollectedOutput, Grown, OutputBlock, OutputBlocks
-from weft.serving.request import unique_id
+from weft.serving.request import FieldReport, unique_id
 from weft.serving.served_model import ServedModel
 from weft.text.fill_in_middle import fim_prompt
 from weft.types import GenerationRequest, Output, TokenLogprob
@@ -57,6 +57,7 @@ async def ollama_chat_endpoint(
     answer_id = f"ollama-{uuid.uuid4().hex}"
     if not request.messages:
         return [], OllamaWriter(answer_id, request, None, served, load_s, is_chat=True)
+    _check_logprobs(request, context.fields)
     fields = {
         **chat_fields(request),
         "model": model,
@@ -78,9 +79,11 @@ async def ollama_generate_endpoint(
     answer_id = f"ollama-{uuid.uuid4().hex}"
     if not (request.prompt or request.suffix):
         return [], OllamaWriter(answer_id, request, None, served, load_s)
+    _check_logprobs(request, context.fields)
     ids: dict[str, Any] = {"request_id": unique_id(answer_id), "tenant": context.tenant}
     limits, is_long = context.config.limits, len(body) > LONG_BODY_BYTES
     if request.raw or request.suffix:
+        _check_untemplated(request, context.fields)
         prompt: str | list[int] = request.prompt
         if request.suffix:
             prompt = await asyncio.to_thread(_between, request, served)
@@ -96,6 +99,21 @@ async def ollama_generate_endpoint(
         parsed = await parse_chat(chat, served, context.fields, **ids)
     context.fields.rename("ollama", OWN_NAMES)
     return parsed.requests, OllamaWriter(answer_id, request, parsed, served, load_s)
+
+
+def _check_logprobs(request: OllamaFields, report: FieldReport) -> None:
+    if request.top_logprobs and not request.logprobs:
+        report.ignore("ollama", "top_logprobs", "it needs logprobs to be true")
+
+
+def _check_untemplated(request: OllamaGenerateRequest, report: FieldReport) -> None:
+    """Look for fields that only the chat template would write into the prompt. Raises InvalidRequest for what Ollama
+    refuses too."""
+    if request.system and request.raw:
+        raise InvalidRequest("raw: the prompt is continued as it is, without a system message.", param="system")
+    for field, is_asked in (("system", request.system), ("think", request.think)):
+        if is_asked:
+            report.ignore("ollama", field, "the chat template is not used")
 
 
 async def chosen(context: RequestContext, asked: str) -> tuple[str, ServedModel, float]:

@@ -15,6 +15,7 @@ from weft.api.handler import DONE, ChunkFrame, ChunkHead, Writer
 from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures, num_shown, prompt_logprobs
 from weft.api.openai.openai_answers import (
     SYSTEM_FINGERPRINT,
+    CalledCustom,
     CalledFunction,
     ChatChoice,
     ChatCompletion,
@@ -32,7 +33,18 @@ from weft.backends.contract import Engine, tokens_of
 from weft.serving.admission import RequestContext
 from weft.serving.output_reader import CollectedOutput
 from weft.serving.request import unique_id
-from weft.text.parsers.pieces import CallArguments, CallStarted, Content, ParsedAnswer, Piece, Reasoning, collect
+from weft.text.parsers.pieces import (
+    CallArguments,
+    CallStarted,
+    Content,
+    CustomCallInput,
+    CustomCallStarted,
+    ParsedAnswer,
+    Piece,
+    Reasoning,
+    ToolCall,
+    collect,
+)
 from weft.types import FinishReason, GenerationRequest, Output, Usage
 
 
@@ -211,6 +223,11 @@ def _delta_body(piece: Piece, *, is_old: bool) -> dict[str, object]:
             return {"function_call": {"name": name, "arguments": ""}}
         case CallArguments(_, text) if is_old:
             return {"function_call": {"arguments": text}}
+        case CustomCallStarted(index, call_id, name):
+            custom = {"name": name, "input": ""}
+            return {"tool_calls": [{"index": index, "id": call_id, "type": "custom", "custom": custom}]}
+        case CustomCallInput(index, text):
+            return {"tool_calls": [{"index": index, "custom": {"input": text}}]}
         case CallStarted(index, call_id, name):
             function = {"name": name, "arguments": ""}
             return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
@@ -218,8 +235,14 @@ def _delta_body(piece: Piece, *, is_old: bool) -> dict[str, object]:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
+def _made_call(call: ToolCall) -> MadeCall:
+    if call.is_custom:
+        return MadeCall(id=call.id, type="custom", custom=CalledCustom(call.name, call.arguments))
+    return MadeCall(id=call.id, function=CalledFunction(call.name, call.arguments))
+
+
 def _message(answer: ParsedAnswer, *, is_old: bool) -> ChatMessage:
-    calls = [MadeCall(id=call.id, function=CalledFunction(call.name, call.arguments)) for call in answer.tool_calls]
+    calls = [_made_call(call) for call in answer.tool_calls]
     reasoning = answer.reasoning or UNSET
     return ChatMessage(
         content=None if calls and not answer.content else answer.content,

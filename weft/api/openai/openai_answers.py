@@ -85,10 +85,17 @@ class CalledFunction(Struct, frozen=True):
     arguments: str
 
 
+class CalledCustom(Struct, frozen=True):
+    name: str
+    input: str
+
+
 class MadeCall(Struct, frozen=True, kw_only=True):
     id: str
     type: str = "function"
-    function: CalledFunction
+    function: CalledFunction | UnsetType = UNSET
+    custom: CalledCustom | UnsetType = UNSET
+    """What a call of the type custom has in its place."""
 
 
 class ChatMessage(Struct, frozen=True, kw_only=True):

@@ -196,14 +196,36 @@ class PastFunction(Fields):
     arguments: str = Field("{}", description="JSON, as a string.")
 
 
-class PastCall(Fields):
+class PastCustom(Fields):
+    name: str
+    input: str
+
+
+ToolType = Literal["function", "custom"]
+
+
+class FunctionOrCustom(Fields):
+    """The base of objects that are of a function or of a custom tool, and have a field of that name."""
+
+    type: ToolType
+
+    @model_validator(mode="after")
+    def _is_of_its_type(self) -> Self:
+        for name in ("function", "custom"):
+            if (getattr(self, name) is None) == (self.type == name):
+                raise PydanticCustomError("of_type", f"it goes with the type {name}, which needs it.", {"field": name})
+        return self
+
+
+class PastCall(FunctionOrCustom):
     """A tool call that the assistant made earlier."""
 
     place: ClassVar[str] = "chat.messages.tool_calls"
 
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: PastFunction
+    type: ToolType = "function"
+    function: PastFunction | None = None
+    custom: PastCustom | None = None
 
 
 class Message(Fields):
@@ -239,6 +261,7 @@ class Message(Fields):
 
 
 TOOL_NAME = r"^[A-Za-z0-9_.:-]{1,64}$"
+NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class Function(Fields):
@@ -246,24 +269,50 @@ class Function(Fields):
 
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
-    parameters: dict[str, Any] = Field({"type": "object", "properties": {}}, description="A JSON schema.")
+    parameters: dict[str, Any] = Field(NO_PARAMETERS, description="A JSON schema.")
     strict: bool | None = Field(None, description="Arguments of a call that is forced always fit the schema.")
 
 
-class Tool(Fields):
+class CustomGrammar(Fields):
+    definition: str
+    syntax: Literal["lark", "regex"]
+
+
+class CustomFormat(Fields):
+    type: Literal["text", "grammar"]
+    grammar: CustomGrammar | None = None
+
+    @model_validator(mode="after")
+    def _has_its_grammar(self) -> Self:
+        if (self.grammar is None) == (self.type == "grammar"):
+            raise ValueError("a grammar goes with the type grammar, and with no other.")
+        return self
+
+
+class CustomFunction(Fields):
+    """A tool that takes one text. The model is told of it as a function with the parameter `input`."""
+
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    format: CustomFormat | None = Field(
+        None, description="The model is told of a grammar; a regular expression is enforced."
+    )
+
+
+class Tool(FunctionOrCustom):
     place: ClassVar[str] = "chat.tools"
 
-    type: Literal["function"]
-    function: Function
+    function: Function | None = None
+    custom: CustomFunction | None = None
 
 
 class NamedFunction(Fields):
     name: Name
 
 
-class NamedTool(Fields):
-    type: Literal["function"]
-    function: NamedFunction
+class NamedTool(FunctionOrCustom):
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
 
 
 class AllowedTools(Fields):
@@ -296,8 +345,9 @@ ToolChoice = Annotated[
 
 
 class JsonSchema(Fields):
+    place: ClassVar[str] = "chat.response_format.json_schema"
+
     name: str | None = None
-    description: str | None = None
     schema_: dict[str, Any] = Field({}, alias="schema")
     strict: bool | None = Field(None, description="Answers fit the schema whether or not this is set.")
 
@@ -450,9 +500,9 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = Field(None, json_schema_extra=_LOGPROBS)
     response_format: ResponseFormat | None = None
     prediction: PredictedContent | None = None
-    tools: Annotated[Items[Tool], BeforeValidator(client_tools("function"), json_schema_input_type=list[Tool])] = Field(
-        []
-    )
+    tools: Annotated[
+        Items[Tool], BeforeValidator(client_tools("function", "custom"), json_schema_input_type=list[Tool])
+    ] = Field([])
     tool_choice: ToolChoice | None = None
     functions: Items[Function] = Field([], description="The older form of tools; calls are answered in it as well.")
     function_call: Literal["none", "auto"] | NamedFunction | None = Field(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 from starlette.datastructures import QueryParams
 
 from weft.api.event_log import EventLog
@@ -16,6 +17,9 @@ from weft.api.openai.responses_schema import DeletedResponse, InputItemList
 from weft.api.openai.responses_translate import ChatMessages
 from weft.api.paging import limit_of
 from weft.errors import InvalidRequest
+from weft.serving.data_store import DataStore, NoStore, ResponseRecord
+
+log = logging.getLogger(__name__)
 
 TTL_S = 24 * 3600.0
 
@@ -28,6 +32,8 @@ class StoredResponse(Struct, frozen=True, eq=False):
     """The conversation up to and with this answer, as chat messages, without instructions."""
     log: EventLog | None = None
     """The events of an answer in the background."""
+    is_on_disk: bool = False
+    """It is an answer in the background, or was one of an earlier server."""
 
 
 class _Entry(Struct, frozen=True, eq=False):
@@ -59,8 +65,15 @@ class ResponseStore:
     of its answers the one not used for longest. So nobody drives out what a tenant with less has kept."""
 
     def __init__(
-        self, max_entries: int, max_bytes: int, ttl_s: float = TTL_S, clock: Callable[[], float] = time.monotonic
+        self,
+        max_entries: int,
+        max_bytes: int,
+        ttl_s: float = TTL_S,
+        clock: Callable[[], float] = time.monotonic,
+        on_drop: Callable[[str], None] = lambda _: None,
     ) -> None:
+        """`on_drop` gets the id of an answer on disk that is kept no longer."""
+        self._on_drop = on_drop
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
@@ -77,18 +90,20 @@ class ResponseStore:
     def keeps(self) -> bool:
         return self._max_entries > 0 and self._max_bytes > 0
 
-    def put(self, owner: str, response_id: str, kept: StoredResponse) -> None:
+    def put(self, owner: str, response_id: str, kept: StoredResponse, age_s: float = 0.0) -> None:
         """Keep it in the place of what has the same id, unless it is larger than the whole store."""
         size = len(kept.answer) + len(msgspec.json.encode([kept.input_items, kept.messages]))
         size += kept.log.num_bytes if kept.log is not None else 0
-        self.delete(owner, response_id)
+        self._take_out(owner, response_id)
         now = self._clock()
         for name, shelf in list(self._shelves.items()):
             for old in [old for old, entry in shelf.entries.items() if entry.expires <= now]:
                 self._drop(name, old)
-        if size > self._max_bytes:
+        if size > self._max_bytes or age_s >= self._ttl_s:
+            if kept.is_on_disk:
+                self._on_drop(response_id)
             return
-        self._shelves.setdefault(owner, _Shelf()).put(response_id, _Entry(kept, size, now + self._ttl_s))
+        self._shelves.setdefault(owner, _Shelf()).put(response_id, _Entry(kept, size, now + self._ttl_s - age_s))
         self._num_entries += 1
         self.num_bytes += size
         while self._num_entries > self._max_entries or self.num_bytes > self._max_bytes:
@@ -116,11 +131,21 @@ class ResponseStore:
         return max(len(shelf.entries) / max(1, self._max_entries), shelf.num_bytes / max(1, self._max_bytes))
 
     def _drop(self, owner: str, response_id: str) -> None:
-        shelf = self._shelves[owner]
+        kept = self._take_out(owner, response_id)
+        if kept is not None and kept.is_on_disk:
+            self._on_drop(response_id)
+
+    def _take_out(self, owner: str, response_id: str) -> StoredResponse | None:
+        """Return what has this id, which is no longer there; None: nothing had it."""
+        shelf = self._shelves.get(owner)
+        if shelf is None or response_id not in shelf.entries:
+            return None
+        kept = shelf.entries[response_id].kept
         self.num_bytes -= shelf.drop(response_id)
         self._num_entries -= 1
         if not shelf.entries:
             del self._shelves[owner]
+        return kept
 
 
 MAX_LISTED = 100
@@ -136,10 +161,21 @@ class PreviousNotFound(InvalidRequest):
 
 
 class TenantStore:
-    def __init__(self, store: ResponseStore, owner: str) -> None:
+    def __init__(self, store: ResponseStore, owner: str, data: DataStore) -> None:
         self._store = store
         self._owner = owner
+        self._data = data
         self.keeps = store.keeps
+
+    async def save(self, response_id: str, created_at: int, kept: StoredResponse) -> None:
+        """Keep an answer in the background, on disk as well where there is a folder for it, and there first."""
+        answer = Raw(kept.answer)
+        record = ResponseRecord(response_id, self._owner, created_at, answer, kept.input_items, kept.messages)
+        try:
+            await self._data.keep_response(record)
+        except (NoStore, OSError) as error:
+            log.warning("the response %s is kept in memory alone: %s", response_id, error)
+        self.put(response_id, kept)
 
     def put(self, response_id: str, kept: StoredResponse) -> None:
         self._store.put(self._owner, response_id, kept)
@@ -175,10 +211,11 @@ class TenantStore:
 
     async def cancel(self, response_id: str) -> bytes:
         """End an answer in the background, and return it; one that has ended is returned as it is."""
-        log = self._found(response_id).log
-        if log is None:
+        kept = self._found(response_id)
+        if not kept.is_on_disk:
             raise InvalidRequest("Only a response with background can be cancelled.", param="response_id")
-        await log.cancel()
+        if kept.log is not None:
+            await kept.log.cancel()
         return self.answer(response_id)
 
     def input_items(self, response_id: str, query: QueryParams) -> InputItemList:

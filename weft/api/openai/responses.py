@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from weft.api.error_responses import error_body
 from weft.api.event_log import EventLog
 from weft.api.handler import Writer, named_event
 from weft.api.openai.logprobs import MANY_FIGURES, chat_logprobs, num_figures
-from weft.api.openai.openai_schema import ChatRequest
+from weft.api.openai.openai_schema import NO_PARAMETERS, ChatRequest
 from weft.api.openai.response_store import StoredResponse, TenantStore
 from weft.api.openai.responses_schema import (
     IncompleteDetails,
@@ -26,6 +26,7 @@ from weft.api.openai.responses_schema import (
     ResponseAnswer,
     ResponseFailure,
     ResponsesRequest,
+    ResponsesTool,
     ResponseUsage,
     offered_name,
     output_item,
@@ -58,37 +59,43 @@ from weft.serving.output_reader import (
 from weft.serving.request import unique_id
 from weft.types import FinishReason, GenerationRequest, Output, SamplingDefaults, Usage
 
-Keep = Callable[[bytes, Sequence[OutputBlock], EventLog | None], None]
-"""Takes the answer, in JSON and as its blocks, and the events of one in the background."""
-
 _PREFIXES = {BlockKind.TEXT: "msg", BlockKind.THINKING: "rs", BlockKind.CALL: "fc"}
 
 
 class ResponsesWriter(Writer):
     def __init__(
-        self, begun: ResponseAnswer, request: ResponsesRequest, chat: ParsedRequest, engine: Engine, keep: Keep
+        self,
+        begun: ResponseAnswer,
+        request: ResponsesRequest,
+        chat: ParsedRequest,
+        engine: Engine,
+        store: TenantStore,
+        kept: StoredResponse,
     ) -> None:
-        """`keep` is called with the answer when it has ended; of one in the background whenever its status changes."""
+        """`kept`: what the store gets, but for the answer."""
         super().__init__(begun.id, begun.model, stream=request.stream)
         self._tools = {offered_name(tool.name, tool.namespace): tool for tool in request.tools}
         self._begun = begun
         self._engine = engine
-        self._keep = keep
+        self._store = store
+        self._kept = kept
         params = chat.params
         tokens = None if params.logprobs is None else TokenTexts(engine.text.tokenizer.token_bytes)
         self._blocks = OutputBlocks(chat.reader_options.reader(), tokens)
         self._finish: FinishReason | None = None
+        self._last = b""
+        """The answer in JSON, as it was last."""
         self._num_events = 0
         self._num_figures = 0
         # Numbered before all others, although the first output is written before the opening is asked for.
         if begun.background:
             queued = replace(begun, status="queued")
+            self._last = msgspec.json.encode(queued)
             self.background = EventLog(
-                b"" if request.stream else msgspec.json.encode(queued), keeps_events=request.stream
+                b"" if request.stream else self._last, keeps_events=request.stream, save=self._save_last
             )
             self.background.write(self._event("response.created", response=queued))
             self.background.write(self._event("response.queued", response=queued))
-            self._keep_status(queued)
             self._opening = b""
         else:
             self._opening = self._event("response.created", response=begun)
@@ -96,11 +103,20 @@ class ResponsesWriter(Writer):
 
     def opening(self) -> bytes:
         if self.background is not None:
-            self._keep_status(self._begun)
+            self._store.put(self.answer_id, self._stored(msgspec.json.encode(self._begun)))
         return self._opening
 
-    def _keep_status(self, answer: ResponseAnswer) -> None:
-        self._keep(msgspec.json.encode(answer), self._blocks.all, self.background)
+    async def _save_last(self) -> None:
+        """Keep an answer in the background as it was last, for a later server as well."""
+        await self._store.save(self.answer_id, self._begun.created_at, self._stored(self._last))
+
+    def _keep(self, answer: bytes) -> None:
+        if self._begun.store and self.background is None:
+            self._store.put(self.answer_id, self._stored(answer))
+
+    def _stored(self, answer: bytes) -> StoredResponse:
+        messages, log = [*self._kept.messages, answer_message(self._blocks.all)], self.background
+        return replace(self._kept, answer=answer, messages=messages, log=log, is_on_disk=log is not None)
 
     def chunks(self, index: int, output: Output) -> bytes | Awaitable[bytes]:
         self._finish = output.finish
@@ -120,22 +136,21 @@ class ResponsesWriter(Writer):
             answer = self._finished(usage)
             return msgspec.json.encode(answer), self._event(f"response.{answer.status}", response=answer)
 
-        body, event = await off_loop(self._num_figures > MANY_FIGURES, last_event)
-        self._keep(body, self._blocks.all, self.background)
+        self._last, event = await off_loop(self._num_figures > MANY_FIGURES, last_event)
+        self._keep(self._last)
         return event
 
     def failure(self, error: WeftError) -> bytes:
         said = error_body(error).error
         failed = replace(self._begun, status="failed", error=ResponseFailure(_failure_code(error), said.message))
-        if self.background is not None:
-            self._keep_status(failed)
+        self._last = msgspec.json.encode(failed)
         return self._event("error", code=said.code, message=said.message, param=said.param) + self._event(
             "response.failed", response=failed
         )
 
     def cancelled(self) -> bytes:
         answer = replace(self._begun, status="cancelled")
-        self._keep_status(answer)
+        self._last = msgspec.json.encode(answer)
         return self._event("response.incomplete", response=answer)
 
     async def whole(self, outputs: Sequence[CollectedOutput]) -> bytes:
@@ -145,7 +160,7 @@ class ResponsesWriter(Writer):
         await off_loop(is_long, self._blocks.push, output.whole)
         usage = await self._usage(output.usage)
         body = await off_loop(is_long, lambda: msgspec.json.encode(self._finished(usage)))
-        self._keep(body, self._blocks.all, None)
+        self._keep(body)
         return body
 
     def _event_of(self, change: Change) -> bytes:
@@ -162,6 +177,8 @@ class ResponsesWriter(Writer):
                 )
             case Grown(_, text) if block.kind is BlockKind.THINKING:
                 return self._block_event("response.reasoning_text.delta", block, delta=text, content_index=0)
+            case Grown(_, text) if block.is_custom:
+                return self._block_event("response.custom_tool_call_input.delta", block, delta=text)
             case Grown(_, text):
                 return self._block_event("response.function_call_arguments.delta", block, delta=text)
             case Closed():
@@ -180,6 +197,8 @@ class ResponsesWriter(Writer):
                 )
             case BlockKind.THINKING:
                 return self._block_event("response.reasoning_text.done", block, text=block.text, content_index=0)
+            case BlockKind.CALL if block.is_custom:
+                return self._block_event("response.custom_tool_call_input.done", block, input=block.text)
             case BlockKind.CALL:
                 name = self._tools[block.name].name if block.name in self._tools else block.name
                 return self._block_event(
@@ -214,7 +233,8 @@ class ResponsesWriter(Writer):
         return output_item(block, self._item_id(block), status, tool, logprobs)
 
     def _item_id(self, block: OutputBlock) -> str:
-        return f"{_PREFIXES[block.kind]}_{self.answer_id.removeprefix('resp_')}{block.index:04x}"
+        prefix = "ctc" if block.is_custom else _PREFIXES[block.kind]
+        return f"{prefix}_{self.answer_id.removeprefix('resp_')}{block.index:04x}"
 
     def _status(self, block: OutputBlock) -> str:
         """Return the status of a block that is closed: only the last one can have been cut off."""
@@ -265,7 +285,9 @@ async def responses_endpoint(
     served = await context.choose(request.model)
     served.check_model(request.model)
     before = store.messages_of(request.previous_response_id) if request.previous_response_id else []
-    begun = _begun(request, served.engine.text.sampling_defaults)
+    if not store.keeps and request.store and "store" in request.model_fields_set:
+        context.fields.ignore("responses", "store", "this server keeps no answers")
+    begun = _begun(request, served.engine.text.sampling_defaults, is_kept=request.store and store.keeps)
 
     def read() -> tuple[ChatMessages, ChatRequest, list[dict[str, Any]]]:
         conversation = [*before, *chat_messages(request.input)]
@@ -280,14 +302,11 @@ async def responses_endpoint(
         raise
     context.fields.rename("responses", OWN_NAMES)
 
-    def keep(answer: bytes, blocks: Sequence[OutputBlock], log: EventLog | None) -> None:
-        if request.store:
-            store.put(begun.id, StoredResponse(answer, items, [*conversation, answer_message(blocks)], log))
-
-    return chat.requests, ResponsesWriter(begun, request, chat, served.engine, keep)
+    kept = StoredResponse(b"", items, conversation)
+    return chat.requests, ResponsesWriter(begun, request, chat, served.engine, store, kept)
 
 
-def _begun(request: ResponsesRequest, usual: SamplingDefaults) -> ResponseAnswer:
+def _begun(request: ResponsesRequest, usual: SamplingDefaults, *, is_kept: bool) -> ResponseAnswer:
     choice = request.tool_choice
     return ResponseAnswer(
         id=f"resp_{uuid.uuid4().hex}",
@@ -298,8 +317,7 @@ def _begun(request: ResponsesRequest, usual: SamplingDefaults) -> ResponseAnswer
         max_output_tokens=request.max_output_tokens,
         temperature=usual.temperature if request.temperature is None else request.temperature,
         top_p=usual.top_p if request.top_p is None else request.top_p,
-        # Clients expect `strict` even when the request did not give it.
-        tools=[{"strict": None, **_dumped(tool)} for tool in request.tools],
+        tools=[_shown(tool) for tool in request.tools],
         tool_choice=choice if isinstance(choice, str) else _dumped(choice),
         parallel_tool_calls=request.parallel_tool_calls,
         max_tool_calls=request.max_tool_calls,
@@ -307,11 +325,17 @@ def _begun(request: ResponsesRequest, usual: SamplingDefaults) -> ResponseAnswer
         text={"format": _dumped(request.text.format) if request.text and request.text.format else {"type": "text"}},
         reasoning={"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
         truncation=request.truncation,
-        store=request.store,
+        store=is_kept,
         background=request.background,
         metadata=request.metadata,
         user=request.user,
     )
+
+
+def _shown(tool: ResponsesTool) -> dict[str, Any]:
+    """Return a tool as answers show it. Clients expect some fields even when the request did not give them."""
+    usual = {"strict": None, "parameters": NO_PARAMETERS} if tool.type == "function" else {"format": {"type": "text"}}
+    return usual | _dumped(tool)
 
 
 def _dumped(fields: Fields) -> dict[str, Any]:

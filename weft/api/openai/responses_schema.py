@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 
 from weft.api.body import Fields, client_tools
 from weft.api.openai.openai_schema import (
@@ -18,6 +18,7 @@ from weft.api.openai.openai_schema import (
     Name,
     ReasoningEffort,
     ToolChoiceWord,
+    ToolType,
 )
 from weft.errors import shown
 from weft.serving.output_reader import BlockKind, OutputBlock
@@ -93,10 +94,24 @@ class FunctionCall(Fields):
     status: ItemStatus | None = None
 
 
-class FunctionCallOutput(Fields):
+class CustomCall(Fields):
+    """A call of a custom tool that the assistant made earlier."""
+
     place: ClassVar[str] = "responses.input"
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: Name | None = None
+    id: str | None = None
+    status: ItemStatus | None = None
+
+
+class CallOutput(Fields):
+    place: ClassVar[str] = "responses.input"
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Parts
     id: str | None = None
@@ -126,14 +141,16 @@ class PastReasoning(Fields):
 
 
 def _item_type(value: Any) -> str:
-    """Return an item's type; a message need not say what it is."""
-    return str(value.get("type", "message")) if isinstance(value, dict) else ""
+    """Return an item's type; a message need not say what it is, and the outputs of all calls are of one."""
+    kind = str(value.get("type", "message")) if isinstance(value, dict) else ""
+    return "call_output" if kind in ("function_call_output", "custom_tool_call_output") else kind
 
 
 AnyItem = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[CustomCall, Tag("custom_tool_call")]
+    | Annotated[CallOutput, Tag("call_output")]
     | Annotated[PastReasoning, Tag("reasoning")],
     Discriminator(
         _item_type,
@@ -152,24 +169,25 @@ VENDOR_ITEMS = re.compile(
 
 
 def _as_items(value: object, info: ValidationInfo) -> object:
-    """Return the items of an input; a string is short for one message of the user. Calls of custom tools are taken for
-    calls of functions with one argument, and what a vendor's tools did is left aside."""
+    """Return the items of an input; a string is short for one message of the user. What a vendor's tools did is left
+    aside."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
         return value
     report: FieldReport = info.context or FieldReport()
-    return [_as_function_call(item) for item in value if not _is_left_aside(item, report)]
+    return [item for item in value if not _is_left_aside(item, report)]
 
 
 VENDOR_INCLUDES = re.compile(
     r"(code_interpreter_call|computer_call_output|file_search_call|web_search_call)\.[a-z_.]{1,40}|"
-    r"message\.input_image\.image_url"
+    r"message\.input_image\.image_url|reasoning\.encrypted_content"
 )
+"""What an answer never has: nothing of it comes from a vendor's tools, and reasoning is in plain text."""
 
 
 def _included(value: object, info: ValidationInfo) -> object:
-    """Return what an answer is to include, without what only a vendor's tools would give."""
+    """Return what an answer is to include, without what it never has."""
     report: FieldReport = info.context or FieldReport()
     if not isinstance(value, list) or report.mode == "strict":
         return value
@@ -187,32 +205,49 @@ def _is_left_aside(item: object, report: FieldReport) -> bool:
     return True
 
 
-def _as_function_call(item: object) -> object:
-    match item:
-        case {"type": "custom_tool_call", "input": str(text), **others}:
-            arguments = msgspec.json.encode({"input": text}).decode()
-            return {**others, "type": "function_call", "arguments": arguments}
-        case {"type": "custom_tool_call_output", **others}:
-            return {**others, "type": "function_call_output"}
-    return item
+class ToolFormat(Fields):
+    type: Literal["text", "grammar"]
+    definition: str | None = None
+    syntax: Literal["lark", "regex"] | None = None
+
+    @model_validator(mode="after")
+    def _has_its_grammar(self) -> Self:
+        if {self.definition is None, self.syntax is None} != {self.type == "text"}:
+            raise ValueError("definition and syntax go with the type grammar, and with no other.")
+        return self
 
 
-class FunctionTool(Fields):
+class ResponsesTool(Fields):
+    """A function, or a custom tool, which takes one text: the model is told of it as a function of that."""
+
     place: ClassVar[str] = "responses.tools"
 
-    type: Literal["function"]
+    type: ToolType
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
-    parameters: dict[str, Any] = Field({"type": "object", "properties": {}}, description="A JSON schema.")
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema; a function's own.")
     strict: bool | None = Field(None, description="Calls fit the schema even when none is forced.")
+    format: ToolFormat | None = Field(
+        None, description="Of a custom tool: the model is told of a grammar; a regular expression is enforced."
+    )
     namespace: Name | None = Field(None, description="Of a tool of type namespace that holds it.")
 
     @model_validator(mode="before")
     @classmethod
-    def _is_a_function(cls, value: Any) -> Any:
-        if isinstance(value, dict) and value.get("type") != "function":
-            raise ValueError(f"a tool of type {shown(value.get('type'))} is not supported; only functions are.")
+    def _is_a_clients(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type") not in ("function", "custom"):
+            raise ValueError(
+                f"a tool of type {shown(value.get('type'))} is not supported; only functions and custom tools are."
+            )
         return value
+
+    @model_validator(mode="after")
+    def _is_of_its_type(self) -> Self:
+        if self.type == "function" and self.format is not None:
+            raise PydanticCustomError("of_type", "it goes with the type custom.", {"field": "format"})
+        if self.type == "custom" and (self.parameters is not None or self.strict is not None):
+            raise PydanticCustomError("of_type", "it goes with the type function.", {"field": "parameters"})
+        return self
 
 
 def without_namespaces(value: object) -> object:
@@ -229,15 +264,15 @@ def without_namespaces(value: object) -> object:
     return flat
 
 
-class ChosenFunction(Fields):
-    type: Literal["function"]
+class ChosenTool(Fields):
+    type: ToolType
     name: Name
 
 
 class AllowedFunctions(Fields):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[Items[ChosenFunction], Field(min_length=1)]
+    tools: Annotated[Items[ChosenTool], Field(min_length=1)]
 
 
 def _choice_kind(value: Any) -> str:
@@ -248,16 +283,17 @@ def _choice_kind(value: Any) -> str:
 
 ResponsesToolChoice = Annotated[
     Annotated[ToolChoiceWord, Tag("word")]
-    | Annotated[ChosenFunction, Tag("function")]
+    | Annotated[ChosenTool, Tag("function")]
     | Annotated[AllowedFunctions, Tag("allowed_tools")],
     Discriminator(_choice_kind),
 ]
 
 
 class TextFormat(Fields):
+    place: ClassVar[str] = "responses.text.format"
+
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = Field(None, description="Answers fit the schema whether or not this is set.")
 
@@ -301,9 +337,9 @@ class ResponsesRequest(Fields):
     top_p: float | None = Field(None, description=MODEL_S_OWN)
     stream: bool = False
     tools: Annotated[
-        Items[FunctionTool],
-        BeforeValidator(client_tools("function"), json_schema_input_type=list[FunctionTool]),
-        BeforeValidator(without_namespaces, json_schema_input_type=list[FunctionTool]),
+        Items[ResponsesTool],
+        BeforeValidator(client_tools("function", "custom"), json_schema_input_type=list[ResponsesTool]),
+        BeforeValidator(without_namespaces, json_schema_input_type=list[ResponsesTool]),
     ] = Field([])
     tool_choice: ResponsesToolChoice = "auto"
     max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(
@@ -315,9 +351,9 @@ class ResponsesRequest(Fields):
     previous_response_id: Name | None = Field(None, description="The conversation goes on from there.")
     store: bool = Field(True, description="Keep the answer for previous_response_id, a while and as there is room.")
     background: bool = Field(False, description="Answer at once, and generate it whether the client waits or not.")
-    include: Annotated[
-        Items[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]], BeforeValidator(_included)
-    ] = Field([], description="Reasoning is given in plain text, and can be sent back so.")
+    include: Annotated[Items[Literal["message.output_text.logprobs"]], BeforeValidator(_included)] = Field(
+        [], description="Reasoning is given in plain text in any case, and can be sent back so."
+    )
     top_logprobs: int | None = Field(
         None, description="So many likely tokens in the place of each one of the text, with its log probability."
     )
@@ -359,6 +395,15 @@ class OutputCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="funct
     namespace: str | UnsetType = UNSET
 
 
+class OutputCustomCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+
+
 class OutputReasoning(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
     id: str
     status: str
@@ -366,7 +411,7 @@ class OutputReasoning(Struct, frozen=True, kw_only=True, tag_field="type", tag="
     content: list[ReasoningPart]
 
 
-OutputItem = OutputMessage | OutputCall | OutputReasoning
+OutputItem = OutputMessage | OutputCall | OutputCustomCall | OutputReasoning
 
 
 class InputTokensDetails(Struct, frozen=True):
@@ -446,7 +491,7 @@ def part_of(block: OutputBlock, text: str, logprobs: list[Any]) -> OutputTextPar
 
 
 def output_item(
-    block: OutputBlock, item_id: str, status: str, tool: FunctionTool | None, logprobs: list[Any]
+    block: OutputBlock, item_id: str, status: str, tool: ResponsesTool | None, logprobs: list[Any]
 ) -> OutputItem:
     """Return a block as an item, as far as it has come; what is in progress has nothing yet. `tool`: the one called."""
     begun = status == "in_progress"
@@ -457,11 +502,12 @@ def output_item(
         case BlockKind.THINKING:
             return OutputReasoning(id=item_id, status=status, content=[] if begun else [ReasoningPart(block.text)])
         case BlockKind.CALL:
-            return OutputCall(
-                id=item_id,
-                status=status,
-                call_id=block.call_id,
-                name=block.name if tool is None else tool.name,
-                arguments="" if begun else block.text,
-                namespace=UNSET if tool is None or tool.namespace is None else tool.namespace,
-            )
+            called: dict[str, Any] = {
+                "id": item_id,
+                "status": status,
+                "call_id": block.call_id,
+                "name": block.name if tool is None else tool.name,
+                "namespace": UNSET if tool is None or tool.namespace is None else tool.namespace,
+            }
+            text = "" if begun else block.text
+            return OutputCustomCall(**called, input=text) if block.is_custom else OutputCall(**called, arguments=text)

@@ -10,13 +10,14 @@ from weft.api.openai.responses_schema import (
     AllowedFunctions,
     AnyItem,
     AnyPart,
-    ChosenFunction,
+    CallOutput,
+    ChosenTool,
+    CustomCall,
     FunctionCall,
-    FunctionCallOutput,
-    FunctionTool,
     InputMessage,
     PastReasoning,
     ResponsesRequest,
+    ResponsesTool,
     TextFormat,
     offered_name,
 )
@@ -31,6 +32,7 @@ OWN_NAMES = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
+    "tools.custom.format": "tools.format",
     "truncate_prompt_tokens": "truncation",
 }
 """The names here of fields of the chat request."""
@@ -83,10 +85,15 @@ def chat_messages(items: Sequence[AnyItem]) -> ChatMessages:
                     turn = _begun(messages)
                 name = offered_name(item.name, item.namespace)
                 turn["tool_calls"].append(_call(item.call_id, name, item.arguments))
+            case CustomCall():
+                if turn is None:
+                    turn = _begun(messages)
+                name = offered_name(item.name, item.namespace)
+                turn["tool_calls"].append(_custom_call(item.call_id, name, item.input))
             case InputMessage():
                 turn = None
                 messages.append({"role": item.role, "content": _text(item.content)})
-            case FunctionCallOutput():
+            case CallOutput():
                 turn = None
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
     for message in messages:
@@ -106,7 +113,9 @@ def answer_message(blocks: Sequence[OutputBlock]) -> dict[str, Any]:
         "content": text_of(BlockKind.TEXT),
         "reasoning_content": text_of(BlockKind.THINKING) or None,
         "tool_calls": [
-            _call(block.call_id, block.name, block.text) for block in blocks if block.kind is BlockKind.CALL
+            (_custom_call if block.is_custom else _call)(block.call_id, block.name, block.text)
+            for block in blocks
+            if block.kind is BlockKind.CALL
         ],
     }
 
@@ -121,12 +130,19 @@ def listed_items(items: Sequence[AnyItem], id_suffix: str) -> list[dict[str, Any
     ]
 
 
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 
 
 def _listed_content(item: AnyItem) -> dict[str, Any]:
     match item:
-        case FunctionCallOutput():
+        case CallOutput():
             return {"output": _text(item.output)}
         case PastReasoning():
             return {"content": [{"type": "reasoning_text", "text": part.text} for part in item.content]}
@@ -134,7 +150,7 @@ def _listed_content(item: AnyItem) -> dict[str, Any]:
             return {"content": [{"type": "output_text", "text": part.text, "annotations": []} for part in item.content]}
         case InputMessage():
             return {"content": [{"type": "input_text", "text": part.text} for part in item.content]}
-        case FunctionCall():
+        case FunctionCall() | CustomCall():
             return {}
 
 
@@ -151,15 +167,24 @@ def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"type": "function", "id": call_id, "function": {"name": name, "arguments": arguments}}
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    function = tool.model_dump(exclude={"type", "namespace"}) | {"name": offered_name(tool.name, tool.namespace)}
-    return {"type": "function", "function": function}
+def _custom_call(call_id: str, name: str, text: str) -> dict[str, Any]:
+    return {"type": "custom", "id": call_id, "custom": {"name": name, "input": text}}
+
+
+def _tool(tool: ResponsesTool) -> dict[str, Any]:
+    name, form = offered_name(tool.name, tool.namespace), tool.format
+    if tool.type == "function":
+        function = {"name": name, "description": tool.description, "parameters": tool.parameters, "strict": tool.strict}
+        return {"type": "function", "function": function}
+    grammar = None if form is None else {"definition": form.definition, "syntax": form.syntax}
+    chat_form = None if form is None else {"type": form.type, "grammar": grammar if form.type == "grammar" else None}
+    return {"type": "custom", "custom": {"name": name, "description": tool.description, "format": chat_form}}
 
 
 def _tool_choice(request: ResponsesRequest) -> str | dict[str, Any]:
     choice = request.tool_choice
     match choice:
-        case ChosenFunction():
+        case ChosenTool():
             return _named(choice)
         case AllowedFunctions():
             allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
@@ -168,12 +193,12 @@ def _tool_choice(request: ResponsesRequest) -> str | dict[str, Any]:
             return choice
 
 
-def _named(choice: ChosenFunction) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": choice.name}}
+def _named(choice: ChosenTool) -> dict[str, Any]:
+    return {"type": choice.type, choice.type: {"name": choice.name}}
 
 
 def _format(asked: TextFormat) -> dict[str, Any]:
     if asked.schema_ is None:
         return {"type": asked.type}
-    schema = {"name": asked.name, "description": asked.description, "schema": asked.schema_, "strict": asked.strict}
+    schema = {"name": asked.name, "schema": asked.schema_, "strict": asked.strict}
     return {"type": asked.type, "json_schema": schema}

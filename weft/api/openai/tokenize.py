@@ -15,7 +15,7 @@ from weft.api.body import Fields, parse, read_body
 from weft.api.error_responses import JsonResponse
 from weft.api.handler import fields_header
 from weft.api.openai.openai_schema import Items, Message, Name, Tool
-from weft.api.translate import template_message, template_tools
+from weft.api.translate import offered, template_message, template_tools
 from weft.backends.contract import max_encoded_tokens
 from weft.errors import InvalidRequest
 from weft.serving.admission import Admission, ClientGone, RequestContext
@@ -104,7 +104,7 @@ async def tokenize_request(request: TokenizeRequest, context: RequestContext) ->
         else:
             tokens = engine.text.encode_chat(
                 [template_message(message) for message in request.messages or ()],
-                tools=template_tools(request.tools) or None,
+                tools=template_tools(map(offered, request.tools)) or None,
                 add_generation_prompt=request.add_generation_prompt,
                 template_variables=request.chat_template_kwargs,
                 max_tokens=most,

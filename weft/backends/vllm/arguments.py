@@ -12,7 +12,7 @@ from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ConfigError, ModelError
 from weft.machine.devices import Accelerator
 from weft.machine.memory import MIB, safe_share
-from weft.machine.planner import AUTO_DTYPE, CPU_CACHE_BYTES, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from weft.machine.planner import AUTO_DTYPE, CPU_CACHE_BYTES
 from weft.options import CacheOptions, Config, settings
 
 
@@ -97,8 +97,8 @@ def arguments_of(config: Config, files: ModelFiles, kind: VllmKind) -> dict[str,
         "max_model_len": model.max_model_len or -1,
         "quantization": backend.quantization or None,
         "tensor_parallel_size": backend.tensor_parallel_size,
-        "max_num_seqs": scheduler.max_num_seqs or MAX_NUM_SEQS[kind.place],
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens or MAX_NUM_BATCHED_TOKENS[kind.place],
+        "max_num_seqs": scheduler.num_seqs(on_cpu=kind.place == "cpu"),
+        "max_num_batched_tokens": scheduler.num_batched_tokens(on_cpu=kind.place == "cpu"),
         "scheduling_policy": "priority",
         "structured_outputs_config": {"backend": "guidance"},
         "use_tqdm_on_load": False,

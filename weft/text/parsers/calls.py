@@ -223,10 +223,7 @@ class CallParser(TextMachine):
                 if high or not begun:
                     self._write(call, _characters(high) or "{}")
                 return True
-            text = high + ((yield from self._escape()) if char == "\\" else self._hold(self._take_run(_IN_STRING)))
-            # The second half of a surrogate pair comes in an escape of its own.
-            high = text[-1] if "\ud800" <= text[-1] < "\udc00" else ""
-            text = _characters(text.removesuffix(high))
+            text, high = yield from self._string_part(high)
             if not begun:
                 text = text.lstrip(SPACES)
                 if high or text[:1] not in ("", "{"):
@@ -235,6 +232,14 @@ class CallParser(TextMachine):
                 begun = True
                 self._write(call, text)
         return False
+
+    def _string_part(self, high: str) -> Wait[tuple[str, str]]:
+        """Return the next part of a string, decoded, and the first half of a surrogate pair, the second half of which
+        comes in an escape of its own. `high`: that of the part before."""
+        char = yield from self._peek()
+        text = high + ((yield from self._escape()) if char == "\\" else self._hold(self._take_run(_IN_STRING)))
+        high = text[-1] if "\ud800" <= text[-1] < "\udc00" else ""
+        return _characters(text.removesuffix(high)), high
 
     def _escape(self) -> Wait[str]:
         """Return what an escape stands for: one character, or half of one. What is no escape stands for itself."""
@@ -302,6 +307,45 @@ class CallParser(TextMachine):
                 write(self._hold(self._take_run(_OUTSIDE_STRINGS)))
             if depth == 0:
                 return
+
+
+INPUT = "input"
+"""The one parameter of the function that a custom tool is for the model."""
+
+
+class CustomInput(CallParser):
+    """Reads the arguments of one call of a custom tool, and gives their text as content. Where they are not an object
+    that begins with that text, they are given as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(str)
+
+    def _answer(self) -> Wait[None]:
+        is_found = yield from self._finds_text()
+        if is_found:
+            self._held.clear()
+            self._in_call = True
+            self._read()
+            high = ""
+            while (yield from self._peek()) not in ("", '"'):
+                text, high = yield from self._string_part(high)
+                self._pieces.append(Content(text))
+        else:
+            self._give_back()
+        while (yield from self._peek()):
+            rest = self._take(len(self._text) - self._at)
+            if not is_found:
+                self._pieces.append(Content(rest))
+
+    def _finds_text(self) -> Wait[bool]:
+        """Read up to the text's first quote; return whether it is there."""
+        if not (yield from self._reads("{")):
+            return False
+        yield from self._read_spaces()
+        if (yield from self._string()) != INPUT or not (yield from self._reads(":")):
+            return False
+        yield from self._read_spaces()
+        return (yield from self._peek()) == '"'
 
 
 def _ignore(text: str) -> None:

@@ -37,6 +37,14 @@ class CallArguments(Struct, frozen=True):
     text: str
 
 
+class CustomCallStarted(CallStarted, frozen=True):
+    """The start of a call of a custom tool."""
+
+
+class CustomCallInput(CallArguments, frozen=True):
+    """The next part of a custom tool's input, which is plain text."""
+
+
 Piece = Content | Reasoning | CallStarted | CallArguments
 
 
@@ -73,6 +81,8 @@ class ToolCall(Struct, frozen=True):
     name: str
     arguments: str
     """JSON as the model wrote it; not valid JSON when the model wrote none, or was cut off."""
+    is_custom: bool = False
+    """The arguments are the input of a custom tool, which is plain text."""
 
 
 class ParsedAnswer(Struct, frozen=True):
@@ -103,7 +113,8 @@ def collect(pieces: Iterable[Piece]) -> ParsedAnswer:
         content="".join(content),
         reasoning="".join(reasoning),
         tool_calls=tuple(
-            ToolCall(call.id, call.name, "".join(texts)) for call, texts in zip(calls, arguments, strict=True)
+            ToolCall(call.id, call.name, "".join(texts), isinstance(call, CustomCallStarted))
+            for call, texts in zip(calls, arguments, strict=True)
         ),
     )
 
