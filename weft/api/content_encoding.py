@@ -87,8 +87,8 @@ def _from_zstd(body: bytes) -> Iterator[bytes]:
         raise _truncated(ZSTD)
 
 
-MAX_ZSTD_PARTS = 1 << 20
-"""Frames and blocks of one body. A block holds up to 128 KiB; to look at so many that hold nothing takes a second."""
+MAX_ZSTD_PARTS = 1 << 16
+"""Frames and blocks of one body, a block of up to 128 KiB."""
 MAX_FRAME_HEADER_BYTES = 18
 _SKIPPABLE_MAGIC = range(0x184D2A50, 0x184D2A60)
 _RLE_BLOCK = 1
