@@ -1,0 +1,31 @@
+import os
+import tempfile
+
+os.environ.update(WEFT_BASE_URL=os.environ["WEFT_URL"] + "/v1", WEFT_API_KEY="none")
+os.chdir(tempfile.mkdtemp())
+
+from features import FEW, MODEL, QUESTION, feature, weather
+from inspect_ai import Task
+from inspect_ai import eval as evaluate
+from inspect_ai.dataset import Sample
+from inspect_ai.model import GenerateConfig, get_model
+from inspect_ai.scorer import includes
+from inspect_ai.tool import ToolDef
+
+config = GenerateConfig(max_tokens=FEW)
+model = get_model(f"openai-api/weft/{MODEL}", config=config)
+
+
+@feature
+def chat():
+    task = Task(dataset=[Sample(QUESTION, target="Berlin")], scorer=includes())
+    (log,) = evaluate(task, model=model, display="none", log_format="json")
+    assert log.status == "success", log.error
+    return log.samples[0].output.completion
+
+
+@feature
+async def tools():
+    tool = ToolDef(weather, name="weather", description="Tell it.", parameters={"city": "The city."}).as_tool()
+    answer = await model.generate(QUESTION, tools=[tool], tool_choice="any")
+    return answer.message.tool_calls[0].arguments["city"]
