@@ -40,7 +40,7 @@ FEATURES = (
     *("embeddings", "images", "batches", "edit"),
 )
 QUIET = {"DO_NOT_TRACK": "1", "OTEL_SDK_DISABLED": "true", "ANONYMIZED_TELEMETRY": "False", "PYTHONWARNINGS": "ignore"}
-LEFT_OUT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+LEFT_OUT = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
 PREFIX = "FEATURE "
 
 console = Console(width=260)
@@ -110,12 +110,22 @@ def install(client: Client, root: Path) -> None:
     if not wanted or (marker.exists() and marker.read_text() == wanted):
         return
     if client.pip:
-        _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(folder / "bin/python")]
-        _run([*pip, "install", "--quiet", "--prefer-binary", *client.pip])
+        uv, python = _uv(root), str(folder / "bin/python")
+        _run([uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(folder)])
+        _run([uv, "pip", "install", "--quiet", "--python", python, *client.pip])
     else:
         _run(["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--loglevel=error", *client.npm])
     marker.write_text(wanted)
+
+
+def _uv(root: Path) -> str:
+    """Return the installer of Python's packages, which is pip's interface at a tenth of its time."""
+    folder = root / "uv"
+    if not (folder / "bin/uv").exists():
+        _run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(folder / "bin/python")]
+        _run([*pip, "install", "--quiet", "--only-binary", ":all:", "uv"])
+    return str(folder / "bin/uv")
 
 
 def version(client: Client, root: Path) -> str:

@@ -81,6 +81,9 @@ def test_the_older_names_of_structured_outputs(field: str, value: Any, expected:
     assert structured_shape(request, 64) == shape_of(**{field: value}) == expected
     with pytest.raises(InvalidRequest, match="both say"):
         shape_of(structured_outputs={"json_object": True}, **{field: value})
+    name = field.removeprefix("guided_")
+    both = shape_of(structured_outputs={name: value}, **{field: value})
+    assert both == shape_of(structured_outputs={name: value}), "sent under both names, as guidance does"
 
 
 def test_calls_are_forced_only_when_they_must_be() -> None:

@@ -1,5 +1,5 @@
 // What the programs share: where the server is, what is asked, and one line of JSON for every feature that is tried.
-export const URL_ = process.env.WEFT_URL, V1 = URL_ + "/v1", MODEL = process.env.WEFT_MODEL, KEY = "none", FEW = 24;
+export const URL_ = process.env.WEFT_URL, V1 = URL_ + "/v1", MODEL = process.env.WEFT_MODEL, KEY = "none", FEW = 48;
 export const QUESTION = "What is the capital of Germany?", ASK = [{ role: "user", content: QUESTION }];
 export const SCHEMA = {
   type: "object", properties: { city: { type: "string", enum: ["Berlin", "Paris"] } }, required: ["city"],

@@ -11,7 +11,7 @@ URL = os.environ["WEFT_URL"]
 V1 = URL + "/v1"
 MODEL = os.environ["WEFT_MODEL"]
 KEY = "none"
-FEW = 24
+FEW = 48
 """Tokens of an answer: enough to see that one comes."""
 
 QUESTION = "What is the capital of Germany?"

@@ -26,7 +26,8 @@ def stream():
 
 @feature
 def tools():
-    (call,) = client.messages.create(**asked, tools=[tool], tool_choice={"type": "any"}).content
+    once = {"type": "any", "disable_parallel_tool_use": True}
+    (call,) = client.messages.create(**asked, tools=[tool], tool_choice=once).content
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "It rains."}
     told = [*ASK, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     assert client.messages.create(**asked | {"messages": told}, tools=[tool]).content

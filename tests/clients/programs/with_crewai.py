@@ -2,21 +2,16 @@ from capital import Capital
 from crewai import LLM, Agent, Crew, Task
 from features import FEW, KEY, MODEL, QUESTION, V1, feature
 
-model = LLM(model=f"openai/{MODEL}", base_url=V1, api_key=KEY, max_tokens=FEW)
+place = {"model": f"openai/{MODEL}", "base_url": V1, "api_key": KEY, "max_tokens": FEW}
 
 
 @feature
 def chat():
-    return model.call(QUESTION)
+    agent = Agent(role="Guide", goal="Answer briefly", backstory="You know cities.", llm=LLM(**place), max_iter=1)
+    task = Task(description=QUESTION, expected_output="A city", agent=agent)
+    return Crew(agents=[agent], tasks=[task]).kickoff().raw
 
 
 @feature
 def structured():
-    return LLM(model=f"openai/{MODEL}", base_url=V1, api_key=KEY, response_format=Capital).call(QUESTION)
-
-
-@feature
-def agent():
-    one = Agent(role="Guide", goal="Answer briefly", backstory="You know cities.", llm=model, max_iter=1)
-    task = Task(description=QUESTION, expected_output="A city", agent=one)
-    return Crew(agents=[one], tasks=[task]).kickoff().raw
+    return LLM(**place, response_format=Capital).call(QUESTION)

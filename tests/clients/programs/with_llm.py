@@ -13,7 +13,7 @@ about = {"model_id": "weft", "model_name": MODEL, "api_base": V1, "supports_sche
 
 
 def llm(*words):
-    command = [str(Path(sys.executable).parent / "llm"), "-m", "weft", "--key", KEY, "-o", "max_tokens", "24", *words]
+    command = [str(Path(sys.executable).parent / "llm"), "-m", "weft", "--key", KEY, "-o", "max_tokens", "48", *words]
     environment = {**os.environ, "LLM_USER_PATH": str(folder)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
