@@ -32,7 +32,7 @@ WRITERS = (
 """Tools of coding agents that can write a file or run a command; the first that is offered is called."""
 
 VALUES = {
-    **dict.fromkeys(("file_path", "filePath", "path"), FILE),
+    **dict.fromkeys(("file_path", "filePath", "filepath", "path"), FILE),
     **dict.fromkeys(("cmd", "command"), COMMAND),
     "content": WRITTEN,
 }

@@ -128,7 +128,7 @@ def session(name: str, commands: Path) -> Session:
             assert server.stdout is not None and server.stderr is not None
             found = re.search(r"at (http://\S+)", server.stdout.readline())
             assert found is not None, "the server did not start"
-            environment = {**os.environ, "HOME": str(home), **agent.settings(found[1], home)}
+            environment = {**os.environ, "HOME": str(home), "PWD": str(project), **agent.settings(found[1], home)}
             done = subprocess.run(
                 [str(commands / name), *agent.words], cwd=project, env=environment, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=PATIENCE,

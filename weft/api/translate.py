@@ -182,8 +182,9 @@ def _response_format(request: ChatRequest) -> GrammarSpec | None:
     asked = request.response_format
     if asked is None or asked.type == "text":
         return None
-    if asked.schema_ is not None:
-        return JsonSchemaSpec(schema=asked.schema_, param="response_format.schema")
+    for name, schema in (("schema", asked.schema_), ("value", asked.value)):
+        if schema is not None:
+            return JsonSchemaSpec(schema=schema, param=f"response_format.{name}")
     if asked.json_schema is None:
         return JsonObjectSpec(param="response_format")
     return JsonSchemaSpec(schema=asked.json_schema.schema_, param="response_format.json_schema.schema")

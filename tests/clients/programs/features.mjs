@@ -15,7 +15,7 @@ export async function feature(name, run) {
     how = { ok: Boolean(came), said: (typeof came === "string" ? came : JSON.stringify(came) ?? "").slice(0, 80) };
   } catch (error) {
     let status = null;
-    for (let one = error; one && !status; one = one.cause ?? one.lastError) status = one.status ?? one.statusCode ?? one.status_code ?? null;
+    for (let one = error; one && !status; one = one.cause ?? one.lastError) status = [one.status, one.statusCode].find(Number.isInteger) ?? null;
     how = { ok: false, status, said: `${error?.name}: ${error?.message} ${error?.responseBody ?? error?.cause ?? ""}`.slice(0, 1500) };
   }
   console.log("FEATURE " + JSON.stringify({ feature: name, ...how }));

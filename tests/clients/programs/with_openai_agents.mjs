@@ -14,7 +14,7 @@ const weather = tool({
 const agent = (model, more = {}) => new Agent({
   name: "One", instructions: "Be brief.", model, ...more, modelSettings: { maxTokens: FEW, ...more.modelSettings },
 });
-const forced = { tools: [weather], modelSettings: { toolChoice: "required" } };
+const forced = { tools: [weather], toolUseBehavior: "stop_on_first_tool", modelSettings: { toolChoice: "required", parallelToolCalls: false } };
 
 await feature("chat", async () => (await runner.run(agent(overChat), QUESTION)).finalOutput);
 await feature("stream", async () => pieces((await runner.run(agent(overChat), QUESTION, { stream: true })).toTextStream()));

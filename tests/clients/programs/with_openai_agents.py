@@ -8,6 +8,7 @@ without_tracing(True)
 client = AsyncOpenAI(base_url=V1, api_key=KEY, max_retries=0)
 over_chat = OpenAIChatCompletionsModel(MODEL, client)
 few = ModelSettings(max_tokens=FEW)
+once = {"tools": [function_tool(weather)], "tool_use_behavior": "stop_on_first_tool"}
 
 
 def agent(model=over_chat, settings=few, **more):
@@ -28,8 +29,8 @@ async def stream():
 
 @feature
 async def tools():
-    forced = ModelSettings(max_tokens=FEW, tool_choice="required")
-    await Runner.run(agent(settings=forced, tools=[function_tool(weather)]), QUESTION)
+    forced = ModelSettings(max_tokens=FEW, tool_choice="required", parallel_tool_calls=False)
+    await Runner.run(agent(settings=forced, **once), QUESTION)
     return called[-1]
 
 
@@ -41,7 +42,7 @@ async def structured():
 @feature
 async def responses():
     over = OpenAIResponsesModel(MODEL, client)
-    forced = ModelSettings(max_tokens=FEW, tool_choice="required")
+    forced = ModelSettings(max_tokens=FEW, tool_choice="required", parallel_tool_calls=False)
     called.clear()
-    await Runner.run(agent(over, forced, tools=[function_tool(weather)]), QUESTION)
+    await Runner.run(agent(over, forced, **once), QUESTION)
     return called[-1]

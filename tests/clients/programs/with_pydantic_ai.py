@@ -1,8 +1,10 @@
 import sys
 
 from capital import Capital
-from features import FEW, KEY, MODEL, QUESTION, URL, V1, apieces, called, feature, weather
-from pydantic_ai import Agent, ToolOutput
+from features import FEW, KEY, MODEL, QUESTION, SCHEMA, URL, V1, apieces, argument, feature
+from pydantic_ai import Agent, ModelRequest, ToolDefinition, ToolOutput
+from pydantic_ai.direct import model_request
+from pydantic_ai.models import ModelRequestParameters
 
 (protocol,) = sys.argv[1:]
 if protocol == "anthropic":
@@ -37,11 +39,12 @@ async def structured():
 
 @feature
 async def tools():
-    agent = Agent(model, tools=[weather], model_settings=few | {"tool_choice": "required"})
-    async with agent.iter(QUESTION) as run:
-        async for _ in run:
-            if called:
-                return called[-1]
+    tool = ToolDefinition(name="weather", description="Tell the weather of a city.", parameters_json_schema=SCHEMA)
+    answer = await model_request(
+        model, [ModelRequest.user_text_prompt(QUESTION)], model_settings=few | {"tool_choice": "required"},
+        model_request_parameters=ModelRequestParameters(function_tools=[tool]),
+    )  # fmt: skip
+    return argument(answer.parts[0].args_as_dict())
 
 
 if protocol == "openai":
