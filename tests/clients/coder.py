@@ -27,7 +27,15 @@ HELLO = "Hello from the scripted model."
 COMMAND = f'echo "{WRITTEN.strip()}" > {FILE}'
 
 WRITERS = (
-    "Write", "write", "write_to_file", "exec_command", "shell_command", "run_shell_command", "shell", "bash", "Bash",
+    "Write",
+    "write",
+    "write_to_file",
+    "exec_command",
+    "shell_command",
+    "run_shell_command",
+    "shell",
+    "bash",
+    "Bash",
 )
 """Tools of coding agents that can write a file or run a command; the first that is offered is called."""
 

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import tomllib
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -39,11 +39,18 @@ FEATURES = (
     *("models", "chat", "stream", "tools", "structured", "logprobs", "completions", "responses", "count_tokens"),
     *("embeddings", "images", "batches", "edit"),
 )
-QUIET = {"DO_NOT_TRACK": "1", "OTEL_SDK_DISABLED": "true", "ANONYMIZED_TELEMETRY": "False", "PYTHONWARNINGS": "ignore"}
-LEFT_OUT = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+QUIET = {
+    "DO_NOT_TRACK": "1",
+    "OTEL_SDK_DISABLED": "true",
+    "ANONYMIZED_TELEMETRY": "False",
+    "PYTHONWARNINGS": "ignore",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+}
+"""Clients that would tell others of their use, or ask them for tables, do not."""
+LEFT_OUT = {"PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV", "HTTP_PROXY", "HTTPS_PROXY"}
 PREFIX = "FEATURE "
 
-console = Console(width=260)
+console = Console(width=600)  # A row of the table is a line.
 
 
 class Client(Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,7 +63,6 @@ class Client(Struct, frozen=True, forbid_unknown_fields=True):
     pip: tuple[str, ...] = ()
     npm: tuple[str, ...] = ()
     command: str = ""
-    env: Mapping[str, str] = {}
 
     @property
     def package(self) -> str:
@@ -188,12 +194,12 @@ def use(client: Client, root: Path, url: str, timeout: float) -> list[Tried]:
             shutil.copy(PROGRAMS / name, folder / name)
     python = str(folder / "bin/python") if client.pip else sys.executable
     words = ["node", str(folder / client.program)] if client.npm else [python, str(PROGRAMS / client.program)]
-    kept = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
+    kept = {name: value for name, value in os.environ.items() if name.upper() not in LEFT_OUT}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
         env = {**kept, **QUIET, "HOME": home, "WEFT_URL": url, "WEFT_MODEL": MODEL, "OPENAI_API_KEY": "none"}
         try:
             done = subprocess.run(
-                [*words, *client.args], cwd=folder, env={**env, **client.env}, stdin=subprocess.DEVNULL,
+                [*words, *client.args], cwd=folder, env=env, stdin=subprocess.DEVNULL,
                 capture_output=True, text=True, timeout=timeout,
             )  # fmt: skip
             output, end = done.stdout, done.stderr.strip()[-1500:]
@@ -232,9 +238,8 @@ def rows(chosen: list[Client], root: Path, timeout: float) -> Iterator[Row]:
             except InstallError as error:
                 made = Row(client.name, "not installed", [Tried("install", ok=False, said=str(error))])
             console.print(made.version, *(f"{one.feature}: {one.word}" for one in made.tried), *made.refused, sep=", ")
-            for one in made.tried:
-                if not one.ok:
-                    console.print("   ", one.feature, one.said, markup=False)
+            for said in dict.fromkeys(one.said for one in made.tried if not one.ok):
+                console.print("   ", said, markup=False)
             yield made
 
 

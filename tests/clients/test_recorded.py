@@ -1,7 +1,7 @@
 """The requests that coding agents send by default are taken.
 
-Those of Claude Code and Codex CLI have the fields that were recorded, with the texts cut. Those of Cline, Continue and Zed
-are written from their published sources.
+Those of Claude Code and Codex CLI have the fields that were recorded, with the texts cut. Those of Cline, Continue and
+Zed are written from their published sources.
 """
 
 from __future__ import annotations

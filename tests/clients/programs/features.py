@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -61,6 +62,13 @@ def pieces(parts: Any) -> str:
     texts = [part for part in parts if part]
     assert len(texts) > 1, f"{len(texts)} pieces came"
     return "".join(texts)
+
+
+def until(is_done: Callable[[Any], bool], look: Callable[[], Any]) -> Any:
+    """Return what is seen as soon as it is done."""
+    while not is_done(seen := look()):
+        time.sleep(0.2)
+    return seen
 
 
 async def apieces(parts: Any) -> str:

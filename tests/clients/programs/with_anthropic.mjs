@@ -1,3 +1,4 @@
+import { setTimeout } from "node:timers/promises";
 import Anthropic from "@anthropic-ai/sdk";
 import { ABOUT, ASK, FEW, KEY, MODEL, SCHEMA, URL_, argument, feature, pieces } from "./features.mjs";
 
@@ -16,6 +17,9 @@ await feature("count_tokens", async () =>
   (await client.messages.countTokens({ model: MODEL, messages: ASK })).input_tokens);
 await feature("batches", async () => {
   let batch = await client.messages.batches.create({ requests: [{ custom_id: "1", params: asked }] });
-  while (batch.processing_status !== "ended") batch = await client.messages.batches.retrieve(batch.id);
+  while (batch.processing_status !== "ended") {
+    await setTimeout(200);
+    batch = await client.messages.batches.retrieve(batch.id);
+  }
   for await (const answer of await client.messages.batches.results(batch.id)) return answer.result.message.content[0].text;
 });

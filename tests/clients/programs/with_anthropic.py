@@ -1,5 +1,5 @@
 from anthropic import Anthropic
-from features import ASK, FEW, KEY, MODEL, SCHEMA, URL, argument, feature, pieces
+from features import ASK, FEW, KEY, MODEL, SCHEMA, URL, argument, feature, pieces, until
 
 client = Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 asked = {"model": MODEL, "messages": ASK, "max_tokens": FEW}
@@ -49,7 +49,6 @@ def count_tokens():
 @feature
 def batches():
     batch = client.messages.batches.create(requests=[{"custom_id": "1", "params": asked}])
-    while batch.processing_status != "ended":
-        batch = client.messages.batches.retrieve(batch.id)
+    until(lambda one: one.processing_status == "ended", lambda: client.messages.batches.retrieve(batch.id))
     (answer,) = client.messages.batches.results(batch.id)
     return answer.result.message.content[0].text

@@ -18,9 +18,8 @@ const post = (body) => fetch("%s/chat/completions", {
 try {
   told.models = (await (await fetch("%s/models", {headers: {Authorization: "Bearer none"}})).json()).data[0].id;
   told.chat = (await (await post(asked)).json()).choices[0].message.content;
-  const reader = (await post({...asked, stream: true})).body.getReader();
   let text = "";
-  for (let part = await reader.read(); !part.done; part = await reader.read()) text += new TextDecoder().decode(part.value);
+  for await (const part of (await post({...asked, stream: true})).body) text += new TextDecoder().decode(part);
   told.stream = text.includes("[DONE]") ? text.slice(0, 80) : "";
 } catch (error) { told.error = String(error); }
 await fetch("/told", {method: "POST", body: JSON.stringify(told)});

@@ -5,7 +5,9 @@ from features import ASK, FEW, MODEL, QUESTION, URL, V1, feature, pieces
 
 
 def curl(*words):
-    done = subprocess.run(["curl", "--silent", "--show-error", "--fail-with-body", *words], capture_output=True, text=True)
+    done = subprocess.run(
+        ["curl", "--silent", "--show-error", "--fail-with-body", *words], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 

@@ -1,7 +1,3 @@
-import os
-
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-
 import dspy
 from features import FEW, KEY, MODEL, QUESTION, SCHEMA, V1, argument, feature
 

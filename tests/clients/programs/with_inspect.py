@@ -1,10 +1,7 @@
 import os
 import tempfile
 
-os.environ.update(WEFT_BASE_URL=os.environ["WEFT_URL"] + "/v1", WEFT_API_KEY="none")
-os.chdir(tempfile.mkdtemp())
-
-from features import FEW, MODEL, QUESTION, feature, weather
+from features import FEW, KEY, MODEL, QUESTION, V1, feature, weather
 from inspect_ai import Task
 from inspect_ai import eval as evaluate
 from inspect_ai.dataset import Sample
@@ -12,8 +9,8 @@ from inspect_ai.model import GenerateConfig, get_model
 from inspect_ai.scorer import includes
 from inspect_ai.tool import ToolDef
 
-config = GenerateConfig(max_tokens=FEW)
-model = get_model(f"openai-api/weft/{MODEL}", config=config)
+os.chdir(tempfile.mkdtemp())  # It writes logs.
+model = get_model(f"openai-api/weft/{MODEL}", config=GenerateConfig(max_tokens=FEW), base_url=V1, api_key=KEY)
 
 
 @feature

@@ -1,7 +1,4 @@
-import os
 import sys
-
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm
 from capital import Capital

@@ -12,18 +12,21 @@ folder = Path(tempfile.mkdtemp())
               (("France", "Paris"), ("Germany", "Berlin"), ("Italy", "Rome")))
 )  # fmt: skip
 task = {
-    "task": "capitals", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "capitals.json")}},
-    "test_split": "test", "doc_to_text": "{{q}}", "doc_to_target": " {{a}}",
+    "task": "capitals", "dataset_path": "json", "test_split": "test", "doc_to_text": "{{q}}",
+    "dataset_kwargs": {"data_files": {"test": str(folder / "capitals.json")}}, "doc_to_target": " {{a}}",
 }  # fmt: skip
+
+
+tasks = TaskManager(include_defaults=False)
 
 
 def evaluated(model, **more):
     args = {"model": MODEL, "max_retries": 1, "num_concurrent": 1}
     if model == "local-completions":
-        args |= {"base_url": f"{V1}/completions", "tokenizer_backend": "remote", "tokenizer": "none"}
+        args |= {"base_url": f"{V1}/completions", "tokenizer_backend": "remote"}
     else:
         args |= {"base_url": f"{V1}/chat/completions"}
-    made = simple_evaluate(model, args, tasks=[task | more], task_manager=TaskManager(), bootstrap_iters=0,
+    made = simple_evaluate(model, args, tasks=[task | more], task_manager=tasks, bootstrap_iters=0,
                            apply_chat_template=model == "local-chat-completions")  # fmt: skip
     return made["results"]["capitals"]
 

@@ -2,7 +2,7 @@ import base64
 import json
 
 from capital import Capital
-from features import ASK, FEW, KEY, MODEL, QUESTION, SCHEMA, TOOL, V1, argument, feature, pieces
+from features import ASK, FEW, KEY, MODEL, QUESTION, SCHEMA, TOOL, V1, argument, feature, pieces, until
 from openai import OpenAI
 
 client = OpenAI(base_url=V1, api_key=KEY, max_retries=0)
@@ -82,7 +82,6 @@ def batches():
     line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": asked}
     file = client.files.create(file=("lines.jsonl", json.dumps(line).encode()), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-    while batch.status not in ("completed", "failed", "expired"):
-        batch = client.batches.retrieve(batch.id)
+    batch = until(lambda one: one.completed_at or one.failed_at, lambda: client.batches.retrieve(batch.id))
     (answer,) = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
     return answer["response"]["body"]["choices"][0]["message"]["content"]

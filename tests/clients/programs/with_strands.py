@@ -1,5 +1,5 @@
 from capital import Capital
-from features import FEW, KEY, MODEL, QUESTION, V1, called, feature, weather
+from features import KEY, MODEL, QUESTION, V1, called, feature, weather
 from strands import Agent, tool
 from strands.models.openai import OpenAIModel
 
