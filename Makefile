@@ -18,7 +18,7 @@
 #   make show-agreement    one server measured by weft bench, vLLM's benchmark and guidellm in turns (the last in build/guidellm)
 #   make bench-cpu-peers   the default model by Weft and by llama.cpp on this machine's CPU (built in build/llama.cpp)
 #   make show-vllm-engine  the tests of vLLM as an engine, on this machine's CPU (in build/vllm)
-#   make show-clients      Claude Code and Codex CLI write a file through Weft (npm puts them into build/clients)
+#   make show-clients      the clients of tests/clients/clients.toml against Weft, as a table (in build/clients: 9 GB; ARGS="--only curl,Codex")
 #   make show-llamacpp-tests   llama.cpp's tests of OpenAI's and Anthropic's interfaces against Weft (in build/llama.cpp)
 #   make show-open-responses   the compliance suite of Open Responses against Weft (OPEN_RESPONSES: a folder with its sources)
 #   make show-remote-peers the remote engine against `vllm serve` (in build/vllm), and llama.cpp's LLAMA_SERVER if set
@@ -121,12 +121,9 @@ bench-cpu-peers: .venv/installed-dev $(LLAMA_CPP)/installed
 show-vllm-engine: $(VLLM_ENV)/installed
 	$(VLLM_ENV)/bin/python -m pytest tests/backends/vllm $(ARGS)
 
-show-clients: .venv/installed-dev $(CLIENTS)/installed
-	$(BIN)/python -m tests.clients.coding_clis --commands $(CLIENTS)/node_modules/.bin $(ARGS)
-
-$(CLIENTS)/installed:
-	npm install --prefix $(CLIENTS) --no-audit --no-fund @anthropic-ai/claude-code@2.1.197 @openai/codex@0.166.0
-	@touch $@
+show-clients: .venv/installed-dev
+	@$(BIN)/weft pull smollm2
+	$(BIN)/python -m tests.clients.show --folder $(CLIENTS) $(ARGS)
 
 show-llamacpp-tests: .venv/installed-dev $(LLAMA_CPP)/tests-installed
 	$(BIN)/python -m tests.peers.llama_server_tests --python $(LLAMA_CPP)/tests/bin/python \

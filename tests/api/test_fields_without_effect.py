@@ -193,6 +193,7 @@ FULL: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": MESSAGES[:4], "continue_final_message": True, "chat_template_kwargs": {"a": 1}}),
     (CHAT, {"response_format": {"type": "json_schema", "json_schema": JSON}}),
     (CHAT, {"response_format": {"type": "json_object", "schema": SCHEMA}}),
+    (CHAT, {"response_format": {"type": "json_object", "value": SCHEMA}}),
     (CHAT, {"functions": [TOOL["function"]], "function_call": {"name": "weather"}, "messages": OLD_MESSAGES}),
     (
         CHAT,

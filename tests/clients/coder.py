@@ -1,7 +1,7 @@
 """A server process over a scripted model that codes: python -m tests.clients.coder SETTINGS, as JSON.
 
-Asked with tools, it calls the one that writes files or runs commands, and when it has the result it says that it is
-done. Everything but the model is real.
+Asked with tools, it calls the one that writes files or runs commands; an agent without tools gets the file in the form
+that its prompt describes. When the file is written the model says that it is done. Everything but the model is real.
 """
 
 from __future__ import annotations
@@ -26,27 +26,64 @@ DONE = "The file is written."
 HELLO = "Hello from the scripted model."
 COMMAND = f'echo "{WRITTEN.strip()}" > {FILE}'
 
-ARGUMENTS: Mapping[str, Mapping[str, Any]] = {
-    "Write": {"file_path": FILE, "content": WRITTEN},
-    "write_to_file": {"path": FILE, "content": WRITTEN},
-    "exec_command": {"cmd": COMMAND},
-    "shell_command": {"command": COMMAND},
-    "shell": {"command": ["bash", "-c", COMMAND]},
-    "bash": {"command": COMMAND},
+WRITERS = (
+    "Write",
+    "write",
+    "write_to_file",
+    "exec_command",
+    "shell_command",
+    "run_shell_command",
+    "shell",
+    "bash",
+    "Bash",
+)
+"""Tools of coding agents that can write a file or run a command; the first that is offered is called."""
+
+VALUES = {
+    **dict.fromkeys(("file_path", "filePath", "filepath", "path"), FILE),
+    **dict.fromkeys(("cmd", "command"), COMMAND),
+    "content": WRITTEN,
 }
-"""Tools of coding agents that can write a file, and how each is called for it."""
+"""What the arguments of these tools are, by their names."""
+
+IN_TEXT = {
+    "*file listing*": (f"{DONE}\n\n{FILE}\n```\n{WRITTEN}```\n", DONE),
+    "<write_to_file>": (
+        f"<write_to_file>\n<path>{FILE}</path>\n<content>\n{WRITTEN}</content>\n</write_to_file>",
+        f"<attempt_completion>\n<result>{DONE}</result>\n</attempt_completion>",
+    ),
+    "```save": (f"```save {FILE}\n{WRITTEN}```", DONE),
+}
+"""Words of an agent's prompt that tell how files are written in text (aider, Cline, gptme): the file, and the end."""
 
 
 def said_to(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
     """Return what the model says next."""
     if messages[-1]["role"] == "tool":
         return DONE
-    offered = [tool["function"]["name"] for tool in tools or ()]
-    name = next((name for name in ARGUMENTS if name in offered), None)
-    if name is None:
-        return HELLO
-    call = json.dumps({"name": name, "arguments": ARGUMENTS[name]})
-    return f"I write it.<tool_call>\n{call}\n</tool_call>"
+    offered = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools or ()}
+    name = next((name for name in WRITERS if name in offered), None)
+    if name is not None:
+        call = json.dumps({"name": name, "arguments": arguments(offered[name])})
+        return f"I write it.<tool_call>\n{call}\n</tool_call>"
+    told = json.dumps(messages)
+    for words, (file, end) in IN_TEXT.items():
+        if words in told:
+            is_written = any(message["role"] == "assistant" and FILE in str(message) for message in messages)
+            return end if is_written else file
+    return HELLO
+
+
+def arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a value for every argument that a tool's schema requires."""
+    made: dict[str, Any] = {}
+    for name in schema.get("required", ()):
+        kind = schema["properties"][name].get("type")
+        if kind == "array":
+            made[name] = ["bash", "-c", COMMAND]
+        else:
+            made[name] = False if kind == "boolean" else VALUES.get(name, "Write the file.")
+    return made
 
 
 class Coder(ScriptedEngine):

@@ -129,5 +129,5 @@ async def _answer_of(handler: Handler, body: bytes) -> bytes:
         pieces.append(message.get("body", b""))
 
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await handler({"type": "http", "headers": headers}, receive, send)
+    await handler({"type": "http", "path": "", "headers": headers}, receive, send)
     return b"".join(pieces)

@@ -207,7 +207,7 @@ async def read_body(
     if length.isdigit() and int(length) > limit_bytes:
         raise _too_large(limit_bytes)
     if length != b"0" or b"transfer-encoding" in headers:
-        check_content_type(headers.get(b"content-type", b""))
+        check_content_type(scope["path"], headers)
     try:
         async with asyncio.timeout(BODY_SECONDS):
             body = await _received(receive, limit_bytes, hold)
@@ -218,9 +218,18 @@ async def read_body(
     return body.removeprefix(BYTE_ORDER_MARK)
 
 
-def check_content_type(content_type: bytes) -> None:
+OLLAMA_PATHS = "/api/"
+_OF_BROWSERS = (b"origin", b"sec-fetch-site")
+"""Headers that browsers put into every request of a page to another site, and that no page can leave out."""
+
+
+def check_content_type(path: str, headers: Mapping[bytes, bytes]) -> None:
     """Raise WrongContentType unless a body is said to be JSON. Pages in a browser may send other types to any server,
-    in the name of the browser's user, without that server's leave."""
+    in the name of the browser's user, without that server's leave. Clients of Ollama's that are no pages say what they
+    like: its server looks at no type."""
+    if path.startswith(OLLAMA_PATHS) and not any(name in headers for name in _OF_BROWSERS):
+        return
+    content_type = headers.get(b"content-type", b"")
     media_type = content_type.partition(b";")[0].strip().lower()
     if media_type == b"application/json" or (media_type.startswith(b"application/") and media_type.endswith(b"+json")):
         return

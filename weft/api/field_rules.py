@@ -97,14 +97,18 @@ _SCHEMA: Mapping[str, Rule] = {"description": hint("the model is not told of it"
 _MESSAGES: Mapping[str, Rule] = {
     "betas": hint("beta features are on, where they are here"),
     "cache_control": hint(_PREFIX_CACHE),
+    "compaction": impossible("no conversation is summarised"),
     "container": hint("the server runs no code"),
     "context_management": hint("the client's own context is taken as it is sent"),
     "diagnostics": hint("the log and /metrics have them"),
+    "fallback_credit_token": hint("nothing is billed"),
+    "fallbacks": hint("the model answers whatever it is asked"),
     "inference_geo": hint("there is one place"),
     "mcp_servers": hint("the server calls no tools", []),
     "metadata": hint(_KEY),
     "service_tier": hint(_ONE_TIER, "auto", "standard_only"),
     "speed": hint("there is one speed", "standard"),
+    "thread": impossible("there are no stored conversations; send all messages"),
     "user_profile_id": hint(_KEY),
     "workspace_id": hint(_KEY),
 }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -69,6 +69,8 @@ from weft.text.parsers.calls import INPUT
 from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
 from weft.text.parsers.styles import ToolStyle
 from weft.types import Conversation, GenerationRequest, Prompt, Sample, SamplingParams, check_token_ids
+
+T = TypeVar("T")
 
 
 class Toolbox(Struct, frozen=True):
@@ -179,21 +181,25 @@ def _is_parallel(request: ChatRequest) -> bool:
 def structured_shape(request: SamplingFields, max_schema_kb: int) -> GrammarSpec | None:
     given = request.structured_outputs or StructuredOutputs.model_construct()
     shapes: dict[str, GrammarSpec] = {}
-    for param, schema in (("structured_outputs.json", given.json_), ("guided_json", request.guided_json)):
-        if schema is not None:
-            shapes[param] = JsonSchemaSpec(schema=_schema(schema, max_schema_kb, param), param=param)
-    for param, pattern in (("structured_outputs.regex", given.regex), ("guided_regex", request.guided_regex)):
-        if pattern is not None:
-            shapes[param] = RegexSpec(pattern=pattern, param=param)
-    for param, options in (("structured_outputs.choice", given.choice), ("guided_choice", request.guided_choice)):
-        if options is not None:
-            shapes[param] = ChoiceSpec(options=options, param=param)
-    for param, text in (("structured_outputs.grammar", given.grammar), ("guided_grammar", request.guided_grammar)):
-        if text is not None:
-            shapes[param] = LarkSpec(text=text, param=param)
+    for param, schema in _under_both_names("json", given.json_, request.guided_json):
+        shapes[param] = JsonSchemaSpec(schema=_schema(schema, max_schema_kb, param), param=param)
+    for param, pattern in _under_both_names("regex", given.regex, request.guided_regex):
+        shapes[param] = RegexSpec(pattern=pattern, param=param)
+    for param, options in _under_both_names("choice", given.choice, request.guided_choice):
+        shapes[param] = ChoiceSpec(options=options, param=param)
+    for param, text in _under_both_names("grammar", given.grammar, request.guided_grammar):
+        shapes[param] = LarkSpec(text=text, param=param)
     if given.json_object:
         shapes["structured_outputs"] = JsonObjectSpec(param="structured_outputs")
     return _only(shapes.values())
+
+
+def _under_both_names(name: str, given: T | None, older: T | None) -> Iterator[tuple[str, T]]:
+    """Yield a field with its name; one that clients send under both names, for servers of any age, counts once."""
+    if given is not None:
+        yield f"structured_outputs.{name}", given
+    if older is not None and older != given:
+        yield f"guided_{name}", older
 
 
 def _only(shapes: Collection[GrammarSpec]) -> GrammarSpec | None:
@@ -219,8 +225,9 @@ def _response_format(request: ChatRequest) -> GrammarSpec | None:
     asked = request.response_format
     if asked is None or asked.type == "text":
         return None
-    if asked.schema_ is not None:
-        return JsonSchemaSpec(schema=asked.schema_, param="response_format.schema")
+    for name, schema in (("schema", asked.schema_), ("value", asked.value)):
+        if schema is not None:
+            return JsonSchemaSpec(schema=schema, param=f"response_format.{name}")
     if asked.json_schema is None:
         return JsonObjectSpec(param="response_format")
     return JsonSchemaSpec(schema=asked.json_schema.schema_, param="response_format.json_schema.schema")

@@ -86,6 +86,20 @@ def test_an_answer_in_one_piece(path: str, said: tuple[str, Any]) -> None:
     assert body.keys() >= COUNTS
 
 
+@pytest.mark.parametrize("content_type", [None, "application/x-www-form-urlencoded", "text/plain"])
+def test_a_body_of_any_type_is_read_unless_a_page_in_a_browser_sent_it(content_type: str | None) -> None:
+    """Ollama's own examples use `curl -d`, and LiteLLM says no type."""
+    headers = {} if content_type is None else {"content-type": content_type}
+    content = json.dumps(HELLO | {"stream": False})
+
+    def sent(**more: str) -> int:
+        config = load(ON, env={})
+        return request(ScriptedEngine(), "POST", CHAT, config, content=content, headers=headers | more).status_code
+
+    assert sent() == 200
+    assert sent(origin="http://localhost:3000") == sent(**{"sec-fetch-site": "cross-site"}) == 415
+
+
 def test_thoughts_and_calls_have_places_of_their_own() -> None:
     engine = model_that_says(EVERYTHING, range(0, len(EVERYTHING), 7))
     message = whole(engine, tools=TOOLS)["message"]

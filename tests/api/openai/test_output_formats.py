@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -61,9 +62,9 @@ def test_response_format() -> None:
     assert shape_of(response_format=asked) == JsonSchemaSpec(schema=SCHEMA, param="response_format.json_schema.schema")
     with pytest.raises(InvalidRequest, match="both say"):
         shape_of(response_format=asked, structured_outputs={"regex": "a"})
-    for kind in ("json_object", "json_schema"):
-        old = shape_of(response_format={"type": kind, "schema": SCHEMA})
-        assert old == JsonSchemaSpec(schema=SCHEMA, param="response_format.schema")
+    for kind, name in product(("json_object", "json_schema"), ("schema", "value")):
+        old = shape_of(response_format={"type": kind, name: SCHEMA})
+        assert old == JsonSchemaSpec(schema=SCHEMA, param=f"response_format.{name}")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,9 @@ def test_the_older_names_of_structured_outputs(field: str, value: Any, expected:
     assert structured_shape(request, 64) == shape_of(**{field: value}) == expected
     with pytest.raises(InvalidRequest, match="both say"):
         shape_of(structured_outputs={"json_object": True}, **{field: value})
+    name = field.removeprefix("guided_")
+    both = shape_of(structured_outputs={name: value}, **{field: value})
+    assert both == shape_of(structured_outputs={name: value}), "sent under both names, as guidance does"
 
 
 def test_calls_are_forced_only_when_they_must_be() -> None:

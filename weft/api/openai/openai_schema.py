@@ -358,14 +358,16 @@ class ResponseFormat(Fields):
     schema_: dict[str, Any] | None = Field(
         None, alias="schema", description="The schema, as llama.cpp's clients send it."
     )
+    value: dict[str, Any] | None = Field(None, description="The schema, as Hugging Face's clients send it.")
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if self.json_schema is not None and self.type != "json_schema":
             raise ValueError("json_schema goes with the type json_schema, and with no other.")
-        if self.type == "json_schema" and (self.json_schema is None) == (self.schema_ is None):
+        schemas = sum(given is not None for given in (self.json_schema, self.schema_, self.value))
+        if schemas > 1 or (self.type == "json_schema" and not schemas):
             raise ValueError("the type json_schema needs either json_schema or schema.")
-        if self.type == "text" and self.schema_ is not None:
+        if self.type == "text" and schemas:
             raise ValueError("a schema goes with the types json_schema and json_object.")
         return self
 
