@@ -18,7 +18,7 @@
 #   make show-agreement    one server measured by weft bench, vLLM's benchmark and guidellm in turns (the last in build/guidellm)
 #   make bench-cpu-peers   the default model by Weft and by llama.cpp on this machine's CPU (built in build/llama.cpp)
 #   make show-vllm-engine  the tests of vLLM as an engine, on this machine's CPU (in build/vllm)
-#   make show-clients      the clients of tests/clients/clients.toml against Weft, as a table (in build/clients: 9 GB; ARGS="--only curl,Codex")
+#   make show-clients      the clients of tests/clients/clients.toml against Weft, as a table (in build/clients: 7 GB; ARGS="--only curl,Codex")
 #   make show-llamacpp-tests   llama.cpp's tests of OpenAI's and Anthropic's interfaces against Weft (in build/llama.cpp)
 #   make show-open-responses   the compliance suite of Open Responses against Weft (OPEN_RESPONSES: a folder with its sources)
 #   make show-remote-peers the remote engine against `vllm serve` (in build/vllm), and llama.cpp's LLAMA_SERVER if set
