@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.e2e.server import Server
 from tests.waiting import wait_until
+from weft.observe.watchdog import LOGGED_S
 
 NAME = "tiny"
 ADMIN_KEY = "boss"
@@ -40,6 +41,18 @@ class TinyServer(Server):
         bucket = re.compile(r'^weft_event_loop_stall_seconds_bucket\{.*?le="(\S+?)".*?\} (\S+)$', re.MULTILINE)
         counts = [(float(bound), int(float(count))) for bound, count in bucket.findall(self.get("/metrics").text)]
         return {bound: counts[-1][1] - count for bound, count in counts[:-1]}
+
+    def longest_stall(self) -> float:
+        """How long the event loop stood still while the process computed, in seconds, at most; a busy machine adds to
+        its stalls, but not to that."""
+        stall = re.compile(r"the event loop stood still seconds=(\S+) cpu_seconds=(\S+)")
+        count = self.stalls()[LOGGED_S]
+
+        def told() -> list[re.Match[str]]:
+            return [match for line in self.log if (match := stall.search(line))]
+
+        wait_until(lambda: len(told()) >= count, f"{count} stalls in the log")
+        return max((min(map(float, match.groups())) for match in told()), default=0.0)
 
     def errors(self) -> list[str]:
         """The lines of the log that tell of an error."""
