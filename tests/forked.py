@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import io
 import os
 import re
@@ -183,6 +184,7 @@ def _run(process: Process, fds: list[int]) -> NoReturn:
         os.dup2(fd, stream.fileno())
         os.close(fd)
         stream.reconfigure(line_buffering=True)
+    faulthandler.enable()
     os.environ.clear()
     os.environ.update(process.environment)
     _Inherited.spare = _Spare()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -45,7 +46,7 @@ class Server:
         """`under`: a command that runs the server's own, in the same process. With it or with variables of its own the
         server is no fork of tests/forked.py, nor where the test looks at the process itself."""
         words = ("serve", "--port", "0", "--grpc-port", "0", *flags)
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **env}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **env}
         if is_fork and not under and not env:
             self.process = forked.start(forked.WEFT, words, environment)
         else:
@@ -59,14 +60,22 @@ class Server:
         self.log: list[str] = []
         self._reading = threading.Thread(target=self._read_log, daemon=True)
         self._reading.start()
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._first_line()
         found = re.search(r"at (http://\S+)", line)
         if found is None:
+            if self.process.poll() is None:
+                # A server that hangs tells in its log where.
+                self.process.send_signal(signal.SIGABRT)
             self.process.wait(PATIENCE)
             self._close()
             raise AssertionError(f"the server said {line!r}\n" + "".join(self.log))
         self.url = found[1]
+
+    def _first_line(self) -> str:
+        """Return what the server says when it is ready; empty if it has ended, or says nothing for too long."""
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
+        return self.process.stdout.readline() if readable else ""
 
     def __enter__(self) -> Server:
         return self
