@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -69,8 +69,6 @@ from weft.text.parsers.calls import INPUT
 from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
 from weft.text.parsers.styles import ToolStyle
 from weft.types import Conversation, GenerationRequest, Prompt, Sample, SamplingParams, check_token_ids
-
-T = TypeVar("T")
 
 
 class Toolbox(Struct, frozen=True):
@@ -195,7 +193,7 @@ def structured_shape(request: SamplingFields, max_schema_kb: int) -> GrammarSpec
     return _only(shapes.values())
 
 
-def _under_both_names(name: str, given: T | None, older: T | None) -> Iterator[tuple[str, T]]:
+def _under_both_names(name: str, given: Any, older: Any) -> Iterator[tuple[str, Any]]:
     """Yield a field with its name; one that clients send under both names, for servers of any age, counts once."""
     if given is not None:
         yield f"structured_outputs.{name}", given
