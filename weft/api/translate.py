@@ -179,8 +179,7 @@ def _is_parallel(request: ChatRequest) -> bool:
 def structured_shape(request: SamplingFields, max_schema_kb: int) -> GrammarSpec | None:
     given = request.structured_outputs or StructuredOutputs.model_construct()
     shapes: dict[str, GrammarSpec] = {}
-    schemas: Iterator[tuple[str, dict[str, Any] | str]] = _under_both_names("json", given.json_, request.guided_json)
-    for param, schema in schemas:
+    for param, schema in _under_both_names("json", given.json_, request.guided_json):
         shapes[param] = JsonSchemaSpec(schema=_schema(schema, max_schema_kb, param), param=param)
     for param, pattern in _under_both_names("regex", given.regex, request.guided_regex):
         shapes[param] = RegexSpec(pattern=pattern, param=param)
