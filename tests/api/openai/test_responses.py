@@ -458,8 +458,8 @@ def test_functions_of_a_namespace_are_offered_by_both_names_and_called_by_their_
 
 
 SPACES = [
-    {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": n} for n in ("spawn", "wait", "time")]},
-    {"type": "namespace", "name": "clock", "tools": [{"type": "function", "name": n} for n in ("wait", "time")]},
+    {"type": "namespace", "name": space, "tools": [{"type": "function", "name": name} for name in names]}
+    for space, names in {"agents": ("spawn", "wait", "time"), "clock": ("wait", "time")}.items()
 ]
 
 
