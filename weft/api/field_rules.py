@@ -40,6 +40,7 @@ _TEXT_ALONE = "answers are text"
 _NO_SEARCH = "nothing is searched for"
 _NO_MODERATION = "no answer is moderated"
 _SAMPLER = "there is no such sampler"
+_NO_PROGRESS = "a prompt's progress is not told"
 _ROOM = "the context is as long as the server's --max-model-len"
 
 _OPENAI: Mapping[str, Rule] = {
@@ -76,10 +77,12 @@ _LOCAL_SERVERS: Mapping[str, Rule] = {
     "num_ctx": hint(_ROOM),
     "options": hint("its settings have fields of their own here", {}),
     "reasoning_format": hint("reasoning is always told apart", "auto", "deepseek"),
+    "return_progress": hint(_NO_PROGRESS, False),
     "samplers": hint("samplers have one order"),
     "timings_per_token": hint("`return_timings` gives them", False),
     "top_n_sigma": impossible(_SAMPLER, -1.0, -1, 0.0, 0),
     "typical_p": impossible(_SAMPLER, 1.0, 1),
+    "verbose": hint("`return_token_ids` gives the prompt", False),
     "xtc_probability": impossible(_SAMPLER, 0.0, 0),
 }
 _CACHE_CONTROL: Mapping[str, Rule] = {"cache_control": hint(_PREFIX_CACHE)}
@@ -185,7 +188,9 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "conversation": impossible("there are no stored conversations; `previous_response_id` goes on from an answer"),
         "image": impossible(_TEXT_ALONE),
         "prompt": impossible("there are no stored prompts"),
+        "return_progress": hint(_NO_PROGRESS, False),
         "stream_options": hint("no option of it is here"),
+        "timings_per_token": hint("answers have no timings", False),
     },
     "responses.input": {
         **_CALL,
@@ -299,7 +304,7 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "n_keep": hint("no prompt is cut"),
         "post_sampling_probs": hint("log probabilities are those before sampling"),
         "repeat_last_n": hint(_WINDOW),
-        "return_progress": hint("a prompt's progress is not told"),
+        "return_progress": hint(_NO_PROGRESS),
         "samplers": hint("samplers have one order"),
         "t_max_predict_ms": hint("the operator says it with --request-timeout-s"),
         "timings_per_token": hint("the last piece has the timings"),

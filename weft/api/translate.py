@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -179,25 +179,42 @@ def _is_parallel(request: ChatRequest) -> bool:
 def structured_shape(request: SamplingFields, max_schema_kb: int) -> GrammarSpec | None:
     given = request.structured_outputs or StructuredOutputs.model_construct()
     shapes: dict[str, GrammarSpec] = {}
-    for param, schema in _under_both_names("json", given.json_, request.guided_json):
+    schemas: dict[str, dict[str, Any] | str | None] = {
+        "structured_outputs.json": given.json_,
+        "guided_json": request.guided_json,
+        "json_schema": request.json_schema,
+    }
+    for param, schema in _under_any_name(schemas):
         shapes[param] = JsonSchemaSpec(schema=_schema(schema, max_schema_kb, param), param=param)
-    for param, pattern in _under_both_names("regex", given.regex, request.guided_regex):
+    for param, pattern in _under_any_name(
+        {"structured_outputs.regex": given.regex, "guided_regex": request.guided_regex}
+    ):
         shapes[param] = RegexSpec(pattern=pattern, param=param)
-    for param, options in _under_both_names("choice", given.choice, request.guided_choice):
+    for param, options in _under_any_name(
+        {"structured_outputs.choice": given.choice, "guided_choice": request.guided_choice}
+    ):
         shapes[param] = ChoiceSpec(options=options, param=param)
-    for param, text in _under_both_names("grammar", given.grammar, request.guided_grammar):
+    for param, text in _under_any_name(
+        {
+            "structured_outputs.grammar": given.grammar,
+            "guided_grammar": request.guided_grammar,
+            "grammar": request.grammar or None,
+        }
+    ):
         shapes[param] = LarkSpec(text=text, param=param)
     if given.json_object:
         shapes["structured_outputs"] = JsonObjectSpec(param="structured_outputs")
     return _only(shapes.values())
 
 
-def _under_both_names(name: str, given: Any, older: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a field with its name; one that clients send under both names, for servers of any age, counts once."""
-    if given is not None:
-        yield f"structured_outputs.{name}", given
-    if older is not None and older != given:
-        yield f"guided_{name}", older
+def _under_any_name(values: Mapping[str, T | None]) -> Iterator[tuple[str, T]]:
+    """Yield the names and values of a field; a value that clients send under several names, for any server, counts
+    once."""
+    before: list[T] = []
+    for name, value in values.items():
+        if value is not None and value not in before:
+            before.append(value)
+            yield name, value
 
 
 def _only(shapes: Collection[GrammarSpec]) -> GrammarSpec | None:

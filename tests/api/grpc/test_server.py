@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import stat
 import subprocess
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,13 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from tests.api.grpc.calls import Client, answer_to, ask, check_whole, door, failed, refused
 from tests.api.scripted_engine import ScriptedEngine, answer, forever, next_turn
 from tests.waiting import PATIENCE, until
+from weft.api.grpc import grpc_server
 from weft.api.grpc.ai_service_pb2 import DESCRIPTOR
 from weft.api.grpc.grpc_server import SERVICES, serve_rpc
 from weft.backends.contract import Health
 from weft.config import load
 from weft.errors import ConfigError, ModelError
+from weft.options import Config
 from weft.serving.admission import Admission
 from weft.types import Output
 
@@ -379,6 +384,83 @@ def test_a_hundred_connections_at_once() -> None:
                     assert responses[0].trace_id == str(number)
 
             await asyncio.gather(*map(one, range(100)))
+
+    asyncio.run(scenario())
+
+
+# Keepalive. A forwarder between a real client and the server reads the frames of HTTP/2 that pass.
+
+PREFACE_BYTES, PING, GOAWAY, ACK = 24, 6, 7, 1
+"""Of HTTP/2: the length of the text that a client begins with, two types of frames, and a flag."""
+
+
+class PingedServer:
+    def __init__(self) -> None:
+        self.num_connections = 0
+        self.num_answered = 0
+        """Pings of the client that the server answered."""
+        self.farewells: list[bytes] = []
+        """What the server said as it ended connections."""
+
+    async def forward(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
+
+        async def to_client() -> None:
+            while header := await from_server.read(9):
+                header += await from_server.readexactly(9 - len(header))
+                payload = await from_server.readexactly(int.from_bytes(header[:3]))
+                self.num_answered += header[3] == PING and header[4] & ACK
+                if header[3] == GOAWAY:
+                    self.farewells.append(payload)
+                writer.write(header + payload)
+            writer.close()
+
+        async def to_the_server() -> None:
+            while data := await reader.read(1 << 16):
+                to_server.write(data)
+            to_server.close()
+
+        await asyncio.gather(to_client(), to_the_server())
+
+
+@contextlib.asynccontextmanager
+async def pinged() -> AsyncIterator[PingedServer]:
+    """A server, and a client that pings it every second, the most often that gRPC does, and without a call."""
+    seen = PingedServer()
+    async with door() as opened:
+        forwarder = await asyncio.start_server(partial(seen.forward, opened.server.port), "127.0.0.1", 0)
+        address = "{}:{}".format(*forwarder.sockets[0].getsockname())
+        options = [
+            ("grpc.keepalive_time_ms", 1000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        async with forwarder, grpc.aio.insecure_channel(address, options) as channel:
+            assert await check(channel) == SERVING
+            yield seen
+
+
+def test_a_client_may_ping_without_calls_as_often_as_the_interval_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    def quick(config: Config) -> list[tuple[str, int]]:
+        return [(name, 100 if "min_ping_interval" in name else value) for name, value in usual(config)]
+
+    async def scenario() -> None:
+        async with pinged() as seen:
+            await until(lambda: seen.num_answered >= 5 or seen.farewells, "five pings")
+            assert not seen.farewells and seen.num_connections == 1
+
+    usual = grpc_server._channel_options
+    monkeypatch.setattr(grpc_server, "_channel_options", quick)
+    asyncio.run(scenario())
+
+
+def test_a_client_that_pings_without_end_is_disconnected() -> None:
+    async def scenario() -> None:
+        async with pinged() as seen:
+            await until(lambda: seen.farewells, "the server's word")
+            assert b"too_many_pings" in seen.farewells[0]
 
     asyncio.run(scenario())
 

@@ -194,6 +194,13 @@ def test_a_conversation_as_the_template_writes_it() -> None:
     assert post(ScriptedEngine(), "/apply-template", **body).json() == {"prompt": "<user>hi"}
 
 
+def test_the_tokens_of_a_chat_are_counted() -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    engine = ScriptedEngine()
+    assert post(engine, "/v1/chat/completions/input_tokens", **body).json() == {"input_tokens": len("<user>hi")}
+    assert not engine.submitted
+
+
 def test_tokens_in_both_shapes() -> None:
     engine = ScriptedEngine()
     assert post(engine, "/tokenize", content="hi").json() == {"tokens": [104, 105]}

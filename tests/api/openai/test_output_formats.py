@@ -75,16 +75,22 @@ def test_response_format() -> None:
         ("guided_regex", "a+", RegexSpec(pattern="a+", param="guided_regex")),
         ("guided_choice", ["a", "b"], ChoiceSpec(options=["a", "b"], param="guided_choice")),
         ("guided_grammar", 'start: "a"', LarkSpec(text='start: "a"', param="guided_grammar")),
+        ("json_schema", SCHEMA, JsonSchemaSpec(schema=SCHEMA, param="json_schema")),
+        ("grammar", 'root ::= "a"', LarkSpec(text='root ::= "a"', param="grammar")),
     ],
 )
-def test_the_older_names_of_structured_outputs(field: str, value: Any, expected: GrammarSpec) -> None:
+def test_the_other_names_of_structured_outputs(field: str, value: Any, expected: GrammarSpec) -> None:
     request = CompletionRequest.model_validate({"model": "m", "prompt": "x", field: value})
     assert structured_shape(request, 64) == shape_of(**{field: value}) == expected
     with pytest.raises(InvalidRequest, match="both say"):
         shape_of(structured_outputs={"json_object": True}, **{field: value})
-    name = field.removeprefix("guided_")
+    name = field.removeprefix("guided_").removesuffix("_schema")
     both = shape_of(structured_outputs={name: value}, **{field: value})
     assert both == shape_of(structured_outputs={name: value}), "sent under both names, as guidance does"
+
+
+def test_an_empty_grammar_asks_for_nothing() -> None:
+    assert shape_of(grammar="") is None
 
 
 def test_calls_are_forced_only_when_they_must_be() -> None:

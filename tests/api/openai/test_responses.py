@@ -19,7 +19,7 @@ from tests.api.says import CALLS, EVERYTHING, SCHEMA, STYLES, THOUGHT, model_tha
 from tests.api.scripted_engine import ScriptedEngine
 from weft.api.app import build_app
 from weft.api.handler import FIELDS_HEADER
-from weft.api.openai.openai_schema import AllowedChoice, NamedFunction
+from weft.api.openai.openai_schema import AllowedChoice, NamedFunction, NamedTool
 from weft.api.openai.responses_schema import ResponsesRequest
 from weft.api.openai.responses_translate import chat_request
 from weft.backends.contract import ChatStyles
@@ -455,6 +455,30 @@ def test_functions_of_a_namespace_are_offered_by_both_names_and_called_by_their_
     for event in named_events(post(engine, "/v1/responses", asked | {"stream": True})):
         if event["type"] == "response.output_item.done" and event["item"]["type"] == "function_call":
             assert (event["item"]["namespace"], event["item"]["name"]) == ("agents", "spawn")
+
+
+SPACES = [
+    {"type": "namespace", "name": space, "tools": [{"type": "function", "name": name} for name in names]}
+    for space, names in {"agents": ("spawn", "wait", "time"), "clock": ("wait", "time")}.items()
+]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "call"),
+    [("spawn", "agents__spawn"), ("agents__spawn", "agents__spawn"), ("clock__wait", "clock__wait"), ("time", "time")],
+)
+def test_a_choice_names_a_function_inside_of_a_namespace(chosen: str, call: str) -> None:
+    choice = {"type": "function", "name": chosen}
+    for asked in (choice, {"type": "allowed_tools", "mode": "required", "tools": [choice]}):
+        request = ResponsesRequest.model_validate(HELLO | {"tools": TOOLS + SPACES, "tool_choice": asked})
+        translated = chat_request(request, [{"role": "user", "content": "hi"}]).tool_choice
+        tool = translated.allowed_tools.tools[0] if isinstance(translated, AllowedChoice) else translated
+        assert isinstance(tool, NamedTool) and tool.function == NamedFunction(name=call)
+
+
+def test_a_choice_that_two_namespaces_have_is_refused() -> None:
+    error = error_of(ask(ScriptedEngine(), tools=SPACES, tool_choice={"type": "function", "name": "wait"}))
+    assert error["param"] == "tool_choice" and "agents__wait" in error["message"]
 
 
 @pytest.mark.parametrize("cuts", [[], [*range(90)]])

@@ -15,9 +15,10 @@ from weft.api.error_responses import JsonResponse
 from weft.api.handler import Handler
 from weft.api.llamacpp.llamacpp_completion import generation_settings, infill_endpoint, llama_completion_endpoint
 from weft.api.llamacpp.llamacpp_schema import ApplyTemplateRequest, LlamaTokenizeRequest
+from weft.api.openai.openai_schema import ChatRequest
 from weft.api.openai.tokenize import TokenizeHandler, detokenize, tokenize_request
-from weft.api.translate import offered, template_message, template_tools
-from weft.backends.contract import max_encoded_tokens
+from weft.api.translate import offered, parse_chat, template_message, template_tools
+from weft.backends.contract import max_encoded_tokens, tokens_of, tokens_unknown
 from weft.errors import Unavailable
 from weft.serving.admission import Admission, RequestContext
 from weft.serving.served_model import ServedModel
@@ -26,6 +27,10 @@ from weft.types import Sample
 
 class Templated(Struct, frozen=True):
     prompt: str
+
+
+class InputTokens(Struct, frozen=True):
+    input_tokens: int
 
 
 class LlamaTokens(Struct, frozen=True):
@@ -64,6 +69,10 @@ def add_llamacpp(app: FastAPI, admission: Admission) -> None:
     async def templated() -> Response:
         return TokenizeHandler(admission, apply_template)
 
+    @app.post("/v1/chat/completions/input_tokens", include_in_schema=False)
+    async def input_tokens() -> Response:
+        return TokenizeHandler(admission, count_chat_tokens)
+
     @app.post("/tokenize", include_in_schema=False)
     async def tokens() -> Response:
         return TokenizeHandler(admission, llama_tokenize)
@@ -100,6 +109,16 @@ async def apply_template(body: bytes, context: RequestContext) -> Templated:
         ).text
 
     return Templated(await asyncio.to_thread(templated))
+
+
+async def count_chat_tokens(body: bytes, context: RequestContext) -> InputTokens:
+    request = await parse(ChatRequest, body, context)
+    served = await context.choose_text(request.model)
+    served.check_model(request.model)
+    if not served.engine.abilities.tokens:
+        raise tokens_unknown(served.engine, "input_tokens")
+    chat = await parse_chat(request, served, context.fields)
+    return InputTokens(len(tokens_of(chat.prompt)))
 
 
 async def llama_tokenize(body: bytes, context: RequestContext) -> Struct:

@@ -471,6 +471,8 @@ class SamplingFields(Fields):
     guided_regex: str | None = Field(None, description="The older name of structured_outputs.regex.")
     guided_choice: Items[str] | None = Field(None, description="The older name of structured_outputs.choice.")
     guided_grammar: str | None = Field(None, description="The older name of structured_outputs.grammar.")
+    json_schema: dict[str, Any] | None = Field(None, description="llama.cpp's name of structured_outputs.json.")
+    grammar: str | None = Field(None, description="llama.cpp's name of structured_outputs.grammar.")
     priority: int = Field(
         0,
         description="Of a key's waiting requests those of a lower number go first.",

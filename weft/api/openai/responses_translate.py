@@ -21,6 +21,7 @@ from weft.api.openai.responses_schema import (
     TextFormat,
     offered_name,
 )
+from weft.errors import InvalidRequest
 from weft.serving.output_reader import BlockKind, OutputBlock
 
 ChatMessages = list[dict[str, Any]]
@@ -185,16 +186,24 @@ def _tool_choice(request: ResponsesRequest) -> str | dict[str, Any]:
     choice = request.tool_choice
     match choice:
         case ChosenTool():
-            return _named(choice)
+            return _named(choice, request.tools)
         case AllowedFunctions():
-            allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+            allowed = {"mode": choice.mode, "tools": [_named(tool, request.tools) for tool in choice.tools]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
         case _:
             return choice
 
 
-def _named(choice: ChosenTool) -> dict[str, Any]:
-    return {"type": choice.type, choice.type: {"name": choice.name}}
+def _named(choice: ChosenTool, tools: Sequence[ResponsesTool]) -> dict[str, Any]:
+    """Return a choice by the name that the model knows. A tool inside of a namespace is chosen by its own name, or by
+    both; one outside goes before those of the same name inside."""
+    names = [offered_name(tool.name, tool.namespace) for tool in tools if tool.name == choice.name]
+    name = choice.name if choice.name in names or not names else names[0]
+    if name != choice.name and len(names) > 1:
+        raise InvalidRequest(
+            f"Several namespaces have a tool {choice.name!r:.100}.", hint=f"Choose {name!r:.200}.", param="tool_choice"
+        )
+    return {"type": choice.type, choice.type: {"name": name}}
 
 
 def _format(asked: TextFormat) -> dict[str, Any]:
