@@ -70,6 +70,8 @@ from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
 from weft.text.parsers.styles import ToolStyle
 from weft.types import Conversation, GenerationRequest, Prompt, Sample, SamplingParams, check_token_ids
 
+T = TypeVar("T")
+
 
 class Toolbox(Struct, frozen=True):
     offered: list[Function] = []
