@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -69,8 +69,6 @@ from weft.text.parsers.calls import INPUT
 from weft.text.parsers.reasoning import ReasoningStyle, opens_reasoning
 from weft.text.parsers.styles import ToolStyle
 from weft.types import Conversation, GenerationRequest, Prompt, Sample, SamplingParams, check_token_ids
-
-T = TypeVar("T")
 
 
 class Toolbox(Struct, frozen=True):
@@ -181,12 +179,13 @@ def _is_parallel(request: ChatRequest) -> bool:
 def structured_shape(request: SamplingFields, max_schema_kb: int) -> GrammarSpec | None:
     given = request.structured_outputs or StructuredOutputs.model_construct()
     shapes: dict[str, GrammarSpec] = {}
-    schemas: dict[str, dict[str, Any] | str | None] = {
-        "structured_outputs.json": given.json_,
-        "guided_json": request.guided_json,
-        "json_schema": request.json_schema,
-    }
-    for param, schema in _under_any_name(schemas):
+    for param, schema in _under_any_name(
+        {
+            "structured_outputs.json": given.json_,
+            "guided_json": request.guided_json,
+            "json_schema": request.json_schema,
+        }
+    ):
         shapes[param] = JsonSchemaSpec(schema=_schema(schema, max_schema_kb, param), param=param)
     for param, pattern in _under_any_name(
         {"structured_outputs.regex": given.regex, "guided_regex": request.guided_regex}
@@ -209,10 +208,10 @@ def structured_shape(request: SamplingFields, max_schema_kb: int) -> GrammarSpec
     return _only(shapes.values())
 
 
-def _under_any_name(values: Mapping[str, T | None]) -> Iterator[tuple[str, T]]:
+def _under_any_name(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the names and values of a field; a value that clients send under several names, for any server, counts
     once."""
-    before: list[T] = []
+    before: list[Any] = []
     for name, value in values.items():
         if value is not None and value not in before:
             before.append(value)
