@@ -3,7 +3,7 @@
 `--tests` is the folder tools/server/tests of llama.cpp's sources, `--python` an environment with what they import. They
 are told that the server runs already, so that what they would start it with is not used: one server of a tiny random
 model answers them all. A forwarder stands between, for llama.cpp takes paths without /v1 and any model's name. It fails
-when a test fails that is not among the expected differences, or passes that is.
+when a test fails that is not among the expected differences, or one of these passes or does not run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from xml.etree import ElementTree
@@ -145,11 +145,14 @@ def outcomes(report: Path) -> Iterator[tuple[str, str]]:
             yield f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}", first_line
 
 
-def told(results: Iterable[tuple[str, str]]) -> int:
+def told(results: Iterable[tuple[str, str]], differences: Mapping[str, str] = DIFFERENCES) -> int:
     """Print what passed, what was expected to differ and what was not; return the exit status."""
     passed, expected, wrong = 0, 0, 0
+    unseen = set(differences)
     for test, failure in results:
-        reason = DIFFERENCES.get(test) or DIFFERENCES.get(test.partition("[")[0])
+        listed = test if test in differences else test.partition("[")[0]
+        reason = differences.get(listed)
+        unseen.discard(listed)
         if failure and reason:
             expected += 1
             print(f"differs  {test}: {reason}")
@@ -161,6 +164,9 @@ def told(results: Iterable[tuple[str, str]]) -> int:
             if reason:
                 wrong += 1
                 print(f"PASSED   {test}, which was expected to differ: {reason}")
+    for test in sorted(unseen):
+        wrong += 1
+        print(f"NOT RUN  {test}, which was expected to differ: {differences[test]}")
     print(f"{passed} passed, {expected} differ as expected, {wrong} are not as expected")
     return 1 if wrong else 0
 
