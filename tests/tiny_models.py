@@ -30,11 +30,11 @@ CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Q
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 END_OF_TURN = 2
-CORPUS = [
+CORPUS = (
     "The weft runs across the warp, over and under, and the cloth grows row by row.",
     "def weave(warp, weft):\n    return [over(t) for t in warp]  # 2024\n",
     "你好，世界。今天天气很好。",
-]
+)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -195,18 +195,18 @@ def save_tokenizer(folder: Path) -> None:
 
 
 @functools.cache
-def tokenizer_json() -> str:
-    """A byte-level BPE of VOCAB_SIZE tokens."""
+def tokenizer_json(vocab_size: int = VOCAB_SIZE, corpus: tuple[str, ...] = CORPUS) -> str:
+    """A byte-level BPE of so many tokens."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     return tokenizer.to_str()
 
 

@@ -169,16 +169,20 @@ class Watched:
 
     def since(self) -> tuple[int, list[str], list[str]]:
         """Return how many requests were answered, the path and status of those refused, and the fields of no effect."""
+        text = self.log()
+        counts = self._fields()
+        fields = [name for name, count in counts.items() if count > self._counts.get(name, 0)]
+        self._counts = counts
+        return len(re.findall(r" path=\S+ status=2", text)), re.findall(r" path=(\S+ status=[45]\d\d)", text), fields
+
+    def log(self) -> str:
+        """Return what was logged."""
         mark = uuid.uuid4().hex
         httpx.get(self._server.url + "/version", headers={"x-request-id": mark}, timeout=PATIENCE)
         wait_until(lambda: any(mark in line for line in self._server.log[self._line :]), "the log")
         lines = [line for line in self._server.log[self._line :] if mark not in line]
         self._line = len(self._server.log)
-        counts = self._fields()
-        fields = [name for name, count in counts.items() if count > self._counts.get(name, 0)]
-        self._counts = counts
-        text = "".join(lines)
-        return len(re.findall(r" path=\S+ status=2", text)), re.findall(r" path=(\S+ status=[45]\d\d)", text), fields
+        return "".join(lines)
 
     def _fields(self) -> dict[str, float]:
         text = self._server.get("/metrics").text
