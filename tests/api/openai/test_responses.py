@@ -119,6 +119,30 @@ def test_an_answer_has_openai_s_shape() -> None:
     assert (body["tools"], body["tool_choice"], body["text"]) == ([], "auto", {"format": {"type": "text"}})
 
 
+REQUIRED = {
+    "id", "object", "created_at", "completed_at", "status", "incomplete_details", "model", "previous_response_id",
+    "instructions", "output", "error", "tools", "tool_choice", "truncation", "parallel_tool_calls", "text", "top_p",
+    "presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "user", "usage",
+    "max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata", "safety_identifier",
+    "prompt_cache_key",
+}  # fmt: skip
+"""The fields that every response has by the specification Open Responses, null or not."""
+
+
+def test_an_answer_has_every_field_that_open_responses_requires() -> None:
+    """As far as its sources tell: its own suite is run by `make show-open-responses`, where there is one."""
+    tool = {"type": "function", "name": "look"}
+    body = whole(model_that_says(EVERYTHING), tools=[tool], presence_penalty=0.5)
+    assert not REQUIRED - body.keys()
+    nullable = {
+        "completed_at", "incomplete_details", "previous_response_id", "instructions", "error", "reasoning", "user",
+        "usage", "max_output_tokens", "max_tool_calls", "safety_identifier", "prompt_cache_key",
+    }  # fmt: skip
+    assert not [name for name in REQUIRED - nullable if body[name] is None]
+    assert (body["presence_penalty"], body["frequency_penalty"]) == (0.5, 0)
+    assert body["tools"][0].keys() >= {"type", "name", "description", "parameters", "strict"}
+
+
 def test_thoughts_text_and_calls_are_items_in_order() -> None:
     body = whole(model_that_says(EVERYTHING), tools=TOOLS)
     reasoning, message, first, second = body["output"]

@@ -317,6 +317,8 @@ def _begun(request: ResponsesRequest, usual: SamplingDefaults, *, is_kept: bool)
         max_output_tokens=request.max_output_tokens,
         temperature=usual.temperature if request.temperature is None else request.temperature,
         top_p=usual.top_p if request.top_p is None else request.top_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
         tools=[_shown(tool) for tool in request.tools],
         tool_choice=choice if isinstance(choice, str) else _dumped(choice),
         parallel_tool_calls=request.parallel_tool_calls,
@@ -334,8 +336,8 @@ def _begun(request: ResponsesRequest, usual: SamplingDefaults, *, is_kept: bool)
 
 def _shown(tool: ResponsesTool) -> dict[str, Any]:
     """Return a tool as answers show it. Clients expect some fields even when the request did not give them."""
-    usual = {"strict": None, "parameters": NO_PARAMETERS} if tool.type == "function" else {"format": {"type": "text"}}
-    return usual | _dumped(tool)
+    function = {"description": None, "strict": None, "parameters": NO_PARAMETERS}
+    return (function if tool.type == "function" else {"format": {"type": "text"}}) | _dumped(tool)
 
 
 def _dumped(fields: Fields) -> dict[str, Any]:

@@ -335,6 +335,8 @@ class ResponsesRequest(Fields):
     )
     temperature: float | None = Field(None, description=MODEL_S_OWN)
     top_p: float | None = Field(None, description=MODEL_S_OWN)
+    presence_penalty: float = Field(0.0, description="From -2 to 2.")
+    frequency_penalty: float = Field(0.0, description="From -2 to 2.")
     stream: bool = False
     tools: Annotated[
         Items[ResponsesTool],
@@ -457,6 +459,8 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     max_output_tokens: int | None
     temperature: float
     top_p: float
+    presence_penalty: float
+    frequency_penalty: float
     tools: list[dict[str, Any]]
     tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
@@ -469,6 +473,9 @@ class ResponseAnswer(Struct, frozen=True, kw_only=True):
     background: bool = False
     metadata: dict[str, str]
     user: str | None
+    service_tier: str = "default"
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
 
 class DeletedResponse(Struct, frozen=True, kw_only=True):

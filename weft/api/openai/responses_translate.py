@@ -51,6 +51,8 @@ def chat_request(request: ResponsesRequest, conversation: ChatMessages) -> ChatR
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k,
+            "presence_penalty": request.presence_penalty,
+            "frequency_penalty": request.frequency_penalty,
             "seed": request.seed,
             "stream": request.stream,
             "tools": [_tool(tool) for tool in request.tools],
