@@ -88,7 +88,7 @@ class SlotLowRank(NamedTuple):
     expand: Tensor
     """[slots, out, rank]: an output has the ranks of the part that it belongs to."""
     ends: tuple[int, ...]
-    """Where the outputs of each part end."""
+    """The outputs of each part end there."""
 
     @property
     def rank(self) -> int:

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from tests.api.http import error_of, post, request_app
 from tests.api.says import CALLS, EVERYTHING, SCHEMA, STYLES, THOUGHT, model_that_says, named_events
 from tests.api.scripted_engine import ScriptedEngine
+from tests.growth import check_linear
 from weft.api.app import build_app
 from weft.api.handler import FIELDS_HEADER
 from weft.api.openai.openai_schema import AllowedChoice, NamedFunction, NamedTool
@@ -373,6 +374,15 @@ def test_allowed_tools_are_those_of_a_chat() -> None:
     choice = chat_request(request, [{"role": "user", "content": "hi"}]).tool_choice
     assert isinstance(choice, AllowedChoice)
     assert (choice.allowed_tools.mode, choice.allowed_tools.tools[0].function) == ("auto", NamedFunction(name="time"))
+
+
+def test_many_allowed_tools_are_found_in_linear_time() -> None:
+    def asked(count: int) -> ResponsesRequest:
+        named = [{"type": "function", "name": f"tool{i}"} for i in range(count)]
+        allowed = {"type": "allowed_tools", "mode": "auto", "tools": named}
+        return ResponsesRequest.model_validate(HELLO | {"tools": named, "tool_choice": allowed})
+
+    check_linear(asked, lambda request: chat_request(request, [{"role": "user", "content": "hi"}]), 1000)
 
 
 def test_truncation_cuts_a_prompt_that_is_too_long() -> None:

@@ -95,7 +95,7 @@ class MadeCall(Struct, frozen=True, kw_only=True):
     type: str = "function"
     function: CalledFunction | UnsetType = UNSET
     custom: CalledCustom | UnsetType = UNSET
-    """What a call of the type custom has in its place."""
+    """A call of the type custom has this in its place."""
 
 
 class ChatMessage(Struct, frozen=True, kw_only=True):

@@ -183,7 +183,7 @@ VENDOR_INCLUDES = re.compile(
     r"(code_interpreter_call|computer_call_output|file_search_call|web_search_call)\.[a-z_.]{1,40}|"
     r"message\.input_image\.image_url|reasoning\.encrypted_content"
 )
-"""What an answer never has: nothing of it comes from a vendor's tools, and reasoning is in plain text."""
+"""An answer never has these: nothing of it comes from a vendor's tools, and reasoning is in plain text."""
 
 
 def _included(value: object, info: ValidationInfo) -> object:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.api.openai.openai_schema import ChatRequest
@@ -186,26 +186,33 @@ def _tool(tool: ResponsesTool) -> dict[str, Any]:
 
 def _tool_choice(request: ResponsesRequest) -> str | dict[str, Any]:
     choice = request.tool_choice
+    names: dict[str, list[str]] = {}
+    """The names that the model knows, by the tools' own."""
+    for tool in request.tools:
+        known = names.setdefault(tool.name, [])
+        # One outside of all namespaces is the first.
+        known.insert(0 if tool.namespace is None else len(known), offered_name(tool.name, tool.namespace))
     match choice:
         case ChosenTool():
-            return _named(choice, request.tools)
+            return _named(choice, names)
         case AllowedFunctions():
-            allowed = {"mode": choice.mode, "tools": [_named(tool, request.tools) for tool in choice.tools]}
+            allowed = {"mode": choice.mode, "tools": [_named(tool, names) for tool in choice.tools]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
         case _:
             return choice
 
 
-def _named(choice: ChosenTool, tools: Sequence[ResponsesTool]) -> dict[str, Any]:
+def _named(choice: ChosenTool, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """Return a choice by the name that the model knows. A tool inside of a namespace is chosen by its own name, or by
     both; one outside goes before those of the same name inside."""
-    names = [offered_name(tool.name, tool.namespace) for tool in tools if tool.name == choice.name]
-    name = choice.name if choice.name in names or not names else names[0]
-    if name != choice.name and len(names) > 1:
+    known = names.get(choice.name, [choice.name])
+    if known[0] != choice.name and len(known) > 1:
         raise InvalidRequest(
-            f"Several namespaces have a tool {choice.name!r:.100}.", hint=f"Choose {name!r:.200}.", param="tool_choice"
+            f"Several namespaces have a tool {choice.name!r:.100}.",
+            hint=f"Choose {known[0]!r:.200}.",
+            param="tool_choice",
         )
-    return {"type": choice.type, choice.type: {"name": name}}
+    return {"type": choice.type, choice.type: {"name": known[0]}}
 
 
 def _format(asked: TextFormat) -> dict[str, Any]:
