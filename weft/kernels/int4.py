@@ -1,8 +1,10 @@
-"""Linear weights of four bits, with a scale and a zero for each group of columns, in the order of matrix units.
+"""Linear weights of four or eight bits, with a scale and a zero or minimum for each group of columns, in the order of
+matrix units.
 
 A tile is 64 rows and a block 128 columns of it: 2,048 words of 16 bits, which a program reads at once. A word has
 the numbers of one row in the same place of the block's four quarters, the first in its lowest bits. The words lie as
-the 128 threads of a matrix instruction hold them, so that they are unpacked where they are multiplied.
+the 128 threads of a matrix instruction hold them, so that they are unpacked where they are multiplied. Numbers of eight
+bits have twice as many words: those of the first two quarters, then those of the others.
 """
 
 from __future__ import annotations
@@ -17,27 +19,34 @@ TILE, BLOCK, QUARTERS = 64, 128, 4
 GROUP = 128
 """Columns that share a scale in weights that are quantised here."""
 MIDDLE = 8
-"""The zero of weights without zeros of their own."""
+"""The zero of weights of four bits without zeros of their own."""
 MOST = 15
+MOST_INT8 = 127
 
 
 class Int4Groups(NamedTuple):
-    """The weight of a linear layer as numbers of four bits: (number - zero) * scale."""
+    """The weight of a linear layer as whole numbers: (number - zero) * scale, or number * scale + minimum."""
 
     numbers: Tensor
-    """uint8, [rows, columns]. Columns of a group are neighbours."""
+    """uint8 of four bits, or int8, [rows, columns]. Columns of a group are neighbours."""
     scales: Tensor
     """[rows, groups]."""
     zeros: Tensor | None
-    """As `scales`; None where all are MIDDLE."""
+    """As `scales`; None where all are MIDDLE, or the numbers are int8."""
     group_size: int
     order: Tensor | None = None
     """The place of each column in the checkpoint, where columns of a group are not neighbours there."""
+    minima: Tensor | None = None
+    """As `scales`, in the place of zeros that are no whole numbers; the numbers count from 0 then."""
 
     def dequantised(self) -> Tensor:
         """Return the weight as floats, [rows, columns]."""
-        zeros = MIDDLE if self.zeros is None else self._by_column(self.zeros)
-        weight = (self.numbers.float() - zeros) * self._by_column(self.scales)
+        scales = self._by_column(self.scales)
+        if self.minima is not None:
+            return self.numbers.float() * scales + self._by_column(self.minima)
+        middle = 0 if self.numbers.dtype == torch.int8 else MIDDLE
+        zeros = middle if self.zeros is None else self._by_column(self.zeros)
+        weight = (self.numbers.float() - zeros) * scales
         return weight if self.order is None else torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def _by_column(self, by_group: Tensor) -> Tensor:
@@ -48,24 +57,34 @@ class Int4Weight(NamedTuple):
     """Such a weight as kernels take it."""
 
     numbers: Tensor
-    """int16, [tiles, blocks, 2048]."""
+    """int16, [tiles, blocks, 2048], or 4096 words of eight bits."""
     scales: Tensor
     """[tiles, groups, 64], of the model's type. The rows of a tile are in the order of its words."""
     zeros: Tensor | None
     group_size: int
     shape: tuple[int, int]
     order: Tensor | None = None
+    minima: Tensor | None = None
+
+    @property
+    def bits(self) -> int:
+        return self.numbers.shape[2] * 16 // (TILE * BLOCK)
 
     def dequantised(self) -> Tensor:
         """Return the weight as floats, [out, in]."""
         num_rows, num_columns = self.shape
         num_tiles, num_blocks, _ = self.numbers.shape
-        words = self.numbers.view(num_tiles, num_blocks, 2, 4, 8, 4, 2, 2, 2)
-        quarters = torch.stack([(words >> 4 * at & MOST).byte() for at in range(QUARTERS)], dim=-1)
-        numbers = quarters.permute(0, 3, 6, 4, 1, 9, 2, 7, 5, 8).reshape(num_tiles * TILE, -1)
-        zeros = None if self.zeros is None else _by_row(self.zeros)[:num_rows]
-        scales = _by_row(self.scales)[:num_rows]
-        return Int4Groups(numbers[:num_rows, :num_columns], scales, zeros, self.group_size, self.order).dequantised()
+        bits, planes = self.bits, self.bits // 4
+        words = self.numbers.view(num_tiles, num_blocks, planes, 2, 4, 8, 4, 2, 2, 2)
+        parts = [words >> bits * at & (1 << bits) - 1 for at in range(16 // bits)]
+        quarters = torch.stack(parts, dim=-1).to(torch.uint8 if bits == 4 else torch.int8)
+        numbers = quarters.permute(0, 4, 7, 5, 1, 2, 10, 3, 8, 6, 9).reshape(num_tiles * TILE, -1)
+        scales, zeros, minima = (
+            None if laid is None else _by_row(laid)[:num_rows] for laid in (self.scales, self.zeros, self.minima)
+        )
+        assert scales is not None
+        held = numbers[:num_rows, :num_columns]
+        return Int4Groups(held, scales, zeros, self.group_size, self.order, minima).dequantised()
 
 
 def is_multiplied(group_size: int, num_columns: int) -> bool:
@@ -74,29 +93,36 @@ def is_multiplied(group_size: int, num_columns: int) -> bool:
 
 
 def pack(groups: Int4Groups, dtype: torch.dtype) -> Int4Weight:
-    """Lay a weight out for kernels, its scales and zeros of this type."""
-    numbers, scales, zeros, group_size, order = groups
+    """Lay a weight out for kernels, its scales, zeros and minima of this type."""
+    numbers, scales, zeros, group_size, order, minima = groups
     num_rows, num_columns = numbers.shape
     more_rows, more_columns = -num_rows % TILE, -num_columns % BLOCK
-    padded = F.pad(numbers, (0, more_columns, 0, more_rows))
+    bits = 8 if numbers.dtype == torch.int8 else 4
+    padded = F.pad(numbers.view(torch.uint8), (0, more_columns, 0, more_rows))
     num_tiles, num_blocks = padded.shape[0] // TILE, padded.shape[1] // BLOCK
-    split = padded.view(num_tiles, 4, 2, 8, num_blocks, QUARTERS, 2, 2, 4, 2).permute(0, 4, 6, 1, 3, 8, 2, 7, 9, 5)
+    split = padded.view(num_tiles, 4, 2, 8, num_blocks, bits // 4, 16 // bits, 2, 2, 4, 2)
+    split = split.permute(0, 4, 5, 7, 1, 3, 9, 2, 8, 10, 6)
     words = split[..., 0].to(torch.int32)
-    for at in range(1, QUARTERS):
-        words = words | split[..., at].to(torch.int32) << 4 * at
+    for at in range(1, 16 // bits):
+        words = words | split[..., at].to(torch.int32) << bits * at
     more_groups = max(0, padded.shape[1] // group_size - scales.shape[1])
 
-    def laid(by_row: Tensor) -> Tensor:
+    def laid(by_row: Tensor | None) -> Tensor | None:
+        if by_row is None:
+            return None
         rows = F.pad(by_row.to(dtype), (0, more_groups, 0, more_rows)).view(num_tiles, 4, 2, 8, -1)
         return rows.permute(0, 4, 1, 3, 2).reshape(num_tiles, -1, TILE).contiguous()
 
+    held = laid(scales)
+    assert held is not None
     return Int4Weight(
         words.to(torch.int16).reshape(num_tiles, num_blocks, -1),
-        laid(scales),
-        None if zeros is None else laid(zeros),
+        held,
+        laid(zeros),
         group_size,
         (num_rows, num_columns),
         order,
+        laid(minima),
     )
 
 
@@ -116,3 +142,14 @@ def quantised_groups(weight: Tensor) -> Int4Groups:
     zeros = (-least * inverse).round().clamp(0, MOST)
     numbers = (groups * inverse[..., None] + zeros[..., None]).round_().clamp_(0, MOST).to(torch.uint8)
     return Int4Groups(numbers.view(num_rows, -1)[:, :num_columns], scales, zeros, GROUP)
+
+
+def int8_rows(weight: Tensor, group_size: int = 0) -> Int4Groups:
+    """Return the nearest numbers of eight bits of a weight, [out, in], with a scale for each row, or group of it."""
+    num_rows, num_columns = weight.shape
+    size = group_size or num_columns
+    groups = weight.float().view(num_rows, -1, size)
+    scales = (groups.abs().amax(-1) / MOST_INT8).to(weight.dtype).float()
+    inverse = 1 / scales.where(scales > 0, 1)
+    numbers = (groups * inverse[..., None]).round_().clamp_(-MOST_INT8, MOST_INT8).to(torch.int8)
+    return Int4Groups(numbers.view(num_rows, -1), scales, None, size)

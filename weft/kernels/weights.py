@@ -155,7 +155,7 @@ def _tensors(weight: Weight) -> list[Tensor]:
         case Fp8Weight():
             return [weight.numbers, weight.scales]
         case Int4Weight():
-            held = (weight.numbers, weight.scales, weight.zeros, weight.order)
+            held = (weight.numbers, weight.scales, weight.zeros, weight.order, weight.minima)
             return [tensor for tensor in held if tensor is not None]
         case _:
             return [weight]

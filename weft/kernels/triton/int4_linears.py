@@ -1,4 +1,4 @@
-"""Linear layers with weights of four bits.
+"""Linear layers with weights of four or eight bits.
 
 A program multiplies tiles of weights by a block of rows: `out` is computed transposed, so that the weights are the
 operand that matrix units take from registers, where they are unpacked. Their layout (`kernels.int4`) is the one in
@@ -12,6 +12,7 @@ For the rows of long prompts a weight is written out as floats once, and multipl
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -32,23 +33,39 @@ _WORDS = tl.constexpr(TILE * BLOCK // 4)
 _MULTIPROCESSORS = 132
 
 
-def _unpacking(kind: str, magic: int, one: int) -> tl.constexpr:
-    """Write the instructions that make four pairs of floats of two words. `magic`, the exponent at which the last bit
-    of a float is a one, is put before each number; then offsets are added, and scales multiplied."""
-    lines = [".reg .b32 word, bits, one, none;", f"mov.b32 bits, {magic};", f"mov.b32 one, {one};"]
-    lines += ["mov.b32 none, 0x80008000;"]
+@cache
+def _unpacking(dtype: torch.dtype, bits: int, minima: bool) -> str:
+    """Write the instructions that make four pairs of floats of two words, or of two pairs of words.
+
+    The exponent at which the last bit of a float is a one is put before each number, and taken away with the zero; then
+    scales are multiplied. With minima and of eight bits a constant is taken away, and minima are added to the products.
+    A bfloat16 has seven bits behind its first: of eight, the sign is taken away by itself. Of a float16 it is turned,
+    which adds 128.
+    """
+    is_bf16, is_byte = dtype == torch.bfloat16, bits == 8
+    kind, one, magic, taken = (
+        ("bf16x2", 0x3F803F80, 0x43004300, 0xC300C300) if is_bf16 else ("f16x2", 0x3C003C00, 0x64006400, 0xE400E400)
+    )
+    has_sign, first_scale = is_byte and is_bf16, 6 if is_byte else 5
+    mask, combine = 0x000F000F, "0xEA"
+    if has_sign:
+        mask = 0x007F007F
+    elif is_byte:
+        mask, combine, magic, taken = 0x00FF00FF, "0x6A", 0x64806480, 0xE480E480
+    lines = [".reg .b32 word, bits, one, none, taken;", f"mov.b32 bits, {magic};", f"mov.b32 one, {one};"]
+    lines += ["mov.b32 none, 0x80008000;", f"mov.b32 taken, {taken};"]
     for at in range(4):
+        words, shift = (4 + at // 2, at % 2 * 8) if is_byte else (4, 4 * at)
+        scale, added = f"${first_scale + at}", f"${first_scale + 4 + at}"
+        lines += [f"shr.u32 word, ${words}, {shift};", f"lop3.b32 ${at}, word, {mask}, bits, {combine};"]
+        if has_sign:
+            lines += ["lop3.b32 word, word, 0x00800080, taken, 0xEA;"]
+        offset = "word" if has_sign else "taken" if is_byte or minima else added
         lines += [
-            f"shr.u32 word, $4, {4 * at};",
-            f"lop3.b32 ${at}, word, 0x000F000F, bits, 0xEA;",
-            f"fma.rn.{kind} ${at}, ${at}, one, ${9 + at};",
-            f"fma.rn.{kind} ${at}, ${at}, ${5 + at}, none;",
+            f"fma.rn.{kind} ${at}, ${at}, one, {offset};",
+            f"fma.rn.{kind} ${at}, ${at}, {scale}, {added if minima else 'none'};",
         ]
-    return tl.constexpr("{\n" + "\n".join(lines) + "\n}")
-
-
-_UNPACK_BF16 = _unpacking("bf16x2", 0x43004300, 0x3F803F80)
-_UNPACK_FP16 = _unpacking("f16x2", 0x64006400, 0x3C003C00)
+    return "{\n" + "\n".join(lines) + "\n}"
 
 
 class Int4Config(NamedTuple):
@@ -77,55 +94,79 @@ def _group_values(at, block, quarter: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _numbers(words, scale, zero, AT: tl.constexpr):
-    number = (words.to(tl.int32) >> 4 * AT & 15).to(tl.float32) - zero.to(tl.float32)
-    return (number * scale.to(tl.float32)).to(scale.dtype)
+def _numbers(words, scale, added, AT: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr):
+    number = words.to(tl.int32) >> BITS * AT & ((1 << BITS) - 1)
+    if BITS == 8:
+        number = (number ^ 128) - 128
+    value, scale, added = number.to(tl.float32), scale.to(tl.float32), added.to(tl.float32)
+    if KIND == "minima":
+        return value * scale + added
+    return ((value - added) if BITS == 4 else value) * scale
 
 
 @triton.jit
-def _weights(words_at, scales_at, zeros_at, block, GROUP: tl.constexpr, TILES: tl.constexpr, ZEROS: tl.constexpr,
-             NATIVE: tl.constexpr):  # fmt: skip
-    """Return the four quarters of a block of weights, as the threads hold them."""
-    words = tl.load(words_at + block * _WORDS)
+def _weights(words_at, scales_at, added_at, block, GROUP: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr,
+             KIND: tl.constexpr, UNPACK: tl.constexpr):  # fmt: skip
+    """Return the four quarters of a block of weights, as the threads hold them. KIND says what groups have beside
+    scales: "zeros", "minima" or nothing; UNPACK is the hardware's way to unpack numbers, or empty."""
+    words = tl.load(words_at + block * (_WORDS * (BITS // 4)))
+    others = words
+    if BITS == 8:
+        others = tl.load(words_at + block * (_WORDS * 2) + _WORDS)
+    ADDED: tl.constexpr = KIND != ""
     scale0 = _group_values(scales_at, block, 0, GROUP)
     scale1, scale2, scale3 = scale0, scale0, scale0
-    zero0 = tl.full(scale0.shape, _MIDDLE, scale0.dtype)
-    if ZEROS:
-        zero0 = _group_values(zeros_at, block, 0, GROUP)
-    zero1, zero2, zero3 = zero0, zero0, zero0
+    added0 = tl.full(scale0.shape, _MIDDLE, scale0.dtype)
+    if ADDED:
+        added0 = _group_values(added_at, block, 0, GROUP)
+    added1, added2, added3 = added0, added0, added0
     if GROUP < _BLOCK:
         scale2 = _group_values(scales_at, block, 2, GROUP)
-        if ZEROS:
-            zero2 = _group_values(zeros_at, block, 2, GROUP)
-        scale3, zero3 = scale2, zero2
+        if ADDED:
+            added2 = _group_values(added_at, block, 2, GROUP)
+        scale3, added3 = scale2, added2
     if GROUP < _BLOCK // 2:
         scale1 = _group_values(scales_at, block, 1, GROUP)
         scale3 = _group_values(scales_at, block, 3, GROUP)
-        if ZEROS:
-            zero1 = _group_values(zeros_at, block, 1, GROUP)
-            zero3 = _group_values(zeros_at, block, 3, GROUP)
-    if NATIVE:
-        IS_BF16: tl.constexpr = scale0.dtype == tl.bfloat16
-        # What the exponent of whole numbers adds is taken away with the zero.
-        MAGIC: tl.constexpr = -128 if IS_BF16 else -1024
-        first, second, third, fourth = tl.inline_asm_elementwise(
-            _UNPACK_BF16 if IS_BF16 else _UNPACK_FP16,
-            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
-            [
-                words,
-                _by_word(scale0, TILES), _by_word(scale1, TILES), _by_word(scale2, TILES), _by_word(scale3, TILES),
-                _by_word(MAGIC - zero0, TILES), _by_word(MAGIC - zero1, TILES),
-                _by_word(MAGIC - zero2, TILES), _by_word(MAGIC - zero3, TILES),
-            ],
-            dtype=(scale0.dtype, scale0.dtype, scale0.dtype, scale0.dtype),
-            is_pure=True,
-            pack=2,
-        )  # fmt: skip
+        if ADDED:
+            added1 = _group_values(added_at, block, 1, GROUP)
+            added3 = _group_values(added_at, block, 3, GROUP)
+    if UNPACK == "":
+        first = _numbers(words, _by_word(scale0, TILES), _by_word(added0, TILES), 0, BITS, KIND)
+        second = _numbers(words, _by_word(scale1, TILES), _by_word(added1, TILES), 1, BITS, KIND)
+        third = _numbers(others, _by_word(scale2, TILES), _by_word(added2, TILES), 2 % (16 // BITS), BITS, KIND)
+        fourth = _numbers(others, _by_word(scale3, TILES), _by_word(added3, TILES), 3 % (16 // BITS), BITS, KIND)
+        TYPE: tl.constexpr = scale0.dtype
+        first, second, third, fourth = first.to(TYPE), second.to(TYPE), third.to(TYPE), fourth.to(TYPE)
     else:
-        first = _numbers(words, _by_word(scale0, TILES), _by_word(zero0, TILES), 0)
-        second = _numbers(words, _by_word(scale1, TILES), _by_word(zero1, TILES), 1)
-        third = _numbers(words, _by_word(scale2, TILES), _by_word(zero2, TILES), 2)
-        fourth = _numbers(words, _by_word(scale3, TILES), _by_word(zero3, TILES), 3)
+        if BITS == 4 and KIND != "minima":
+            # What the exponent of whole numbers adds is taken away with the zero.
+            MAGIC: tl.constexpr = -128 if scale0.dtype == tl.bfloat16 else -1024
+            added0, added1, added2, added3 = MAGIC - added0, MAGIC - added1, MAGIC - added2, MAGIC - added3
+        scales = (
+            _by_word(scale0, TILES), _by_word(scale1, TILES), _by_word(scale2, TILES), _by_word(scale3, TILES),
+        )  # fmt: skip
+        added = (
+            _by_word(added0, TILES), _by_word(added1, TILES), _by_word(added2, TILES), _by_word(added3, TILES),
+        )  # fmt: skip
+        if BITS == 4:
+            first, second, third, fourth = tl.inline_asm_elementwise(
+                UNPACK,
+                "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
+                [words, scales[0], scales[1], scales[2], scales[3], added[0], added[1], added[2], added[3]],
+                dtype=(scale0.dtype, scale0.dtype, scale0.dtype, scale0.dtype),
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            first, second, third, fourth = tl.inline_asm_elementwise(
+                UNPACK,
+                "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
+                [words, others, scales[0], scales[1], scales[2], scales[3], added[0], added[1], added[2], added[3]],
+                dtype=(scale0.dtype, scale0.dtype, scale0.dtype, scale0.dtype),
+                is_pure=True,
+                pack=2,
+            )
     return first, second, third, fourth
 
 
@@ -152,16 +193,16 @@ def _add_quarter(y, weights, x_at, column, k, is_row, TILES: tl.constexpr, EVEN_
 
 
 @triton.jit
-def _words_of(numbers, tile, num_blocks):
+def _words_of(numbers, tile, num_blocks, BITS: tl.constexpr):
     """Return the places of the first block's words of tiles."""
     thread = tl.arange(0, 128)[None, None, :, None]
     within = tl.arange(0, 2)[:, None, None, None] * (_WORDS // 2) + thread * 8 + tl.arange(0, 8)[None, None, None, :]
-    return numbers + (tile.to(tl.int64) * num_blocks * _WORDS)[None, :, None, None] + within
+    return numbers + (tile.to(tl.int64) * num_blocks * (_WORDS * (BITS // 4)))[None, :, None, None] + within
 
 
 @triton.jit
 def _values_of(values, tile, num_groups):
-    """Return the places of the first group's scales, or zeros, of tiles."""
+    """Return the places of the first group's scales, or what they have beside them, of tiles."""
     within = (tl.arange(0, 128) // 4 * 2)[None, :, None] + tl.arange(0, 2)[None, None, :]
     return values + (tile.to(tl.int64) * num_groups * _TILE)[:, None, None] + within
 
@@ -175,11 +216,11 @@ def _program_of(block, share, longer):
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_blocks", "num_groups", "share", "longer"])
 def _int4_kernel(
-    x, numbers, scales, zeros, bias, residual, out, partials, counters,
+    x, numbers, scales, added, bias, residual, out, partials, counters,
     num_rows, num_outputs, k, num_tiles, num_blocks, num_groups, x_stride, residual_stride, share, longer,
     GROUP: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
-    ZEROS: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, NATIVE: tl.constexpr,
-    PDL: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, UNPACK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A job is TILES tiles of weights times ROWS rows. `num_outputs` counts columns of `out`. Gated, the second half of
     a job's tiles are the ups of the first."""
@@ -205,9 +246,9 @@ def _int4_kernel(
         if GATED:
             tile += part // OWN_TILES * (num_tiles // 2)
         tile = tl.minimum(tile, num_tiles - 1)
-        words_at = _words_of(numbers, tile, num_blocks)
+        words_at = _words_of(numbers, tile, num_blocks, BITS)
         scales_at = _values_of(scales, tile, num_groups)
-        zeros_at = _values_of(zeros, tile, num_groups)
+        added_at = _values_of(added, tile, num_groups)
         row = job % row_jobs * ROWS + tl.arange(0, ROWS)
         x_at = x + row.to(tl.int64)[:, None] * x_stride
         is_row = (row < num_rows)[:, None]
@@ -217,7 +258,7 @@ def _int4_kernel(
         if ROWS >= 16:
             for block in range(first, last):
                 weights = _whole_tile(
-                    _weights(words_at, scales_at, zeros_at, block, GROUP, TILES, ZEROS, NATIVE), TILES
+                    _weights(words_at, scales_at, added_at, block, GROUP, TILES, BITS, KIND, UNPACK), TILES
                 )
                 column = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
                 inputs = tl.load(x_at + column, mask=is_row & (EVEN_K | (column < k)), other=0.0)
@@ -227,7 +268,7 @@ def _int4_kernel(
             # other.
             y1, y2, y3 = tl.zeros_like(y), tl.zeros_like(y), tl.zeros_like(y)
             for block in range(first, last):
-                quarters = _weights(words_at, scales_at, zeros_at, block, GROUP, TILES, ZEROS, NATIVE)
+                quarters = _weights(words_at, scales_at, added_at, block, GROUP, TILES, BITS, KIND, UNPACK)
                 column = block * _BLOCK + tl.arange(0, _BLOCK // 4)[None, :]
                 y = _add_quarter(y, quarters[0], x_at, column, k, is_row, TILES, EVEN_K)
                 y1 = _add_quarter(y1, quarters[1], x_at, column + _BLOCK // 4, k, is_row, TILES, EVEN_K)
@@ -263,8 +304,8 @@ def _int4_kernel(
                 gate, up = tl.split(tl.permute(tl.reshape(z, [2, OWN, ROWS]), [1, 2, 0]))
                 z = silu_times(gate, up).to(z.dtype)
             if BIAS:
-                added = tl.load(bias + own, mask=own < num_outputs, other=0.0)
-                z = (z.to(tl.float32) + added.to(tl.float32)).to(z.dtype)
+                biases = tl.load(bias + own, mask=own < num_outputs, other=0.0)
+                z = (z.to(tl.float32) + biases.to(tl.float32)).to(z.dtype)
             if ADD:
                 total = tl.load(residual + at * residual_stride + own, mask=inside, other=0.0)
                 z = (total.to(tl.float32) + z.to(tl.float32)).to(z.dtype)
@@ -275,14 +316,14 @@ def _int4_kernel(
 
 @triton.jit
 def _dequantise_kernel(
-    numbers, scales, zeros, out, num_rows, num_columns, num_blocks, num_groups,
-    GROUP: tl.constexpr, ZEROS: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    numbers, scales, added, out, num_rows, num_columns, num_blocks, num_groups,
+    GROUP: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, UNPACK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, block = tl.program_id(1), tl.program_id(0)
     tiles = tile + tl.arange(0, 1)
     quarters = _weights(
-        _words_of(numbers, tiles, num_blocks), _values_of(scales, tiles, num_groups),
-        _values_of(zeros, tiles, num_groups), block, GROUP, 1, ZEROS, NATIVE,
+        _words_of(numbers, tiles, num_blocks, BITS), _values_of(scales, tiles, num_groups),
+        _values_of(added, tiles, num_groups), block, GROUP, 1, BITS, KIND, UNPACK,
     )  # fmt: skip
     row = tile * _TILE + tl.arange(0, _TILE)[:, None]
     column = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -315,9 +356,8 @@ def dequantised(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     num_tiles, num_blocks, _ = weight.numbers.shape
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=weight.numbers.device)
     _dequantise_kernel[(num_blocks, num_tiles)](
-        weight.numbers, weight.scales, weight.scales if weight.zeros is None else weight.zeros, out,
-        num_rows, num_columns, num_blocks, weight.scales.shape[1],
-        GROUP=weight.group_size, ZEROS=weight.zeros is not None, NATIVE=out.is_cuda, num_warps=4, **launch_options(),
+        *_values(weight), out, num_rows, num_columns, num_blocks, weight.scales.shape[1],
+        **_kind(weight), num_warps=4, **launch_options(),
     )  # fmt: skip
     return out
 
@@ -344,15 +384,26 @@ def product(
     share, longer = divmod(jobs * num_blocks, programs)
     partials = torch.empty(2 * programs * tiles * TILE * rows if split_k != 1 else 0, device=out.device)
     _int4_kernel[(programs,)](
-        x, weight.numbers, weight.scales, weight.scales if weight.zeros is None else weight.zeros,
-        out if bias is None else bias, out if residual is None else residual, out, partials,
-        zeroed_counters(out.device),
+        x, *_values(weight), out if bias is None else bias, out if residual is None else residual, out, partials, zeroed_counters(out.device),
         num_rows, num_outputs, k, num_tiles, num_blocks, weight.scales.shape[1], x.stride(0),
         0 if residual is None else residual.stride(0), share, longer,
-        GROUP=weight.group_size, ROWS=rows, TILES=tiles, SPLIT_K=split_k, EVEN_K=k % BLOCK == 0,
-        ZEROS=weight.zeros is not None, BIAS=bias is not None, GATED=gated, ADD=residual is not None,
-        NATIVE=out.is_cuda, num_warps=warps, num_stages=stages, maxnreg=registers, **launch_options(),
+        **_kind(weight), ROWS=rows, TILES=tiles, SPLIT_K=split_k, EVEN_K=k % BLOCK == 0,
+        BIAS=bias is not None, GATED=gated, ADD=residual is not None,
+        num_warps=warps, num_stages=stages, maxnreg=registers, **launch_options(),
     )  # fmt: skip
+
+
+def _values(weight: Int4Weight) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the numbers of a weight, its scales, and what is beside them: anything where that is nothing."""
+    beside = weight.zeros if weight.minima is None else weight.minima
+    return weight.numbers, weight.scales, weight.scales if beside is None else beside
+
+
+def _kind(weight: Int4Weight) -> dict[str, int | str]:
+    """Return what kernels for such weights are compiled for."""
+    kind = "minima" if weight.minima is not None else "zeros" if weight.zeros is not None else ""
+    unpack = _unpacking(weight.scales.dtype, weight.bits, kind == "minima") if weight.numbers.is_cuda else ""
+    return {"GROUP": weight.group_size, "BITS": weight.bits, "KIND": kind, "UNPACK": unpack}
 
 
 def linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
