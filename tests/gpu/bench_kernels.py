@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.kernels import HeadNorms, HeadShape
 from weft.kernels.batch import AdapterGroups
 from weft.kernels.fp8 import E4M3, LayerCache, zero_cache
-from weft.kernels.int4 import GROUP, pack, quantised_groups
+from weft.kernels.int4 import Int4Groups, int8_rows, pack, quantised_groups
 from weft.kernels.triton import decode_attention as decode_module
 from weft.kernels.triton import elementwise, launch, linears, lora_linears, sampling_kernels
 from weft.kernels.triton.decode_attention import decode_attention
@@ -210,15 +210,31 @@ def bench_linear(model: str, heads: HeadShape, hidden: int, width: int, vocabula
         del weights
 
 
-def bench_int4(model: str, heads: HeadShape, hidden: int, width: int, vocabulary: int) -> None:
-    """Of weights of four bits `moved` counts scales and zeros as well."""
+def in_blocks(groups: Int4Groups) -> Int4Groups:
+    """Return the weight with scales for 32 columns, and minima, as GGUF files have them."""
+    scales = groups.scales.repeat_interleave(groups.group_size // 32, dim=1)
+    return Int4Groups(groups.numbers, scales, None, 32, minima=-scales)
+
+
+KINDS: dict[str, Callable[[Tensor], Int4Groups]] = {
+    "int4": quantised_groups,
+    "Q4_K": lambda weight: in_blocks(quantised_groups(weight)),
+    "int8": int8_rows,
+    "Q8_0": lambda weight: int8_rows(weight, 32),
+    "Q5_K": lambda weight: in_blocks(int8_rows(weight, 32)),
+}
+
+
+def bench_int4(model: str, kind: str, heads: HeadShape, hidden: int, width: int) -> None:
+    """Of weights of four or eight bits `moved` counts what is beside the numbers as well."""
     shapes = {
         "qkv": (heads.q_size + heads.kv_size, hidden), "o": (hidden, heads.q_size), "gate_up": (2 * width, hidden),
         "down": (hidden, width),
     }  # fmt: skip
     for name, (n, k) in shapes.items():
-        moved = n * k * (0.5 + 4 / GROUP)
-        weights = [pack(quantised_groups(randn(n, k)), torch.bfloat16) for _ in range(int(COLD_BYTES // moved) + 1)]
+        first = pack(KINDS[kind](randn(n, k)), torch.bfloat16)
+        moved = sum(held.nbytes for held in (first.numbers, first.scales, first.zeros, first.minima) if held is not None)
+        weights = [pack(KINDS[kind](randn(n, k)), torch.bfloat16) for _ in range(int(COLD_BYTES // moved) + 1)]
         for rows in (1, 8, 32, 64, 128, 256, 2048):
             x, scale, total = randn(rows, k), randn(k), randn(rows, n)
             turn = iter(range(10**9))
@@ -231,7 +247,7 @@ def bench_int4(model: str, heads: HeadShape, hidden: int, width: int, vocabulary
                     return lambda: linears.norm_linear(x, scale, 1e-6, weight)
                 return lambda: linears.linear_add(x, weight, None, total)
 
-            report(f"{model} int4 {name} {n}x{k} rows {rows}", make, moved, 2.0 * rows * n * k if rows > 64 else 0.0)
+            report(f"{model} {kind} {name} {n}x{k} rows {rows}", make, moved, 2.0 * rows * n * k if rows > 64 else 0.0)
         del weights
 
 
@@ -273,7 +289,8 @@ def main() -> None:
         bench_attention(model, heads)
         bench_small(model, heads, hidden, width, vocabulary)
         bench_linear(model, heads, hidden, width, vocabulary)
-        bench_int4(model, heads, hidden, width, vocabulary)
+        for kind in KINDS:
+            bench_int4(model, kind, heads, hidden, width)
         bench_lora(model, heads, hidden, width)
     print(f"{time.monotonic() - began:.0f} s; launches overlap: {launch.launch_options()['PDL']}")
 

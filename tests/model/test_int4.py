@@ -199,7 +199,7 @@ def test_what_a_plan_counts_is_what_is_held(method: str, tmp_path: Path) -> None
     config, weights = read(folder, "keep")
     # Tiles of 64 rows and blocks of 128 columns are whole in memory; a tiny model's are not.
     assert stored.int4 == config.num_layers * 128 * (4 * 128 + 3 * 160)
-    assert weights.num_bytes == pytest.approx(stored.held_as_int4(torch.float16), rel=0.3)
+    assert weights.num_bytes == pytest.approx(stored.held_as_integers(torch.float16), rel=0.3)
     _, quantised = read(plain, "int4")
     assert quantised.num_bytes == pytest.approx(int4_bytes(config, torch.float16), rel=0.3)
     assert stored.held_bytes(torch.float32, unpacked=True) == pytest.approx(

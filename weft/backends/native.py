@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Collection, Sequence
+from importlib.util import find_spec
 from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -96,16 +97,23 @@ def refuse(config: Config, files: ModelFiles | None) -> None:
             hint="Leave one of them out.",
         )
     quantization = config.backend.quantization
-    if quantization not in ("", "fp8", "int4"):
+    if quantization not in ("", "fp8", "int8", "int4"):
         raise ConfigError(
-            f"The engine native quantises weights to fp8 or int4: --quantization cannot be {quantization}.",
+            f"The engine native quantises weights to fp8, int8 or int4: --quantization cannot be {quantization}.",
             hint="Leave it out for a checkpoint of FP8, AWQ, GPTQ or compressed-tensors, or take an engine of vLLM.",
         )
     device = accelerator() if config.model.device == "auto" else config.model.device
-    if quantization and device == "cpu":
+    if quantization == "int8" and device == "cpu":
+        if config.model.dtype != "auto" or find_spec("numba") is None:
+            raise ConfigError(
+                "On a CPU --quantization int8 needs --dtype auto, and numba, which compiles its kernels.",
+                hint="Leave --dtype out." if find_spec("numba") is not None else "Install numba.",
+            )
+    elif quantization and device == "cpu":
         kind = "FP8" if quantization == "fp8" else quantization
         raise ConfigError(
-            f"CPUs do not multiply {kind}: --quantization {quantization} is for GPUs.", hint="Serve a GGUF file."
+            f"CPUs do not multiply {kind}: --quantization {quantization} is for GPUs.",
+            hint="Take --quantization int8, or serve a GGUF file.",
         )
     if config.cache.kv_cache_dtype == "fp8" and device == "cpu":
         raise ConfigError(

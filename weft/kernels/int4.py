@@ -126,6 +126,19 @@ def pack(groups: Int4Groups, dtype: torch.dtype) -> Int4Weight:
     )
 
 
+def joined(parts: list[Int4Groups]) -> Int4Groups:
+    """Return parts whose numbers have the same bits, groups and order as one weight, one below the other."""
+    numbers, scales = torch.cat([one.numbers for one in parts]), torch.cat([one.scales for one in parts])
+    middle = 0 if numbers.dtype == torch.int8 else MIDDLE
+    zeros = minima = None
+    if any(one.minima is not None for one in parts):
+        minima = torch.cat([one.scales * -middle if one.minima is None else one.minima for one in parts])
+    elif any(one.zeros is not None for one in parts):
+        zeros = torch.cat([torch.full_like(one.scales, middle) if one.zeros is None else one.zeros for one in parts])
+        zeros = None if bool((zeros == middle).all()) else zeros
+    return Int4Groups(numbers, scales, zeros, parts[0].group_size, parts[0].order, minima)
+
+
 def _by_row(laid: Tensor) -> Tensor:
     num_tiles, num_groups, _ = laid.shape
     return laid.view(num_tiles, num_groups, 4, 8, 2).permute(0, 2, 4, 3, 1).reshape(-1, num_groups)
@@ -144,12 +157,13 @@ def quantised_groups(weight: Tensor) -> Int4Groups:
     return Int4Groups(numbers.view(num_rows, -1)[:, :num_columns], scales, zeros, GROUP)
 
 
-def int8_rows(weight: Tensor, group_size: int = 0) -> Int4Groups:
-    """Return the nearest numbers of eight bits of a weight, [out, in], with a scale for each row, or group of it."""
+def int8_rows(weight: Tensor, group_size: int = 0, dtype: torch.dtype | None = None) -> Int4Groups:
+    """Return the nearest numbers of eight bits of a weight, [out, in], with a scale of this type, or its own, for each
+    row, or group of it."""
     num_rows, num_columns = weight.shape
     size = group_size or num_columns
     groups = weight.float().view(num_rows, -1, size)
-    scales = (groups.abs().amax(-1) / MOST_INT8).to(weight.dtype).float()
+    scales = (groups.abs().amax(-1) / MOST_INT8).to(dtype or weight.dtype).float()
     inverse = 1 / scales.where(scales > 0, 1)
     numbers = (groups * inverse[..., None]).round_().clamp_(-MOST_INT8, MOST_INT8).to(torch.int8)
     return Int4Groups(numbers.view(num_rows, -1), scales, None, size)

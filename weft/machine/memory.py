@@ -233,6 +233,13 @@ def int4_bytes(config: Shape, dtype: NumberType) -> int:
     return _quantised_bytes(config, dtype, bits=4, bytes_of_group=2 * dtype.itemsize, grouped=True)
 
 
+def int8_bytes(config: Shape, dtype: NumberType, *, in_panels: bool = False) -> int:
+    """Return the bytes of the weights with those of the decoder's linear layers of eight bits, quantised here. In a
+    CPU's panels every 32 columns have a scale and a minimum of half precision."""
+    beside = 4 * QUANTISED_GROUP // 32 if in_panels else dtype.itemsize
+    return _quantised_bytes(config, dtype, bits=8, bytes_of_group=beside, grouped=in_panels)
+
+
 def _quantised_bytes(config: Shape, dtype: NumberType, *, bits: int, bytes_of_group: int, grouped: bool) -> int:
     queries, keys_values = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
     hidden, middle = config.hidden_size, config.intermediate_size

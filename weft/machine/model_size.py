@@ -15,16 +15,25 @@ from msgspec.structs import asdict
 from safetensors import SafetensorError, safe_open
 
 from weft.checkpoint.adapter_files import HELD_PER_NUMBER, WEIGHTS_FILE, adapter_paths
-from weft.checkpoint.gguf import GgufFile, read_gguf
+from weft.checkpoint.gguf import GgufFile, GgufTensor, read_gguf
 from weft.checkpoint.model_files import ModelFiles
 from weft.checkpoint.tokenizer_assets import model_facts
 from weft.errors import ModelError
-from weft.machine.memory import NumberType, Shape, adapter_bytes, num_parameters, slot_rank
+from weft.machine.memory import (
+    NumberType,
+    Shape,
+    adapter_bytes,
+    fp8_bytes,
+    int4_bytes,
+    int8_bytes,
+    num_parameters,
+    slot_rank,
+)
 from weft.options import Config
 
 PLAIN_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types of plain floats, which an engine may convert, and the bytes of each in a file."""
-FP8, FP8_SCALES = "F8_E4M3", ("weight_scale", "weight_scale_inv")
+FP8, FP8_SCALES, INT8 = "F8_E4M3", ("weight_scale", "weight_scale_inv"), "I8"
 INT4_NUMBERS, INT4_OTHERS = (".qweight", ".weight_packed"), (".qzeros", ".g_idx", "_zero_point", "_g_idx", "_shape")
 """The names of words of eight numbers of four bits, and of what is not held as it is stored."""
 NOT_HELD = ("rotary_emb.inv_freq", "rope_freqs.weight")
@@ -63,6 +72,15 @@ class Weights(Struct, frozen=True, kw_only=True):
     """Those of the quantised ones that have four bits."""
     int4_scales: int = 0
     """Their scales, which are counted among the floats as well."""
+    int8: int = 0
+    """Those of the quantised ones that are int8."""
+    block_bytes: int = 0
+    """Bytes of all weights of a quantised GGUF file as the native engine holds them on a GPU; 0 for other files."""
+
+    @property
+    def is_quantised(self) -> bool:
+        """True where the native engine holds weights on a GPU as the files have them."""
+        return bool(self.fp8 or self.int4 or self.int8 or self.block_bytes)
 
     def held_bytes(self, dtype: NumberType, *, unpacked: bool) -> int:
         """Return the bytes of the weights as this type; of the quantised ones too, or as they are."""
@@ -72,9 +90,10 @@ class Weights(Struct, frozen=True, kw_only=True):
         """Return the bytes of the weights with the quantised ones as kernels of a CPU hold them."""
         return self.floats * dtype.itemsize + self.panel_bytes
 
-    def held_as_int4(self, dtype: NumberType) -> int:
-        """Return the bytes of the weights with those of four bits as they are, and a zero beside every scale."""
-        return (self.floats + self.int4_scales) * dtype.itemsize + self.int4 // 2
+    def held_as_integers(self, dtype: NumberType) -> int:
+        """Return the bytes of the weights with those of four and eight bits as they are, and a zero beside every scale
+        of four."""
+        return (self.floats + self.int4_scales) * dtype.itemsize + self.int4 // 2 + self.int8
 
     def __add__(self, other: Weights) -> Weights:
         return Weights(
@@ -86,6 +105,8 @@ class Weights(Struct, frozen=True, kw_only=True):
             has_fp8_blocks=self.has_fp8_blocks or other.has_fp8_blocks,
             int4=self.int4 + other.int4,
             int4_scales=self.int4_scales + other.int4_scales,
+            int8=self.int8 + other.int8,
+            block_bytes=self.block_bytes + other.block_bytes,
         )
 
 
@@ -93,6 +114,8 @@ PANEL_BYTES = {
     "Q4_0": 20, "Q4_1": 20, "Q4_K": 24, "Q5_0": 36, "Q5_1": 36, "Q8_0": 36, "Q5_K": 48, "Q6_K": 48,
 }  # fmt: skip
 """Bytes of 32 weights in `kernels.quantised`'s panels, by their type in a GGUF file."""
+FOUR_BITS, WITHOUT_MINIMA = {"Q4_0", "Q4_1", "Q4_K"}, {"Q4_0", "Q5_0", "Q8_0", "Q6_K"}
+FUSED = {"attn_q": "qkv", "attn_k": "qkv", "attn_v": "qkv", "ffn_gate": "gate_up", "ffn_up": "gate_up"}
 
 
 class ModelSize(Struct, frozen=True):
@@ -120,7 +143,7 @@ def safetensors_weights(files: Iterable[Path], *, left_out: tuple[str, ...] = NO
 
 
 def _file_weights(path: Path, left_out: tuple[str, ...]) -> Weights:
-    floats = packed = fp8 = int4 = scales = float_bytes = 0
+    floats = packed = fp8 = int8 = int4 = scales = float_bytes = 0
     has_fp8_blocks = False
     try:
         with safe_open(path, framework="numpy") as file:
@@ -133,6 +156,7 @@ def _file_weights(path: Path, left_out: tuple[str, ...]) -> Weights:
                 elif size is None and not name.endswith(INT4_OTHERS):
                     packed += count
                     fp8 += count if tensor.get_dtype() == FP8 else 0
+                    int8 += count if tensor.get_dtype() == INT8 else 0
                 elif size is not None:
                     float_bytes += count * size
                     scales += count if name.endswith((".scales", ".weight_scale")) else 0
@@ -148,6 +172,7 @@ def _file_weights(path: Path, left_out: tuple[str, ...]) -> Weights:
         has_fp8_blocks=has_fp8_blocks,
         int4=int4,
         int4_scales=scales if int4 else 0,
+        int8=int8,
     )
 
 
@@ -159,7 +184,41 @@ def _gguf_weights(file: GgufFile) -> Weights:
         packed=sum(math.prod(tensor.shape) for tensor in packed),
         packed_bytes=sum(tensor.nbytes for tensor in packed),
         panel_bytes=sum(math.prod(tensor.shape) // 32 * PANEL_BYTES.get(tensor.type.name, 128) for tensor in packed),
+        block_bytes=_block_bytes(held) if packed else 0,
     )
+
+
+def _block_bytes(held: list[GgufTensor]) -> int:
+    """Return the bytes of a GGUF file's tensors on a GPU: linear weights as numbers of four or eight bits in whole tiles
+    of 64 rows and blocks of 128 columns, with scales and minima of two bytes for 32 columns; the rest as two bytes."""
+    fused: dict[str, list[GgufTensor]] = {}
+    for tensor in held:
+        layer, _, part = tensor.name.removesuffix(".weight").rpartition(".")
+        fused.setdefault(f"{layer}.{FUSED.get(part, part)}", []).append(tensor)
+    total = 0
+    for parts in fused.values():
+        is_linear = parts[0].name.startswith("blk.") and all(part.type.block_size > 1 for part in parts)
+        if not is_linear or any(len(part.shape) != 2 for part in parts):
+            total += 2 * sum(math.prod(part.shape) for part in parts)
+            continue
+        names, columns = {part.type.name for part in parts}, parts[0].shape[1]
+        rows = -(-sum(part.shape[0] for part in parts) // 64) * 64
+        numbers = rows * -(-columns // 128) * 128
+        beside = 2 if names <= WITHOUT_MINIMA else 4
+        total += numbers // (2 if names <= FOUR_BITS else 1) + numbers // 32 * beside
+    return total
+
+
+def quantised_bytes(geometry: Shape, weights: Weights, quantization: str, dtype: NumberType, *, on_gpu: bool) -> int:
+    """Return the bytes of weights that the native engine quantises while it loads them, or holds on a GPU as the files
+    have them where no quantisation is asked for."""
+    if quantization == "fp8" or (weights.fp8 and not quantization):
+        return fp8_bytes(geometry, dtype, grouped=weights.has_fp8_blocks)
+    if quantization == "int4" and not weights.int4:
+        return int4_bytes(geometry, dtype)
+    if quantization == "int8" and not (weights.int8 and on_gpu):
+        return int8_bytes(geometry, dtype, in_panels=not on_gpu)
+    return weights.block_bytes or weights.held_as_integers(dtype)
 
 
 def _from_config(facts: Mapping[str, Any]) -> Geometry | None:

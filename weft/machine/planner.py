@@ -33,13 +33,19 @@ from weft.machine.memory import (
     activations_bytes,
     adapter_bytes,
     check_step,
-    fp8_bytes,
-    int4_bytes,
     kv_bytes_per_token,
     plan_memory,
     safe_share,
 )
-from weft.machine.model_size import Geometry, ModelSize, Weights, adapters_bytes, safetensors_weights, size_of
+from weft.machine.model_size import (
+    Geometry,
+    ModelSize,
+    Weights,
+    adapters_bytes,
+    quantised_bytes,
+    safetensors_weights,
+    size_of,
+)
 from weft.options import Config
 from weft.types import MemoryLedger
 
@@ -198,11 +204,12 @@ class _Planning:
         )
         """True where quantised weights stay so, for the native engine's own kernels."""
         quantization, stored = config.backend.quantization, planner.size.weights
-        multiplies = planner.engine == "native" and self.place == "cuda" and self.dtype.itemsize == 2
-        self.holds_fp8 = multiplies and (quantization == "fp8" or (stored.fp8 > 0 and not quantization))
-        """True where the native engine holds the decoder's linear weights as e4m3."""
-        self.holds_int4 = multiplies and (quantization == "int4" or (stored.int4 > 0 and not quantization))
-        """True where it holds them with four bits."""
+        self.multiplies = planner.engine == "native" and self.place == "cuda" and self.dtype.itemsize == 2
+        """True where the native engine multiplies quantised weights on a GPU."""
+        self.holds_quantised = (self.multiplies and (quantization != "" or stored.is_quantised)) or (
+            planner.engine == "native" and self.place == "cpu" and quantization == "int8"
+        )
+        """True where it holds the decoder's linear weights so."""
         self.parts = config.backend.tensor_parallel_size if self.place != "cpu" else 1
         """Devices that share the model; the plan is for one of them."""
         self.weights = self._held_weights()
@@ -310,17 +317,15 @@ class _Planning:
         held = weights.held_bytes(self.dtype, unpacked=not self.profile.keeps_packed)
         if self.holds_panels and weights.panel_bytes:
             held = weights.held_in_panels(self.dtype)
-        if self.holds_fp8 and size.geometry is not None and (quantization == "fp8" or weights.fp8):
-            held = fp8_bytes(size.geometry, self.dtype, grouped=weights.has_fp8_blocks)
-        if self.holds_int4 and size.geometry is not None and (quantization == "int4" or weights.int4):
-            held = weights.held_as_int4(self.dtype) if weights.int4 else int4_bytes(size.geometry, self.dtype)
+        if self.holds_quantised and size.geometry is not None and (quantization or weights.is_quantised):
+            held = quantised_bytes(size.geometry, weights, quantization, self.dtype, on_gpu=self.multiplies)
         if self.profile.keeps_packed and not weights.packed and quantization in ONLINE_BYTES:
             held = int(weights.floats * ONLINE_BYTES[quantization])
         return held
 
     @property
     def keeps_packed(self) -> bool:
-        return self.profile.keeps_packed or self.holds_panels or self.holds_fp8 or self.holds_int4
+        return self.profile.keeps_packed or self.holds_panels or self.holds_quantised
 
     def _known_memory(self) -> DeviceMemory:
         """Return the device's memory as it is now."""

@@ -1,4 +1,4 @@
-"""Reads linear weights of four bits as AWQ, GPTQ and compressed-tensors store them."""
+"""Reads linear weights of four bits as AWQ, GPTQ and compressed-tensors store them, and knows which formats are read."""
 
 from __future__ import annotations
 
@@ -90,15 +90,20 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Int4Format | None:
     kind = settings.get("format")
     if kind == "float-quantized":
         return None
-    if kind != "pack-quantized":
-        raise _unsupported(f"The format {kind!r} of compressed-tensors", "pack-quantized and float-quantized are.")
+    wanted = {"pack-quantized": 4, "int-quantized": 8}.get(kind) if isinstance(kind, str) else None
+    if wanted is None:
+        raise _unsupported(
+            f"The format {kind!r} of compressed-tensors", "pack-quantized, int-quantized and float-quantized are."
+        )
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
         bits = weights.get("num_bits") if isinstance(weights, dict) else None
-        if bits != 4:
-            raise _unsupported(f"compressed-tensors with {bits} bits", "Packed weights of 4 bits are.")
-    return COMPRESSED_TENSORS
+        if bits != wanted:
+            raise _unsupported(f"{kind} of compressed-tensors with {bits} bits", f"Weights of {wanted} bits are.")
+        if wanted == 8 and isinstance(weights, dict) and weights.get("symmetric") is False:
+            raise _unsupported("int-quantized of compressed-tensors with zeros", "Symmetric weights are.")
+    return COMPRESSED_TENSORS if wanted == 4 else None
 
 
 def _unsupported(what: str, hint: str) -> ModelError:

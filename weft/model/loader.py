@@ -20,7 +20,7 @@ from weft.checkpoint import gguf, tokenizer_assets
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ModelError
 from weft.kernels.fp8 import E4M3, GROUP, Fp8Weight, quantise_rows
-from weft.kernels.int4 import MIDDLE, Int4Groups, is_multiplied, quantised_groups
+from weft.kernels.int4 import Int4Groups, int8_rows, is_multiplied, joined, quantised_groups
 from weft.kernels.int4 import pack as pack_int4
 from weft.kernels.panel_format import BLOCK, PanelLayout, format_for
 from weft.kernels.quantised import QuantisedWeight, pack
@@ -72,7 +72,8 @@ GGUF_NAMES = {
 }
 GGUF_ROPE_FACTORS = "rope_freqs.weight"
 _NOT_WEIGHTS = re.compile(
-    r"rotary_emb\.inv_freq$|^rope_freqs\.weight$|_proj\.(weight_scale(_inv)?|(in|out)put_scale)$|self_attn\.[qkv]_scale$"
+    r"rotary_emb\.inv_freq$|^rope_freqs\.weight$|_proj\.(weight_scale(_inv)?|(in|out)put_(scale|zero_point))$"
+    r"|self_attn\.[qkv]_scale$"
 )
 """Tensors that are no weights. Inputs are quantised with scales of their own: a checkpoint's are not needed."""
 FP8_SCALES = ("weight_scale", "weight_scale_inv")
@@ -98,8 +99,8 @@ class Source(Protocol):
     def block_format(self, name: str) -> BlockFormat | None:
         """Return how whole numbers are packed in a tensor; None for one of floats."""
 
-    def groups(self, name: str) -> Groups:
-        """Return a tensor of whole numbers as such."""
+    def groups(self, name: str, device: torch.device) -> Groups:
+        """Return a tensor of whole numbers as such, on a device."""
 
 
 class SafetensorsSource:
@@ -131,7 +132,7 @@ class SafetensorsSource:
     def block_format(self, name: str) -> BlockFormat | None:
         return None
 
-    def groups(self, name: str) -> Groups:
+    def groups(self, name: str, device: torch.device) -> Groups:
         raise KeyError(name)
 
 
@@ -155,7 +156,7 @@ class NoSource:
     def block_format(self, name: str) -> BlockFormat | None:
         return None
 
-    def groups(self, name: str) -> Groups:
+    def groups(self, name: str, device: torch.device) -> Groups:
         raise KeyError(name)
 
 
@@ -174,10 +175,7 @@ class GgufSource:
 
     def read_into(self, out: Tensor, name: str) -> None:
         raw, info = torch.from_numpy(self._raw[name]), self.file.tensors[name]
-        if out.device.type == "cpu":
-            dequantise(raw, info.type.name, info.shape, out=out)
-        else:
-            out.copy_(dequantise(raw, info.type.name, info.shape))
+        dequantise(raw.to(out.device), info.type.name, info.shape, out=out)
 
     def number_type(self, name: str) -> str:
         return ""
@@ -186,9 +184,9 @@ class GgufSource:
         known = block_format(self.file.tensors[name].type.name)
         return None if known.unpack is None else known
 
-    def groups(self, name: str) -> Groups:
+    def groups(self, name: str, device: torch.device) -> Groups:
         info = self.file.tensors[name]
-        return unpack(torch.from_numpy(self._raw[name]), info.type.name, info.shape)
+        return unpack(torch.from_numpy(self._raw[name]).to(device), info.type.name, info.shape)
 
 
 @contextmanager
@@ -217,7 +215,7 @@ def open_model(files: ModelFiles) -> Iterator[tuple[DenseConfig, Source]]:
             )
 
 
-LinearLoading: TypeAlias = Literal["dequantise", "keep", "fp8", "int4"]
+LinearLoading: TypeAlias = Literal["dequantise", "keep", "fp8", "int4", "int8"]
 """How the decoder's linear weights are held: as floats, as the files have them, or quantised."""
 
 
@@ -313,8 +311,14 @@ class _Loading:
             return self.fp8_weight(parts, columns, layer)
         if self.linears in ("keep", "int4") and all(self.has_int4(part, layer) for part in parts):
             return self.int4_weight(parts, columns, layer)
+        if self.linears in ("keep", "int8") and self.panels is None and all(self.has_int8(one, layer) for one in parts):
+            return self.packed([self.read_int8(part, rows, columns, layer) for part, rows in parts.items()])
+        if self.linears == "keep" and (read := self.block_groups(parts, columns, layer)) is not None:
+            return pack_int4(joined(read), self.dtype)
         if self.linears == "int4":
             return pack_int4(quantised_groups(self.fused(parts, (columns,), layer)), self.dtype)
+        if self.linears == "int8":
+            return self.int8_weight(self.fused(parts, (columns,), layer))
         return self.table(parts, columns, layer)
 
     def table(self, parts: dict[str, int], columns: int, layer: int = -1) -> Table:
@@ -327,33 +331,64 @@ class _Loading:
         assert self.panels is not None
         if columns % BLOCK or (len(parts) > 1 and any(rows % self.panels.lanes for rows in parts.values())):
             return None
-        names = [self.found(part, layer, (rows, columns)) for part, rows in parts.items()]
-        formats = [self.source.block_format(name) for name in names]
-        known = [one for one in formats if one is not None]
-        if len(known) < len(formats):
+        known = self.block_formats(parts, columns, layer)
+        if known is None:
             return None
         bits, group_size = max(one.bits for one in known), min(one.group_size for one in known)
-        read = [self.read_groups(part, name, rows) for (part, rows), name in zip(parts.items(), names, strict=True)]
-        for half_scales in (all(one.half_scales for one in known), False):
-            wanted = format_for(bits, group_size, half_scales=half_scales)
+        read = self.read_groups(parts, columns, layer)
+        return self.in_panels(read, bits, group_size, half_scales=all(one.half_scales for one in known))
+
+    def in_panels(self, read: list[Groups], bits: int, group_size: int, *, half_scales: bool) -> QuantisedWeight:
+        """Lay parts out in panels, with scales of half precision where all fit."""
+        assert self.panels is not None
+        for half in (half_scales, False):
+            wanted = format_for(bits, group_size, half_scales=half)
             try:
                 packed = [pack(*one[:3], wanted, self.panels, in_pairs=one.in_pairs) for one in read]
             except OverflowError:
                 continue
-            self.unread.difference_update(names)
             panels = packed[0].panels if len(packed) == 1 else torch.cat([one.panels for one in packed])
-            return QuantisedWeight(panels, wanted, self.panels, sum(parts.values()))
+            return QuantisedWeight(panels, wanted, self.panels, sum(one.num_rows for one in packed))
         raise AssertionError("float32 holds every scale")
 
-    def read_groups(self, part: str, name: str, rows: int) -> Groups:
-        """Return the numbers, scales and minima of a part by its rows."""
-        groups = self.source.groups(name)
-        numbers, scales, minima = (one.reshape(rows, -1) for one in groups[:3])
-        if self.turns(part):
-            numbers, scales, minima = (
-                pairs_from_halves(one, self.config.head_dim) for one in (numbers, scales, minima)
-            )
-        return Groups(numbers, scales, minima, in_pairs=groups.in_pairs)
+    def block_formats(self, parts: dict[str, int], columns: int, layer: int) -> list[BlockFormat] | None:
+        """Return how whole numbers are packed in each part; None where one has floats."""
+        names = [self.found(part, layer, (rows, columns)) for part, rows in parts.items()]
+        known = [one for one in map(self.source.block_format, names) if one is not None]
+        return known if len(known) == len(names) else None
+
+    def read_groups(self, parts: dict[str, int], columns: int, layer: int) -> list[Groups]:
+        """Return the numbers, scales and minima of parts, each by its rows."""
+        read = []
+        for part, rows in parts.items():
+            name = self.found(part, layer, (rows, columns))
+            self.unread.discard(name)
+            groups = self.source.groups(name, self.device)
+            numbers, scales, minima = (one.reshape(rows, -1) for one in groups[:3])
+            if self.turns(part):
+                numbers, scales, minima = (
+                    pairs_from_halves(one, self.config.head_dim) for one in (numbers, scales, minima)
+                )
+            read.append(Groups(numbers, scales, minima, groups.zero, groups.in_pairs))
+        return read
+
+    def block_groups(self, parts: dict[str, int], columns: int, layer: int) -> list[Int4Groups] | None:
+        """Return parts as a GGUF file has them, with eight bits where not all have four; None where one has floats."""
+        known = self.block_formats(parts, columns, layer) if self.names is GGUF_NAMES else None
+        if known is None:
+            return None
+        bits = max(one.bits for one in known)
+        return [int_groups(one, bits, self.dtype) for one in self.read_groups(parts, columns, layer)]
+
+    def int8_weight(self, weight: Tensor) -> Weight:
+        """Quantise floats to eight bits: with a scale for each row, or in a CPU's panels for each block of it."""
+        if self.panels is None:
+            return pack_int4(int8_rows(weight), self.dtype)
+        if weight.shape[1] % BLOCK:
+            return weight
+        numbers, scales, *_ = int8_rows(weight, BLOCK)
+        unsigned = Groups(numbers.view(torch.uint8) ^ 128, scales, scales * -128)
+        return self.in_panels([unsigned], 8, BLOCK, half_scales=True)
 
     def has_fp8(self, parts: dict[str, int], layer: int) -> bool:
         return any(self.source.number_type(self.names[part].format(layer)) == "F8_E4M3" for part in parts)
@@ -392,7 +427,8 @@ class _Loading:
         names = [f"{name.removesuffix('weight')}{one}" for one in FP8_SCALES]
         found = next((one for one in names if one in self.source.names()), None)
         if found is None:
-            raise ModelError(f"The model has no tensor {names[0]!r}.", hint=f"{name!r} is of FP8, and needs scales.")
+            kind = "int8" if self.source.number_type(name) == "I8" else "FP8"
+            raise ModelError(f"The model has no tensor {names[0]!r}.", hint=f"{name!r} is of {kind}, and needs scales.")
         shape, blocks = self.source.shape(found), (-(-rows // GROUP), -(-columns // GROUP))
         if shape not in ((), (1,), (rows,), (rows, 1), blocks):
             raise ModelError(
@@ -417,26 +453,41 @@ class _Loading:
     def int4_weight(self, parts: dict[str, int], columns: int, layer: int) -> Weight:
         """Return the weight as the files have it, or as floats where its parts have groups of different columns."""
         read = [self.read_int4(part, rows, columns, layer) for part, rows in parts.items()]
-        size, order = read[0].group_size, read[0].order
+        size = read[0].group_size
         if not is_multiplied(size, columns):
             raise ModelError(
                 f"Weights of four bits in groups of {size} columns are not supported.",
                 hint="Groups of 32, 64, multiples of 128 and whole rows are; --dtype float32 dequantises.",
             )
+        return self.packed(read)
+
+    def packed(self, read: list[Int4Groups]) -> Weight:
+        size, order = read[0].group_size, read[0].order
         if any(one.group_size != size or not _is_same(one.order, order) for one in read):
             return torch.cat([one.dequantised().to(self.dtype) for one in read])
-        zeros = torch.cat(
-            [one.scales.new_full((), MIDDLE).expand_as(one.scales) if one.zeros is None else one.zeros for one in read]
-        )
-        numbers, scales = torch.cat([one.numbers for one in read]), torch.cat([one.scales for one in read])
-        is_plain = bool((zeros == MIDDLE).all())
-        return pack_int4(Int4Groups(numbers, scales, None if is_plain else zeros, size, order), self.dtype)
+        return pack_int4(joined(read), self.dtype)
+
+    def has_int8(self, part: str, layer: int) -> bool:
+        return self.source.number_type(self.names[part].format(layer)) == "I8"
+
+    def read_int8(self, part: str, rows: int, columns: int, layer: int) -> Int4Groups:
+        """Read a part that compressed-tensors has as int8, with one scale or one for each row."""
+        name = self.found(part, layer, (rows, columns))
+        self.unread.discard(name)
+        numbers = torch.empty((rows, columns), dtype=torch.int8, device=self.device)
+        self.source.read_into(numbers, name)
+        scales = self.fp8_scales(name, rows, columns)
+        if len(scales) > 1:
+            raise ModelError(f"The scales of {name!r} are for blocks; int8 has one scale for each row, or one in all.")
+        return self.turned(part, Int4Groups(numbers, scales.T, None, columns))
 
     def read_int4(self, part: str, rows: int, columns: int, layer: int) -> Int4Groups:
         assert self.source.int4 is not None
         stem = self.stem(part, layer)
         self.unread.difference_update(f"{stem}{suffix}" for suffix in SUFFIXES)
-        groups = read_int4(self.source, self.source.int4, stem, rows, columns, self.device)
+        return self.turned(part, read_int4(self.source, self.source.int4, stem, rows, columns, self.device))
+
+    def turned(self, part: str, groups: Int4Groups) -> Int4Groups:
         if not self.turns(part):
             return groups
         turned = partial(pairs_from_halves, head_dim=self.config.head_dim)
@@ -469,6 +520,10 @@ class _Loading:
         if self.has_int4(part, layer):
             rows, columns = out.shape
             out.copy_(self.read_int4(part, rows, columns, layer).dequantised())
+            return
+        if self.has_int8(part, layer):
+            rows, columns = out.shape
+            out.copy_(self.read_int8(part, rows, columns, layer).dequantised())
             return
         if self.has_fp8({part: len(out)}, layer):
             numbers = torch.empty(out.shape, dtype=E4M3, device=out.device)
@@ -505,6 +560,21 @@ class _DummyLoading(_Loading):
 
 def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def int_groups(groups: Groups, bits: int, dtype: torch.dtype) -> Int4Groups:
+    """Return blocks of a GGUF file, by their rows, as numbers of four or eight bits in groups of 32. Those in smaller
+    groups, of Q6_K, are rounded to eight bits again."""
+    numbers, scales, minima = groups[:3]
+    if groups.in_pairs:
+        pairs = numbers.view(len(numbers), -1, BLOCK // 2)
+        numbers = torch.cat([pairs & 15, pairs >> 4], dim=2).flatten(1)
+    if numbers.shape[1] // scales.shape[1] != BLOCK:
+        by_group = numbers.view(*scales.shape, -1).float() - groups.zero
+        return int8_rows((by_group * scales[..., None]).flatten(1), BLOCK, dtype)
+    if bits == 8:
+        numbers = (numbers - groups.zero).view(torch.int8)
+    return Int4Groups(numbers, scales, None, BLOCK, minima=None if groups.zero else minima)
 
 
 def pairs_from_halves(tensor: Tensor, head_dim: int) -> Tensor:

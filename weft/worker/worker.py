@@ -26,13 +26,11 @@ from weft.machine.memory import (
     DeviceMemory,
     MemoryPlan,
     check_step,
-    fp8_bytes,
     graphs_bytes,
-    int4_bytes,
     num_parameters,
     plan_memory,
 )
-from weft.machine.model_size import Weights, adapters_bytes, largest_rank, size_of
+from weft.machine.model_size import Weights, adapters_bytes, largest_rank, quantised_bytes, size_of
 from weft.model.dense import DenseModel
 from weft.model.loader import LinearLoading, load_weights, open_model
 from weft.options import CacheOptions, Config
@@ -58,7 +56,7 @@ from weft.worker.runner import Runner, WarmUp
 log = logging.getLogger(__name__)
 
 DEFAULT_CPU_CACHE_BYTES = 512 * 2**20
-FIRST_TO_MULTIPLY = {"fp8": (8, 9), "int4": (8, 0)}
+FIRST_TO_MULTIPLY = {"fp8": (8, 9), "int4": (8, 0), "int8": (8, 0)}
 """The compute capability from which on matrix units multiply e4m3, and bfloat16."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -198,11 +196,12 @@ class OpenModel:
         self.geometry, self._source = opened.enter_context(open_model(files))
         stored = size_of(files).weights
         self._panels = _panels(config, files, device)
-        self._linears = _linears(config, stored, device, dtype)
-        if self._linears == "fp8" or (self._linears == "keep" and stored.fp8):
-            self.weights_bytes = fp8_bytes(self.geometry, dtype, grouped=stored.has_fp8_blocks)
-        elif self._linears in ("int4", "keep"):
-            self.weights_bytes = stored.held_as_int4(dtype) if stored.int4 else int4_bytes(self.geometry, dtype)
+        self._linears = _linears(config, stored, device, dtype, has_panels=self._panels is not None)
+        if self._linears != "dequantise":
+            quantization = config.backend.quantization
+            self.weights_bytes = quantised_bytes(
+                self.geometry, stored, quantization, dtype, on_gpu=device.type == "cuda"
+            )
         elif self._panels is None:
             self.weights_bytes = num_parameters(self.geometry) * dtype.itemsize
         else:
@@ -228,15 +227,19 @@ def _check_draft(target: OpenModel, draft: OpenModel) -> None:
 
 def _panels(config: Config, files: ModelFiles, device: torch.device) -> PanelLayout | None:
     """Return the layout of quantised weights that stay so; None where they are unpacked, or there are none."""
-    keeps = config.model.dtype == "auto" and device.type == "cpu" and files.kind == "gguf"
-    return panel_layout() if keeps else None
+    is_quantised = files.kind == "gguf" or config.backend.quantization == "int8"
+    return panel_layout() if is_quantised and config.model.dtype == "auto" and device.type == "cpu" else None
 
 
-def _linears(config: Config, stored: Weights, device: torch.device, dtype: torch.dtype) -> LinearLoading:
+def _linears(
+    config: Config, stored: Weights, device: torch.device, dtype: torch.dtype, *, has_panels: bool
+) -> LinearLoading:
     """Return how linear weights are held. Those of quantised checkpoints are dequantised where the device does not
     multiply them, or float32 is asked for."""
     wanted = config.backend.quantization
-    kind = wanted or ("int4" if stored.int4 else "fp8")
+    if wanted == "int8" and has_panels:
+        return "int8"
+    kind = wanted or ("fp8" if stored.fp8 else "int4")
     first = FIRST_TO_MULTIPLY[kind]
     can_multiply = device.type == "cuda" and torch.cuda.get_device_capability(device) >= first
     if wanted and (not can_multiply or dtype == torch.float32):
@@ -249,8 +252,8 @@ def _linears(config: Config, stored: Weights, device: torch.device, dtype: torch
             hint="Leave --dtype at auto." if can_multiply else "Leave --quantization out.",
         )
     if wanted:
-        return "fp8" if wanted == "fp8" else "int4"
-    return "keep" if (stored.fp8 or stored.int4) and can_multiply and dtype != torch.float32 else "dequantise"
+        return "fp8" if wanted == "fp8" else "int8" if wanted == "int8" else "int4"
+    return "keep" if stored.is_quantised and can_multiply and dtype != torch.float32 else "dequantise"
 
 
 def _room(device: torch.device, cache: CacheOptions) -> DeviceMemory:
