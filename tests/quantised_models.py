@@ -1,5 +1,5 @@
 """Tiny models with quantised weights, in the formats that are published: GPTQ, AWQ and compressed-tensors of four bits,
-and FP8.
+compressed-tensors of int8, FP8, and the block formats of GGUF.
 
 The weights are rounded and packed here, by the formats' own layouts, so that an engine that reads them computes with
 real quantised numbers.
@@ -14,7 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -159,6 +162,26 @@ def _fp8_block(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": numbers.to(torch.float8_e4m3fn).contiguous(), "weight_scale_inv": scales}
 
 
+def _int8(weight: Tensor) -> dict[str, Tensor]:
+    scales = (weight.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
+    return {"weight": (weight / scales.float()).round().clamp(-128, 127).to(torch.int8), "weight_scale": scales}
+
+
+def _int8_static(weight: Tensor) -> dict[str, Tensor]:
+    return _int8(weight) | {"input_scale": torch.tensor([0.5]), "input_zero_point": torch.tensor([3]).to(torch.int8)}
+
+
+W8A8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+            "input_activations": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True},
+        }
+    },
+}
 INT4 = {
     "gptq": Int4("gptq"),
     "gptq-zeros": Int4("gptq", 64, zeros=True),
@@ -176,6 +199,8 @@ INT4 = {
 }
 METHODS: dict[str, tuple[dict[str, Any], Callable[[Tensor], dict[str, Tensor]]]] = {
     **{name: (_settings(how), partial(_int4, how)) for name, how in INT4.items()},
+    "w8a8": (W8A8, _int8),
+    "w8a8-static": (W8A8, _int8_static),
     "fp8": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, _fp8),
     "fp8-static": ({"quant_method": "fp8", "activation_scheme": "static"}, _fp8_static),
     "fp8-channel": ({"quant_method": "compressed-tensors", "format": "float-quantized"}, _fp8_channel),
@@ -192,8 +217,49 @@ def unquantised(weight: Tensor, method: str) -> Tensor:
         packed = _fp8_block(weight)
         scales = packed["weight_scale_inv"].repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
         return packed["weight"].float() * scales[: weight.shape[0], : weight.shape[1]]
-    if method.startswith("fp8"):
+    if method.startswith(("fp8", "w8a8")):
         packed = METHODS[method][1](weight)
         return packed["weight"].float() * packed["weight_scale"]
     numbers, scales, zeros, group_of = _rounded(weight, INT4[method])
     return (numbers - zeros[:, group_of]) * scales.float()[:, group_of]
+
+
+def gguf_blocks(weight: np.ndarray, type_name: str) -> np.ndarray:
+    """Quantise a matrix to a block format of GGUF, as its bytes by rows: Q4_K and Q6_K here, others by the format's own
+    package."""
+    if type_name not in ("Q4_K", "Q6_K"):
+        return quantize(weight, GGMLQuantizationType[type_name])
+    blocks = (_q4_k if type_name == "Q4_K" else _q6_k)(weight.astype(np.float32).reshape(-1, 256))
+    return blocks.reshape(len(weight), -1)
+
+
+def _q4_k(weights: np.ndarray) -> np.ndarray:
+    """Eight groups of 32 with scales and minima of six bits, which two halves multiply."""
+    groups = weights.reshape(-1, 8, 32)
+    least = -np.minimum(groups.min(-1), 0)
+    spread = (groups.max(-1) + least) / 15
+    halves = [np.maximum(of.max(-1, keepdims=True) / 63, 1e-7).astype(np.float16) for of in (spread, least)]
+    wide = [half.astype(np.float32) for half in halves]
+    scales, minima = np.rint(spread / wide[0]).astype(np.uint8), np.rint(least / wide[1]).astype(np.uint8)
+    step = np.maximum(scales * wide[0], 1e-9)[..., None]
+    numbers = np.rint((groups + (minima * wide[1])[..., None]) / step).clip(0, 15).astype(np.uint8)
+    first = scales[:, :4] | (scales[:, 4:] >> 4 << 6)
+    second = minima[:, :4] | (minima[:, 4:] >> 4 << 6)
+    third = (scales[:, 4:] & 15) | (minima[:, 4:] & 15) << 4
+    packed = numbers[:, 0::2] | numbers[:, 1::2] << 4
+    ends = [half.view(np.uint8).reshape(-1, 2) for half in halves]
+    return np.concatenate([*ends, first, second, third, packed.reshape(-1, 128)], axis=1)
+
+
+def _q6_k(weights: np.ndarray) -> np.ndarray:
+    """Sixteen groups of 16 with scales of eight bits, which a half multiplies."""
+    groups = weights.reshape(-1, 16, 16)
+    spread = np.abs(groups).max(-1) / 31
+    half = np.maximum(spread.max(-1, keepdims=True) / 127, 1e-7).astype(np.float16)
+    scales = np.rint(spread / half.astype(np.float32)).clip(1, 127).astype(np.int8)
+    step = (scales * half.astype(np.float32))[..., None]
+    numbers = (np.rint(groups / step).clip(-32, 31) + 32).astype(np.uint8).reshape(-1, 2, 4, 32)
+    low = (numbers[:, :, :2] & 15) | (numbers[:, :, 2:] & 15) << 4
+    high = sum((numbers[:, :, at] >> 4) << 2 * at for at in range(4))
+    parts = [low.reshape(-1, 128), high.reshape(-1, 64), scales.view(np.uint8), half.view(np.uint8).reshape(-1, 2)]
+    return np.concatenate(parts, axis=1)

@@ -26,6 +26,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from tests.quantised_models import gguf_blocks
+
 CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -85,6 +87,7 @@ SPECS = {
     "qwen2": Spec(kind="qwen2", kv_heads=2, rope_theta=1000000.0),
     "qwen3": Spec(kind="qwen3", kv_heads=2, head_dim=32, rope_theta=1000000.0, tied=True),
     "smollm2": Spec(hidden=96, heads=6, kv_heads=2, rope_theta=100000.0, tied=True),
+    "wide": Spec(hidden=256, middle=512, heads=4, kv_heads=2, head_dim=64),
 }
 
 
@@ -211,11 +214,15 @@ def tokenizer_json(vocab_size: int = VOCAB_SIZE, corpus: tuple[str, ...] = CORPU
 
 
 def save_gguf(
-    name: str, path: Path, type_name: str = "F32", sampling: Mapping[str, float] = MappingProxyType({})
+    name: str,
+    path: Path,
+    type_name: str = "F32",
+    sampling: Mapping[str, float] = MappingProxyType({}),
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """The model as one GGUF file: matrices of the type asked for, vectors as F32. `sampling` is further metadata."""
+    """The model as one GGUF file: matrices of the type asked for, vectors as F32. `sampling` is further metadata,
+    `others` the types of matrices whose names in the file have a part."""
     spec = SPECS[name]
-    kind = gguf.GGMLQuantizationType[type_name]
     writer = gguf.GGUFWriter(path, spec.gguf_arch)
     _write_geometry(writer, spec)
     _write_tokenizer(writer)
@@ -232,7 +239,8 @@ def save_gguf(
         if tensor.dim() == 1:
             writer.add_tensor(written, data)
         else:
-            writer.add_tensor(written, quantize(data, kind), raw_dtype=kind)
+            found = next((other for part, other in others.items() if part in written), type_name)
+            writer.add_tensor(written, gguf_blocks(data, found), raw_dtype=gguf.GGMLQuantizationType[found])
     if spec.rope_scaling == LLAMA3_ROPE:
         writer.add_tensor("rope_freqs.weight", _rope_factors(spec))
     writer.write_header_to_file()

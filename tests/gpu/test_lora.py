@@ -145,7 +145,7 @@ def test_an_adapter_of_a_larger_rank_than_the_slots_have_is_taken(tmp_path: Path
     assert any(replayed)
 
 
-@pytest.mark.parametrize("quantization", ["", "fp8", "int4"])
+@pytest.mark.parametrize("quantization", ["", "fp8", "int4", "int8"])
 def test_graphs_give_what_eager_steps_give(quantization: str, tmp_path: Path, replayed: list[int]) -> None:
     if quantization == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a CUDA device that multiplies FP8")
