@@ -24,7 +24,8 @@ from tests.tiny_adapters import save_adapter
 from weft.checkpoint.tokenizer_assets import text_assets
 from weft.errors import ConfigError, ModelError
 from weft.hub.resolve import resolve
-from weft.model.loader import open_model
+from weft.machine.model_size import quantised_bytes, size_of
+from weft.model.loader import load_weights, open_model
 from weft.model.lora import read_adapter
 from weft.options import CacheOptions, Config, ModelOptions
 from weft.text.tokenizer import Tokenizer
@@ -32,8 +33,8 @@ from weft.worker.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CASES = 35 * EFFORT
-"""Cases of each file."""
+CASES = 40 * EFFORT
+"""Cases of each file: 160 of GGUF files, 80 each of AWQ, GPTQ and adapters, 160 of compressed-tensors, 240 of others."""
 ROOM = 256 << 20
 """Address space that a load may take: a tiny model has some hundred kilobytes."""
 SIZES = (0, 1, 2, 7, 255, 1 << 16, (1 << 31) - 1, 1 << 32, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)
@@ -150,11 +151,16 @@ def load_model(path: Path) -> None:
     files = resolve(str(path))
     Tokenizer.from_assets(text_assets(files))
     Worker(Config(model=ModelOptions(image_model="none"), cache=CacheOptions(num_blocks=32)), files)
+    if (stored := size_of(files)).weights.is_quantised:
+        with open_model(files) as (config, source):
+            quantised_bytes(config, stored.weights, "", torch.bfloat16, on_gpu=True)
+            # As a GPU holds the weights.
+            load_weights(files, config, source, dtype=torch.bfloat16, device=torch.device("cpu"), linears="keep")
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["F32", "Q4_1", "Q8_0", "Q4_K"])
 def test_gguf(kind: str, tiny_gguf: Callable[[str, str], Path], tmp_path: Path) -> None:
-    file = Path(shutil.copy(tiny_gguf("smollm2", kind), tmp_path))
+    file = Path(shutil.copy(tiny_gguf("wide" if kind == "Q4_K" else "smollm2", kind), tmp_path))
     check(file, lambda: load_model(file))
 
 
@@ -165,7 +171,7 @@ def test_directory(name: str, tiny_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
-@pytest.mark.parametrize("method", ["fp8", "awq", "gptq"])
+@pytest.mark.parametrize("method", ["fp8", "awq", "gptq", "w4a16", "w8a8"])
 def test_quantised(method: str, name: str, tiny_model: Path, tmp_path: Path) -> None:
     folder = save_quantised(tiny_model, tmp_path / "model", method)
     check(folder / name, lambda: load_model(folder))
