@@ -195,5 +195,9 @@ def test_a_plan_refuses_fp8_where_serving_would(smollm2_files: ModelFiles, monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     shown = CliRunner().invoke(cli.app, ["plan", "smollm2", "--image-model", "none", "--quantization", "fp8"])
     assert shown.exit_code != 0 and "CPUs do not multiply FP8" in str(shown.exception)
+    asked = ["plan", "smollm2", "--image-model", "none", "--quantization", "int8"]
+    assert CliRunner().invoke(cli.app, asked).exit_code == 0
+    shown = CliRunner().invoke(cli.app, [*asked, "--dtype", "bfloat16"])
+    assert shown.exit_code != 0 and "--quantization int8 needs --dtype auto" in str(shown.exception)
     shown = CliRunner().invoke(cli.app, ["plan", "smollm2", "--image-model", "none", "--kv-cache-dtype", "fp8"])
     assert shown.exit_code != 0 and "--kv-cache-dtype fp8 is for GPUs" in str(shown.exception)

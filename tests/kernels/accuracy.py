@@ -1,7 +1,12 @@
 """What rounding costs: the default model with its weights as they are in the file, or quantised again as for GPUs, to
-four bits or e4m3, or with a KV cache of e4m3, against the same in floats.
+four or eight bits or e4m3, or with a KV cache of e4m3, against the same in floats.
 
-    python -m tests.kernels.accuracy [--quantization fp8|int4] [--kv-cache-dtype fp8]
+    python -m tests.kernels.accuracy [--quantization fp8|int8|int4] [--kv-cache-dtype fp8]
+    python -m tests.kernels.accuracy --blocks Q4_1|Q8_0|Q4_K|Q6_K
+
+With blocks, a copy of the model in such blocks, or the file itself, is held as on a GPU, its scales as bfloat16, against
+the floats that the blocks stand for. The default model's rows are 576 and 1,536 wide: of Q4_K and Q6_K, whose blocks
+have 256 columns, `down` alone is so, and the others are Q8_0.
 
 Both read a page of Newton's Opticks, a token after the other from those before it.
 """
@@ -9,19 +14,25 @@ Both read a page of Newton's Opticks, a token after the other from those before 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf.quants import dequantize
 from msgspec import Struct
 from torch import Tensor
 
+from tests.quantised_models import gguf_blocks
 from weft.checkpoint.model_files import ModelFiles
 from weft.checkpoint.tokenizer_assets import text_assets
 from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE, AttentionBatch
 from weft.kernels.cpu import native_step, panel_layout
 from weft.kernels.fp8 import E4M3, zero_cache
+from weft.kernels.int4 import Int4Weight
 from weft.kernels.panel_format import PanelLayout
+from weft.kernels.weights import Weight
 from weft.model.dense import DenseModel
 from weft.model.loader import LinearLoading, load_weights, open_model
 from weft.text.tokenizer import Tokenizer
@@ -76,6 +87,10 @@ def _log_probabilities(
         weights = load_weights(
             files, config, source, dtype=torch.float32, device=device, panels=panels, linears=linears
         )
+    if linears == "keep":
+        names = ("qkv", "output", "gate_up", "down")
+        layers = [layer._replace(**{name: _in_bfloat16(getattr(layer, name)) for name in names}) for layer in weights.layers]
+        weights = weights._replace(layers=layers)
     count = len(tokens)
     num_blocks = -(-count // BLOCK)
     model = DenseModel(config, weights, REFERENCE, num_blocks * BLOCK)
@@ -96,6 +111,35 @@ def _log_probabilities(
     return logits.log_softmax(-1)
 
 
+def in_blocks(files: ModelFiles, type_name: str, folder: Path) -> ModelFiles:
+    """Copy a model with its linear weights in blocks of a type, or of Q8_0 where its rows are no whole blocks."""
+    reader = GGUFReader(files.path)
+    writer = GGUFWriter(folder / "model.gguf", str(reader.fields["general.architecture"].contents()))
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kinds = [*field.types, None]
+            writer.add_key_value(field.name, field.contents(), kinds[0], kinds[1])
+    for tensor in reader.tensors:
+        data, kind = tensor.data, tensor.tensor_type
+        if tensor.name.startswith("blk.") and len(tensor.shape) == 2:
+            found = type_name if tensor.shape[0] % 256 == 0 or not type_name.endswith("K") else "Q8_0"
+            data, kind = gguf_blocks(dequantize(data, kind), found), GGMLQuantizationType[found]
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return resolve(str(folder / "model.gguf"))
+
+
+def _in_bfloat16(weight: Weight) -> Weight:
+    """Round what a GPU holds beside the numbers of a weight to bfloat16."""
+    if not isinstance(weight, Int4Weight):
+        return weight
+    scales, minima = weight.scales.bfloat16().float(), weight.minima
+    return weight._replace(scales=scales, minima=None if minima is None else minima.bfloat16().float())
+
+
 def _perplexity(log_probabilities: Tensor, following: Tensor) -> float:
     return log_probabilities[:-1].gather(1, following).mean().neg().exp().item()
 
@@ -103,11 +147,18 @@ def _perplexity(log_probabilities: Tensor, following: Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--quantization", choices=["fp8", "int4"])
+    parser.add_argument("--quantization", choices=["fp8", "int8", "int4"])
     parser.add_argument("--kv-cache-dtype", choices=["fp8"])
+    parser.add_argument("--blocks", choices=["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K"])
     asked = parser.parse_args()
     kv_dtype = E4M3 if asked.kv_cache_dtype else torch.float32
-    found = measure(resolve("smollm2"), asked.tokens, asked.quantization or "dequantise", kv_dtype)
+    files = resolve("smollm2")
+    with tempfile.TemporaryDirectory() as folder:
+        # The file has Q4_1.
+        if asked.blocks not in (None, "Q4_1"):
+            files = in_blocks(files, asked.blocks, Path(folder))
+        linears = "keep" if asked.blocks else asked.quantization or "dequantise"
+        found = measure(files, asked.tokens, linears, kv_dtype)
     print(f"tokens                {found.num_tokens:,}")
     print(f"perplexity, floats    {found.perplexity:.4f}")
     print(f"perplexity, rounded   {found.rounded_perplexity:.4f} ({found.loss:+.3%})")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 pytest.importorskip("numba")
 
 from tests.kernels.steps import MAX_MODEL_LEN, Step, config, random_cache, random_step, random_weights
+from tests.worker import driving
+from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE
 from weft.kernels.cpu import panel_layout
 from weft.kernels.cpu.compiled import FEATURES
@@ -22,6 +25,8 @@ from weft.kernels.panel_format import FORMATS, PanelFormat, PanelLayout, format_
 from weft.kernels.quantised import QuantisedWeight, pack, rounded
 from weft.kernels.weights import DecoderWeights
 from weft.model.dense import DenseConfig, DenseModel
+from weft.options import BackendOptions, CacheOptions, Config, ModelOptions
+from weft.worker.worker import Worker
 
 LAYOUT = panel_layout() or PanelLayout(4)
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "vocab_size": 211, "num_heads": 4, "num_kv_heads": 2}
@@ -169,3 +174,21 @@ def test_older_processors_compute_the_same(features: str, lanes: int) -> None:
     command = [sys.executable, "-m", "tests.kernels.panel_products"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == f"{lanes}\n", done.stderr
+
+
+def test_a_checkpoint_of_floats_is_computed_with_eight_bits(tiny_model: Path) -> None:
+    """`--quantization int8` on a CPU: the native step multiplies panels, and its logits are near those of floats."""
+    asked = Config(
+        model=ModelOptions(device="cpu", image_model="none", max_model_len=256),
+        backend=BackendOptions(quantization="int8"),
+        cache=CacheOptions(num_blocks=64),
+    )
+    worker = Worker(asked, resolve(str(tiny_model)))
+    weights = worker.runner.stepper.model.weights
+    assert all(isinstance(weight, QuantisedWeight) for layer in weights.layers for weight in (layer.qkv, layer.down))
+    prompt = list(range(3, 60))
+    with driving.watched_logits() as seen:
+        driving.run(driving.Driven(worker.runner, worker.limits), [driving.request("r", prompt, 2)])
+    with driving.watched_logits() as wanted:
+        driving.run(driving.load(tiny_model), [driving.request("r", prompt, 2)])
+    assert (seen[0] - wanted[0]).norm() / wanted[0].norm() < 0.03

@@ -127,6 +127,22 @@ def test_what_is_quantised_stays_so_where_the_engine_keeps_it(tiny_gguf: Callabl
     assert theirs.weights == packed.packed_bytes + 4 * packed.floats
 
 
+def test_blocks_of_a_gguf_file_stay_quantised_on_a_gpu(tiny_gguf: Callable[[str, str], Path]) -> None:
+    files = model_at(tiny_gguf("smollm2", "Q8_0"))
+    stored = size_of(files).weights
+    kept, unpacked = (plan_load(config(dtype=kind), files, gpus(80)) for kind in ("auto", "float32"))
+    assert kept.weights == stored.block_bytes < unpacked.weights // 2
+    assert kept.packed_bytes == stored.packed_bytes and unpacked.unpacked_bytes == stored.packed_bytes
+
+
+def test_int8_takes_half_of_bfloat16_and_a_third_of_float32(llama_8b: ModelFiles) -> None:
+    plain, rounded = (plan_load(config(quantization=kind), llama_8b, gpus(80)) for kind in ("", "int8"))
+    tables = 2 * 128256 * 4096
+    assert rounded.weights - 2 * tables == pytest.approx((plain.weights - 2 * tables) / 2, rel=1e-3)
+    plain, rounded = (plan_load(config(quantization=kind), llama_8b, ROOMY) for kind in ("", "int8"))
+    assert rounded.weights - 4 * tables == pytest.approx((plain.weights - 4 * tables) * 1.125 / 4, rel=1e-3)
+
+
 def test_what_is_quantised_while_it_is_loaded_is_not_refused_as_it_is_in_the_file(llama_8b: ModelFiles) -> None:
     machine = gpus(16)
     assert plan_load(config(max_model_len=4096), llama_8b, machine, engine="cuda-vllm").problem is not None

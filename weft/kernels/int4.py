@@ -59,7 +59,8 @@ class Int4Weight(NamedTuple):
     numbers: Tensor
     """int16, [tiles, blocks, 2048], or 4096 words of eight bits."""
     scales: Tensor
-    """[tiles, groups, 64], of the model's type. The rows of a tile are in the order of its words."""
+    """[tiles, groups, 64], of the model's type. The rows of a tile are in the order of its words. Where a block has
+    several groups, [tiles, blocks, 64 * groups]: those of a row are neighbours, which a thread loads at once."""
     zeros: Tensor | None
     group_size: int
     shape: tuple[int, int]
@@ -69,6 +70,10 @@ class Int4Weight(NamedTuple):
     @property
     def bits(self) -> int:
         return self.numbers.shape[2] * 16 // (TILE * BLOCK)
+
+    @property
+    def num_groups(self) -> int:
+        return self.scales[0].numel() // TILE
 
     def dequantised(self) -> Tensor:
         """Return the weight as floats, [out, in]."""
@@ -111,7 +116,10 @@ def pack(groups: Int4Groups, dtype: torch.dtype) -> Int4Weight:
         if by_row is None:
             return None
         rows = F.pad(by_row.to(dtype), (0, more_groups, 0, more_rows)).view(num_tiles, 4, 2, 8, -1)
-        return rows.permute(0, 4, 1, 3, 2).reshape(num_tiles, -1, TILE).contiguous()
+        if group_size >= BLOCK:
+            return rows.permute(0, 4, 1, 3, 2).reshape(num_tiles, -1, TILE).contiguous()
+        blocks = rows.unflatten(4, (num_blocks, -1)).permute(0, 4, 1, 3, 2, 5)
+        return blocks.reshape(num_tiles, num_blocks, -1).contiguous()
 
     held = laid(scales)
     assert held is not None
@@ -141,7 +149,8 @@ def joined(parts: list[Int4Groups]) -> Int4Groups:
 
 def _by_row(laid: Tensor) -> Tensor:
     num_tiles, num_groups, _ = laid.shape
-    return laid.view(num_tiles, num_groups, 4, 8, 2).permute(0, 2, 4, 3, 1).reshape(-1, num_groups)
+    rows = laid.view(num_tiles, num_groups, 4, 8, 2, -1).permute(0, 2, 4, 3, 1, 5)
+    return rows.reshape(num_tiles * TILE, -1)
 
 
 def quantised_groups(weight: Tensor) -> Int4Groups:

@@ -89,8 +89,21 @@ def _by_word(values, TILES: tl.constexpr):
 
 
 @triton.jit
-def _group_values(at, block, quarter: tl.constexpr, GROUP: tl.constexpr):
-    return tl.load(at + (block * _BLOCK + quarter * (_BLOCK // 4)) // GROUP * _TILE)
+def _group_values(at, block, GROUP: tl.constexpr):
+    """Return the values of the groups that the four quarters of a block belong to."""
+    if GROUP >= _BLOCK:
+        first = tl.load(at + block * _BLOCK // GROUP * _TILE)
+        second, third, fourth = first, first, first
+    else:
+        values = tl.load(at + block * (_TILE * (_BLOCK // GROUP)))
+        if GROUP == _BLOCK // 2:
+            first, third = tl.split(values)
+            second, fourth = first, third
+        else:
+            even, odd = tl.split(tl.reshape(values, [values.shape[0], 128, 2, 2, 2]))
+            first, third = tl.split(even)
+            second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit
@@ -113,24 +126,11 @@ def _weights(words_at, scales_at, added_at, block, GROUP: tl.constexpr, TILES: t
     others = words
     if BITS == 8:
         others = tl.load(words_at + block * (_WORDS * 2) + _WORDS)
-    ADDED: tl.constexpr = KIND != ""
-    scale0 = _group_values(scales_at, block, 0, GROUP)
-    scale1, scale2, scale3 = scale0, scale0, scale0
+    scale0, scale1, scale2, scale3 = _group_values(scales_at, block, GROUP)
     added0 = tl.full(scale0.shape, _MIDDLE, scale0.dtype)
-    if ADDED:
-        added0 = _group_values(added_at, block, 0, GROUP)
     added1, added2, added3 = added0, added0, added0
-    if GROUP < _BLOCK:
-        scale2 = _group_values(scales_at, block, 2, GROUP)
-        if ADDED:
-            added2 = _group_values(added_at, block, 2, GROUP)
-        scale3, added3 = scale2, added2
-    if GROUP < _BLOCK // 2:
-        scale1 = _group_values(scales_at, block, 1, GROUP)
-        scale3 = _group_values(scales_at, block, 3, GROUP)
-        if ADDED:
-            added1 = _group_values(added_at, block, 1, GROUP)
-            added3 = _group_values(added_at, block, 3, GROUP)
+    if KIND != "":
+        added0, added1, added2, added3 = _group_values(added_at, block, GROUP)
     if UNPACK == "":
         first = _numbers(words, _by_word(scale0, TILES), _by_word(added0, TILES), 0, BITS, KIND)
         second = _numbers(words, _by_word(scale1, TILES), _by_word(added1, TILES), 1, BITS, KIND)
@@ -201,10 +201,17 @@ def _words_of(numbers, tile, num_blocks, BITS: tl.constexpr):
 
 
 @triton.jit
-def _values_of(values, tile, num_groups):
-    """Return the places of the first group's scales, or what they have beside them, of tiles."""
+def _values_of(values, tile, num_groups, GROUP: tl.constexpr):
+    """Return the places of the first group's scales, or what they have beside them, of tiles; of the first block's
+    groups where it has several."""
     within = (tl.arange(0, 128) // 4 * 2)[None, :, None] + tl.arange(0, 2)[None, None, :]
-    return values + (tile.to(tl.int64) * num_groups * _TILE)[:, None, None] + within
+    tile_at = (tile.to(tl.int64) * num_groups * _TILE)[:, None, None]
+    if GROUP >= _BLOCK:
+        places = values + tile_at + within
+    else:
+        PER: tl.constexpr = _BLOCK // GROUP
+        places = values + (tile_at + within * PER)[:, :, :, None] + tl.arange(0, PER)[None, None, None, :]
+    return places
 
 
 @triton.jit
@@ -247,8 +254,8 @@ def _int4_kernel(
             tile += part // OWN_TILES * (num_tiles // 2)
         tile = tl.minimum(tile, num_tiles - 1)
         words_at = _words_of(numbers, tile, num_blocks, BITS)
-        scales_at = _values_of(scales, tile, num_groups)
-        added_at = _values_of(added, tile, num_groups)
+        scales_at = _values_of(scales, tile, num_groups, GROUP)
+        added_at = _values_of(added, tile, num_groups, GROUP)
         row = job % row_jobs * ROWS + tl.arange(0, ROWS)
         x_at = x + row.to(tl.int64)[:, None] * x_stride
         is_row = (row < num_rows)[:, None]
@@ -322,8 +329,8 @@ def _dequantise_kernel(
     tile, block = tl.program_id(1), tl.program_id(0)
     tiles = tile + tl.arange(0, 1)
     quarters = _weights(
-        _words_of(numbers, tiles, num_blocks, BITS), _values_of(scales, tiles, num_groups),
-        _values_of(added, tiles, num_groups), block, GROUP, 1, BITS, KIND, UNPACK,
+        _words_of(numbers, tiles, num_blocks, BITS), _values_of(scales, tiles, num_groups, GROUP),
+        _values_of(added, tiles, num_groups, GROUP), block, GROUP, 1, BITS, KIND, UNPACK,
     )  # fmt: skip
     row = tile * _TILE + tl.arange(0, _TILE)[:, None]
     column = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -356,7 +363,7 @@ def dequantised(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
     num_tiles, num_blocks, _ = weight.numbers.shape
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=weight.numbers.device)
     _dequantise_kernel[(num_blocks, num_tiles)](
-        *_values(weight), out, num_rows, num_columns, num_blocks, weight.scales.shape[1],
+        *_values(weight), out, num_rows, num_columns, num_blocks, weight.num_groups,
         **_kind(weight), num_warps=4, **launch_options(),
     )  # fmt: skip
     return out
@@ -385,7 +392,7 @@ def product(
     partials = torch.empty(2 * programs * tiles * TILE * rows if split_k != 1 else 0, device=out.device)
     _int4_kernel[(programs,)](
         x, *_values(weight), out if bias is None else bias, out if residual is None else residual, out, partials, zeroed_counters(out.device),
-        num_rows, num_outputs, k, num_tiles, num_blocks, weight.scales.shape[1], x.stride(0),
+        num_rows, num_outputs, k, num_tiles, num_blocks, weight.num_groups, x.stride(0),
         0 if residual is None else residual.stride(0), share, longer,
         **_kind(weight), ROWS=rows, TILES=tiles, SPLIT_K=split_k, EVEN_K=k % BLOCK == 0,
         BIAS=bias is not None, GATED=gated, ADD=residual is not None,
