@@ -233,7 +233,9 @@ def bench_int4(model: str, kind: str, heads: HeadShape, hidden: int, width: int)
     }  # fmt: skip
     for name, (n, k) in shapes.items():
         first = pack(KINDS[kind](randn(n, k)), torch.bfloat16)
-        moved = sum(held.nbytes for held in (first.numbers, first.scales, first.zeros, first.minima) if held is not None)
+        moved = sum(
+            held.nbytes for held in (first.numbers, first.scales, first.zeros, first.minima) if held is not None
+        )
         weights = [pack(KINDS[kind](randn(n, k)), torch.bfloat16) for _ in range(int(COLD_BYTES // moved) + 1)]
         for rows in (1, 8, 32, 64, 128, 256, 2048):
             x, scale, total = randn(rows, k), randn(k), randn(rows, n)

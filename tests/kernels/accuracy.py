@@ -4,9 +4,9 @@ four or eight bits or e4m3, or with a KV cache of e4m3, against the same in floa
     python -m tests.kernels.accuracy [--quantization fp8|int8|int4] [--kv-cache-dtype fp8]
     python -m tests.kernels.accuracy --blocks Q4_1|Q8_0|Q4_K|Q6_K
 
-With blocks, a copy of the model in such blocks, or the file itself, is held as on a GPU, its scales as bfloat16, against
-the floats that the blocks stand for. The default model's rows are 576 and 1,536 wide: of Q4_K and Q6_K, whose blocks
-have 256 columns, `down` alone is so, and the others are Q8_0.
+With blocks, a copy of the model in such blocks, or the file itself, is held as on a GPU, its scales as bfloat16,
+against the floats that the blocks stand for. The default model's rows are 576 and 1,536 wide: of Q4_K and Q6_K, whose
+blocks have 256 columns, `down` alone is so, and the others are Q8_0.
 
 Both read a page of Newton's Opticks, a token after the other from those before it.
 """
@@ -89,7 +89,9 @@ def _log_probabilities(
         )
     if linears == "keep":
         names = ("qkv", "output", "gate_up", "down")
-        layers = [layer._replace(**{name: _in_bfloat16(getattr(layer, name)) for name in names}) for layer in weights.layers]
+        layers = [
+            layer._replace(**{name: _in_bfloat16(getattr(layer, name)) for name in names}) for layer in weights.layers
+        ]
         weights = weights._replace(layers=layers)
     count = len(tokens)
     num_blocks = -(-count // BLOCK)

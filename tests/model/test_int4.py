@@ -131,7 +131,11 @@ def test_empty_biases_of_gptq_are_passed_over(tmp_path: Path) -> None:
         ("gptq", {"checkpoint_format": "marlin"}, "layout 'marlin' of GPTQ"),
         ("gptq", {"quant_method": "bitsandbytes"}, "quantisation 'bitsandbytes' is not supported"),
         ("w4a16", {"format": "marlin-24"}, "format 'marlin-24' of compressed-tensors"),
-        ("w4a16", {"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "pack-quantized of compressed-tensors with 8"),
+        (
+            "w4a16",
+            {"config_groups": {"a": {"weights": {"num_bits": 8}}}},
+            "pack-quantized of compressed-tensors with 8",
+        ),
         ("w8a8", {"config_groups": {"a": {"weights": {"num_bits": 4}}}}, "int-quantized of compressed-tensors with 4"),
         ("w8a8", {"config_groups": {"a": {"weights": {"num_bits": 8, "symmetric": False}}}}, "with zeros"),
     ],

@@ -1,5 +1,5 @@
-"""Weights of eight bits: checkpoints of compressed-tensors, any others quantised, and blocks of GGUF files as a GPU holds
-them."""
+"""Weights of eight bits: checkpoints of compressed-tensors, any others quantised, and blocks of GGUF files as a GPU
+holds them."""
 
 from __future__ import annotations
 
@@ -142,7 +142,15 @@ def kept(path: Path, linears: Any = "keep") -> Any:
         )  # fmt: skip
 
 
-LARGEST_ERROR = {"Q4_0": 0.002, "Q4_1": 0.006, "Q4_K": 0.006, "Q5_0": 0.002, "Q5_1": 0.006, "Q8_0": 0.002, "Q6_K": 0.006}
+LARGEST_ERROR = {
+    "Q4_0": 0.002,
+    "Q4_1": 0.006,
+    "Q4_K": 0.006,
+    "Q5_0": 0.002,
+    "Q5_1": 0.006,
+    "Q8_0": 0.002,
+    "Q6_K": 0.006,
+}
 """The relative error of weights whose scales and minima are bfloat16; those of Q6_K are rounded to eight bits too."""
 
 

@@ -34,7 +34,7 @@ from weft.worker.worker import Worker
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CASES = 40 * EFFORT
-"""Cases of each file: 160 of GGUF files, 80 each of AWQ, GPTQ and adapters, 160 of compressed-tensors, 240 of others."""
+"""Cases of each file: 160 of GGUF, 80 each of AWQ, GPTQ and adapters, 160 of compressed-tensors, 240 of others."""
 ROOM = 256 << 20
 """Address space that a load may take: a tiny model has some hundred kilobytes."""
 SIZES = (0, 1, 2, 7, 255, 1 << 16, (1 << 31) - 1, 1 << 32, 1 << 40, (1 << 63) - 1, (1 << 64) - 1)

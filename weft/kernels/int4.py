@@ -115,11 +115,10 @@ def pack(groups: Int4Groups, dtype: torch.dtype) -> Int4Weight:
     def laid(by_row: Tensor | None) -> Tensor | None:
         if by_row is None:
             return None
-        rows = F.pad(by_row.to(dtype), (0, more_groups, 0, more_rows)).view(num_tiles, 4, 2, 8, -1)
-        if group_size >= BLOCK:
-            return rows.permute(0, 4, 1, 3, 2).reshape(num_tiles, -1, TILE).contiguous()
-        blocks = rows.unflatten(4, (num_blocks, -1)).permute(0, 4, 1, 3, 2, 5)
-        return blocks.reshape(num_tiles, num_blocks, -1).contiguous()
+        rows = F.pad(by_row.to(dtype), (0, more_groups, 0, more_rows))
+        together = max(1, BLOCK // group_size)
+        rows = rows.view(num_tiles, 4, 2, 8, -1, together).permute(0, 4, 1, 3, 2, 5)
+        return rows.reshape(num_tiles, -1, TILE * together).contiguous()
 
     held = laid(scales)
     assert held is not None

@@ -189,8 +189,9 @@ def _gguf_weights(file: GgufFile) -> Weights:
 
 
 def _block_bytes(held: list[GgufTensor]) -> int:
-    """Return the bytes of a GGUF file's tensors on a GPU: linear weights as numbers of four or eight bits in whole tiles
-    of 64 rows and blocks of 128 columns, with scales and minima of two bytes for 32 columns; the rest as two bytes."""
+    """Return the bytes of a GGUF file's tensors on a GPU: linear weights as numbers of four or eight bits, in whole
+    tiles of 64 rows and blocks of 128 columns, with scales and minima of two bytes for 32 columns; the rest as two
+    bytes."""
     fused: dict[str, list[GgufTensor]] = {}
     for tensor in held:
         layer, _, part = tensor.name.removesuffix(".weight").rpartition(".")

@@ -1,4 +1,4 @@
-"""Reads linear weights of four bits as AWQ, GPTQ and compressed-tensors store them, and knows which formats are read."""
+"""Reads linear weights of four bits as AWQ, GPTQ and compressed-tensors store them, and knows what is read."""
 
 from __future__ import annotations
 

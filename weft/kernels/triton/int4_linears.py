@@ -391,7 +391,8 @@ def product(
     share, longer = divmod(jobs * num_blocks, programs)
     partials = torch.empty(2 * programs * tiles * TILE * rows if split_k != 1 else 0, device=out.device)
     _int4_kernel[(programs,)](
-        x, *_values(weight), out if bias is None else bias, out if residual is None else residual, out, partials, zeroed_counters(out.device),
+        x, *_values(weight), out if bias is None else bias, out if residual is None else residual, out, partials,
+        zeroed_counters(out.device),
         num_rows, num_outputs, k, num_tiles, num_blocks, weight.num_groups, x.stride(0),
         0 if residual is None else residual.stride(0), share, longer,
         **_kind(weight), ROWS=rows, TILES=tiles, SPLIT_K=split_k, EVEN_K=k % BLOCK == 0,
