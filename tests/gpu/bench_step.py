@@ -1,7 +1,8 @@
 """What each op of a decode step costs: a captured step is timed with all of them, and with one left out at a time.
 
 `python3 -m tests.gpu.bench_step DIR [quantization] [rows,rows,...] [adapters]`, where DIR holds the config.json of a
-model; its weights are random. With adapters, of rank 16 and shared out over the rows, it times what their ops add.
+model; its weights are random. The quantization may be a block format of GGUF, of `bench_kernels.KINDS`. With adapters,
+of rank 16 and shared out over the rows, it times what their ops add.
 Launches overlap, so a kernel by itself says little of what it adds to a step.
 """
 
@@ -14,13 +15,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tests.gpu.bench_kernels import KINDS
 from weft.hub.resolve import find_model
 from weft.kernels import Ops
 from weft.kernels.batch import AdapterGroups
+from weft.kernels.int4 import pack
 from weft.kernels.triton.elementwise import silu_mul
 from weft.kernels.weights import SlotLowRank, Weight
 from weft.model.dense import DenseModel
 from weft.model.dense_lora import AdapterSlots
+from weft.model.loader import _Loading
 from weft.options import BackendOptions, CacheOptions, Config, ModelOptions
 from weft.worker.forward_step import Stepper
 from weft.worker.graphs import StepGraphs
@@ -98,9 +102,12 @@ def milliseconds(stepper: Stepper, rows: int, slots: AdapterSlots | None = None)
 
 def main() -> None:
     folder, quantization, sizes, adapters = [*sys.argv[1:], *("", "", "1", "0")[len(sys.argv) - 1 :]]
+    is_block = quantization.startswith("Q")
+    if is_block:
+        _Loading.int8_weight = lambda self, weight: pack(KINDS[quantization](weight), self.dtype)
     config = Config(
         model=ModelOptions(model=folder, load_format="dummy", device="cuda", dtype="bfloat16", image_model="none"),
-        backend=BackendOptions(quantization=quantization),
+        backend=BackendOptions(quantization="int8" if is_block else quantization),
         cache=CacheOptions(kv_cache_memory_mb=40_000),
     )
     stepper = Worker(config, find_model(config)).runner.stepper
