@@ -14,7 +14,8 @@ from tests.worker.subjects import Subject, alone, cached_chunks, preempted, tiny
 from weft.errors import ConfigError
 from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE, ops_for
-from weft.kernels.fp8 import E4M3, E4M3_MAX, Fp8Cache, quantise_heads, zero_cache
+from weft.kernels.fp8 import E4M3, E4M3_MAX
+from weft.kernels.kv_cache import Fp8Cache, quantise_heads, zero_cache
 from weft.model.dense import DenseModel
 from weft.options import CacheOptions, Config, ModelOptions
 from weft.worker.forward_step import Stepper
