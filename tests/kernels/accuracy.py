@@ -1,7 +1,7 @@
 """What rounding costs: the default model with its weights as they are in the file, or quantised again as for GPUs, to
-four or eight bits or e4m3, or with a KV cache of e4m3, against the same in floats.
+four or eight bits or e4m3, or with a KV cache of e4m3, halves or int8, against the same in floats.
 
-    python -m tests.kernels.accuracy [--quantization fp8|int8|int4] [--kv-cache-dtype fp8]
+    python -m tests.kernels.accuracy [--quantization fp8|int8|int4] [--kv-cache-dtype fp8|fp16|int8]
     python -m tests.kernels.accuracy --blocks Q4_1|Q8_0|Q4_K|Q6_K
 
 With blocks, a copy of the model in such blocks, or the file itself, is held as on a GPU, its scales as bfloat16,
@@ -29,8 +29,9 @@ from weft.checkpoint.tokenizer_assets import text_assets
 from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE, AttentionBatch
 from weft.kernels.cpu import native_step, panel_layout
-from weft.kernels.fp8 import E4M3, zero_cache
+from weft.kernels.fp8 import E4M3
 from weft.kernels.int4 import Int4Weight
+from weft.kernels.kv_cache import zero_cache
 from weft.kernels.panel_format import PanelLayout
 from weft.kernels.weights import Weight
 from weft.model.dense import DenseModel
@@ -40,6 +41,7 @@ from weft.worker.memory_profile import cache_shape
 
 TEXT = Path(__file__).with_name("opticks.txt")
 BLOCK = 16
+KV_DTYPES = {"fp8": E4M3, "fp16": torch.float16, "int8": torch.int8}
 
 
 class Accuracy(Struct, frozen=True):
@@ -104,7 +106,7 @@ def _log_probabilities(
         block_tables=torch.arange(1, num_blocks + 1)[None],
         slots=torch.arange(BLOCK, BLOCK + count),
     )
-    if linears != "dequantise" or not isinstance(cache, Tensor):
+    if linears != "dequantise" or kv_dtype == E4M3:
         return model.logits(model.forward(tokens, torch.arange(count), cache, batch)).log_softmax(-1)
     step = native_step(weights, config.heads, config.norm_eps, model.rotations, cache)
     assert step is not None, "numba is missing"
@@ -150,10 +152,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--quantization", choices=["fp8", "int8", "int4"])
-    parser.add_argument("--kv-cache-dtype", choices=["fp8"])
+    parser.add_argument("--kv-cache-dtype", choices=list(KV_DTYPES))
     parser.add_argument("--blocks", choices=["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K"])
     asked = parser.parse_args()
-    kv_dtype = E4M3 if asked.kv_cache_dtype else torch.float32
+    kv_dtype = KV_DTYPES.get(asked.kv_cache_dtype, torch.float32)
     files = resolve("smollm2")
     with tempfile.TemporaryDirectory() as folder:
         # The file has Q4_1.
