@@ -29,6 +29,7 @@ from weft.model.architectures import architecture_of, config_from_gguf, config_f
 from weft.model.dense import DenseConfig
 from weft.model.dequant import BlockFormat, Groups, block_format, dequantise, unpack
 from weft.model.int4_formats import SUFFIXES, Int4Format, int4_format, read_int4
+from weft.model.staged_copy import CHUNK_BYTES, StagedCopy
 
 HUGGINGFACE_NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -106,6 +107,8 @@ class SafetensorsSource:
     def __init__(self, files: ModelFiles, stack: ExitStack, int4: Int4Format | None = None) -> None:
         self.int4 = int4
         self._file_of: dict[str, Any] = {}
+        self._stack = stack
+        self._staged_copy: StagedCopy | None = None
         for path in files.weight_files:
             try:
                 opened = stack.enter_context(safe_open(path, framework="pt"))
@@ -122,8 +125,17 @@ class SafetensorsSource:
     def read_into(self, out: Tensor, name: str) -> None:
         # A view of the mapped file: nothing is read before it is copied to its place.
         mapped = self._file_of[name].get_tensor(name)
-        # A copy between devices that changes the type as well would change it on the host.
-        out.copy_(mapped if mapped.dtype == out.dtype else mapped.to(out.device))
+        if out.device.type != "cuda" or mapped.nbytes < CHUNK_BYTES or not out.is_contiguous():
+            # A copy between devices that changes the type as well would change it on the host.
+            out.copy_(mapped if mapped.dtype == out.dtype else mapped.to(out.device))
+            return
+        if self._staged_copy is None:
+            self._staged_copy = StagedCopy(out.device)
+            self._stack.callback(self._staged_copy.close)
+        there = out if mapped.dtype == out.dtype else torch.empty_like(mapped, device=out.device)
+        self._staged_copy.copy(there, mapped)
+        if there is not out:
+            out.copy_(there)
 
     def number_type(self, name: str) -> str:
         return str(self._file_of[name].get_slice(name).get_dtype()) if name in self._file_of else ""
@@ -499,7 +511,7 @@ class _DummyLoading(_Loading):
     def read_into(self, out: Tensor, part: str, layer: int) -> None:
         if part.endswith("norm"):
             out.fill_(1)
-        else:
+        elif not out.is_meta:
             out.normal_(std=0.02)
 
 

@@ -39,6 +39,7 @@ from weft.options import CacheOptions, Config
 from weft.plan import Limits
 from weft.switches import is_on
 from weft.types import ModelInfo
+from weft.worker.compile_ahead import CompileAhead, FutureSteps
 from weft.worker.diffusion.load import load_image_model
 from weft.worker.draft_model import DraftModel
 from weft.worker.forward_step import FastStep, Stepper
@@ -102,8 +103,11 @@ class Worker:
                 embeds_width=geometry.hidden_size if config.limits.allow_prompt_embeds else 0,
                 max_embedding_bytes=config.scheduler.max_embedding_mb << 20,
             )
+            compiling = _compile_ahead(self.limits, kv_dtype, target, draft) if device.type == "cuda" else None
             model = target.load(plan.max_model_len)
             draft_model = draft.load(plan.max_model_len) if draft is not None else None
+            if compiling is not None:
+                compiling.wait()
         models = [one for one in (model, draft_model) if one is not None]
         weights_bytes = sum(one.weights.num_bytes for one in models) + beside_bytes
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
@@ -194,14 +198,18 @@ class OpenModel:
         self, config: Config, files: ModelFiles, device: torch.device, dtype: torch.dtype, opened: ExitStack
     ) -> None:
         self.files = files
-        self._device, self._dtype = device, dtype
+        self._device, self.dtype = device, dtype
         self.geometry, self._source = opened.enter_context(open_model(files))
         stored = size_of(files).weights
         self._panels = _panels(config, files, device)
         self._linears = _linears(config, stored, device, dtype)
-        if self._linears == "fp8" or (self._linears == "keep" and stored.fp8):
+        self.multiplied = self._linears
+        """How linear weights are held once they are loaded."""
+        if self._linears == "keep":
+            self.multiplied = "fp8" if stored.fp8 else "int4"
+        if self.multiplied == "fp8":
             self.weights_bytes = fp8_bytes(self.geometry, dtype, grouped=stored.has_fp8_blocks)
-        elif self._linears in ("int4", "keep"):
+        elif self.multiplied == "int4":
             self.weights_bytes = stored.held_as_int4(dtype) if stored.int4 else int4_bytes(self.geometry, dtype)
         elif self._panels is None:
             self.weights_bytes = num_parameters(self.geometry) * dtype.itemsize
@@ -211,9 +219,20 @@ class OpenModel:
     def load(self, max_model_len: int) -> DenseModel:
         weights = load_weights(
             self.files, self.geometry, self._source,
-            dtype=self._dtype, device=self._device, panels=self._panels, linears=self._linears,
+            dtype=self.dtype, device=self._device, panels=self._panels, linears=self._linears,
         )  # fmt: skip
         return DenseModel(self.geometry, weights, ops_for(self._device.type), max_model_len)
+
+
+def _compile_ahead(limits: Limits, kv_dtype: torch.dtype, target: OpenModel, draft: OpenModel | None) -> CompileAhead:
+    """Begin to compile the kernels of the steps that are foreseen."""
+    steps = [FutureSteps(target.geometry, target.dtype, kv_dtype, target.multiplied, limits, _most_decodes(limits))]
+    if draft is not None:
+        most, linears = limits.max_speculative_tokens, draft.multiplied
+        steps.append(
+            FutureSteps(draft.geometry, draft.dtype, kv_dtype, linears, limits, most, with_prefills=False)
+        )  # fmt: skip
+    return CompileAhead(steps, torch.cuda.get_device_capability())
 
 
 def _check_draft(target: OpenModel, draft: OpenModel) -> None:
