@@ -157,7 +157,7 @@ def test_a_process_is_prepared_where_the_first_engine_is_wefts_own(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], expected: int
 ) -> None:
     launches: list[int] = []
-    monkeypatch.setattr(process, "expect_launch", lambda: launches.append(1))
+    monkeypatch.setattr(process, "expect_launch", lambda *, on_cpu: launches.append(1))
     expect_engine(load(settings))
     assert len(launches) == expected
 

@@ -13,7 +13,7 @@ from weft.bench.http import Address
 from weft.bench.http_load import exchange
 from weft.bench.serve import own_server
 
-SECONDS = 8.0
+SECONDS = 6.0
 LENGTHS = (128, 20, 700, 5, 300, 1500, 128, 2000)
 
 

@@ -13,6 +13,7 @@ import logging
 import os
 import struct
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -43,6 +44,8 @@ from weft.worker.runner import warm_up_rows
 log = logging.getLogger(__name__)
 
 META = torch.device("meta")
+NUMBER = struct.Struct("i")
+"""What goes through pipes."""
 
 
 class FutureSteps(NamedTuple):
@@ -58,8 +61,8 @@ class FutureSteps(NamedTuple):
     with_prefills: bool = True
     """Whether steps with prefills are captured, too."""
 
-    def compute(self) -> None:
-        """Compute every step once, on tensors without memory."""
+    def compute(self, *, only_largest: bool = False) -> None:
+        """Compute every step once, or the largest alone, on tensors without memory."""
         from weft.kernels.triton.launch import overlapping_launches
 
         if self.linears != "dequantise":
@@ -72,17 +75,19 @@ class FutureSteps(NamedTuple):
         model = DenseModel(geometry, weights, ops_for("cuda"), limits.max_model_len)
         table = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, META)
         stepper = Stepper(model, zero_cache(cache_shape(geometry, 2, limits.block_size), self.kv_dtype, META), table)
-        for rows in (largest_step(limits).rows, *warm_up_rows(table)):
-            output = _computed(stepper, exact_shape(rows))
-        with overlapping_launches():
-            for shape in graph_shapes(self.most_decodes, with_prefills=self.with_prefills):
-                _computed(stepper, shape)
+        for rows in [largest_step(limits).rows] if only_largest else warm_up_rows(table):
+            # With one token more than there are, no prompt is left to the library's attention.
+            output = _computed(stepper, exact_shape(rows), 1 + max(row.start + row.count for row in rows))
         _sample(output.logits[:1], model.ops)
+        if not only_largest:
+            with overlapping_launches():
+                for shape in graph_shapes(self.most_decodes, with_prefills=self.with_prefills):
+                    _computed(stepper, shape, limits.max_model_len)
 
 
-def _computed(stepper: Stepper, shape: StepShape) -> ForwardOutput:
+def _computed(stepper: Stepper, shape: StepShape, longest: int) -> ForwardOutput:
     packed = torch.empty(sum(section_sizes(shape)), dtype=torch.int64, device=META)
-    return stepper.step(shape, views(packed, shape), longest=stepper.table.tokens.shape[1])
+    return stepper.step(shape, views(packed, shape), longest)
 
 
 def _sample(logits: Tensor, ops: Ops) -> None:
@@ -94,29 +99,59 @@ def _sample(logits: Tensor, ops: Ops) -> None:
             ops.gumbel_sample(scores, peaks, peaks, tokens, tokens, kept)
 
 
+class TritonHash(threading.Thread):
+    """Computes the hash of Triton's own files, half a second's work, while the device is initialised. Triton looks for
+    compiled kernels under it, and keeps it for this process and its forks."""
+
+    def __init__(self) -> None:
+        super().__init__(name="weft-triton-hash", daemon=True)
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(ImportError):  # it is elsewhere in other versions of Triton
+            from triton.runtime.cache import triton_key
+
+            triton_key()
+
+
 class CompileAhead:
     """A process that finds out which kernels there will be, and compiles them in others."""
 
-    def __init__(self, steps: Sequence[FutureSteps], capability: tuple[int, int]) -> None:
+    def __init__(self, steps: Sequence[FutureSteps], capability: tuple[int, int], hashing: threading.Thread) -> None:
         self._began = time.monotonic()
-        folder = os.environ.get("TRITON_CACHE_DIR")
-        self._done = Path(folder, f"weft-{_digest(steps, capability)}") if folder else None
-        self._pid = 0
-        if has_triton() and is_on("compile-ahead") and not (self._done and self._done.exists()):
-            self._pid = _forked(lambda: _compile(steps, capability))
+        self._pid = self._reports = 0
+        hashing.join()
+        if not has_triton() or not is_on("compile-ahead"):
+            return
+        from triton import knobs
+
+        self._done = Path(knobs.cache.dir, f"weft-{_digest(steps, capability)}")
+        if not self._done.exists():
+            self._reports, theirs = os.pipe()
+            self._pid = _forked(lambda: _compile(steps, capability, theirs), keep=[theirs])
+            os.close(theirs)
+
+    def wait_for_largest(self) -> None:
+        """Wait until the kernels of the largest step are compiled."""
+        if self._pid and (count := os.read(self._reports, NUMBER.size)):
+            left = set(range(*NUMBER.unpack(count)))
+            while left and (number := os.read(self._reports, NUMBER.size)):
+                left.discard(*NUMBER.unpack(number))
 
     def wait(self) -> None:
         """Wait until all is compiled. Where it cannot be, kernels are compiled as they are launched."""
         if not self._pid:
             return
+        while os.read(self._reports, 4096):
+            pass
+        os.close(self._reports)
         _, status = os.waitpid(self._pid, 0)
         self._pid = 0
         if os.waitstatus_to_exitcode(status):
             log.warning("Kernels could not be compiled ahead: the first steps of each kind take longer.")
             return
         log.info("Kernels for this GPU were compiled, once: %.1f s.", time.monotonic() - self._began)
-        if self._done is not None:
-            self._done.touch(0o600)
+        self._done.touch(0o600)
 
 
 def _digest(steps: Sequence[FutureSteps], capability: tuple[int, int]) -> str:
@@ -130,40 +165,46 @@ def _digest(steps: Sequence[FutureSteps], capability: tuple[int, int]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _compile(steps: Sequence[FutureSteps], capability: tuple[int, int]) -> None:
+def _compile(steps: Sequence[FutureSteps], capability: tuple[int, int], reports: int) -> None:
     from weft.kernels.triton.launch import compile_utilities, recorded_launches
 
     # Ops on tensors without memory import torch's compiler, which takes seconds, to tell it to keep away from them.
     sys.modules["torch._dynamo"] = dynamo = ModuleType("torch._dynamo")
     dynamo.disable = lambda function, *_, **options: function  # type: ignore[attr-defined]
-    with recorded_launches(capability) as launches, torch.inference_mode():
+    with recorded_launches(capability) as first, torch.inference_mode():
+        for one in steps:
+            one.compute(only_largest=True)
+    with recorded_launches(capability) as others, torch.inference_mode():
         for one in steps:
             one.compute()
-    in_processes([compile_utilities, *(launch.compile for launch in launches)], len(os.sched_getaffinity(0)))
+    launches = dict.fromkeys([*first, *others])
+    os.write(reports, NUMBER.pack(1 + len(first)))
+    in_processes([compile_utilities, *(one.compile for one in launches)], len(os.sched_getaffinity(0)), reports)
 
 
-def in_processes(tasks: Sequence[Callable[[], None]], num_processes: int) -> None:
-    """Do each of the tasks in one of so many forks of this process. Raises ChildProcessError when one of these failed,
-    and after the others have ended."""
+def in_processes(tasks: Sequence[Callable[[], None]], num_processes: int, reports: int) -> None:
+    """Do each of the tasks in one of so many forks of this process, and write its number to a pipe then. Raises
+    ChildProcessError when one of these failed, and after the others have ended."""
     numbers, ours = os.pipe()
-    os.write(ours, b"".join(struct.pack("i", number) for number in range(len(tasks))))
+    os.write(ours, b"".join(map(NUMBER.pack, range(len(tasks)))))
     os.close(ours)
 
     def work() -> None:
         # Each read takes a number that no other process has.
-        while number := os.read(numbers, 4):
-            tasks[struct.unpack("i", number)[0]]()
+        while number := os.read(numbers, NUMBER.size):
+            tasks[NUMBER.unpack(number)[0]]()
+            os.write(reports, number)
 
-    pids = [_forked(work, keep=numbers) for _ in range(min(num_processes, len(tasks)))]
+    pids = [_forked(work, keep=[numbers, reports]) for _ in range(min(num_processes, len(tasks)))]
     os.close(numbers)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     if any(codes):
         raise ChildProcessError(f"{sum(map(bool, codes))} of {len(codes)} processes failed")
 
 
-def _forked(work: Callable[[], None], keep: int = -1) -> int:
-    """Fork a process that does some work and ends, and return its id. Its other end of the engine's socket would keep
-    the api process from hearing of the engine's end: of all files it keeps one."""
+def _forked(work: Callable[[], None], keep: Sequence[int]) -> int:
+    """Fork a process that does some work and ends, and return its id. It keeps only these files: a copy of the engine's
+    socket would keep the api process from hearing of the engine's end."""
     with warnings.catch_warnings():
         # The other threads only wait for messages.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -173,7 +214,7 @@ def _forked(work: Callable[[], None], keep: int = -1) -> int:
     code = 1
     try:
         for number in range(3, 1 + max(int(file.name) for file in Path("/proc/self/fd").iterdir())):
-            if number != keep:
+            if number not in keep:
                 with contextlib.suppress(OSError):
                     os.close(number)
         work()

@@ -5,6 +5,7 @@ launches that are recorded so that their kernels can be compiled before they are
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -117,7 +118,8 @@ class _NoDevice:
 @contextmanager
 def recorded_launches(capability: tuple[int, int]) -> Iterator[list[RecordedLaunch]]:
     """Record the launches within, for a GPU of this compute capability, instead of compiling and launching. Tensors may
-    be on any device. When the block is left, each piece of code is there once, the longest sources first."""
+    be on any device. When the block is left, each piece of code is there once. The kernels take turns, those of the
+    longest source first: variants of one have the same host code, which the first of them compiles."""
     found: dict[RecordedLaunch, None] = {}
     launches: list[RecordedLaunch] = []
 
@@ -131,4 +133,9 @@ def recorded_launches(capability: tuple[int, int]) -> Iterator[list[RecordedLaun
         yield launches
     finally:
         triton.knobs.runtime.jit_cache_hook = None
-        launches += sorted(found, key=lambda launch: -len(launch.kernel.src))
+        turns: Counter[Any] = Counter()
+        order: dict[RecordedLaunch, tuple[int, int]] = {}
+        for launch in found:
+            turns[launch.kernel] += 1
+            order[launch] = turns[launch.kernel], -len(launch.kernel.src)
+        launches += sorted(order, key=order.__getitem__)
