@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from safetensors.torch import save_file
 
 from weft.checkpoint.model_files import ModelFiles
-from weft.model.loader import SafetensorsSource
+from weft.model.safetensors_source import SafetensorsSource
 
 pytestmark = pytest.mark.gpu
 

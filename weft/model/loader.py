@@ -10,16 +10,13 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.checkpoint import gguf, tokenizer_assets
 from weft.checkpoint.model_files import ModelFiles
-from weft.checkpoint.safetensors import tensor_starts
 from weft.errors import ModelError
 from weft.kernels.fp8 import E4M3, GROUP, Fp8Weight, quantise_rows
 from weft.kernels.int4 import MIDDLE, Int4Groups, is_multiplied, quantised_groups
@@ -31,7 +28,7 @@ from weft.model.architectures import architecture_of, config_from_gguf, config_f
 from weft.model.dense import DenseConfig
 from weft.model.dequant import BlockFormat, Groups, block_format, dequantise, unpack
 from weft.model.int4_formats import SUFFIXES, Int4Format, int4_format, read_int4
-from weft.model.staged_reader import CHUNK_BYTES, StagedReader
+from weft.model.safetensors_source import SafetensorsSource
 
 HUGGINGFACE_NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -103,66 +100,6 @@ class Source(Protocol):
 
     def groups(self, name: str) -> Groups:
         """Return a tensor of whole numbers as such."""
-
-
-class SafetensorsSource:
-    def __init__(self, files: ModelFiles, stack: ExitStack, int4: Int4Format | None = None) -> None:
-        self.int4 = int4
-        self._file_of: dict[str, Any] = {}
-        self._paths = files.weight_files
-        self._stack = stack
-        self._staged: _StagedFiles | None = None
-        for path in files.weight_files:
-            try:
-                opened = stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path.name} is no readable safetensors file: {error}.") from error
-            self._file_of |= dict.fromkeys(opened.keys(), opened)
-
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file_of[name].get_slice(name).get_shape())
-
-    def read_into(self, out: Tensor, name: str) -> None:
-        # A view of the mapped file: nothing is read before it is copied to its place.
-        mapped = self._file_of[name].get_tensor(name)
-        if out.device.type != "cuda" or mapped.nbytes < CHUNK_BYTES or not out.is_contiguous():
-            # A copy between devices that changes the type as well would change it on the host.
-            out.copy_(mapped if mapped.dtype == out.dtype else mapped.to(out.device))
-            return
-        if self._staged is None:
-            self._staged = _StagedFiles(self._paths, out.device, self._stack)
-        there = out if mapped.dtype == out.dtype else torch.empty_like(mapped, device=out.device)
-        self._staged.read_into(there, name)
-        if there is not out:
-            out.copy_(there)
-
-    def number_type(self, name: str) -> str:
-        return str(self._file_of[name].get_slice(name).get_dtype()) if name in self._file_of else ""
-
-    def block_format(self, name: str) -> BlockFormat | None:
-        return None
-
-    def groups(self, name: str) -> Groups:
-        raise KeyError(name)
-
-
-class _StagedFiles:
-    """The same files, read instead of mapped: to map 16 GB and to unmap them takes a second each."""
-
-    def __init__(self, paths: list[Path], device: torch.device, stack: ExitStack) -> None:
-        self._reader = StagedReader(device)
-        self._places: dict[str, tuple[int, int]] = {}
-        for path in paths:
-            file = stack.enter_context(path.open("rb")).fileno()
-            self._places |= {name: (file, start) for name, start in tensor_starts(path).items()}
-        # The threads end before their files are closed.
-        stack.callback(self._reader.close)
-
-    def read_into(self, out: Tensor, name: str) -> None:
-        self._reader.read_into(out, *self._places[name])
 
 
 class NoSource:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weft.model.staged_reader import CHUNK_BYTES, StagedReader
+from weft.model.safetensors_source import CHUNK_BYTES, StagedReader
 
 
 @pytest.mark.parametrize("num_elements", [1, 7, CHUNK_BYTES // 2, CHUNK_BYTES // 2 + 1, 20 * CHUNK_BYTES + 3])
