@@ -32,7 +32,7 @@ class SafetensorsSource:
         self._file_of: dict[str, Any] = {}
         self._paths = files.weight_files
         self._stack = stack
-        self._staged: _StagedFiles | None = None
+        self._staged: StagedFiles | None = None
         for path in files.weight_files:
             try:
                 opened = stack.enter_context(safe_open(path, framework="pt"))
@@ -54,7 +54,7 @@ class SafetensorsSource:
             out.copy_(mapped if mapped.dtype == out.dtype else mapped.to(out.device))
             return
         if self._staged is None:
-            self._staged = _StagedFiles(self._paths, out.device, self._stack)
+            self._staged = StagedFiles(self._paths, out.device, self._stack)
         there = out if mapped.dtype == out.dtype else torch.empty_like(mapped, device=out.device)
         self._staged.read_into(there, name)
         if there is not out:
@@ -70,7 +70,7 @@ class SafetensorsSource:
         raise KeyError(name)
 
 
-class _StagedFiles:
+class StagedFiles:
     """The same files, read instead of mapped: to map 16 GB and to unmap them takes a second each."""
 
     def __init__(self, paths: list[Path], device: torch.device, stack: ExitStack) -> None:

@@ -121,11 +121,11 @@ class CompileAhead:
         self._began = time.monotonic()
         self._pid = self._reports = 0
         hashing.join()
-        if not has_triton() or not is_on("compile-ahead"):
+        # Weft's own engines have a folder. Elsewhere, as in tests, kernels are compiled as they are launched.
+        folder = os.environ.get("TRITON_CACHE_DIR")
+        if not folder or not has_triton() or not is_on("compile-ahead"):
             return
-        from triton import knobs
-
-        self._done = Path(knobs.cache.dir, f"weft-{_digest(steps, capability)}")
+        self._done = Path(folder, f"weft-{_digest(steps, capability)}")
         if not self._done.exists():
             self._reports, theirs = os.pipe()
             self._pid = _forked(lambda: _compile(steps, capability, theirs), keep=[theirs])
