@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -180,15 +181,24 @@ def expect_launch(*, on_cpu: bool = False) -> None:
     for which no kernels were compiled yet, these are compiled meanwhile."""
     environment = engine_environment()
     if on_cpu and not any(Path(environment[COMPILE_CACHE], CPU).iterdir()):
-        command = [sys.executable, "-m", "weft.kernels.cpu.compiled"]
-        # The engine says what keeps it from compiling: it does not find them then, and tries itself.
-        compiling = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            env=environment, start_new_session=True,
-        )  # fmt: skip
-        threading.Thread(target=compiling.wait, name="weft-compiling", daemon=True).start()
+        _compile_for_cpu(environment[COMPILE_CACHE])
     if sys.platform == "linux":
         shared_fork_server(environment)
+
+
+@cache
+def _compile_for_cpu(folder: str) -> None:
+    """Compile the kernels for this CPU into a folder, in another process. The engine says what keeps them from being
+    compiled: it does not find them then, and tries itself."""
+    compiling = subprocess.Popen(
+        [sys.executable, "-m", "weft.kernels.cpu.compiled"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=engine_environment() | {COMPILE_CACHE: folder},
+        start_new_session=True,
+    )
+    threading.Thread(target=compiling.wait, name="weft-compiling", daemon=True).start()
 
 
 class EngineThread:
