@@ -6,12 +6,16 @@ import os
 import stat
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_until
 from weft import compile_cache as module
 from weft.compile_cache import CPU, NAME, VARIABLE, compile_cache, compile_cache_environment
+from weft.engine import process
 from weft.engine.process import engine_environment
 
 
@@ -153,3 +157,35 @@ def test_a_kernel_of_which_not_all_is_there_is_compiled_again(home: Path, broken
     assert whole.endswith(code) and stat.S_IMODE(kept.stat().st_mode) == 0o600
     kept.write_bytes(whole[:-1] if broken is None else broken)
     assert object_files(["weft_argmax"])["weft_argmax"] == code and kept.read_bytes() == whole
+
+
+def test_a_kernel_that_another_process_compiles_is_waited_for(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llvmlite")
+    from weft.kernels.cpu import compiled
+
+    monkeypatch.setattr(compiled, "_compile", lambda names: pytest.fail("it was compiled twice"))
+    folder = compiled.cache_directory()
+    with ThreadPoolExecutor(1) as pool:
+        with compiled._alone_in(folder):
+            found = pool.submit(compiled.object_files, ["weft_argmax"])
+            compiled._write(folder / "weft_argmax", b"machine code")
+        assert found.result() == {"weft_argmax": b"machine code"}
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_the_first_start_on_a_cpu_compiles_while_torch_is_imported(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_kernels: bool
+) -> None:
+    if has_kernels:
+        planted(home)
+    python, told = tmp_path / "python", tmp_path / "told"
+    python.write_text(f'#!/bin/sh\necho "$@" "${VARIABLE}" > {told}.new && mv {told}.new {told}\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(process, "shared_fork_server", lambda environment: None)
+    monkeypatch.setattr(sys, "executable", str(python))
+    process.expect_launch(on_cpu=True)
+    if has_kernels:
+        assert not any(thread.name == "weft-compiling" for thread in threading.enumerate())
+    else:
+        wait_until(told.exists, "the compiler")
+        assert told.read_text() == f"-m weft.kernels.cpu.compiled {compile_cache()}\n"

@@ -12,6 +12,7 @@ from weft.errors import ConfigError
 VARIABLE = "WEFT_WITHOUT"
 SWITCHES = {
     "overlap": "a step is launched before the last one is read",
+    "compile-ahead": "kernels of GPUs are compiled by all cores, while weights are loaded",
     "graphs": "steps are replayed as CUDA graphs",
     "prompt-graphs": "steps with prompts are, too",
     "early-launch": "a kernel of a graph starts while the one before it ends",

@@ -34,6 +34,7 @@ from weft.backends.registry import (
     expect_engine,
     why_unavailable,
 )
+from weft.cli import expect_engine_early
 from weft.config import load
 from weft.engine import process
 from weft.errors import ConfigError, Unavailable
@@ -157,8 +158,34 @@ def test_a_process_is_prepared_where_the_first_engine_is_wefts_own(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], expected: int
 ) -> None:
     launches: list[int] = []
-    monkeypatch.setattr(process, "expect_launch", lambda: launches.append(1))
+    monkeypatch.setattr(process, "expect_launch", lambda *, on_cpu: launches.append(1))
     expect_engine(load(settings))
+    assert len(launches) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "engine", "expected"),
+    [
+        (["serve"], "native", 1),
+        (["serve", "smollm2", "--port", "0"], "native", 1),
+        (["serve"], "remote", 0),
+        (["serve"], "no such engine", 0),
+        (["serve", "--engine", "remote"], "native", 0),
+        (["serve", "--engine=remote"], "native", 0),
+        (["serve", "--models-file", "models.json"], "native", 0),
+        (["serve", "--config", "weft.toml"], "native", 0),
+        (["serve", "--help"], "native", 0),
+        (["run", "smollm2"], "native", 0),
+        ([], "native", 0),
+    ],
+)
+def test_it_is_prepared_before_flags_are_parsed_where_these_do_not_choose_the_engine(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], engine: str, expected: int
+) -> None:
+    launches: list[int] = []
+    monkeypatch.setattr(process, "expect_launch", lambda *, on_cpu: launches.append(1))
+    monkeypatch.setenv("WEFT_ENGINE", engine)
+    expect_engine_early(words)
     assert len(launches) == expected
 
 

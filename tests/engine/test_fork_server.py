@@ -197,3 +197,35 @@ def test_an_engine_gets_what_it_needs_of_the_environment_and_no_keys(monkeypatch
     assert "a secret" not in engine_environment().values()
     assert engine_environment()["CUDA_VISIBLE_DEVICES"] == "3"
     assert engine_environment()["PATH"] == os.environ["PATH"]
+
+
+DEFERS = """
+import sys
+from types import ModuleType
+from weft.engine.fork_server import DEFERRED, DeferredImports
+
+sys.meta_path.insert(0, DeferredImports())
+import weft.engine.loop
+import torch
+
+def is_deferred(name):
+    return type(sys.modules[name]) is not ModuleType
+
+found = DEFERRED & sys.modules.keys()
+assert "torch._meta_registrations" in found and all(map(is_deferred, found)), found
+assert torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3)).sum() == 24
+assert torch.distributions.Normal(0.0, 1.0).mean == 0 and not is_deferred("torch.distributions")
+from torch.optim import SGD
+assert SGD.__module__ == "torch.optim.sgd" and is_deferred("torch._meta_registrations")
+assert hasattr(torch._meta_registrations, "register_meta") and not is_deferred("torch._meta_registrations")
+assert torch.abs(torch.ones(3, device="meta")).shape == (3,)
+try:
+    torch.distributions.no_such_name
+except AttributeError as error:
+    assert "torch.distributions" in str(error)
+"""
+
+
+def test_modules_of_torch_that_no_engine_uses_are_imported_when_they_are_used() -> None:
+    done = subprocess.run([sys.executable, "-c", DEFERS], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -255,7 +255,8 @@ def expect_engine(config: Config) -> None:
     if next((spec.name for spec in specs if not obstacle(spec, config)), "") == "native":
         from weft.engine.process import expect_launch
 
-        expect_launch()
+        device = accelerator() if config.model.device == "auto" else config.model.device
+        expect_launch(on_cpu=device == "cpu")
 
 
 def why_unavailable(name: str, config: Config | None = None) -> str:

@@ -36,6 +36,11 @@ def find_shards(folder: Path) -> list[Path]:
 
 def tensor_names(path: Path) -> set[str]:
     """Return the tensors of a safetensors file, whose length is checked against what its header promises."""
+    return set(tensor_starts(path))
+
+
+def tensor_starts(path: Path) -> dict[str, int]:
+    """Return where in a safetensors file each of its tensors begins, after the same check."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -50,10 +55,11 @@ def tensor_names(path: Path) -> set[str]:
     except UnicodeDecodeError as error:
         raise ModelError(f"{path}: the header is not UTF-8 text.") from error
     entries.pop("__metadata__", None)
-    expected = 8 + header_bytes + max((_end(path, name, entry) for name, entry in entries.items()), default=0)
+    first = 8 + header_bytes
+    expected = first + max((_end(path, name, entry) for name, entry in entries.items()), default=0)
     if size != expected:
         raise ModelError(f"{path}: {size} bytes, and {expected} are expected.", hint="Fetch the file again.")
-    return set(entries)
+    return {name: first + entry["data_offsets"][0] for name, entry in entries.items()}
 
 
 def _end(path: Path, name: str, entry: Any) -> int:

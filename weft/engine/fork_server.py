@@ -20,9 +20,12 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 from msgspec import Struct
@@ -170,6 +173,58 @@ def shared_fork_server(environment: Mapping[str, str]) -> ForkServer | None:
 
 # The server's own side.
 
+DEFERRED = frozenset(
+    f"torch.{name}"
+    for name in (
+        "_meta_registrations", "distributed._meta_registrations", "distributions", "export", "masked", "nn.intrinsic",
+        "nn.qat", "nn.quantizable", "nn.quantized", "optim", "quantization",
+    )
+)  # fmt: skip
+"""Modules that torch imports for tracing and training: two fifths of the time that `import torch` takes."""
+
+
+class DeferredImports(MetaPathFinder):
+    """Finds the modules of DEFERRED, and lets each be executed when one of its attributes is asked for first."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in DEFERRED else None
+        if spec is not None and spec.loader is not None:
+            spec.loader = _DeferredLoader(spec.loader)
+        return spec
+
+
+class _DeferredLoader(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _DeferredModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute nothing yet. Whoever reloads the module, or looks for its source, gets the real loader."""
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self.loader
+
+
+_deferred_lock = threading.RLock()
+
+
+class _DeferredModule(ModuleType):
+    """A module that was not executed yet."""
+
+    def __getattr__(self, name: str) -> object:
+        # `inspect` asks every module for such names.
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        with _deferred_lock:
+            if self.__class__ is _DeferredModule:
+                self.__class__ = ModuleType  # type: ignore[assignment]
+                assert self.__spec__ is not None and self.__spec__.loader is not None
+                self.__spec__.loader.exec_module(self)
+        return getattr(self, name)
+
 
 class _Children:
     """The living engine processes, and the sockets over which each is killed and its end is told."""
@@ -207,6 +262,7 @@ def _tell(control: socket.socket, number: int) -> None:
 def serve(commands: socket.socket) -> None:
     # Nothing that is imported is garbage.
     gc.disable()
+    sys.meta_path.insert(0, DeferredImports())
     with contextlib.suppress(Exception):  # an engine that cannot import it says so to its own api process
         import_module("weft.engine.loop")
     gc.freeze()

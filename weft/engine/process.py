@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 import traceback
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 from weft import logs, switches
-from weft.compile_cache import compile_cache_environment
+from weft.compile_cache import CPU, compile_cache_environment
+from weft.compile_cache import VARIABLE as COMPILE_CACHE
 from weft.engine.fork_server import ForkCommand, end_with_parent, exit_text, shared_fork_server
 from weft.engine.wire import Channel, Failed, Start
 from weft.errors import WeftError
@@ -174,10 +176,29 @@ def launch_engine(module: str = __name__, *arguments: str) -> LaunchedEngine:
     return EngineProcess(sys.executable, "-c", f"from {module} import main; main()", *arguments)
 
 
-def expect_launch() -> None:
-    """Start what engine processes are forked from: it imports torch while this process does other things."""
+def expect_launch(*, on_cpu: bool = False) -> None:
+    """Start what engine processes are forked from: it imports torch while this process does other things. On a CPU
+    for which no kernels were compiled yet, these are compiled meanwhile."""
+    environment = engine_environment()
+    if on_cpu and not any(Path(environment[COMPILE_CACHE], CPU).iterdir()):
+        _compile_for_cpu(environment[COMPILE_CACHE])
     if sys.platform == "linux":
-        shared_fork_server(engine_environment())
+        shared_fork_server(environment)
+
+
+@cache
+def _compile_for_cpu(folder: str) -> None:
+    """Compile the kernels for this CPU into a folder, in another process. The engine says what keeps them from being
+    compiled: it does not find them then, and tries itself."""
+    compiling = subprocess.Popen(
+        [sys.executable, "-m", "weft.kernels.cpu.compiled"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=engine_environment() | {COMPILE_CACHE: folder},
+        start_new_session=True,
+    )
+    threading.Thread(target=compiling.wait, name="weft-compiling", daemon=True).start()
 
 
 class EngineThread:

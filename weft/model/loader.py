@@ -10,10 +10,9 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.checkpoint import gguf, tokenizer_assets
@@ -29,6 +28,7 @@ from weft.model.architectures import architecture_of, config_from_gguf, config_f
 from weft.model.dense import DenseConfig
 from weft.model.dequant import BlockFormat, Groups, block_format, dequantise, unpack
 from weft.model.int4_formats import SUFFIXES, Int4Format, int4_format, read_int4
+from weft.model.safetensors_source import SafetensorsSource
 
 HUGGINGFACE_NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -101,39 +101,6 @@ class Source(Protocol):
 
     def groups(self, name: str, device: torch.device) -> Groups:
         """Return a tensor of whole numbers as such, on a device."""
-
-
-class SafetensorsSource:
-    def __init__(self, files: ModelFiles, stack: ExitStack, int4: Int4Format | None = None) -> None:
-        self.int4 = int4
-        self._file_of: dict[str, Any] = {}
-        for path in files.weight_files:
-            try:
-                opened = stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path.name} is no readable safetensors file: {error}.") from error
-            self._file_of |= dict.fromkeys(opened.keys(), opened)
-
-    def names(self) -> set[str]:
-        return set(self._file_of)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file_of[name].get_slice(name).get_shape())
-
-    def read_into(self, out: Tensor, name: str) -> None:
-        # A view of the mapped file: nothing is read before it is copied to its place.
-        mapped = self._file_of[name].get_tensor(name)
-        # A copy between devices that changes the type as well would change it on the host.
-        out.copy_(mapped if mapped.dtype == out.dtype else mapped.to(out.device))
-
-    def number_type(self, name: str) -> str:
-        return str(self._file_of[name].get_slice(name).get_dtype()) if name in self._file_of else ""
-
-    def block_format(self, name: str) -> BlockFormat | None:
-        return None
-
-    def groups(self, name: str, device: torch.device) -> Groups:
-        raise KeyError(name)
 
 
 class NoSource:
@@ -554,7 +521,7 @@ class _DummyLoading(_Loading):
     def read_into(self, out: Tensor, part: str, layer: int) -> None:
         if part.endswith("norm"):
             out.fill_(1)
-        else:
+        elif not out.is_meta:
             out.normal_(std=0.02)
 
 

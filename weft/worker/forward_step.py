@@ -97,7 +97,7 @@ class Stepper:
         native code, else those of `slots`. It neither waits for the device nor reads from it."""
         table, positions = self.table, inputs.positions
         width = -(-longest // table.block_size)
-        blocks = table.blocks[inputs.token_rows, positions // table.block_size]
+        blocks = table.blocks[inputs.token_rows, positions.div(table.block_size, rounding_mode="floor")]
         batch = AttentionBatch(
             num_decodes=shape.decodes,
             query_starts=inputs.query_starts,

@@ -19,6 +19,7 @@ from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import decode_rows, exact_shape, given_rows, lay_out, to_device, views
 from weft.worker.lora_rows import LoraRows
 from weft.worker.prompt_outputs import PromptOutputs, RowOutputBatch
+from weft.worker.rows import RowTable
 from weft.worker.sampler import DraftedTokens, SampledBatch, sample, warm_up_sampler
 
 WARM_UP_SHAPES: tuple[tuple[int, ...], ...] = (
@@ -27,20 +28,29 @@ WARM_UP_SHAPES: tuple[tuple[int, ...], ...] = (
 """Steps to warm up, each as the new tokens of its sequences; the most likely first step comes first."""
 
 
+def warm_up_rows(table: RowTable) -> list[list[Row]]:
+    """Return the rows of the steps to warm up, of a table's padding row."""
+    longest = table.tokens.shape[1]
+    return [
+        [Row(table.padding_row, 0, min(count, longest - 1), [], True) for count in counts] for counts in WARM_UP_SHAPES
+    ]
+
+
 class WarmUp:
-    """The warm-up compiles kernels by computing steps of the usual shapes."""
+    """The warm-up loads kernels, and compiles those that are not in the cache, by computing steps of the usual
+    shapes."""
 
     def __init__(self, *steppers: Stepper) -> None:
-        self._left = [(stepper, counts) for stepper in reversed(steppers) for counts in reversed(WARM_UP_SHAPES)]
+        self._left = [
+            (stepper, rows) for stepper in reversed(steppers) for rows in reversed(warm_up_rows(stepper.table))
+        ]
 
     def next(self) -> bool:
         """Compute one more of the shapes; returns False when all were."""
         if not self._left:
             return False
-        stepper, counts = self._left.pop()
+        stepper, rows = self._left.pop()
         table = stepper.table
-        longest = table.tokens.shape[1]
-        rows = [Row(table.padding_row, 0, min(count, longest - 1), [], True) for count in counts]
         shape = exact_shape(rows)
         layout = lay_out(rows, shape, table.padding_row)
         (packed,) = to_device([layout.packed], table.device)

@@ -36,6 +36,7 @@ from weft.options import CacheOptions, Config
 from weft.plan import Limits
 from weft.switches import is_on
 from weft.types import ModelInfo
+from weft.worker.compile_ahead import CompileAhead, FutureSteps, TritonHash
 from weft.worker.diffusion.load import load_image_model
 from weft.worker.draft_model import DraftModel
 from weft.worker.forward_step import FastStep, Stepper
@@ -55,6 +56,7 @@ from weft.worker.runner import Runner, WarmUp
 log = logging.getLogger(__name__)
 
 DEFAULT_CPU_CACHE_BYTES = 512 * 2**20
+STEPS_BEFORE_READY = 2
 FIRST_TO_MULTIPLY = {"fp8": (8, 9), "int4": (8, 0), "int8": (8, 0)}
 """The compute capability from which on matrix units multiply e4m3, and bfloat16."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -67,6 +69,7 @@ class Worker:
         began = time.perf_counter()
         device = _device(config)
         dtype = _dtype(config, device)
+        hashing = TritonHash() if device.type == "cuda" else None
         kv_dtype = _kv_dtype(config, device, dtype)
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
@@ -99,8 +102,17 @@ class Worker:
                 embeds_width=geometry.hidden_size if config.limits.allow_prompt_embeds else 0,
                 max_embedding_bytes=config.scheduler.max_embedding_mb << 20,
             )
+            compiling = None
+            if hashing is not None and (steps := _future_steps(self.limits, kv_dtype, target, draft)):
+                compiling = CompileAhead(
+                    steps,
+                    torch.cuda.get_device_capability(device),
+                    hashing,
+                )
             model = target.load(plan.max_model_len)
             draft_model = draft.load(plan.max_model_len) if draft is not None else None
+            if compiling is not None:
+                compiling.wait_for_largest()
         models = [one for one in (model, draft_model) if one is not None]
         weights_bytes = sum(one.weights.num_bytes for one in models) + beside_bytes
         table = RowTable(self.limits.max_num_seqs, plan.max_model_len, config.cache.block_size, device)
@@ -132,6 +144,11 @@ class Worker:
             denoiser=denoiser,
             adapters=LoraRows(steppers[0], config.scheduler.max_loras, largest_rank(config)),
         )
+        if compiling is not None:
+            compiling.wait()
+            # Requests that are waiting find the kernels of the first steps loaded.
+            for _ in range(STEPS_BEFORE_READY):
+                self.runner.prepare()
         if not on_cpu:
             for line in ledger_table(ledger).splitlines():
                 log.info("GPU memory: %s", line)
@@ -199,11 +216,15 @@ class OpenModel:
         self, config: Config, files: ModelFiles, device: torch.device, dtype: torch.dtype, opened: ExitStack
     ) -> None:
         self.files = files
-        self._device, self._dtype = device, dtype
+        self._device, self.dtype = device, dtype
         self.geometry, self._source = opened.enter_context(open_model(files))
         stored = size_of(files).weights
         self._panels = _panels(config, files, device)
         self._linears = _linears(config, stored, device, dtype, has_panels=self._panels is not None)
+        self.multiplied = self._linears
+        """How linear weights are held once they are loaded; "keep" for those of a GGUF file."""
+        if self._linears == "keep" and not stored.block_bytes:
+            self.multiplied = "fp8" if stored.fp8 else "int8" if stored.int8 else "int4"
         if self._linears != "dequantise":
             quantization = config.backend.quantization
             self.weights_bytes = quantised_bytes(
@@ -217,9 +238,20 @@ class OpenModel:
     def load(self, max_model_len: int) -> DenseModel:
         weights = load_weights(
             self.files, self.geometry, self._source,
-            dtype=self._dtype, device=self._device, panels=self._panels, linears=self._linears,
+            dtype=self.dtype, device=self._device, panels=self._panels, linears=self._linears,
         )  # fmt: skip
         return DenseModel(self.geometry, weights, ops_for(self._device.type), max_model_len)
+
+
+def _future_steps(
+    limits: Limits, kv_dtype: torch.dtype, target: OpenModel, draft: OpenModel | None
+) -> list[FutureSteps]:
+    """Return the steps whose kernels are known before the weights are read: those of all but GGUF files."""
+    steps = [FutureSteps(target.geometry, target.dtype, kv_dtype, target.multiplied, limits, _most_decodes(limits))]
+    if draft is not None:
+        most, linears = limits.max_speculative_tokens, draft.multiplied
+        steps.append(FutureSteps(draft.geometry, draft.dtype, kv_dtype, linears, limits, most, with_prefills=False))
+    return [one for one in steps if one.linears != "keep"]
 
 
 def _check_draft(target: OpenModel, draft: OpenModel) -> None:

@@ -1,4 +1,5 @@
-"""The compiled kernels of this machine: object files, found in the cache or compiled by processes of their own.
+"""The compiled kernels of this machine: object files, found in the cache or compiled by processes of their own. `python
+-m weft.kernels.cpu.compiled` compiles those that the cache has not.
 
 To load them takes LLVM alone. numba, which makes them, costs a process that imports it half a second and 40 MB more.
 """
@@ -6,6 +7,7 @@ To load them takes LLVM alone. numba, which makes them, costs a process that imp
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -13,7 +15,8 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -131,15 +134,36 @@ def _version(package: str) -> str:
 def object_files(names: Sequence[str]) -> dict[str, bytes]:
     """Return the object files of kernels. Those that are not in the cache are compiled. Raises CompileError."""
     folder = cache_directory()
-    found = {name: _read(folder / name) for name in names}
-    missing = [name for name, code in found.items() if code is None]
-    made = _compile(missing) if missing else {}
-    try:
-        for name, code in made.items():
-            _write(folder / name, code)
-    except OSError as error:
-        log.warning("Compiled kernels cannot be kept in %s (%s): each start compiles them.", folder, error)
-    return {name: code for name, code in found.items() if code is not None} | made
+    found = _found(folder, names)
+    if len(found) == len(names):
+        return found
+    with _alone_in(folder):
+        found = _found(folder, names)
+        missing = [name for name in names if name not in found]
+        made = _compile(missing) if missing else {}
+        try:
+            for name, code in made.items():
+                _write(folder / name, code)
+        except OSError as error:
+            log.warning("Compiled kernels cannot be kept in %s (%s): each start compiles them.", folder, error)
+    return found | made
+
+
+def _found(folder: Path, names: Sequence[str]) -> dict[str, bytes]:
+    read = {name: _read(folder / name) for name in names}
+    return {name: code for name, code in read.items() if code is not None}
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process compiles into a folder, and keep others from it. Where files cannot be locked,
+    several may do the same work."""
+    with ExitStack() as locked:
+        with suppress(OSError):
+            file = os.open(folder.with_suffix(".lock"), os.O_CREAT | os.O_WRONLY, 0o600)
+            locked.callback(os.close, file)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _compile(names: Sequence[str]) -> dict[str, bytes]:
@@ -176,3 +200,7 @@ def _write(path: Path, code: bytes) -> None:
         whole.touch(0o600)
         whole.write_bytes(hashlib.sha256(code).digest() + code)
         whole.replace(path)
+
+
+if __name__ == "__main__":
+    object_files(KERNELS)

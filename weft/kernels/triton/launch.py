@@ -1,16 +1,20 @@
-"""Helpers of kernel launches: programmatic dependent launch, and counters that tell the last program of a group."""
+"""Helpers of kernel launches: programmatic dependent launch, counters that tell the last program of a group, and
+launches that are recorded so that their kernels can be compiled before they are needed."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, import-untyped, import-not-found"
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from weft.switches import is_on
@@ -69,3 +73,69 @@ def zeroed_counters(device: torch.device) -> Tensor:
     if device not in _counters:
         _counters[device] = torch.zeros(MAX_COUNTERS, dtype=torch.int32, device=device)
     return _counters[device]
+
+
+class RecordedLaunch(NamedTuple):
+    """A kernel, and what a launch of it decides about its code."""
+
+    kernel: Any
+    specialisation: str
+
+    def compile(self) -> None:
+        """Compile the kernel, and the host code that launches it, into Triton's cache, on a machine with CUDA. The
+        active driver is still the one of `recorded_launches`."""
+        from triton.backends.nvidia.driver import CudaLauncher
+
+        triton.knobs.runtime.jit_cache_hook = None
+        compiled = self.kernel.preload(self.specialisation)
+        CudaLauncher(compiled.src, compiled.metadata)
+
+
+def compile_utilities() -> None:
+    """Compile the host code that loads kernels into Triton's cache, on a machine with CUDA."""
+    from triton.backends.nvidia.driver import CudaUtils
+
+    CudaUtils()
+
+
+class _NoDevice:
+    """A driver that stands for a GPU of some compute capability, and launches nothing."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self._target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        # What kernels keep by device is not mixed up with that of a real one.
+        return -1
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def recorded_launches(capability: tuple[int, int]) -> Iterator[list[RecordedLaunch]]:
+    """Record the launches within, for a GPU of this compute capability, instead of compiling and launching. Tensors may
+    be on any device. When the block is left, each piece of code is there once. The kernels take turns, those of the
+    longest source first: variants of one have the same host code, which the first of them compiles."""
+    found: dict[RecordedLaunch, None] = {}
+    launches: list[RecordedLaunch] = []
+
+    def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        found[RecordedLaunch(fn.jit_function, compile["specialization_data"])] = None
+        return True
+
+    triton.runtime.driver.set_active(_NoDevice(capability))
+    triton.knobs.runtime.jit_cache_hook = record
+    try:
+        yield launches
+    finally:
+        triton.knobs.runtime.jit_cache_hook = None
+        turns: Counter[Any] = Counter()
+        order: dict[RecordedLaunch, tuple[int, int]] = {}
+        for launch in found:
+            turns[launch.kernel] += 1
+            order[launch] = turns[launch.kernel], -len(launch.kernel.src)
+        launches += sorted(order, key=order.__getitem__)

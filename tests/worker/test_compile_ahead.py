@@ -1,0 +1,73 @@
+"""Kernels are known before they are launched, and compiled by several processes."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.kernels.fp8 import E4M3
+from weft.model.dense import DenseConfig
+from weft.model.loader import LinearLoading
+from weft.plan import Limits
+from weft.worker.compile_ahead import NUMBER, FutureSteps, in_processes
+
+GEOMETRY = DenseConfig(
+    family="llama", hidden_size=256, num_layers=30, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=512,
+    vocab_size=1000, max_position=4096, norm_eps=1e-6, rope_theta=10000.0,
+)  # fmt: skip
+LIMITS = Limits(
+    num_blocks=10, block_size=16, max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=8192,
+    max_prefill_chunk=2048, max_mixed_prefill=384, logits_width=1000,
+)  # fmt: skip
+
+
+def test_every_task_is_done_once_by_one_of_several_processes(tmp_path: Path) -> None:
+    def leave(number: int) -> None:
+        with (tmp_path / str(number)).open("x") as file:
+            file.write(str(os.getpid()))
+
+    reports, ours = os.pipe()
+    in_processes([partial(leave, number) for number in range(300)], 3, ours)
+    os.close(ours)
+    with os.fdopen(reports, "rb") as told:
+        assert sorted(number for (number,) in NUMBER.iter_unpack(told.read())) == list(range(300))
+    done = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert done.keys() == {str(number) for number in range(300)}
+    assert str(os.getpid()) not in done.values()
+    assert 1 <= len(set(done.values())) <= 3
+
+
+def test_a_task_that_fails_is_told_and_the_others_are_done(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ValueError("no compiler")
+
+    tasks = [fail, *((tmp_path / str(number)).touch for number in range(20))]
+    with (tmp_path.parent / "told").open("wb") as told, pytest.raises(ChildProcessError, match="1 of 2"):
+        in_processes(tasks, 2, told.fileno())
+    assert len(list(tmp_path.iterdir())) == 20
+
+
+@pytest.mark.parametrize(
+    ("linears", "kv_dtype", "expected"),
+    [
+        ("dequantise", torch.bfloat16, {"_prefill_kernel", "_decode_kernel", "_skinny_kernel", "_gemv_kernel"}),
+        ("dequantise", E4M3, {"_prefill_kernel", "_decode_fp8_kernel"}),
+        ("fp8", torch.bfloat16, {"_tiled_kernel", "_quantise_kernel"}),
+        ("int4", torch.bfloat16, {"_int4_kernel"}),
+    ],
+)
+def test_the_kernels_of_steps_are_found_without_a_gpu(
+    linears: LinearLoading, kv_dtype: torch.dtype, expected: set[str]
+) -> None:
+    pytest.importorskip("triton")
+    from weft.kernels.triton.launch import recorded_launches
+
+    steps = FutureSteps(GEOMETRY, torch.bfloat16, kv_dtype, linears, LIMITS, 64)
+    with recorded_launches((9, 0)) as launches, torch.inference_mode():
+        steps.compute()
+    assert expected | {"_norm_kernel", "_threshold_kernel", "_row_kernel"} <= {one.kernel.__name__ for one in launches}
+    assert len(set(launches)) == len(launches)

@@ -1,0 +1,225 @@
+"""Compiles a model's Triton kernels in processes of their own, while its weights are loaded.
+
+Which kernels there will be is found out without a GPU: the usual steps are computed once on tensors without memory, on
+a model of two layers, and what they launch is recorded. What is compiled lies in Triton's cache then, where the engine
+finds it. A kernel that was not foreseen is compiled when it is launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import struct
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from weft.checkpoint.model_files import ModelFiles
+from weft.kernels import Ops, ops_for
+from weft.kernels.kv_cache import zero_cache
+from weft.kernels.triton import has_triton
+from weft.model.dense import DenseConfig, DenseModel
+from weft.model.loader import LinearLoading, NoSource, load_weights
+from weft.plan import Limits
+from weft.switches import is_on, switched_off
+from weft.worker.forward_step import ForwardOutput, Stepper
+from weft.worker.graphs import graph_shapes
+from weft.worker.inputs import StepShape, exact_shape, section_sizes, views
+from weft.worker.memory_profile import cache_shape, largest_step
+from weft.worker.rows import RowTable
+from weft.worker.runner import warm_up_rows
+
+log = logging.getLogger(__name__)
+
+META = torch.device("meta")
+NUMBER = struct.Struct("i")
+"""What goes through pipes."""
+
+
+class FutureSteps(NamedTuple):
+    """What decides which kernels the steps of a model will launch."""
+
+    geometry: DenseConfig
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    linears: LinearLoading
+    limits: Limits
+    most_decodes: int
+    """Tokens that the decodes of a captured step may have."""
+    with_prefills: bool = True
+    """Whether steps with prefills are captured, too."""
+
+    def compute(self, *, only_largest: bool = False) -> None:
+        """Compute every step once, or the largest alone, on tensors without memory."""
+        from weft.kernels.triton.launch import overlapping_launches
+
+        if self.linears != "dequantise":
+            # Some ops of quantisation know such tensors from there alone, and the engine does without it.
+            from torch._meta_registrations import register_meta  # noqa: F401
+
+        limits, geometry = self.limits, replace(self.geometry, num_layers=2)
+        files = ModelFiles(name="", path=Path(), kind="dummy", weight_files=[])
+        weights = load_weights(files, geometry, NoSource(), dtype=self.dtype, device=META, linears=self.linears)
+        model = DenseModel(geometry, weights, ops_for("cuda"), limits.max_model_len)
+        table = RowTable(limits.max_num_seqs, limits.max_model_len, limits.block_size, META)
+        stepper = Stepper(model, zero_cache(cache_shape(geometry, 2, limits.block_size), self.kv_dtype, META), table)
+        for rows in [largest_step(limits).rows] if only_largest else warm_up_rows(table):
+            # With one token more than there are, no prompt is left to the library's attention.
+            output = _computed(stepper, exact_shape(rows), 1 + max(row.start + row.count for row in rows))
+        _sample(output.logits[:1], model.ops)
+        if not only_largest:
+            with overlapping_launches():
+                for shape in graph_shapes(self.most_decodes, with_prefills=self.with_prefills):
+                    _computed(stepper, shape, limits.max_model_len)
+
+
+def _computed(stepper: Stepper, shape: StepShape, longest: int) -> ForwardOutput:
+    packed = torch.empty(sum(section_sizes(shape)), dtype=torch.int64, device=META)
+    return stepper.step(shape, views(packed, shape), longest)
+
+
+def _sample(logits: Tensor, ops: Ops) -> None:
+    """Sample in every way that has a kernel of its own. Adjusted logits are single floats."""
+    for scores in (logits, logits.float()):
+        tokens, peaks = ops.greedy(scores)
+        thresholds = ops.keep_thresholds(scores, peaks, peaks, peaks, tokens, peaks)
+        for kept in (None, thresholds):
+            ops.gumbel_sample(scores, peaks, peaks, tokens, tokens, kept)
+
+
+class TritonHash(threading.Thread):
+    """Computes the hash of Triton's own files, half a second's work, while the device is initialised. Triton looks for
+    compiled kernels under it, and keeps it for this process and its forks."""
+
+    def __init__(self) -> None:
+        super().__init__(name="weft-triton-hash", daemon=True)
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(ImportError):  # it is elsewhere in other versions of Triton
+            from triton.runtime.cache import triton_key
+
+            triton_key()
+
+
+class CompileAhead:
+    """A process that finds out which kernels there will be, and compiles them in others."""
+
+    def __init__(self, steps: Sequence[FutureSteps], capability: tuple[int, int], hashing: threading.Thread) -> None:
+        self._began = time.monotonic()
+        self._pid = self._reports = 0
+        hashing.join()
+        # Weft's own engines have a folder. Elsewhere, as in tests, kernels are compiled as they are launched.
+        folder = os.environ.get("TRITON_CACHE_DIR")
+        if not folder or not has_triton() or not is_on("compile-ahead"):
+            return
+        self._done = Path(folder, f"weft-{_digest(steps, capability)}")
+        if not self._done.exists():
+            self._reports, theirs = os.pipe()
+            self._pid = _forked(lambda: _compile(steps, capability, theirs), keep=[theirs])
+            os.close(theirs)
+
+    def wait_for_largest(self) -> None:
+        """Wait until the kernels of the largest step are compiled."""
+        if self._pid and (count := os.read(self._reports, NUMBER.size)):
+            left = set(range(*NUMBER.unpack(count)))
+            while left and (number := os.read(self._reports, NUMBER.size)):
+                left.discard(*NUMBER.unpack(number))
+
+    def wait(self) -> None:
+        """Wait until all is compiled. Where it cannot be, kernels are compiled as they are launched."""
+        if not self._pid:
+            return
+        while os.read(self._reports, 4096):
+            pass
+        os.close(self._reports)
+        _, status = os.waitpid(self._pid, 0)
+        self._pid = 0
+        if os.waitstatus_to_exitcode(status):
+            log.warning("Kernels could not be compiled ahead: the first steps of each kind take longer.")
+            return
+        log.info("Kernels for this GPU were compiled, once: %.1f s.", time.monotonic() - self._began)
+        self._done.touch(0o600)
+
+
+def _digest(steps: Sequence[FutureSteps], capability: tuple[int, int]) -> str:
+    """Return a digest of all that decides which kernels there are."""
+    here = Path(__file__).parent
+    limits = [replace(one.limits, num_blocks=0) for one in steps]
+    known = [one._replace(limits=of) for one, of in zip(steps, limits, strict=True)]
+    digest = hashlib.sha256(repr([known, capability, sorted(switched_off(os.environ)), torch.__version__]).encode())
+    for source in sorted([*here.glob("*.py"), *here.parent.glob("kernels/**/*.py"), *here.parent.glob("model/*.py")]):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(steps: Sequence[FutureSteps], capability: tuple[int, int], reports: int) -> None:
+    from weft.kernels.triton.launch import compile_utilities, recorded_launches
+
+    # Ops on tensors without memory import torch's compiler, which takes seconds, to tell it to keep away from them.
+    sys.modules["torch._dynamo"] = dynamo = ModuleType("torch._dynamo")
+    dynamo.disable = lambda function, *_, **options: function  # type: ignore[attr-defined]
+    with recorded_launches(capability) as first, torch.inference_mode():
+        for one in steps:
+            one.compute(only_largest=True)
+    with recorded_launches(capability) as others, torch.inference_mode():
+        for one in steps:
+            one.compute()
+    launches = dict.fromkeys([*first, *others])
+    os.write(reports, NUMBER.pack(1 + len(first)))
+    in_processes([compile_utilities, *(one.compile for one in launches)], len(os.sched_getaffinity(0)), reports)
+
+
+def in_processes(tasks: Sequence[Callable[[], None]], num_processes: int, reports: int) -> None:
+    """Do each of the tasks in one of so many forks of this process, and write its number to a pipe then. Raises
+    ChildProcessError when one of these failed, and after the others have ended."""
+    numbers, ours = os.pipe()
+    os.write(ours, b"".join(map(NUMBER.pack, range(len(tasks)))))
+    os.close(ours)
+
+    def work() -> None:
+        # Each read takes a number that no other process has.
+        while number := os.read(numbers, NUMBER.size):
+            tasks[NUMBER.unpack(number)[0]]()
+            os.write(reports, number)
+
+    pids = [_forked(work, keep=[numbers, reports]) for _ in range(min(num_processes, len(tasks)))]
+    os.close(numbers)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if any(codes):
+        raise ChildProcessError(f"{sum(map(bool, codes))} of {len(codes)} processes failed")
+
+
+def _forked(work: Callable[[], None], keep: Sequence[int]) -> int:
+    """Fork a process that does some work and ends, and return its id. It keeps only these files: a copy of the engine's
+    socket would keep the api process from hearing of the engine's end."""
+    with warnings.catch_warnings():
+        # The other threads only wait for messages.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        for number in range(3, 1 + max(int(file.name) for file in Path("/proc/self/fd").iterdir())):
+            if number not in keep:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+        work()
+        code = 0
+    except BaseException:  # noqa: BLE001 - nothing may return into the engine
+        log.debug("Compiling ahead failed:\n%s", traceback.format_exc())
+    finally:
+        os._exit(code)
