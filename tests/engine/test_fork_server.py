@@ -129,10 +129,7 @@ def test_engines_end_with_their_server_and_the_next_has_a_new_one(light: dict[st
 
 def test_an_engine_whose_server_ended_before_it_could_notice_ends_at_once() -> None:
     command = ForkCommand("no_such_module")
-    script = f"""
-from weft.engine.fork_server import DeferredImports, ForkCommand, _run
-_run({command!r}, 0, [], server_pid=-1, deferred=DeferredImports())
-"""
+    script = f"from weft.engine.fork_server import ForkCommand, _run; _run({command!r}, 0, [], server_pid=-1)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "")
 

@@ -316,9 +316,8 @@ def _tell(control: socket.socket, number: int) -> None:
 def serve(commands: socket.socket) -> None:
     # Nothing that is imported is garbage.
     gc.disable()
-    deferred = DeferredImports()
     with contextlib.suppress(Exception):  # an engine that cannot import it says so to its own api process
-        deferred.import_torch()
+        DeferredImports().import_torch()
         import_module("weft.engine.loop")
     gc.freeze()
     gc.enable()
@@ -346,13 +345,13 @@ def serve(commands: socket.socket) -> None:
                 signal.set_wakeup_fd(-1)
                 for fd in (ended, wake, commands.fileno(), control, *children.fds()):
                     os.close(fd)
-                _run(msgspec.json.decode(data, type=ForkCommand), engine, streams, own_pid, deferred)
+                _run(msgspec.json.decode(data, type=ForkCommand), engine, streams, own_pid)
             for fd in (engine, *streams):
                 os.close(fd)
             children.add(pid, socket.socket(fileno=control))
 
 
-def _run(command: ForkCommand, engine: int, streams: list[int], server_pid: int, deferred: DeferredImports) -> None:
+def _run(command: ForkCommand, engine: int, streams: list[int], server_pid: int) -> None:
     """Be the engine process, to its end."""
     try:
         os.setsid()
@@ -364,9 +363,6 @@ def _run(command: ForkCommand, engine: int, streams: list[int], server_pid: int,
         for number, fd in enumerate(streams, start=1):
             os.dup2(fd, number)
             os.close(fd)
-        if deferred is not None and not command.module.startswith("weft.engine."):
-            # Other engines use all of torch.
-            deferred.execute_all()
         sys.argv = [command.module, *command.arguments, str(engine)]
         import_module(command.module).main()
     except BaseException:  # noqa: BLE001 - nothing may return into the server's loop

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from weft.checkpoint.model_files import ModelFiles
 from weft.kernels import Ops, ops_for
-from weft.kernels.fp8 import zero_cache
+from weft.kernels.kv_cache import zero_cache
 from weft.kernels.triton import has_triton
 from weft.model.dense import DenseConfig, DenseModel
 from weft.model.loader import LinearLoading, NoSource, load_weights
