@@ -43,14 +43,14 @@ def main(folder: str, quantization: str = "") -> None:
     os.environ |= compile_cache_environment()
     from weft.engine.fork_server import DeferredImports
 
-    sys.meta_path.insert(0, DeferredImports())
+    DeferredImports().import_torch()
     import torch
 
     note("torch is imported")
     import weft.engine.loop  # noqa: F401
 
     note("the engine's modules are imported")
-    import triton
+    import triton  # type: ignore[import-not-found]
 
     note("triton is imported")
     compiled: list[tuple[float, str]] = []
@@ -65,6 +65,8 @@ def main(folder: str, quantization: str = "") -> None:
     from weft.hub.resolve import find_model
     from weft.options import BackendOptions, Config, ModelOptions
     from weft.worker import memory_profile, worker
+    from weft.worker.compile_ahead import CompileAhead
+    from weft.worker.runner import Runner
 
     is_dummy = not any(Path(folder).glob("*.safetensors"))
     config = Config(
@@ -72,19 +74,18 @@ def main(folder: str, quantization: str = "") -> None:
         backend=BackendOptions(quantization=quantization),
     )
     files = find_model(config)
-    torch.cuda.init()
     torch.empty(1, device="cuda")
     note("CUDA is initialised")
     owners = {
         worker: ("load_weights", "measured", "_stepper", "StepGraphs"),
-        worker.CompileAhead: ("__init__", "wait_for_largest", "wait"),
-        worker.Runner: ("prepare",),
+        CompileAhead: ("__init__", "wait_for_largest", "wait"),
+        Runner: ("prepare",),
         memory_profile: ("compute",),
     }
     for owner, name in [(owner, name) for owner, names in owners.items() for name in names]:
         timed(owner, name)
     made = worker.Worker(config, files)
-    worker.Runner.prepare = worker.Runner.prepare.__wrapped__  # type: ignore[attr-defined,method-assign]
+    Runner.prepare = Runner.prepare.__wrapped__  # type: ignore[attr-defined,method-assign]
     note(f"the worker is made; {len(compiled)} kernels, {sum(one[0] for one in compiled):.1f} s to compile")
     slowest: list[tuple[float, int, int]] = []
     number, going = 0, True

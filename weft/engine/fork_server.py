@@ -177,18 +177,49 @@ DEFERRED = frozenset(
     f"torch.{name}"
     for name in (
         "_meta_registrations", "distributed._meta_registrations", "distributions", "export", "masked", "nn.intrinsic",
-        "nn.qat", "nn.quantizable", "nn.quantized", "optim", "quantization",
+        "nn.qat", "nn.quantizable", "nn.quantized", "quantization",
     )
 )  # fmt: skip
 """Modules that torch imports for tracing and training: two fifths of the time that `import torch` takes."""
+EXPECT_ALL = tuple(
+    f"torch.{name}"
+    for name in ("_decomp", "_dynamo", "_export", "_inductor", "_prims", "_refs", "utils._content_store")
+)
+"""Modules, with those below them, that rely on all of torch having been imported in its order."""
 
 
 class DeferredImports(MetaPathFinder):
-    """Finds the modules of DEFERRED, and lets each be executed when one of its attributes is asked for first."""
+    """Finds the modules of DEFERRED, and lets each be executed when one of its attributes, or a module below it, is
+    asked for first."""
+
+    def __init__(self) -> None:
+        self.has_torch = False
+        """Whether torch is imported: before, its own order is the right one."""
+
+    def import_torch(self) -> None:
+        """Import torch without these modules."""
+        sys.meta_path.insert(0, self)
+        import_module("torch")
+        self.has_torch = True
+
+    def execute_all(self) -> None:
+        """Execute the modules that were deferred, in torch's order."""
+        for module in list(sys.modules.values()):
+            if isinstance(module, _DeferredModule):
+                module.execute()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        is_new = fullname not in sys.modules
+        if self.has_torch and fullname.startswith(EXPECT_ALL):
+            self.execute_all()
+        above = sys.modules.get(fullname.rpartition(".")[0])
+        if isinstance(above, _DeferredModule):
+            above.execute()
+        # What was executed may have imported this one.
+        if is_new and fullname in sys.modules:
+            return _imported(sys.modules[fullname])
         spec = PathFinder.find_spec(fullname, path, target) if fullname in DEFERRED else None
         if spec is not None and spec.loader is not None:
             spec.loader = _DeferredLoader(spec.loader)
@@ -208,6 +239,26 @@ class _DeferredLoader(Loader):
         module.__spec__.loader = module.__loader__ = self.loader
 
 
+class _ImportedLoader(Loader):
+    """Loads a module that was imported while its own import began: it stays as it is."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.module, self.spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self.module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec
+
+
+def _imported(module: ModuleType) -> ModuleSpec:
+    spec = ModuleSpec(module.__name__, _ImportedLoader(module))
+    # Of a module that is there the import system takes the spec from it.
+    module.__spec__ = spec
+    return spec
+
+
 _deferred_lock = threading.RLock()
 
 
@@ -218,12 +269,15 @@ class _DeferredModule(ModuleType):
         # `inspect` asks every module for such names.
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        self.execute()
+        return getattr(self, name)
+
+    def execute(self) -> None:
         with _deferred_lock:
             if self.__class__ is _DeferredModule:
                 self.__class__ = ModuleType  # type: ignore[assignment]
                 assert self.__spec__ is not None and self.__spec__.loader is not None
                 self.__spec__.loader.exec_module(self)
-        return getattr(self, name)
 
 
 class _Children:
@@ -262,8 +316,8 @@ def _tell(control: socket.socket, number: int) -> None:
 def serve(commands: socket.socket) -> None:
     # Nothing that is imported is garbage.
     gc.disable()
-    sys.meta_path.insert(0, DeferredImports())
     with contextlib.suppress(Exception):  # an engine that cannot import it says so to its own api process
+        DeferredImports().import_torch()
         import_module("weft.engine.loop")
     gc.freeze()
     gc.enable()

@@ -125,7 +125,7 @@ class StagedReader:
             if buffer.is_read is not None:
                 buffer.is_read.synchronize()
             staged = buffer.memory[: len(out)]
-            left = memoryview(staged.numpy())
+            left = staged.numpy().data
             while left:
                 count = os.preadv(file, [left], start)
                 if not count:

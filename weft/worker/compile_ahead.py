@@ -109,7 +109,7 @@ class TritonHash(threading.Thread):
 
     def run(self) -> None:
         with contextlib.suppress(ImportError):  # it is elsewhere in other versions of Triton
-            from triton.runtime.cache import triton_key
+            from triton.runtime.cache import triton_key  # type: ignore[import-not-found]
 
             triton_key()
 
