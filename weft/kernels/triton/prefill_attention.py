@@ -196,7 +196,6 @@ def prefill_attention(
     lengths: Tensor,
     query_starts: Tensor,
     out: Tensor | None = None,
-    config: PrefillConfig | None = None,
 ) -> Tensor:
     """[rows of qkv, heads * head dim]. The new tokens of sequence i, at least none, are the last of its lengths[i]
     cached ones and stand in the rows query_starts[i]..query_starts[i + 1] of qkv, counted so that query_starts[0] is
@@ -212,8 +211,7 @@ def prefill_attention(
     words = kv.scales.view(torch.int32) if isinstance(kv, Fp8Cache) else numbers
     if not numbers.is_contiguous() or qkv.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("rows and the cache must be contiguous")
-    if config is None:
-        config = prefill_config(num_rows, qkv.itemsize, heads.head_dim, is_fp8)
+    config = prefill_config(num_rows, qkv.itemsize, heads.head_dim, is_fp8)
     # Enough for the sequences' tiles and those of the rows behind, however the rows are shared out.
     most_tiles = triton.cdiv(num_rows, config.queries) + num_sequences
     _prefill_kernel[(heads.num_heads, most_tiles)](
