@@ -81,6 +81,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     """True when the worker has a draft model, which drafts for requests that bring no text to draft from."""
     max_step_seconds: float = 0
     """The time that a step with prefills should take at most; 0: as long as its tokens need."""
+    max_mixed_step_seconds: float = 0
+    """The same for steps that decode as well and are filled up with waiting prompts."""
     image: ImageLimits | None = None
     """None: there is no image model."""
     embeds_width: int = 0

@@ -88,10 +88,12 @@ def decode_call(heads: HeadShape, rows: int, context: int, kv: LayerCache, max_c
     return lambda: decode_attention(qkv, heads, kv, tables, lengths)
 
 
-def prefill_call(heads: HeadShape, prompts: int, tokens: int, kv: Tensor) -> Callable[[], object]:
+def prefill_call(heads: HeadShape, prompts: int, tokens: int, kv: Tensor, before: int = 0) -> Callable[[], object]:
+    """Each prompt's last `tokens` tokens, behind so many that are cached."""
     qkv = randn(prompts * tokens, heads.q_size + heads.kv_size)
-    tables = (torch.randperm(kv.shape[0] - 1, device="cuda")[: prompts * tokens // 16] + 1).view(prompts, -1)
-    lengths = torch.full((prompts,), tokens, device="cuda")
+    num_blocks = prompts * (before + tokens) // 16
+    tables = (torch.randperm(kv.shape[0] - 1, device="cuda")[:num_blocks] + 1).view(prompts, -1)
+    lengths = torch.full((prompts,), before + tokens, device="cuda")
     starts = torch.arange(0, prompts * tokens + 1, tokens, device="cuda")
     return lambda: prefill_attention(qkv, heads, kv, tables, lengths, starts)
 
@@ -105,11 +107,13 @@ def bench_attention(model: str, heads: HeadShape) -> None:
             lambda rows=rows, context=context: decode_call(heads, rows, context, kv, 4096),
             moved,
         )
-    for prompts, tokens in ((1, 128), (1, 512), (1, 2048), (4, 512), (16, 512)):
-        flops = 4.0 * heads.q_size * prompts * tokens * (tokens + 1) / 2
+    whole = ((1, 128), (1, 512), (1, 2048), (4, 512), (16, 512))
+    chunks = ((256, 15360), (1024, 7168), (1024, 15360), (2048, 14336))
+    for prompts, tokens, before in [(*each, 0) for each in whole] + [(1, *each) for each in chunks]:
+        flops = 4.0 * heads.q_size * prompts * tokens * (before + (tokens + 1) / 2)
         report(
-            f"{model} prefill {prompts} x {tokens}",
-            lambda prompts=prompts, tokens=tokens: prefill_call(heads, prompts, tokens, kv),
+            f"{model} prefill {prompts} x {tokens}" + (f" behind {before}" if before else ""),
+            lambda prompts=prompts, tokens=tokens, before=before: prefill_call(heads, prompts, tokens, kv, before),
             2e7 * prompts * tokens / 128,
             flops,
         )

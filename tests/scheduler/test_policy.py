@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.scheduler.simulation import Simulation, limits, request
 from weft.plan import Row, StepPlan, StepResult
-from weft.scheduler.policy import LEAST_TOKENS, PATIENCE, PrefillPace, Throttle
+from weft.scheduler.policy import LEAST_TOKENS, PATIENCE, StepPace, Throttle
 
 WIDE = limits(max_num_seqs=64, max_num_batched_tokens=1024)
 
@@ -93,17 +93,14 @@ def test_limits_below_the_least_are_kept() -> None:
     assert size(throttle) == (1, 8)
 
 
-PACED = limits(max_num_seqs=64, max_num_batched_tokens=1024, max_step_seconds=0.2)
-
-
 def test_without_a_goal_the_time_of_steps_changes_nothing() -> None:
-    pace = PrefillPace(WIDE)
+    pace = StepPace(1024, 0.0)
     pace.took(1024, 60.0)
     assert pace.tokens == 1024
 
 
 def test_prefills_follow_the_time_that_steps_take() -> None:
-    pace = PrefillPace(PACED)
+    pace = StepPace(1024, 0.2)
     assert pace.tokens == 1024, "until something is known"
     pace.took(256, 0.512)
     assert pace.tokens == 96, "of 2 ms each, in whole lots of 16"
@@ -119,15 +116,15 @@ def test_prefills_follow_the_time_that_steps_take() -> None:
     assert pace.tokens == 1024
 
 
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_a_long_prompt_is_cut_so_that_no_step_takes_longer_than_the_goal() -> None:
     """A token costs the more the more come before it; another request decodes meanwhile."""
-
-    class Clock:
-        now = 0.0
-
-        def __call__(self) -> float:
-            return self.now
-
     roomy = limits(
         num_blocks=400, max_model_len=1400, max_num_batched_tokens=512, max_prefill_chunk=256, max_step_seconds=0.2
     )
@@ -147,3 +144,32 @@ def test_a_long_prompt_is_cut_so_that_no_step_takes_longer_than_the_goal() -> No
     simulation.worker.execute = slowly
     simulation.run()
     assert len(lasted) > 10 and 0.1 < max(lasted) < 0.25
+
+
+def test_steps_that_decode_have_a_goal_of_their_own_and_are_filled_up_in_powers_of_two() -> None:
+    """While a prompt longer than a step and a half is under way, also when nothing else waits."""
+    wide = limits(
+        num_blocks=4100, max_model_len=16_000, max_num_batched_tokens=2048, max_prefill_chunk=2048,
+        max_mixed_prefill=384, max_mixed_step_seconds=0.04,
+    )  # fmt: skip
+    simulation, clock = Simulation(wide), Clock()
+    simulation.scheduler._clock = clock
+    simulation.add(request("long", [2] * 9000, 1))
+    sizes = []
+    execute = simulation.worker.execute
+
+    def slowly(plan: StepPlan) -> StepResult:
+        sizes.append(plan.num_tokens)
+        clock.now += plan.num_tokens * 50e-6
+        return execute(plan)
+
+    simulation.worker.execute = slowly
+    simulation.step()
+    assert sizes == [2048], "nothing decodes: the step may take its time"
+    simulation.add(request("short", [1], 100))
+    simulation.step()
+    simulation.step()
+    simulation.step()
+    assert sizes[-1] == 512, "of 800 that there is time for"
+    simulation.run()
+    assert sizes.count(sizes[3]) > 5 and sizes[-1] == 1

@@ -8,6 +8,9 @@ from weft.plan import ImageLimits, Limits, StepPlan
 from weft.scheduler.cursors import RowCursor
 
 MIN_PREFILL_BUDGET = 128
+LEAST_MIXED_TOKENS = 256
+"""Tokens of a step with prefills and decodes whose time is bounded. Larger steps have this number times a power of two,
+as the tiles of matrix products and attention do on a GPU: with a few tokens more it would compute one more round."""
 
 
 def decodes_and_prefills(running: Iterable[RowCursor]) -> tuple[list[RowCursor], list[RowCursor]]:
@@ -19,12 +22,12 @@ def decodes_and_prefills(running: Iterable[RowCursor]) -> tuple[list[RowCursor],
     return decodes, prefills
 
 
-def prefill_budget(limits: Limits, decodes: int, waiting_tokens: int) -> int:
+def prefill_budget(limits: Limits, decodes: int, waiting_tokens: int, step_tokens: int) -> int:
     """Return how many prefill tokens a step that also decodes may have. They are few, and the fewer the fewer decodes
-    there are (their step is short, and prefills would make it much longer); they are as many as fit while more tokens
-    wait than a step and a half could compute."""
+    there are (their step is short, and prefills would make it much longer); while prompts of more tokens wait than a
+    step and a half could compute, they fill the step up to `step_tokens`."""
     if waiting_tokens > limits.max_num_batched_tokens * 3 // 2:
-        return max(limits.max_mixed_prefill, limits.max_prefill_chunk - decodes)
+        return max(limits.max_mixed_prefill, min(limits.max_prefill_chunk, step_tokens) - decodes)
     return min(limits.max_mixed_prefill, max(MIN_PREFILL_BUDGET, 4 * decodes))
 
 
@@ -46,27 +49,31 @@ def victim(running: Sequence[RowCursor], planned: Collection[RowCursor]) -> RowC
 LEAST_TOKENS = 16
 
 
-class PrefillPace:
-    """The pace sizes the prefills of a step by the time that steps take, so that none lasts longer than
-    `Limits.max_step_seconds`: running requests then wait no longer for a token, nor does a new one for its turn."""
+class StepPace:
+    """The pace sizes the prefills of a step by the time that steps take, so that none lasts longer than a goal: running
+    requests then wait no longer for a token, nor does a new one for its turn."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, most: int, goal: float, least: int = LEAST_TOKENS, *, in_powers: bool = False) -> None:
+        """Find the `least` to `most` tokens that a step can compute in `goal` seconds, in whole multiples of the least;
+        `in_powers`: in powers of two of them. Without a goal they are the most."""
+        self._most = most
+        self._goal = goal
+        self._least = least
+        self._in_powers = in_powers
         self._seconds_per_token = 0.0
-        self.tokens = limits.max_num_batched_tokens
-        """Prefill tokens of a step."""
+        self.tokens = most
+        """Tokens of a step."""
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """Take in a step of so many tokens. Short ones tell nothing: most of their time is the reading of weights."""
-        goal = self._limits.max_step_seconds
-        if not goal or num_tokens < LEAST_TOKENS:
+        if not self._goal or num_tokens < self._least:
             return
         cost = seconds / num_tokens
         # A rise is followed at once, as attention over a long prompt grows from chunk to chunk; a fall by halves.
         self._seconds_per_token = max(cost, (self._seconds_per_token + cost) / 2)
-        most = self._limits.max_num_batched_tokens
-        tokens = int(min(most, goal / max(self._seconds_per_token, goal / most)))
-        self.tokens = max(LEAST_TOKENS, tokens // LEAST_TOKENS * LEAST_TOKENS)
+        tokens = int(min(self._most, self._goal / max(self._seconds_per_token, self._goal / self._most)))
+        lots = max(1, tokens // self._least)
+        self.tokens = self._least * (1 << lots.bit_length() - 1 if self._in_powers else lots)
 
 
 PATIENCE = 64

@@ -19,7 +19,7 @@ from weft.scheduler.block_pool import Block, BlockPool
 from weft.scheduler.cursors import Cursor, RowCursor, first_cursor, needs_row
 from weft.scheduler.denoise import Images
 from weft.scheduler.parallel_sampling import Siblings, shared_prompt, waits_for
-from weft.scheduler.policy import LEAST_TOKENS, PrefillPace, Throttle
+from weft.scheduler.policy import LEAST_MIXED_TOKENS, LEAST_TOKENS, StepPace, Throttle
 from weft.scheduler.prefix_cache import PrefixCache
 from weft.scheduler.speculation import NO_DRAFT, Draft
 from weft.scheduler.step import Promised, Step, denoise_event, failure_event, token_event, vector_event
@@ -36,7 +36,11 @@ class Scheduler:
             raise ValueError(f"{limits.num_blocks} blocks cannot hold one request of {limits.max_model_len} tokens")
         self.limits = limits
         self.throttle = Throttle(limits)
-        self.pace = PrefillPace(limits)
+        self.pace = StepPace(limits.max_num_batched_tokens, limits.max_step_seconds)
+        self.mixed_pace = StepPace(
+            limits.max_num_batched_tokens, limits.max_mixed_step_seconds, LEAST_MIXED_TOKENS, in_powers=True
+        )
+        """The pace of steps that prefill and decode."""
         self.pool = BlockPool(limits.num_blocks)
         self.prefixes = PrefixCache(self.pool, limits)
         self.waiting = WaitingQueue()
@@ -49,6 +53,7 @@ class Scheduler:
         self.free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._released_rows: list[int] = []
         self._under_way: dict[int, Promised] = {}
+        self._applied_at = 0.0
         self._next_step_id = 0
         self._clock = clock
         self._num_arrived = 0
@@ -198,8 +203,15 @@ class Scheduler:
             if image.ends_step:
                 events.append(denoise_event(image, denoise, made))
         self.throttle.went_well()
+        now = self._clock()
         if not plan.denoise:
-            self.pace.took(plan.num_tokens, self._clock() - promised.planned_at)
+            # A step that was planned while another was under way began when that one ended.
+            seconds = now - max(promised.planned_at, self._applied_at)
+            self.pace.took(plan.num_tokens, seconds)
+            # A step that only prefills may have no result that is waited for.
+            if any(row.count == 1 for row in plan.rows):
+                self.mixed_pace.took(plan.num_tokens, seconds)
+        self._applied_at = now
         return brought
 
     def take_back(self, failed: StepPlan, *later: StepPlan) -> list[Event]:
@@ -252,7 +264,11 @@ class Scheduler:
         that fit whole into half of the budget come before those that do not: none waits until a long one is through."""
         budget = self.pace.tokens
         if step.decodes:
-            budget = min(budget, policy.prefill_budget(self.limits, step.decodes, self.waiting.num_tokens))
+            waiting_tokens = self.waiting.num_tokens
+            if self.limits.max_mixed_step_seconds:
+                waiting_tokens += sum(cursor.num_prompt for cursor in prefills)
+            mixed = policy.prefill_budget(self.limits, step.decodes, waiting_tokens, self.mixed_pace.tokens)
+            budget = min(budget, mixed)
         wanted = ((self.limits.blocks_for(cursor.known), len(cursor.blocks)) for cursor in prefills)
         step.prefill_blocks = sum(max(0, all_blocks - held) for all_blocks, held in wanted)
         step.prefill_budget = budget // 2

@@ -75,11 +75,13 @@ class Int4Config(NamedTuple):
     """A power of two."""
     tiles: int
     split_k: int
-    """Programs that share a job; 0 where all blocks are divided evenly among as many programs as multiprocessors."""
+    """Programs that share a job."""
     warps: int
     stages: int
     registers: int = 255
     """The most of a thread."""
+    whole: int = 0
+    """Jobs, the first ones, that programs do not share."""
 
 
 @triton.jit
@@ -214,17 +216,10 @@ def _values_of(values, tile, num_groups, GROUP: tl.constexpr):
     return places
 
 
-@triton.jit
-def _program_of(block, share, longer):
-    """Return the program that takes a block, of all in their order."""
-    early = longer * (share + 1)
-    return tl.where(block < early, block // (share + 1), longer + (block - early) // share)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_blocks", "num_groups", "share", "longer"])
+@triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_blocks", "num_groups", "whole"])
 def _int4_kernel(
     x, numbers, scales, added, bias, residual, out, partials, counters,
-    num_rows, num_outputs, k, num_tiles, num_blocks, num_groups, x_stride, residual_stride, share, longer,
+    num_rows, num_outputs, k, num_tiles, num_blocks, num_groups, x_stride, residual_stride, whole,
     GROUP: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, UNPACK: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, PDL: tl.constexpr,
@@ -234,91 +229,77 @@ def _int4_kernel(
     OWN_TILES: tl.constexpr = TILES // 2 if GATED else TILES
     OWN: tl.constexpr = OWN_TILES * _TILE
     SIZE: tl.constexpr = TILES * _TILE * ROWS
-    part = tl.arange(0, TILES)
     row_jobs = tl.cdiv(num_rows, ROWS)
     program = tl.program_id(0)
-    if SPLIT_K > 0:
-        only = program // SPLIT_K
-        begin = only * num_blocks + num_blocks * (program % SPLIT_K) // SPLIT_K
-        end = only * num_blocks + num_blocks * (program % SPLIT_K + 1) // SPLIT_K
-    else:
-        # The first `longer` programs take a block more than the others.
-        begin = program * share + tl.minimum(program, longer)
-        end = begin + share + (program < longer)
-        only = begin // num_blocks
+    sharing = program - whole
+    is_sharing = sharing >= 0
+    job = tl.where(is_sharing, whole + sharing // SPLIT_K, program)
+    part = tl.where(is_sharing, sharing % SPLIT_K, 0)
+    first = num_blocks * part // SPLIT_K
+    last = tl.where(is_sharing, num_blocks * (part + 1) // SPLIT_K, num_blocks)
     wait_for_inputs(PDL)
 
-    for job in range(only, only + 1 if SPLIT_K > 0 else tl.cdiv(end, num_blocks)):
-        tile = job // row_jobs * OWN_TILES + part % OWN_TILES
-        if GATED:
-            tile += part // OWN_TILES * (num_tiles // 2)
-        tile = tl.minimum(tile, num_tiles - 1)
-        words_at = _words_of(numbers, tile, num_blocks, BITS)
-        scales_at = _values_of(scales, tile, num_groups, GROUP)
-        added_at = _values_of(added, tile, num_groups, GROUP)
-        row = job % row_jobs * ROWS + tl.arange(0, ROWS)
-        x_at = x + row.to(tl.int64)[:, None] * x_stride
-        is_row = (row < num_rows)[:, None]
-        start = job * num_blocks
-        first, last = tl.maximum(begin - start, 0), tl.minimum(end - start, num_blocks)
-        y = tl.zeros([TILES * _TILE, ROWS], dtype=tl.float32)
-        if ROWS >= 16:
-            for block in range(first, last):
-                weights = _whole_tile(
-                    _weights(words_at, scales_at, added_at, block, GROUP, TILES, BITS, KIND, UNPACK), TILES
-                )
-                column = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-                inputs = tl.load(x_at + column, mask=is_row & (EVEN_K | (column < k)), other=0.0)
-                y = tl.dot(weights, tl.trans(inputs), y)
-        else:
-            # The matrix units for so few rows take operands in the order of quarters; four sums do not wait for each
-            # other.
-            y1, y2, y3 = tl.zeros_like(y), tl.zeros_like(y), tl.zeros_like(y)
-            for block in range(first, last):
-                quarters = _weights(words_at, scales_at, added_at, block, GROUP, TILES, BITS, KIND, UNPACK)
-                column = block * _BLOCK + tl.arange(0, _BLOCK // 4)[None, :]
-                y = _add_quarter(y, quarters[0], x_at, column, k, is_row, TILES, EVEN_K)
-                y1 = _add_quarter(y1, quarters[1], x_at, column + _BLOCK // 4, k, is_row, TILES, EVEN_K)
-                y2 = _add_quarter(y2, quarters[2], x_at, column + _BLOCK // 2, k, is_row, TILES, EVEN_K)
-                y3 = _add_quarter(y3, quarters[3], x_at, column + 3 * _BLOCK // 4, k, is_row, TILES, EVEN_K)
-            y = (y + y1) + (y2 + y3)
+    tile = job // row_jobs * OWN_TILES + tl.arange(0, TILES) % OWN_TILES
+    if GATED:
+        tile += tl.arange(0, TILES) // OWN_TILES * (num_tiles // 2)
+    tile = tl.minimum(tile, num_tiles - 1)
+    words_at = _words_of(numbers, tile, num_blocks, BITS)
+    scales_at = _values_of(scales, tile, num_groups, GROUP)
+    added_at = _values_of(added, tile, num_groups, GROUP)
+    row = job % row_jobs * ROWS + tl.arange(0, ROWS)
+    x_at = x + row.to(tl.int64)[:, None] * x_stride
+    is_row = (row < num_rows)[:, None]
+    y = tl.zeros([TILES * _TILE, ROWS], dtype=tl.float32)
+    if ROWS >= 16:
+        for block in range(first, last):
+            weights = _whole_tile(
+                _weights(words_at, scales_at, added_at, block, GROUP, TILES, BITS, KIND, UNPACK), TILES
+            )
+            column = block * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+            inputs = tl.load(x_at + column, mask=is_row & (EVEN_K | (column < k)), other=0.0)
+            y = tl.dot(weights, tl.trans(inputs), y)
+    else:
+        # The matrix units for so few rows take operands in the order of quarters; four sums do not wait for each other.
+        y1, y2, y3 = tl.zeros_like(y), tl.zeros_like(y), tl.zeros_like(y)
+        for block in range(first, last):
+            quarters = _weights(words_at, scales_at, added_at, block, GROUP, TILES, BITS, KIND, UNPACK)
+            column = block * _BLOCK + tl.arange(0, _BLOCK // 4)[None, :]
+            y = _add_quarter(y, quarters[0], x_at, column, k, is_row, TILES, EVEN_K)
+            y1 = _add_quarter(y1, quarters[1], x_at, column + _BLOCK // 4, k, is_row, TILES, EVEN_K)
+            y2 = _add_quarter(y2, quarters[2], x_at, column + _BLOCK // 2, k, is_row, TILES, EVEN_K)
+            y3 = _add_quarter(y3, quarters[3], x_at, column + 3 * _BLOCK // 4, k, is_row, TILES, EVEN_K)
+        y = (y + y1) + (y2 + y3)
 
-        rows = row[None, :]
-        is_whole = (first == 0) & (last == num_blocks)
-        if not is_whole:
-            # The programs that share a job: each has one part that begins within a job, and one that begins it.
-            if SPLIT_K > 0:
-                first_program, last_program = job * SPLIT_K, job * SPLIT_K + SPLIT_K - 1
-            else:
-                first_program = _program_of(start, share, longer)
-                last_program = _program_of(start + num_blocks - 1, share, longer)
+    rows = row[None, :]
+    is_whole = (SPLIT_K == 1) | (sharing < 0)
+    if SPLIT_K > 1:  # noqa: SIM102 (known when compiling)
+        if is_sharing:
             within = tl.arange(0, ROWS)[None, :] * (TILES * _TILE) + tl.arange(0, TILES * _TILE)[:, None]
-            parts_at = partials + within
-            tl.store(parts_at + (2 * program + (first == 0)) * SIZE, y, mask=rows < num_rows)
-            is_whole = is_last(counters, job, last_program - first_program + 1)
+            parts_at = partials + (sharing - part) * SIZE + within
+            tl.store(parts_at + part * SIZE, y, mask=rows < num_rows)
+            is_whole = is_last(counters, job, SPLIT_K)
             if is_whole:
                 y = tl.zeros([TILES * _TILE, ROWS], dtype=tl.float32)
-                for each in range(first_program, last_program + 1):
-                    place = (2 * each + (each == first_program)) * SIZE
-                    y += tl.load(parts_at + place, mask=rows < num_rows, other=0.0, cache_modifier=".cg")
+                for each in range(SPLIT_K):
+                    y += tl.load(parts_at + each * SIZE, mask=rows < num_rows, other=0.0, cache_modifier=".cg")
 
-        if is_whole:
-            own = job // row_jobs * OWN + tl.arange(0, OWN)[:, None]
-            inside = (own < num_outputs) & (rows < num_rows)
-            at = rows.to(tl.int64)
-            z = y.to(out.dtype.element_ty)
-            if GATED:
-                gate, up = tl.split(tl.permute(tl.reshape(z, [2, OWN, ROWS]), [1, 2, 0]))
-                z = silu_times(gate, up).to(z.dtype)
-            if BIAS:
-                biases = tl.load(bias + own, mask=own < num_outputs, other=0.0)
-                z = (z.to(tl.float32) + biases.to(tl.float32)).to(z.dtype)
-            if ADD:
-                total = tl.load(residual + at * residual_stride + own, mask=inside, other=0.0)
-                z = (total.to(tl.float32) + z.to(tl.float32)).to(z.dtype)
-                tl.store(residual + at * residual_stride + own, z, mask=inside)
-            else:
-                tl.store(out + at * num_outputs + own, z, mask=inside)
+    if is_whole:
+        own = job // row_jobs * OWN + tl.arange(0, OWN)[:, None]
+        inside = (own < num_outputs) & (rows < num_rows)
+        at = rows.to(tl.int64)
+        z = y.to(out.dtype.element_ty)
+        if GATED:
+            gate, up = tl.split(tl.permute(tl.reshape(z, [2, OWN, ROWS]), [1, 2, 0]))
+            z = silu_times(gate, up).to(z.dtype)
+        if BIAS:
+            biases = tl.load(bias + own, mask=own < num_outputs, other=0.0)
+            z = (z.to(tl.float32) + biases.to(tl.float32)).to(z.dtype)
+        if ADD:
+            total = tl.load(residual + at * residual_stride + own, mask=inside, other=0.0)
+            z = (total.to(tl.float32) + z.to(tl.float32)).to(z.dtype)
+            tl.store(residual + at * residual_stride + own, z, mask=inside)
+        else:
+            tl.store(out + at * num_outputs + own, z, mask=inside)
 
 
 @triton.jit
@@ -346,13 +327,17 @@ def _dequantise_kernel(
 def int4_config(rows: int, num_tiles: int, num_blocks: int, gated: bool) -> Int4Config:
     """Return the tiling of a product, as measured in steps of a 7B model on an H200: programs that leave room for
     others on a multiprocessor, and large tiles for more rows than 64. What two programs share is in the L2 cache."""
-    padded = next(size for size in (8, 32, 64, 128) if rows <= size or size == 128)
-    tiles = 2 if gated or padded == 128 else 1
-    jobs = triton.cdiv(num_tiles, tiles) * triton.cdiv(rows, padded)
-    if padded == 128:
-        split_k = min(_MULTIPROCESSORS // jobs, num_blocks // 4)
-        return Int4Config(padded, tiles, split_k if jobs * split_k >= _MULTIPROCESSORS * 5 // 6 else 0, 8, 3)
-    neighbours, registers = {8: (5, 255), 32: (4, 128), 64: (3, 168)}[padded]
+    if rows > 64:
+        pairs = triton.cdiv(num_tiles, 2)
+        padded = 256 if rows > 128 and pairs >= _MULTIPROCESSORS * 2 // 3 else 128
+        jobs = pairs * triton.cdiv(rows, padded)
+        # One job a multiprocessor, as often as all have one; the others are shared.
+        rest = jobs % _MULTIPROCESSORS
+        split_k = max(1, min(_MULTIPROCESSORS // max(1, rest), num_blocks // 4))
+        return Int4Config(padded, 2, split_k, 8, 3, whole=jobs - rest)
+    padded, neighbours, registers = next(each for each in ((8, 5, 255), (32, 4, 128), (64, 3, 168)) if rows <= each[0])
+    tiles = 2 if gated else 1
+    jobs = triton.cdiv(num_tiles, tiles)
     split_k = min(neighbours * _MULTIPROCESSORS // jobs, num_blocks // (4 if padded == 8 else 8))
     return Int4Config(padded, tiles, max(1, split_k), 4, 3, registers)
 
@@ -384,17 +369,17 @@ def product(
         return
     num_tiles, num_blocks, _ = weight.numbers.shape
     config = config or int4_config(num_rows, num_tiles, num_blocks, gated)
-    rows, tiles, split_k, warps, stages, registers = config
+    rows, tiles, split_k, warps, stages, registers, whole = config
     num_outputs = out.shape[1]
     jobs = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, TILE * (tiles // 2 if gated else tiles))
-    programs = jobs * split_k or min(_MULTIPROCESSORS, jobs * num_blocks)
-    share, longer = divmod(jobs * num_blocks, programs)
-    partials = torch.empty(2 * programs * tiles * TILE * rows if split_k != 1 else 0, device=out.device)
+    whole = min(whole, jobs)
+    programs = whole + (jobs - whole) * split_k
+    partials = torch.empty((programs - whole) * tiles * TILE * rows if split_k > 1 else 0, device=out.device)
     _int4_kernel[(programs,)](
         x, *_values(weight), out if bias is None else bias, out if residual is None else residual, out, partials,
         zeroed_counters(out.device),
         num_rows, num_outputs, k, num_tiles, num_blocks, weight.num_groups, x.stride(0),
-        0 if residual is None else residual.stride(0), share, longer,
+        0 if residual is None else residual.stride(0), whole,
         **_kind(weight), ROWS=rows, TILES=tiles, SPLIT_K=split_k, EVEN_K=k % BLOCK == 0,
         BIAS=bias is not None, GATED=gated, ADD=residual is not None,
         num_warps=warps, num_stages=stages, maxnreg=registers, **launch_options(),
