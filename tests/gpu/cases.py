@@ -917,7 +917,8 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_int4_floats, 100, 320, group, FP16, 8)
     for bits in (4, 8):
         add(check_int4_floats, 100, 320, 32, FP16, bits, True)
-    for rows, n, k, group, minima in ((1, 200, 160, 32, True), (5, 130, 256, 256, False), (20, 256, 200, 200, False)):
+    shapes = ((1, 200, 160, 32, True), (5, 130, 256, 256, False), (20, 256, 200, 200, False), (3, 64, 96, 96, False))
+    for rows, n, k, group, minima in shapes:
         add(check_int8, rows, n, k, group, FP16, minima)
     for rows in (2, 130):
         add(check_int4_minima, rows, 256, 320, FP16)

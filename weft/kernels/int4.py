@@ -101,6 +101,9 @@ def pack(groups: Int4Groups, dtype: torch.dtype) -> Int4Weight:
     """Lay a weight out for kernels, its scales, zeros and minima of this type."""
     numbers, scales, zeros, group_size, order, minima = groups
     num_rows, num_columns = numbers.shape
+    if group_size >= num_columns:
+        # Kernels know groups that divide a block, or are no smaller than one.
+        group_size = max(group_size, BLOCK)
     more_rows, more_columns = -num_rows % TILE, -num_columns % BLOCK
     bits = 8 if numbers.dtype == torch.int8 else 4
     padded = F.pad(numbers.view(torch.uint8), (0, more_columns, 0, more_rows))
