@@ -324,12 +324,13 @@ def _dequantise_kernel(
     )
 
 
-def int4_config(rows: int, num_tiles: int, num_blocks: int, gated: bool) -> Int4Config:
+def int4_config(rows: int, num_tiles: int, num_blocks: int, gated: bool, bits: int = 4) -> Int4Config:
     """Return the tiling of a product, as measured in steps of a 7B model on an H200: programs that leave room for
     others on a multiprocessor, and large tiles for more rows than 64. What two programs share is in the L2 cache."""
     if rows > 64:
         pairs = triton.cdiv(num_tiles, 2)
-        padded = 256 if rows > 128 and pairs >= _MULTIPROCESSORS * 2 // 3 else 128
+        # Of eight bits the stages of 256 rows do not fit the shared memory.
+        padded = 256 if bits == 4 and rows > 128 and pairs >= _MULTIPROCESSORS * 2 // 3 else 128
         jobs = pairs * triton.cdiv(rows, padded)
         # One job a multiprocessor, as often as all have one; the others are shared.
         rest = jobs % _MULTIPROCESSORS
@@ -368,7 +369,7 @@ def product(
     if num_rows == 0:
         return
     num_tiles, num_blocks, _ = weight.numbers.shape
-    config = config or int4_config(num_rows, num_tiles, num_blocks, gated)
+    config = config or int4_config(num_rows, num_tiles, num_blocks, gated, weight.bits)
     rows, tiles, split_k, warps, stages, registers, whole = config
     num_outputs = out.shape[1]
     jobs = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, TILE * (tiles // 2 if gated else tiles))
