@@ -24,8 +24,8 @@ def wait_until(condition: Callable[[], object], what: str = "the condition") -> 
 
 
 def _pauses(condition: Callable[[], object], what: str) -> Iterator[float]:
-    """Yield how long to wait before a condition is looked at again: four times as long as it took to look. One that asks
-    a server would otherwise take the time from what it waits for."""
+    """Yield how long to wait before a condition is looked at again: four times as long as it took to look. One that
+    asks a server would otherwise take the time from what it waits for."""
     deadline = time.monotonic() + PATIENCE
     while True:
         began = time.monotonic()
