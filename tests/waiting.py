@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 PATIENCE = 300.0
 """Seconds after which a test gives up: long, because a busy machine is no failure."""
-_POLL, _MOST = 0.005, 0.25
+_POLL, _MOST = 0.005, 0.1
 
 
 async def until(condition: Callable[[], object], what: str = "the condition") -> None:
@@ -24,7 +24,7 @@ def wait_until(condition: Callable[[], object], what: str = "the condition") -> 
 
 
 def _pauses(condition: Callable[[], object], what: str) -> Iterator[float]:
-    """Yield how long to wait before a condition is looked at again: four times as long as it took to look. One that
+    """Yield how long to wait before a condition is looked at again: twice as long as it took to look. One that
     asks a server would otherwise take the time from what it waits for."""
     deadline = time.monotonic() + PATIENCE
     while True:
@@ -34,4 +34,4 @@ def _pauses(condition: Callable[[], object], what: str) -> Iterator[float]:
         now = time.monotonic()
         if now > deadline:
             raise TimeoutError(f"{what} did not come about within {PATIENCE:g} s")
-        yield min(_MOST, max(_POLL, 4 * (now - began)))
+        yield min(_MOST, max(_POLL, 2 * (now - began)))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.api.http import data_server, real_server, request
 from tests.api.scripted_engine import ScriptedEngine, forever
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 from weft.api.app import build_app
 from weft.config import load
 from weft.types import LOWEST_PRIORITY, Adapter
@@ -122,4 +122,4 @@ def test_anthropics_clients_get_their_list_of_models() -> None:
             assert ([model.id for model in page.data], page.has_more, page.first_id) == (["a"], True, "a")
             with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
                 client.models.retrieve("c")
-        assert httpx.get(url + "/v1/models").json()["object"] == "list"
+        assert httpx.get(url + "/v1/models", timeout=PATIENCE).json()["object"] == "list"
