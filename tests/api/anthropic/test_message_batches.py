@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -18,8 +17,18 @@ from weft.api.app import build_app
 from weft.config import load
 from weft.types import LOWEST_PRIORITY, Adapter
 
+if TYPE_CHECKING:
+    import anthropic
+
 HELLO = {"model": "scripted", "max_tokens": 10, "messages": [{"role": "user", "content": "hi"}]}
 VERSION = {"anthropic-version": "2023-06-01"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def their_client() -> None:
+    """Two seconds, for the one worker that runs this file."""
+    global anthropic
+    import anthropic
 
 
 @contextmanager
