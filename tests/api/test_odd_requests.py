@@ -47,16 +47,18 @@ ODD: list[Any] = [
 def test_no_value_of_a_field_makes_the_server_fail(path: str, schema: type[BaseModel], base: dict[str, Any]) -> None:
     engine = model_that_says("text")
     app = build_app(engine, load(env={}))
-    fields = [*schema.model_fields, *RULES[schema.place]]  # type: ignore[attr-defined]
+    cases = [(field, value) for field in schema.model_fields for value in ODD]
+    # Fields that no schema has are not parsed: each gets some of the values.
+    others: list[str] = [*RULES[schema.place]]  # type: ignore[attr-defined]
+    cases += [(field, value) for i, field in enumerate(others) for value in ODD[i % 8 :: 8]]
 
     async def go() -> list[int]:
         statuses = []
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            for field in fields:
-                for value in ODD:
-                    response = await client.post(path, json={"model": "scripted", **base, field: value})
-                    assert response.status_code < 500, (field, value, response.text)
-                    statuses.append(response.status_code)
+            for field, value in cases:
+                response = await client.post(path, json={"model": "scripted", **base, field: value})
+                assert response.status_code < 500, (field, value, response.text)
+                statuses.append(response.status_code)
         return statuses
 
     statuses = asyncio.run(go())

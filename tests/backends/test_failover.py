@@ -438,7 +438,8 @@ def test_the_native_engine_is_killed_for_good_in_mid_stream(tiny_model: Path) ->
                     os.kill(pid, signal.SIGKILL)
             assert deltas[-1].finish is FinishReason.LENGTH and deltas[-1].usage.completion_tokens == 400
             assert text_of(deltas) == undisturbed
-            assert engine.health().ready and engine.stats().open_requests == 0
+            await until(lambda: engine.health().ready)
+            assert engine.stats().open_requests == 0
             assert engine._engine.client.engine_pid != pid  # type: ignore[attr-defined]
         finally:
             await engine.close()

@@ -21,6 +21,7 @@ from tests.backends.openai_server.peer import (
     text_chunk,
 )
 from tests.compat.test_adapted import Parrot
+from tests.waiting import PATIENCE
 from weft import LLM
 from weft.backends import create_engine, start_engine
 from weft.backends.contract import Conversation, ParsedOutput, Stream
@@ -165,7 +166,7 @@ def test_the_size_changes_while_an_answer_runs(add_engine: Callable[..., None]) 
     class Hesitant(Parrot):
         def infer(self, prompt: str, **kwargs: Any) -> Generator[str, None, None]:
             yield from WORDS[:3]
-            assert may_go_on.wait(60)
+            assert may_go_on.wait(PATIENCE)
             yield from WORDS[3:]
 
     add_engine("hesitant", Hesitant)

@@ -255,10 +255,12 @@ def test_figures_are_of_the_times_that_things_came() -> None:
 
 def test_the_command_measures_real_engines(tiny_model: Path, tmp_path: Path) -> None:
     painter = save_image_model(tmp_path / "painter", 96)
-    settings = {"WEFT_MAX_MODEL_LEN": "256", "WEFT_KV_CACHE_MEMORY_MB": "16", "WEFT_THREADS": "1", "COLUMNS": "80"}
+    # No variables of Weft: an engine would not be a fork.
+    settings = tmp_path / "small.toml"
+    settings.write_text("[model]\nmax_model_len = 256\nthreads = 1\n[cache]\nkv_cache_memory_mb = 16\n")
     work = "--chats 2 --images 2 --input-tokens 9 --max-tokens 8 --runs 1 --guidance 2.5 --device cpu --steps 4"
-    files = ("--image-model", str(painter), "--json", str(tmp_path / "report.json"))
-    done = CliRunner().invoke(bench, ["mixed", str(tiny_model), *work.split(), *files], env=settings)
+    files = ("--image-model", str(painter), "--config", str(settings), "--json", str(tmp_path / "report.json"))
+    done = CliRunner().invoke(bench, ["mixed", str(tiny_model), *work.split(), *files], env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "report.json").read_text())
     assert [mode["name"] for mode in report["modes"]] == ALL_MODES

@@ -20,7 +20,8 @@ SECRETS = {
 def locked(smollm2_files: ModelFiles) -> Iterator[Server]:
     """The server of the public clients, which has keys from its environment. tests/conftest.py keeps their files in one
     worker. A test may kill its engine, if it waits for the next one."""
-    with Server("--tool-style", "hermes", "--compat-api", "ollama,llamacpp", env=SECRETS) as server:
+    flags = ("--tool-style", "hermes", "--compat-api", "ollama,llamacpp", "--heartbeat-timeout-s", "120")
+    with Server(*flags, env=SECRETS) as server:
         server.key = "sesame"
         yield server
 

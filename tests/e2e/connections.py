@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Self
 
 from tests.waiting import PATIENCE
 from weft.bench.http import Address, Connection
 
 
 class Connections:
+    """A context manager that closes those that it has kept."""
+
     def __init__(self, address: Address) -> None:
         self.address = address
         self._idle: list[Connection] = []
@@ -31,6 +34,12 @@ class Connections:
         if connection.is_open:
             self._idle.append(connection)
         return status, b"".join(pieces).decode()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def close(self) -> None:
         for connection in self._idle:

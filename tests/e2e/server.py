@@ -102,6 +102,10 @@ class Server:
         assert found, f"no metric {name}"
         return float(found[1])
 
+    def wait_until_ready(self) -> None:
+        """A busy machine makes heartbeats late, and for as long the server is not ready."""
+        wait_until(lambda: self.get("/health").status_code == 200, "a server that is ready")
+
     def grpc_port(self) -> int:
         told = re.compile(r"gRPC answers on port (\d+)")
         wait_until(lambda: told.search("".join(self.log)), "gRPC's port")

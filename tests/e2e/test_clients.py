@@ -219,7 +219,7 @@ class TestGrpc:
         call = channel.stream_stream(
             f"/{method.containing_service.full_name}/{method.name}", asked.SerializeToString, answered.FromString
         )
-        responses = [MessageToDict(response) for response in call(iter([ParseDict(fields, asked())]), timeout=60)]
+        responses = [MessageToDict(response) for response in call(iter([ParseDict(fields, asked())]), timeout=PATIENCE)]
         assert responses[-1]["endOfStream"]
         assert "".join(response.get("chunk", "") for response in responses) == completion(server, "Sing.", 12)
 
@@ -245,8 +245,8 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
         StreamPredictRequest(prompt="Sing.", generation=generation, metadata=StreamMetadata(trace_id=name))
         for name in texts
     ]
-    for response in stub.StreamPredict(iter(requests), timeout=60):
+    for response in stub.StreamPredict(iter(requests), timeout=300):
         texts[response.trace_id] += response.chunk
-    health = stub.Health(WorkerHealthRequest(), timeout=60)
+    health = stub.Health(WorkerHealthRequest(), timeout=300)
 print(json.dumps([*texts.values(), health.metrics["state"]]))
 """

@@ -25,7 +25,7 @@ def predict(server: Server, **metadata: str) -> str:
         )
         request = StreamPredictRequest(prompt=PROMPT, generation=GenerationParameters(temperature=0, max_new_tokens=6))
         return "".join(
-            response.chunk for response in call(iter([request]), metadata=tuple(metadata.items()), timeout=60)
+            response.chunk for response in call(iter([request]), metadata=tuple(metadata.items()), timeout=PATIENCE)
         )
 
 

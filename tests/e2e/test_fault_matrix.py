@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from tests.e2e.tiny_server import TinyServer
 from tests.forked import weft
+from tests.waiting import PATIENCE
 
 HIDDEN = "import sys\nsys.modules['{package}'] = None\n"
 """As a sitecustomize.py: Python takes the package for one that is not installed."""
@@ -95,7 +96,7 @@ def generate(model: Path, engine: str, *flags: str, path: Path) -> subprocess.Co
         capture_output=True,
         encoding="utf-8",
         errors="replace",
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
 

@@ -69,7 +69,7 @@ def test_streams_survive_the_death_of_the_engine(locked: Server) -> None:
             await until(lambda: locked.get("/health").status_code == 503)
             assert locked.get("/health/live").status_code == 200
             assert await asyncio.gather(*streams) == undisturbed
-            assert locked.get("/health").status_code == 200
+            await asyncio.to_thread(locked.wait_until_ready)
             assert locked.metric("weft_engine_restarts_total") == restarts + 1
 
     asyncio.run(scenario())

@@ -94,17 +94,16 @@ def test_no_request_over_http_harms_the_server_or_its_neighbour(server: TinyServ
     statuses: list[int] = []
 
     async def scenario() -> None:
-        http = Http(server.url)
+        with Http(server.url) as http:
 
-        async def ask(asked: Asked) -> None:
-            status, body = await http.send(asked)
-            check_answer(asked, status, body)
-            statuses.append(status)
+            async def ask(asked: Asked) -> None:
+                status, body = await http.send(asked)
+                check_answer(asked, status, body)
+                statuses.append(status)
 
-        async with Canary(http) as canary:
-            await each(requests, ask)
-        assert canary.num_runs > 5
-        http.close()
+            async with Canary(http) as canary:
+                await each(requests, ask)
+            assert canary.num_runs > 5
 
     asyncio.run(scenario())
     assert len(statuses) == len(requests)
@@ -121,18 +120,17 @@ def test_no_message_over_grpc_harms_the_server_or_its_neighbour(server: TinyServ
     codes: list[grpc.StatusCode] = []
 
     async def scenario() -> None:
-        http = Http(server.url)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port()}") as channel, Canary(http) as canary:
-            rpc = Rpc(channel)
+        with Http(server.url) as http:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{server.grpc_port()}") as channel, Canary(http) as canary:
+                rpc = Rpc(channel)
 
-            async def ask(asked: AskedRpc) -> None:
-                code, details = await rpc.ask(asked)
-                check_status(asked, code, details)
-                codes.append(code)
+                async def ask(asked: AskedRpc) -> None:
+                    code, details = await rpc.ask(asked)
+                    check_status(asked, code, details)
+                    codes.append(code)
 
-            await each(messages, ask)
-        assert canary.num_runs > 2
-        http.close()
+                await each(messages, ask)
+            assert canary.num_runs > 2
 
     asyncio.run(scenario())
     assert codes.count(grpc.StatusCode.OK) > len(messages) / 6, "too few of them got as far as the engine"

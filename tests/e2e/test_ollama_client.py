@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.e2e.server import Server
+from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
     import ollama
@@ -33,7 +34,7 @@ def client(locked: Server) -> Iterator[ollama.Client]:
 
 
 def complete(locked: Server, **body: Any) -> Any:
-    response = httpx.post(f"{locked.url}/completion", headers=KEY, json={"temperature": 0} | body, timeout=60)
+    response = httpx.post(f"{locked.url}/completion", headers=KEY, json={"temperature": 0} | body, timeout=PATIENCE)
     assert response.status_code == 200, response.text
     return response.json()
 

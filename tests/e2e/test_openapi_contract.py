@@ -28,8 +28,8 @@ from tests.effort import EFFORT
 from tests.waiting import PATIENCE
 from weft.api.app import ANSWERS, REQUESTS
 
-NUM_CASES = 12 * EFFORT
-NUM_LARGE_CASES = 5 * EFFORT
+NUM_CASES = 6 * EFFORT
+NUM_LARGE_CASES = 3 * EFFORT
 LARGE = ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/tokenize")
 """Conversations take long to make."""
 
@@ -115,8 +115,8 @@ def test_requests_made_from_the_description_are_answered_as_it_says(server: Tiny
             statuses += try_out(operation, GenerationMode.POSITIVE, session)
             if operation.body:
                 statuses += try_out(operation, GenerationMode.NEGATIVE, session)
-    assert len(statuses) >= 160 * EFFORT
-    assert statuses.count(200) >= 24 * EFFORT, "too few of them got as far as the engine"
+    assert len(statuses) >= 100 * EFFORT
+    assert statuses.count(200) >= 15 * EFFORT, "too few of them got as far as the engine"
     server.check_unharmed()
 
 

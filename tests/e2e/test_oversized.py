@@ -78,19 +78,18 @@ def test_over_http(server: GuardedServer, canary: Canary) -> None:
     assert len(whole) > 20_000
 
     async def scenario() -> None:
-        http = Http(server.url, "bad")
+        with Http(server.url, "bad") as http:
 
-        async def ask(too_much: TooMuch) -> None:
-            asked = too_much.asked()
-            status, body = await http.send(asked)
-            check_answer(asked, status, body)
-            if status == 200:
-                assert (WITHOUT_EFFECT | LARGE) & {*too_much.place}, f"{too_much} was taken: {body[:300]}"
-            else:
-                assert status < 500 and len(body) <= MAX_ERROR_BYTES, f"{too_much}: {status}, {len(body)} bytes"
+            async def ask(too_much: TooMuch) -> None:
+                asked = too_much.asked()
+                status, body = await http.send(asked)
+                check_answer(asked, status, body)
+                if status == 200:
+                    assert (WITHOUT_EFFECT | LARGE) & {*too_much.place}, f"{too_much} was taken: {body[:300]}"
+                else:
+                    assert status < 500 and len(body) <= MAX_ERROR_BYTES, f"{too_much}: {status}, {len(body)} bytes"
 
-        await check_unnoticed(whole, ask, server, canary)
-        http.close()
+            await check_unnoticed(whole, ask, server, canary)
 
     asyncio.run(scenario())
 

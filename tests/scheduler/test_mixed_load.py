@@ -31,7 +31,7 @@ from weft.scheduler.integrity import check_integrity
 from weft.scheduler.scheduler import Scheduler
 from weft.types import FinishReason, Request
 
-NUM_REQUESTS = 4_000 * EFFORT
+NUM_REQUESTS = 2_500 * EFFORT
 SHARED_PROMPT = [1, 2, 3, 4, 5, 6, 7]
 
 

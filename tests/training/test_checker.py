@@ -18,7 +18,7 @@ from training.shapes.prepare import render
 
 @cache
 def checker() -> Checker:
-    return Checker(*render({"shapes": 24, "glyphs": 24, "counts": 12}, seed=0))
+    return Checker(*render({"shapes": 16, "glyphs": 16, "counts": 8}, seed=0))
 
 
 def pictures(each: int) -> list[tuple[Scene, Image]]:

@@ -22,7 +22,7 @@ from weft.types import Adapter, Request, TextAssets
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NUM_TOKENS = 40
+NUM_TOKENS = 32
 MODEL = "llama3"
 ROOM = {"max_speculative_tokens": 40}
 
@@ -69,8 +69,11 @@ def check_near(subject: Subject, outcome: Outcome, done: int = 0) -> None:
     assert 20 < outcome.stats.accepted_tokens < outcome.stats.draft_tokens
 
 
-@pytest.mark.parametrize(("name", "check"), [("equal", check_equal), ("near", check_near)])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("name", "check", "overlap"),
+    [("equal", check_equal, False), ("equal", check_equal, True), ("near", check_near, True)],
+    ids=["equal", "equal and overlapped", "near and overlapped"],
+)
 class TestEveryWay:
     """All of what the model drafts for itself is right, greedy and sampled: its cache is right as well."""
 

@@ -19,7 +19,7 @@ from weft.plan import Sampled
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LOGITS = torch.tensor([1.0, 3.0, -2.0, 0.5, 2.5, -1.0, 0.0, 2.0])
-NUM_DRAWS = 1_500
+NUM_DRAWS = 1_000
 # The chi-square that a right distribution stays under 999 times of 1000, by degrees of freedom.
 CHI_SQUARE_999 = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46, 7: 24.32, 15: 37.70, 63: 103.44}
 

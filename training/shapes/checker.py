@@ -56,6 +56,7 @@ class Checker:
                 templates += parts
                 names += [figure] * len(parts)
         self.templates = np.stack(templates)
+        self.squares = np.square(self.templates).sum(1)
         self.names = names
 
     def read(self, image: Image) -> Reading:
@@ -84,9 +85,10 @@ class Checker:
 
     def nearest(self, part: Floats) -> tuple[str, float]:
         """The figure that a connected part of a mask is most like, and how far it is from that."""
-        distances = np.sqrt(np.square(self.templates - _upright(part)).mean(1))
-        best = int(distances.argmin())
-        return self.names[best], float(distances[best])
+        upright = _upright(part)
+        # The squares of the differences less that of the part, which is the same for all.
+        best = int((self.squares - 2 * self.templates @ upright).argmin())
+        return self.names[best], float(np.sqrt(np.square(self.templates[best] - upright).mean()))
 
 
 def _colour_name(colour: Floats) -> str | None:
@@ -112,10 +114,10 @@ def _parts(cover: Floats) -> list[Floats]:
 
 def _largest_around(values: NDArray[np.generic]) -> NDArray[np.generic]:
     """Each pixel's largest value of itself and its four neighbours."""
-    padded = np.pad(values, 1)
-    middle = slice(1, -1)
-    around = [padded[middle, middle], padded[:-2, middle], padded[2:, middle], padded[middle, :-2], padded[middle, 2:]]
-    largest: NDArray[np.generic] = np.maximum.reduce(around)
+    largest = values.copy()
+    for theirs, ours in ((values, largest), (values.T, largest.T)):
+        np.maximum(ours[1:], theirs[:-1], out=ours[1:])
+        np.maximum(ours[:-1], theirs[1:], out=ours[:-1])
     return largest
 
 

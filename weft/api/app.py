@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from msgspec.structs import replace
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from weft import __version__
@@ -161,7 +161,8 @@ def errors(error: type[Struct] = ErrorBody) -> Responses:
 
 def describe(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        routes = [route.described() for route in app.routes if isinstance(route, DirectRoute)]
+        document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=routes)
         _, requests = models_json_schema(
             [(request, "validation") for request in REQUESTS], ref_template="#/components/schemas/{model}"
         )
@@ -175,20 +176,32 @@ def _reference(schema: type[Struct] | type[BaseModel]) -> dict[str, Any]:
     return {"schema": {"$ref": f"#/components/schemas/{schema.__name__}"}}
 
 
-class DirectRoute(APIRoute):
-    """A route whose function takes no parameters answers without FastAPI's own reading of the request, which takes
-    longer than to refuse one when the queue is full."""
+class DirectRoute(Route):
+    """A route whose function gets those parameters of the path and of the query that it names, as text, and the request
+    where it names that. FastAPI describes the route; its own reading of a request takes longer than to refuse one when
+    the queue is full."""
 
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint, **options)
-        self._is_direct = not inspect.signature(endpoint).parameters
+    def __init__(self, path: str, endpoint: Callable[..., Any], *, methods: set[str] | list[str], **about: Any) -> None:
+        super().__init__(path, endpoint, methods=[*methods])
+        self.methods = set(methods)  # without the HEAD that Starlette puts beside GET
+        self._about = about
+        code = endpoint.__code__
+        self._names = code.co_varnames[: code.co_argcount]
+
+    def described(self) -> APIRoute:
+        return APIRoute(self.path, self.endpoint, methods=self.methods, **self._about)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._is_direct and scope["method"] in (self.methods or ()):
-            response = await self.endpoint()
-            await response(scope, receive, send)
-        else:
+        if scope["method"] not in (self.methods or ()):
             await super().handle(scope, receive, send)
+            return
+        given = self._given(Request(scope, receive, send)) if self._names else {}
+        response = await self.endpoint(**given)
+        await response(scope, receive, send)
+
+    def _given(self, request: Request) -> dict[str, Any]:
+        found = {**request.query_params, **request.path_params, "request": request}
+        return {name: found[name] for name in self._names if name in found}
 
 
 def build_app(engine: Engine, config: Config) -> FastAPI:
@@ -206,7 +219,7 @@ def admission_app(admission: Admission, background: BackgroundWork | None = None
         title="Weft", version=__version__, summary="OpenAI's interface, served by Weft.", docs_url=None, redoc_url=None,
         redirect_slashes=False,
     )  # fmt: skip
-    app.router.route_class = DirectRoute
+    app.router.route_class = DirectRoute  # type: ignore[assignment]  # it is made as theirs are
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     app.add_exception_handler(WeftError, answer_weft_error)
     app.add_exception_handler(HTTPException, answer_http_exception)

@@ -27,12 +27,12 @@ def _check_blocks(scheduler: Scheduler) -> None:
     free = [block.id for block in pool.free]
     _require(len(free) == pool.num_free == len(set(free)), "the free list's length is wrong, or a block is in it twice")
     _require(0 not in free and held[0] == 0, "the null block is in use")
-    for block in pool.blocks[1:]:
-        _require(block.refs == held[block.id], f"{block} is held {held[block.id]} times")
+    miscounted = [block for block in pool.blocks[1:] if block.refs != held.get(block.id, 0)]
+    _require(not miscounted, "{} are not held so often", miscounted)
     _require(len(free) + len(held) == pool.num_usable, "free and used blocks do not add up to all blocks")
     _require(not held.keys() & set(free), "a block is both free and used")
     for key, block in pool.by_key.items():
-        _require(block.key == key, f"{block} is found under a key that is not its own")
+        _require(block.key == key, "{} is found under a key that is not its own", block)
     findable = sum(block.key is not None for block in pool.blocks[1:])
     _require(findable == len(pool.by_key), "a block has a key that does not find it")
 
@@ -43,21 +43,21 @@ def _check_requests(scheduler: Scheduler) -> None:
     _require(all(count == 1 for count in everywhere.values()), "a request is in two places")
     _require(everywhere.keys() == set(scheduler.cursors.values()), "a request neither waits nor runs")
     for name, cursor in scheduler.cursors.items():
-        _require(cursor.id == name and not cursor.ended, f"{cursor} is filed wrongly, or has ended")
+        _require(cursor.id == name and not cursor.ended, "{} is filed wrongly, or has ended", cursor)
         if isinstance(cursor, RowCursor):
             promised = scheduler.num_promises(cursor) + cursor.drafted
-            _require(0 <= cursor.pending <= promised, f"{cursor} expects a token of no step")
-            _require(0 <= cursor.drafted <= cursor.pending, f"{cursor} has a draft in no step")
+            _require(0 <= cursor.pending <= promised, "{} expects a token of no step", cursor)
+            _require(0 <= cursor.drafted <= cursor.pending, "{} has a draft in no step", cursor)
     for cursor in waiting:
         holds = isinstance(cursor, RowCursor) and (cursor.row >= 0 or bool(cursor.blocks))
-        _require(not holds and cursor.computed == 0, f"{cursor} waits, but holds something")
+        _require(not holds and cursor.computed == 0, "{} waits, but holds something", cursor)
     for cursor in running:
         capacity = len(cursor.blocks) * scheduler.limits.block_size
-        _require(cursor.computed <= capacity, f"{cursor} has more tokens than its blocks hold")
-        _require(cursor.settled <= cursor.computed, f"{cursor} would share what is not computed")
-        _require(cursor.draft_computed <= cursor.computed, f"{cursor} was drafted further than it is computed")
-        _require(cursor.computed <= cursor.known <= cursor.limit, f"{cursor} ran ahead of itself")
-        _require(cursor.limit <= scheduler.limits.max_model_len, f"{cursor} may pass the context limit")
+        _require(cursor.computed <= capacity, "{} has more tokens than its blocks hold", cursor)
+        _require(cursor.settled <= cursor.computed, "{} would share what is not computed", cursor)
+        _require(cursor.draft_computed <= cursor.computed, "{} was drafted further than it is computed", cursor)
+        _require(cursor.computed <= cursor.known <= cursor.limit, "{} ran ahead of itself", cursor)
+        _require(cursor.limit <= scheduler.limits.max_model_len, "{} may pass the context limit", cursor)
 
 
 def _check_queue(scheduler: Scheduler) -> None:
@@ -66,7 +66,7 @@ def _check_queue(scheduler: Scheduler) -> None:
     _require(queue.num_tokens == sum(cursor.num_prompt for cursor in queue), "the queue's tokens are miscounted")
     _require(all(cursor in queue for cursor in queue), "a request is in the queue of another tenant or resource")
     for cursor in siblings:
-        _require(cursor.preemptions == 0 and bool(cursor.request.sibling_of), f"{cursor} waits without a leader")
+        _require(cursor.preemptions == 0 and bool(cursor.request.sibling_of), "{} waits without a leader", cursor)
     num_open = Counter(cursor.tenant for cursor in scheduler.cursors.values())
     num_queued = Counter(cursor.tenant for cursor in queue)
     _require(
@@ -92,7 +92,7 @@ def _check_images(scheduler: Scheduler) -> None:
     _require(given <= scheduler.limits.max_client_bytes, "client tensors have more bytes than there are")
     for row_cursor in scheduler.running:
         is_held = not row_cursor.request.embeds or row_cursor.tensor_bytes == row_cursor.request.tensor_bytes
-        _require(is_held, f"{row_cursor} runs without the bytes of its prompt embeds")
+        _require(is_held, "{} runs without the bytes of its prompt embeds", row_cursor)
     if limits is not None:
         everything = sorted([cursor.latent_slot for cursor in holders] + images.memory.free_latent_slots)
         _require(everything == list(range(limits.max_num_images)), "a latent slot is lost, or has two owners")
@@ -103,12 +103,14 @@ def _check_images(scheduler: Scheduler) -> None:
         "an image was never admitted",
     )
     for cursor in images.denoising:
-        _require(cursor.latent_slot >= 0, f"{cursor} is denoised without a latent slot")
-        _require(not cursor.missing, f"{cursor} is denoised with incomplete prompt embeds")
-        _require(cursor.done <= cursor.computed <= cursor.known, f"{cursor} ran ahead of itself")
-        _require(cursor.is_begun or cursor.computed == 0, f"{cursor} goes on, but was never begun")
+        _require(cursor.latent_slot >= 0, "{} is denoised without a latent slot", cursor)
+        _require(not cursor.missing, "{} is denoised with incomplete prompt embeds", cursor)
+        _require(cursor.done <= cursor.computed <= cursor.known, "{} ran ahead of itself", cursor)
+        _require(cursor.is_begun or cursor.computed == 0, "{} goes on, but was never begun", cursor)
         under_way = scheduler.num_promises(cursor)
-        _require((cursor.done == cursor.computed) == (under_way == 0), f"{cursor} expects a step that is not under way")
+        _require(
+            (cursor.done == cursor.computed) == (under_way == 0), "{} expects a step that is not under way", cursor
+        )
 
 
 def _check_embeds(scheduler: Scheduler, open_images: list[DenoiseCursor]) -> None:
@@ -119,15 +121,16 @@ def _check_embeds(scheduler: Scheduler, open_images: list[DenoiseCursor]) -> Non
     _require(cache.unused.keys() == unused, "a slot of prompt embeds is used and reusable, or neither")
     for slot in cache.slots:
         is_shared = isinstance(slot.source, PromptKey)
-        _require(slot.refs == held[slot] and (is_shared or slot.refs <= 1), f"{slot} is held {held[slot]} times")
-        _require(encoding[slot] == slot.is_being_encoded, f"{encoding[slot]} rows encode {slot}")
-        _require(not encoding[slot] or (is_shared and not slot.is_complete), f"{slot} is encoded in vain")
-        _require(bool(slot.refs) or slot.is_complete == is_shared, f"{slot} is cached, but not complete")
-        _require(not slot.refs or slot.source is not None, f"{slot} is used, but empty")
+        _require(slot.refs == held[slot] and (is_shared or slot.refs <= 1), "{} is held {} times", slot, held[slot])
+        _require(encoding[slot] == slot.is_being_encoded, "{} rows encode {}", encoding[slot], slot)
+        _require(not encoding[slot] or (is_shared and not slot.is_complete), "{} is encoded in vain", slot)
+        _require(bool(slot.refs) or slot.is_complete == is_shared, "{} is cached, but not complete", slot)
+        _require(not slot.refs or slot.source is not None, "{} is used, but empty", slot)
     findable = {slot.source: slot for slot in cache.slots if isinstance(slot.source, PromptKey)}
     _require(cache.by_key == findable, "prompt embeds are found under a key that is not their own, or not at all")
 
 
-def _require(truth: bool, otherwise: str) -> None:
+def _require(truth: bool, otherwise: str, *facts: object) -> None:
+    """Raise with a text that is written only then: most of the time of a check would be its texts."""
     if not truth:
-        raise IntegrityError(otherwise)
+        raise IntegrityError(otherwise.format(*facts))

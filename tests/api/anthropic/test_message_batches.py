@@ -5,21 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import pytest
 
 from tests.api.http import data_server, real_server, request
 from tests.api.scripted_engine import ScriptedEngine, forever
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 from weft.api.app import build_app
 from weft.config import load
 from weft.types import LOWEST_PRIORITY, Adapter
 
+if TYPE_CHECKING:
+    import anthropic
+
 HELLO = {"model": "scripted", "max_tokens": 10, "messages": [{"role": "user", "content": "hi"}]}
 VERSION = {"anthropic-version": "2023-06-01"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def their_client() -> None:
+    """Two seconds, for the one worker that runs this file."""
+    global anthropic
+    import anthropic
 
 
 @contextmanager
@@ -122,4 +131,4 @@ def test_anthropics_clients_get_their_list_of_models() -> None:
             assert ([model.id for model in page.data], page.has_more, page.first_id) == (["a"], True, "a")
             with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
                 client.models.retrieve("c")
-        assert httpx.get(url + "/v1/models").json()["object"] == "list"
+        assert httpx.get(url + "/v1/models", timeout=PATIENCE).json()["object"] == "list"

@@ -14,7 +14,7 @@ import pytest
 
 from tests.api.http import CHAT, COMPLETIONS, data_server
 from tests.api.scripted_engine import ScriptedEngine, answer, forever
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 from weft.config import load
 from weft.errors import Overloaded
 from weft.types import LOWEST_PRIORITY
@@ -98,7 +98,7 @@ FORM = {"content-type": "multipart/form-data; boundary=x"}
 def test_a_form_that_is_wrong_leaves_nothing(
     tmp_path: Path, headers: dict[str, str], body: bytes, status: int, param: str | None
 ) -> None:
-    with serving(tmp_path) as url, httpx.Client() as client:
+    with serving(tmp_path) as url, httpx.Client(timeout=PATIENCE) as client:
         refused = client.post(url + "/v1/files", headers=headers, content=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (status, param), refused.text
     assert not (tmp_path / "files").exists() or not [*(tmp_path / "files").iterdir()]

@@ -69,7 +69,8 @@ def test_killed_in_mid_stream_the_native_engine_goes_on_at_once(
                         assert (await client.post("/v1/completions", json=BODY)).status_code == 503
                     again = await client.post("/v1/completions", json=BODY)
                     assert again.json()["choices"][0]["text"] == whole
-                    assert engine.name == "native" and engine.health().ready and engine.stats().open_requests == 0
+                    await until(lambda: engine.health().ready)
+                    assert engine.name == "native" and engine.stats().open_requests == 0
                 return whole, response.text
             finally:
                 await engine.close()

@@ -167,7 +167,7 @@ def streamed(response: httpx.Response) -> tuple[str, list[str], int]:
 def test_the_command_line_serves_it(peer: TinyServer) -> None:
     body = {"messages": [{"role": "user", "content": "Which thread?"}], "max_tokens": 8, **CHATS["streamed"]}
     with Server("--engine", "remote", "--engine-url", peer.url, "--served-model-name", "front") as front:
-        assert front.get("/health").status_code == 200
+        front.wait_until_ready()
         [card] = front.get("/v1/models").json()["data"]
         assert (card["id"], card["max_model_len"]) == ("front", CONTEXT)
         directly, through = (
