@@ -185,7 +185,7 @@ def test_a_model_without_safetensors_is_refused_before_the_download(hub: FakeHub
     for path in hub.folder.glob("*.safetensors"):
         path.unlink()
     put(hub.folder, "pytorch_model.bin", "")
-    with pytest.raises(ModelError, match="no safetensors weights; Weft loads safetensors and GGUF only"):
+    with pytest.raises(ModelError, match="neither safetensors weights nor a GGUF file in one part"):
         pull()
     assert files_asked(hub) == []
 
