@@ -428,6 +428,35 @@ def plan_table(plan: Plan) -> RenderableType:
     return Group(table, *(Text(line) for line in _verdict(plan)))
 
 
+def plan_facts(plan: Plan) -> dict[str, object]:
+    """Return the plan as plain values, for JSON; sizes are in bytes."""
+    ledger = plan.ledger
+    return {
+        "model": plan.model,
+        "engine": plan.engine,
+        "device": plan.device,
+        "dtype": plan.dtype,
+        "memory": {
+            "weights": ledger.weights,
+            "kv_cache": ledger.kv,
+            "activations": ledger.activations,
+            "graphs": ledger.graphs,
+            "libraries": plan.memory.libraries,
+            "others": ledger.others - plan.memory.libraries,
+            "spare": ledger.spare,
+            "total": ledger.total,
+        },
+        "kv_cache_per_token": plan.kv_per_token,
+        "num_blocks": plan.num_blocks,
+        "max_model_len": plan.max_model_len,
+        "largest_context": plan.largest_context,
+        "largest_batch": plan.largest_batch,
+        "fits": plan.problem is None,
+        "problem": str(plan.problem) if plan.problem is not None else "",
+        "warning": plan.warning,
+    }
+
+
 def plan_lines(plan: Plan) -> list[str]:
     """Show the same as lines of a log."""
     console = Console(file=io.StringIO(), width=LOG_WIDTH, color_system=None)
