@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from weft.backends.openai_server.chunks import PeerChatChoice, PeerUsage
 from weft.errors import ConfigError, InvalidRequest, ModelNotFound, Unavailable, WeftError
 from weft.hub.short_names import SHORT_NAMES
 from weft.types import Usage
@@ -37,7 +38,7 @@ OWNER = "weft"
 """The owner of every model in the list of a Weft server: what is told from other servers by."""
 
 
-class ChatDelta(Struct, frozen=True, kw_only=True):
+class AnswerDelta(Struct, frozen=True, kw_only=True):
     """The next piece of an answer."""
 
     text: str = ""
@@ -57,7 +58,7 @@ class ChatModel(Protocol):
     def place(self) -> str:
         """The address of its server; empty: it is loaded by this process."""
 
-    def stream(self, messages: Messages, sampling: Mapping[str, Any]) -> Generator[ChatDelta, None, None]:
+    def stream(self, messages: Messages, sampling: Mapping[str, Any]) -> Generator[AnswerDelta, None, None]:
         """Yield the answer as it comes; raises the error that it ends with. Closing the generator aborts it. Sampling
         parameters that are not given are the model's own."""
 
@@ -87,7 +88,7 @@ class LocalModel:
     def name(self) -> str:
         return self._local.engine.model.name
 
-    def stream(self, messages: Messages, sampling: Mapping[str, Any]) -> Generator[ChatDelta, None, None]:
+    def stream(self, messages: Messages, sampling: Mapping[str, Any]) -> Generator[AnswerDelta, None, None]:
         from weft.backends.contract import max_encoded_tokens
         from weft.serving.output_reader import ReaderOptions
         from weft.text.parsers.pieces import collect
@@ -106,7 +107,7 @@ class LocalModel:
         with closing(self._local.stream(prompt, params)) as outputs:
             for output in outputs:
                 read = collect(reader.read(output))
-                yield ChatDelta(
+                yield AnswerDelta(
                     text=read.content,
                     reasoning=read.reasoning,
                     usage=output.usage,
@@ -152,33 +153,13 @@ class _Cards(Struct, frozen=True):
     data: list[_Card]
 
 
-class _Cached(Struct, frozen=True):
-    cached_tokens: int | None = 0
-
-
-class _Usage(Struct, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: _Cached | None = None
-
-
-class _Delta(Struct, frozen=True):
-    content: str | None = None
-    reasoning_content: str | None = None
-
-
-class _Choice(Struct, frozen=True):
-    delta: _Delta = _Delta()
-    finish_reason: str | None = None
-
-
 class _Told(Struct, frozen=True):
     message: str = ""
 
 
 class _Chunk(Struct, frozen=True):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
+    choices: list[PeerChatChoice] = []
+    usage: PeerUsage | None = None
     error: _Told | None = None
 
 
@@ -217,7 +198,7 @@ class ServerModel:
             self.close()
             raise
 
-    def stream(self, messages: Messages, sampling: Mapping[str, Any]) -> Generator[ChatDelta, None, None]:
+    def stream(self, messages: Messages, sampling: Mapping[str, Any]) -> Generator[AnswerDelta, None, None]:
         body = {"model": self.name, "messages": messages, "stream": True, "stream_options": {"include_usage": True}}
         usage, is_cut = Usage(), False
         with self._reaching(), self._client.stream("POST", "/v1/chat/completions", json={**body, **sampling}) as answer:
@@ -230,12 +211,12 @@ class ServerModel:
                 if chunk.error is not None:
                     raise Unavailable(chunk.error.message or "The server ended the answer without a reason.")
                 if chunk.usage is not None:
-                    usage = _usage(chunk.usage)
+                    usage = chunk.usage.usage()
                 for choice in chunk.choices:
                     is_cut = is_cut or choice.finish_reason == "length"
                     text, reasoning = choice.delta.content or "", choice.delta.reasoning_content or ""
-                    yield ChatDelta(text=text, reasoning=reasoning, usage=usage, is_cut=is_cut)
-        yield ChatDelta(usage=usage, is_cut=is_cut)
+                    yield AnswerDelta(text=text, reasoning=reasoning, usage=usage, is_cut=is_cut)
+        yield AnswerDelta(usage=usage, is_cut=is_cut)
 
     def image(self, prompt: str, path: Path, console: Console) -> None:
         from weft.terminal import save_file
@@ -308,12 +289,6 @@ def _first_bytes(answer: httpx.Response, most: int) -> bytes:
         if len(content) >= most:
             break
     return content[:most]
-
-
-def _usage(told: _Usage) -> Usage:
-    details = told.prompt_tokens_details
-    cached = details.cached_tokens or 0 if details is not None else 0
-    return Usage(prompt_tokens=told.prompt_tokens, completion_tokens=told.completion_tokens, cached_tokens=cached)
 
 
 def base_url(url: str) -> str:

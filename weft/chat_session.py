@@ -32,7 +32,7 @@ MAX_HISTORY_BYTES = 1 << 20
 """A longer history loses its older half when a chat begins."""
 
 
-class Turn(Struct, frozen=True):
+class ChatTurn(Struct, frozen=True):
     """One message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
@@ -43,7 +43,7 @@ class SavedChat(Struct, frozen=True, kw_only=True):
     """A conversation in a file, as /save writes it."""
 
     model: str = ""
-    messages: list[Turn]
+    messages: list[ChatTurn]
 
 
 class AnswerTimes(Struct, frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ class ChatSession:
         self._read = read
         self._system = system
         self._sampling = dict(sampling)
-        self._messages: list[Turn] = []
+        self._messages: list[ChatTurn] = []
         self._shows = {"markdown": True, "stats": True}
         self._answers: list[AnswerTimes] = []
         self._is_interrupted = False
@@ -111,7 +111,7 @@ class ChatSession:
     @property
     def messages(self) -> list[dict[str, str]]:
         """The conversation as the model gets it."""
-        turns = [Turn("system", self._system), *self._messages] if self._system else self._messages
+        turns = [ChatTurn("system", self._system), *self._messages] if self._system else self._messages
         return [{"role": turn.role, "content": turn.content} for turn in turns]
 
     def run(self) -> None:
@@ -151,7 +151,7 @@ class ChatSession:
 
     def _answer(self, line: str) -> None:
         """Add a message and its answer to the conversation; a message that is not answered is taken back."""
-        self._messages.append(Turn("user", line))
+        self._messages.append(ChatTurn("user", line))
         view, text, usage, is_cut, stopped = self._view(), "", Usage(), False, False
         began, first = time.perf_counter(), None
         try:
@@ -168,7 +168,7 @@ class ChatSession:
         finally:
             view.end()
             if text.strip():
-                self._messages.append(Turn("assistant", text))
+                self._messages.append(ChatTurn("assistant", text))
             else:
                 self._messages.pop()
         if first is not None:
@@ -249,7 +249,7 @@ class ChatSession:
         path = _path(argument, "save")
         if path.exists():
             raise InvalidRequest(f"{path} is there already.", hint="Give another name.")
-        turns = [Turn(**message) for message in self.messages]  # type: ignore[arg-type]
+        turns = [ChatTurn(**message) for message in self.messages]  # type: ignore[arg-type]
         content = msgspec.json.encode(SavedChat(model=self._model.name, messages=turns))
         save_file(path, msgspec.json.format(content, indent=2) + b"\n")
         self._say(f"{path}: {len(turns)} messages")

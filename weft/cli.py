@@ -98,7 +98,7 @@ app.registered_commands += chat_commands.app.registered_commands
 
 
 @app.command(epilog=EPILOG)
-@configured(*ENGINE_SECTIONS, shown=LOCAL_FLAGS, with_sampling=True)
+@configured(*ENGINE_SECTIONS, shown=("model", *LOCAL_FLAGS), with_sampling=True)
 def generate(
     config: Config,
     prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from standard input.", metavar="PROMPT")],
@@ -131,7 +131,7 @@ def generate(
 
 
 @app.command(epilog=EPILOG)
-@configured("model", "cache", "scheduler", "engine", shown=("image_model", "device", "threads"))
+@configured("model", "cache", "scheduler", "engine", shown=("model", "image_model", "device", "threads"))
 def image(
     config: Config,
     prompt: Annotated[str, typer.Argument(help='What the image shows, as in "a red circle on a blue background".')],
