@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.e2e.server import Server
 from tests.ports import reserved_port
 from tests.pty_session import ALT_ENTER, CTRL_C, CTRL_D, ENTER, LEFT, UP, PtySession, pasted
@@ -217,6 +221,77 @@ def test_piped_text_is_one_message_and_the_answer_is_all_that_comes(
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{PARIS}\n", "")
     done = piped(*words, text="", env=environment)
     assert done.returncode == 2 and "no message on standard input" in done.stderr
+
+
+@contextmanager
+def scripted_server(**settings: Any) -> Iterator[int]:
+    """A server of Weft over an engine that says what it is told to; its port."""
+    options = json.dumps({"settings": settings})
+    with forked.start("tests.api.serve_scripted", [options], os.environ) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r":(\d+) ", process.stdout.readline())
+            assert found is not None
+            yield int(found[1])
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGTERM)
+
+
+def test_a_server_that_runs_is_used_and_named(environment: dict[str, str], tmp_path: Path) -> None:
+    with (
+        scripted_server() as port,
+        PtySession("chat", env=environment | {"WEFT_PORT": str(port)}, cwd=tmp_path) as chat,
+    ):
+        chat.expect(f"Using the server that runs at http://127.0.0.1:{port} (--no-attach loads the model here).")
+        chat.expect_prompt(1)
+        chat.send("hi" + ENTER)
+        chat.expect("begundone")
+        chat.expect_prompt(2)
+        chat.send("/exit" + ENTER)
+        assert chat.end() == 0
+        # The same in a pipe, without a word about it.
+        done = piped("chat", text="hi", env=environment | {"WEFT_PORT": str(port)})
+        assert (done.stdout, done.stderr) == ("begundone\n", "")
+
+
+def test_a_server_without_the_model_or_with_a_key_is_told_and_not_used(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    with scripted_server() as port, scripted_server(api_key=["k"]) as locked_port:
+        for number, told in ((port, ", and not ./none.gguf."), (locked_port, "wants a key: --url http://127.0.0.1:")):
+            place = environment | {"WEFT_PORT": str(number), "COLUMNS": "200"}
+            with PtySession("chat", "./none.gguf", env=place, cwd=tmp_path, columns=200) as chat:
+                chat.expect(told)
+                chat.expect("Loading ./none.gguf.")
+                chat.expect("no such file")
+                assert chat.end() == 1
+
+
+def test_without_a_server_the_model_is_loaded_and_ctrl_c_stops_it(
+    smollm2_files: ModelFiles, environment: dict[str, str], tmp_path: Path
+) -> None:
+    with (
+        reserved_port() as port,
+        PtySession("run", "--threads", "1", env=environment | {"WEFT_PORT": str(port)}, cwd=tmp_path) as chat,
+    ):
+        chat.expect("Loading smollm2.")
+        chat.expect_prompt(1)
+        chat.send(STORY + ENTER)
+        chat.expect(STORY)
+        shown = len(chat.text)
+        wait_until(lambda: len(chat.text) > shown + 200, "a part of the answer")
+        chat.send(CTRL_C)
+        chat.expect("Stopped. Ctrl-C again leaves.")
+        chat.expect_prompt(2)
+        chat.send(FRANCE + ENTER)
+        chat.expect("tok/s")
+        chat.expect_prompt(3)
+        chat.send(CTRL_C)
+        chat.expect("Ctrl-C again, Ctrl-D or /exit leaves.")
+        chat.expect_prompt(4)
+        chat.send(CTRL_C)
+        assert chat.end() == 0
 
 
 def test_a_server_that_is_not_there_is_named(environment: dict[str, str]) -> None:
