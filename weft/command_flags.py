@@ -26,6 +26,9 @@ EPILOG = (
 
 SECTIONS = get_type_hints(Config)
 
+PANELS = {"grpc": "gRPC", "fleet": "Models"}
+"""The titles of sections in --help, where they are not the section's name."""
+
 SERVE_FLAGS = (
     *("served_model_name", "device", "dtype", "max_model_len", "image_model", "adapter"),
     *("engine", "quantization", "kv_cache_memory_mb", "gpu_memory_utilization", "max_num_seqs", "speculative"),
@@ -112,6 +115,7 @@ def _flag(setting: Setting, *, hidden: bool) -> inspect.Parameter:
     switch = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"
     default = str(setting.default).lower() if setting.type is bool else str(setting.default)
     about = SECTIONS[setting.section].__doc__
+    title = PANELS.get(setting.section, setting.section.capitalize())
     option = typer.Option(
         None,
         switch if setting.type is bool else setting.flag,
@@ -119,7 +123,7 @@ def _flag(setting: Setting, *, hidden: bool) -> inspect.Parameter:
         help=setting.doc,
         metavar="|".join(setting.choices) or None,
         show_default=default or False,
-        rich_help_panel=f"{setting.section.capitalize()}: {about[0].lower()}{about[1:].rstrip('.')}",
+        rich_help_panel=f"{title}: {about[0].lower()}{about[1:].rstrip('.')}",
         hidden=hidden,
     )
     return _parameter(setting.name, setting.type | None, option)

@@ -108,7 +108,7 @@ def test_what_fits_is_started_once_as_it_was_asked_for(llama_8b: Config, caplog:
         engine = load(starter, llama_8b, machine=gpu())
     assert starter.tried == [llama_8b] and engine.config == llama_8b
     text = caplog.text
-    assert re.search(r"plan: weights +14\.9\d", text) and "largest context of one request" in text
+    assert re.search(r"plan: weights +14\.9\d", text) and "longest context of one request" in text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 

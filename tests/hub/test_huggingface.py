@@ -156,7 +156,7 @@ def test_a_file_larger_than_promised_is_not_taken(hub: FakeHub) -> None:
 def test_a_wrong_checksum_installs_nothing(hub: FakeHub, weft_home: Path, name: str) -> None:
     content = (hub.folder / name).read_bytes()
     hub.lies[name] = content[:-1] + b"!"
-    with pytest.raises(ModelError, match=f"the wrong checksum: {name}"):
+    with pytest.raises(ModelError, match=f"checksum mismatch: {name}"):
         pull()
     assert not (weft_home / "hub").exists()
     hub.lies.clear()

@@ -138,7 +138,7 @@ def check_snapshot(model: HubModel, report: Report) -> None:
         raise ModelError(
             f"{folder}: damaged or missing: {', '.join(damaged)}.", hint="Remove them, and fetch the model again."
         )
-    report(Progress("resolve", note=f"{folder}: fetched again, being damaged: {', '.join(damaged)}."))
+    report(Progress("resolve", note=f"{folder}: damaged files are fetched again: {', '.join(damaged)}."))
     for name in damaged:
         (folder / name).unlink(missing_ok=True)
     # Only ModelScope does not know of commits.
@@ -178,8 +178,8 @@ def _fetch(remote: RemoteModel, final: Path, report: Report) -> None:
         (folder / name).unlink()
     if damaged:
         raise ModelError(
-            f"{remote.hub_id}: the wrong checksum: {', '.join(damaged)}.",
-            hint="Removed; pull it again, and if it fails again distrust the hub or what stands between.",
+            f"{remote.hub_id}: checksum mismatch: {', '.join(damaged)}.",
+            hint="The files were removed; pull again. If it fails again, do not trust the hub or a proxy in between.",
         )
     (folder / DIGESTS).write_bytes(msgspec.json.encode({**read_object_if_there(folder / DIGESTS), **digests}))
     model_at(folder / remote.files[0].name if remote.files[0].name.endswith(".gguf") else folder)

@@ -367,7 +367,7 @@ class _Planning:
         return OutOfMemory(
             f"The weights of {self.planner.files.name}{unpacked} take {self.weights / GIB:.1f} GiB as "
             f"{self.dtype.name}; {(known.total - known.others) / GIB:.1f} GiB are free.",
-            hint=f"{', '.join(ways)}, or free memory: no other setting helps.",
+            hint=f"{', '.join(ways)}, or free some memory.",
         )
 
     def _share_not_free(self, plan: Plan, known: DeviceMemory) -> OutOfMemory | None:
@@ -412,14 +412,14 @@ def plan_table(plan: Plan) -> RenderableType:
     table.add_column("memory")
     table.add_column("GiB", justify="right")
     table.add_column("share", justify="right")
-    table.add_column("how it is known")
+    table.add_column("source")
     for name, size, source in (
         ("weights", ledger.weights, _weights_source(plan)),
         ("KV cache", ledger.kv, _cache_source(plan)),
         ("activations", ledger.activations, f"estimated: {plan.max_num_batched_tokens} tokens a step"),
         ("graphs", ledger.graphs, f"estimated: {plan.max_num_seqs} requests at a time"),
         ("libraries", memory.libraries, "estimated"),
-        ("others", ledger.others - memory.libraries, "in use now"),
+        ("other processes", ledger.others - memory.libraries, "in use now"),
         ("spare", ledger.spare, _spare_source(plan)),
         ("total", ledger.total, "free now" if memory.share == 1.0 else "of the device"),
     ):
@@ -490,10 +490,10 @@ def _spare_source(plan: Plan) -> str:
 def _verdict(plan: Plan) -> list[str]:
     lines = []
     if plan.kv_per_token:
-        lines.append(f"largest context of one request, with the largest cache: {plan.largest_context} tokens")
+        lines.append(f"longest context of one request, with the largest cache: {plan.largest_context} tokens")
         if plan.num_blocks:
             more = f"; {plan.more_batch} with --kv-cache-memory-mb {plan.more_cache_mb}" if plan.more_batch else ""
-            lines.append(f"requests of {plan.max_model_len} tokens side by side: {plan.largest_batch}{more}")
+            lines.append(f"concurrent requests of {plan.max_model_len} tokens: {plan.largest_batch}{more}")
     if plan.problem is not None:
         return [*lines, f"does not fit: {plan.problem}"]
     return [*lines, plan.warning or f"fits, with a context of {plan.max_model_len} tokens"]
