@@ -330,7 +330,7 @@ def test_a_file_that_is_no_conversation_changes_nothing(local: LocalEngine, tmp_
         (tmp_path / "chat.json").write_text(content)
         assert "is no saved conversation" in converse(local, f"/load {tmp_path / 'chat.json'}")
     (tmp_path / "there.json").write_text("")
-    assert "is there already" in converse(local, f"/save {tmp_path / 'there.json'}")
+    assert "exists. Give another name." in converse(local, f"/save {tmp_path / 'there.json'}")
 
 
 # An answer in a terminal.

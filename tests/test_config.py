@@ -204,7 +204,7 @@ def test_init_writes_a_file_once(tmp_path: Path) -> None:
     assert "JSON has no comments" in run(app, ["config", "init", str(file)]).output
     assert json.loads(file.read_text())["server"]["port"] == 8000
     file.write_text("kept")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists"):
         run(app, ["config", "init", str(file)], catch_exceptions=False)
     assert file.read_text() == "kept"
     assert run(app, ["config", "init", str(file), "--force"]).exit_code == 0

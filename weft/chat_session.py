@@ -248,7 +248,7 @@ class ChatSession:
     def _run_save(self, argument: str) -> None:
         path = _path(argument, "save")
         if path.exists():
-            raise InvalidRequest(f"{path} is there already.", hint="Give another name.")
+            raise InvalidRequest(f"{path} exists.", hint="Give another name.")
         turns = [ChatTurn(**message) for message in self.messages]  # type: ignore[arg-type]
         content = msgspec.json.encode(SavedChat(model=self._model.name, messages=turns))
         save_file(path, msgspec.json.format(content, indent=2) + b"\n")

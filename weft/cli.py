@@ -134,16 +134,19 @@ def generate(
 @configured("model", "cache", "scheduler", "engine", shown=("model", "image_model", "device", "threads"))
 def image(
     config: Config,
-    prompt: Annotated[str, typer.Argument(help='What the image shows, as in "a red circle on a blue background".')],
+    prompt: Annotated[
+        str, typer.Argument(help='What the image shows, as in "a red circle on a blue background".', metavar="PROMPT")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The PNG file to write.")] = Path("image.png"),
     steps: Annotated[
-        int | None, typer.Option(help="More take longer and give finer images; else the model's own.")
+        int | None,
+        typer.Option(help="Denoise steps: more are slower and finer; without it the model's own."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same image; else any.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same image.")] = None,
     guidance: Annotated[
         float | None, typer.Option(help="How closely the prompt is followed; 1 takes half the time.")
     ] = None,
-    negative: Annotated[str, typer.Option(help="What the image is steered away from.")] = "",
+    negative: Annotated[str, typer.Option(help="What the image should not show.")] = "",
     sampler: Annotated[
         str, typer.Option(help="The sampler: heun is finer than euler, and slower.", metavar="euler|heun")
     ] = "euler",
@@ -233,7 +236,7 @@ def bench(context: typer.Context) -> None:
 def plan(
     config: Config,
     memory_gib: Annotated[
-        float, typer.Option(help="Plan for a device with so much memory, not for this machine's.", min=0)
+        float, typer.Option(help="Plan for a device with so much memory instead of this machine's.", min=0)
     ] = 0,
     as_json: JsonFlag = False,
 ) -> None:
@@ -305,7 +308,7 @@ def doctor(config: Config, as_json: JsonFlag = False) -> None:
     if plan is not None:
         console().print(plan_table(plan), soft_wrap=True)
     else:
-        console().print(f"There is no plan for a model: {problem}", markup=False, highlight=False, soft_wrap=True)
+        console().print(f"No model can be planned: {problem}", markup=False, highlight=False, soft_wrap=True)
 
 
 config_app = typer.Typer(help="Write or check a file of settings.", no_args_is_help=True)
@@ -316,9 +319,9 @@ app.add_typer(config_app, name="config")
 def init_config(
     path: Annotated[Path | None, typer.Argument(help="The file to write.", show_default="weft.toml")] = None,
     form: Annotated[
-        str, typer.Option("--format", help="Without it, by the end of PATH.", metavar="|".join(FORMATS))
+        str, typer.Option("--format", help="The format; without it, by the suffix of PATH.", metavar="|".join(FORMATS))
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a file with every setting, its documentation and its default.
 
@@ -334,7 +337,7 @@ def init_config(
         with path.open("w" if force else "x") as file:
             file.write(template(by_name))
     except FileExistsError as error:
-        raise ConfigError(f"{path} is there already.", hint="--force overwrites it.") from error
+        raise ConfigError(f"{path} exists.", hint="--force overwrites it.") from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}.") from error
     written = "JSON has no comments: every setting is written with its default." if by_name == "json" else ""

@@ -121,8 +121,8 @@ def _flag(setting: Setting, *, hidden: bool) -> inspect.Parameter:
         switch if setting.type is bool else setting.flag,
         *([f"--{setting.old_name.replace('_', '-')}"] if setting.old_name else []),
         help=setting.doc,
-        metavar="|".join(setting.choices) or None,
-        show_default=default or False,
+        metavar="|".join(setting.choices) or ("TEXT" if setting.type == list[str] else None),
+        show_default=default if setting.default not in ("", []) else False,
         rich_help_panel=f"{title}: {about[0].lower()}{about[1:].rstrip('.')}",
         hidden=hidden,
     )

@@ -234,9 +234,9 @@ def _with_breaks(text: str) -> str:
 def check_image_file(path: Path) -> None:
     """Raise ConfigError for a file that could not be written later."""
     if path.suffix.lower() != ".png":
-        raise ConfigError(f"The image is a PNG file, and {path} is not named so.", hint="Give -o a name like out.png.")
+        raise ConfigError(f"{path}: images are written as PNG files.", hint="Give -o a name like out.png.")
     if not path.absolute().parent.is_dir():
-        raise ConfigError(f"There is no folder {path.absolute().parent}.", hint="Make it first, or give -o another.")
+        raise ConfigError(f"There is no folder {path.absolute().parent}.", hint="Make it, or give -o another name.")
 
 
 async def write_image(engine: Engine, options: ImageOptions, path: Path, console: Console) -> None:

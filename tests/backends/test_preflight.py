@@ -115,7 +115,7 @@ def test_a_model_that_is_not_here_is_no_failure_of_the_doctors(
     monkeypatch.setenv("WEFT_HOME", str(tmp_path))
     shown = CliRunner().invoke(cli.app, ["doctor", *arguments])
     assert shown.exit_code == 0, shown.exception
-    assert "There is no plan for a model: " in shown.output and not [*tmp_path.iterdir()]
+    assert "No model can be planned: " in shown.output and not [*tmp_path.iterdir()]
 
 
 def test_a_plan_is_shown_for_a_machine_that_is_elsewhere(shape: Path) -> None:
