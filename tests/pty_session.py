@@ -14,6 +14,7 @@ import termios
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 from tests.waiting import PATIENCE, wait_until
 
@@ -29,7 +30,10 @@ def pasted(text: str) -> str:
 class PtySession:
     """A process whose terminal is this test. A context manager that leaves nothing running."""
 
-    def __init__(self, *words: str, env: Mapping[str, str], cwd: Path, columns: int = 80) -> None:
+    def __init__(
+        self, *words: str, env: Mapping[str, str], cwd: Path, columns: int = 80, stdout: BinaryIO | None = None
+    ) -> None:
+        """`stdout`: where standard output goes, if not to the terminal as well."""
         self.raw = ""
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
@@ -39,7 +43,7 @@ class PtySession:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "weft", *words],
             stdin=slave,
-            stdout=slave,
+            stdout=slave if stdout is None else stdout,
             stderr=slave,
             env=environment,
             cwd=cwd,

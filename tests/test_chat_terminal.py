@@ -52,9 +52,9 @@ def chat(server: Server, environment: dict[str, str], tmp_path: Path) -> Iterato
         yield session
 
 
-def talk(server: Server, environment: Mapping[str, str], folder: Path, *words: str, columns: int = 80) -> PtySession:
+def talk(server: Server, environment: Mapping[str, str], folder: Path, *words: str, **how: Any) -> PtySession:
     flags = ("--url", server.url, "--temperature", "0", "--max-tokens", "40", *words)
-    return PtySession("chat", *flags, env=environment, cwd=folder, columns=columns)
+    return PtySession("chat", *flags, env=environment, cwd=folder, **how)
 
 
 def piped(*words: str, text: str | None, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -185,6 +185,20 @@ def test_the_answer_is_wrapped_at_words(server: Server, environment: dict[str, s
         assert not re.search(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7])[;m]", chat.raw)
 
 
+def test_answers_can_be_redirected_while_the_line_is_edited(
+    server: Server, environment: dict[str, str], tmp_path: Path
+) -> None:
+    output = tmp_path / "answers.txt"
+    with output.open("wb") as file, talk(server, environment, tmp_path, stdout=file) as chat:
+        chat.expect_prompt(1)
+        chat.send(FRANCE + ENTER)
+        chat.expect("tok/s")
+        chat.expect_prompt(2)
+        chat.send(CTRL_D)
+        assert chat.end() == 0
+    assert output.read_text() == f"{PARIS}\n"
+
+
 def test_messages_are_kept_for_the_next_chat(server: Server, environment: dict[str, str], tmp_path: Path) -> None:
     history = tmp_path / "home" / "chat_history"
     with talk(server, environment, tmp_path, "--no-history") as chat:
@@ -243,7 +257,7 @@ def test_a_server_that_runs_is_used_and_named(environment: dict[str, str], tmp_p
         scripted_server() as port,
         PtySession("chat", env=environment | {"WEFT_PORT": str(port)}, cwd=tmp_path) as chat,
     ):
-        chat.expect(f"Using the server that runs at http://127.0.0.1:{port} (--no-attach loads the model here).")
+        chat.expect(f"Using the server at http://127.0.0.1:{port}; --no-attach loads the model here.")
         chat.expect_prompt(1)
         chat.send("hi" + ENTER)
         chat.expect("begundone")

@@ -23,6 +23,7 @@ from tests.checkpoint.gguf_bytes import small_model
 from weft import __version__, chat_session, cli, model_commands, terminal
 from weft.api import server
 from weft.backends.blocking import BlockingEngine
+from weft.backends.contract import ChatStyles
 from weft.chat_client import LocalModel
 from weft.chat_session import ChatSession
 from weft.checkpoint.model_files import ModelFiles
@@ -30,6 +31,7 @@ from weft.errors import ContextTooLong, InvalidRequest, ModelError
 from weft.machine.hardware import Machine, Memory, inspect_machine
 from weft.options import Config, settings
 from weft.terminal import LocalEngine
+from weft.text.parsers.styles import reasoning_style
 from weft.types import Output, SamplingParams
 
 WIDE = {"COLUMNS": "300", "NO_COLOR": "1", "TERM": "dumb"}
@@ -313,6 +315,23 @@ def test_settings_of_a_chat_reach_the_model(local: LocalEngine) -> None:
     assert (params.temperature, params.stop, params.seed) == (0.5, ("\n\n",), 7)
     assert "top_k is a whole number, and 'x' is none." in told
     assert "tok/s" not in converse(local, "/set stats off", "hi")
+
+
+def test_reasoning_is_neither_in_the_answer_nor_in_the_conversation(
+    local: LocalEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine: Any = local.engine
+    engine.styles = ChatStyles(reasoning=reasoning_style("think", None))
+    engine.script = answer("<think>France,", " so</think>Paris")
+    converse(local, "one", "two")
+    assert contents(local) == ["one", "Paris", "two"]
+    assert capsys.readouterr().out == "Paris\nParis\n"
+
+
+def test_a_model_that_is_not_there_changes_nothing(local: LocalEngine) -> None:
+    told = converse(local, "one", "/model no-such-model-here", "two")
+    assert "There is no model 'no-such-model-here'." in told
+    assert contents(local) == ["one", "Hello, world", "two"]
 
 
 def test_a_path_is_a_message_and_a_word_is_a_command(local: LocalEngine) -> None:

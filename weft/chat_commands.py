@@ -136,7 +136,7 @@ def _chat_model(config: Config, given: frozenset[str], *, url: str, key: str, at
 
     def note(text: str) -> None:
         if not quiet:
-            notes.print(text, style="dim", highlight=False, markup=False, soft_wrap=True)
+            notes.print(text, style="dim", highlight=False, markup=False)
 
     if attach and not any(
         setting.section in ENGINE_SECTIONS and setting.name != "model" for setting, _ in differences(config)
@@ -144,7 +144,7 @@ def _chat_model(config: Config, given: frozenset[str], *, url: str, key: str, at
         found = probe(config.server.port)
         name = served_as(named, found.models) if named else next(iter(found.models), None)
         if name is not None:
-            note(f"Using the server that runs at {found.url} (--no-attach loads the model here).")
+            note(f"Using the server at {found.url}; --no-attach loads the model here.")
             return ServerModel(found.url, name=name)
         if found.models:
             note(f"The server at {found.url} has {', '.join(found.models)}, and not {named}.")

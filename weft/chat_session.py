@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
@@ -152,17 +154,19 @@ class ChatSession:
     def _answer(self, line: str) -> None:
         """Add a message and its answer to the conversation; a message that is not answered is taken back."""
         self._messages.append(ChatTurn("user", line))
-        view, text, usage, is_cut, stopped = self._view(), "", Usage(), False, False
+        view, text, usage, is_cut, stopped, num_deltas = self._view(), "", Usage(), False, False, 0
         began, first = time.perf_counter(), None
         try:
             with closing(self._model.stream(self.messages, self._sampling)) as deltas:
                 for delta in deltas:
                     if first is None and (delta.text or delta.reasoning):
                         first = time.perf_counter() - began
-                    text, usage, is_cut = text + delta.text, delta.usage, delta.is_cut
+                    text, usage, is_cut, num_deltas = text + delta.text, delta.usage, delta.is_cut, num_deltas + 1
                     view.add(delta.text, delta.reasoning)
         except KeyboardInterrupt:
             stopped = self._is_interrupted = True
+            # A server tells the tokens at the end of an answer alone.
+            usage = replace(usage, completion_tokens=max(usage.completion_tokens, num_deltas))
         except ContextTooLong as error:
             raise ContextTooLong(error.message, hint="/clear forgets the conversation.") from error
         finally:
@@ -178,11 +182,11 @@ class ChatSession:
         if stopped:
             self._say("Stopped. Ctrl-C again leaves.")
         elif first is not None and self._shows["stats"]:
-            cut = "; cut at the longest answer (/set max_tokens) or the context's end" if is_cut else ""
+            cut = "; ended by the token limit (/set max_tokens)" if is_cut else ""
             self._say(f"{self._answers[-1]}{cut}")
 
     def _view(self) -> AnswerView:
-        if not self._console.is_terminal or self._console.is_dumb_terminal:
+        if not (self._console.is_terminal and sys.stdout.isatty()) or self._console.is_dumb_terminal:
             return PlainView()
         return MarkdownView(self._console, is_plain=not self._shows["markdown"])
 
