@@ -169,7 +169,7 @@ def test_json_for_scripts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, smoll
     assert listed["qwen3:0.6b"]["source"] == "Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf"
     assert isinstance(listed["qwen3:0.6b"]["fits"], bool) or listed["qwen3:0.6b"]["installed"]
     plan = json.loads(invoke("plan", "smollm2", "--json", "--memory-gib", "8").output)
-    assert plan["fits"] and plan["memory"]["weights"] > 98_000_000 and plan["memory"]["total"] == 8 << 30
+    assert plan["problem"] is None and plan["weights_gib"] > 0.09 and plan["total_gib"] == 8
     assert {engine["name"] for engine in json.loads(invoke("engines", "--json").output)["engines"]} >= {"native"}
     doctor = json.loads(invoke("doctor", "--json").output)
     assert doctor["plan"]["model"] == "smollm2" and doctor["findings"][0] == {

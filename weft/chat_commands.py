@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 Url = Annotated[
-    str, typer.Option(help="Talk to the server at this address; else to one on port 8000 (WEFT_PORT), if there is one.")
+    str,
+    typer.Option(
+        help="Talk to the server at this address; else to one on port 8000 (WEFT_PORT), if there is one.",
+        envvar="WEFT_URL",
+    ),
 ]
 ApiKey = Annotated[str, typer.Option(help="The key that the server at --url wants; else WEFT_API_KEY.", metavar="KEY")]
 Attach = Annotated[

@@ -249,7 +249,7 @@ def plan(
     It ends with 1 where the model does not fit as asked.
     """
     from weft.backends.preflight import files_here, planned
-    from weft.machine.planner import plan_facts, plan_table
+    from weft.machine.planner import plan_fields, plan_table
 
     files = files_here(config)
     made = planned(config, files, memory_gib)
@@ -262,7 +262,7 @@ def plan(
     if as_json:
         from weft.terminal import write_json
 
-        write_json(plan_facts(made))
+        write_json(plan_fields(made))
     else:
         console().print(plan_table(made), soft_wrap=True)
     if made.problem is not None:
@@ -281,7 +281,7 @@ def doctor(config: Config, as_json: JsonFlag = False) -> None:
     from weft.backends.preflight import Finding, files_here, findings, planned
     from weft.checkpoint.model_files import home
     from weft.hub.snapshots import list_models
-    from weft.machine.planner import plan_facts, plan_table
+    from weft.machine.planner import plan_fields, plan_table
 
     names = ", ".join(model.name for model in list_models())
     found = [
@@ -298,7 +298,7 @@ def doctor(config: Config, as_json: JsonFlag = False) -> None:
     if as_json:
         from weft.terminal import write_json
 
-        write_json({"findings": found, "plan": plan_facts(plan) if plan is not None else None, "problem": problem})
+        write_json({"findings": found, "plan": plan_fields(plan) if plan is not None else None, "problem": problem})
         return
     table = Table(box=None, show_header=False, pad_edge=False)
     for finding in found:
