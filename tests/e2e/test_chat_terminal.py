@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests import forked
+from tests.e2e.conftest import SECRETS
 from tests.e2e.server import Server
 from tests.ports import reserved_port
 from tests.pty_session import ALT_ENTER, CTRL_C, CTRL_D, ENTER, LEFT, UP, PtySession, pasted
@@ -24,17 +25,12 @@ from weft.checkpoint.model_files import ModelFiles, home
 
 FRANCE, PARIS = "What is the capital of France?", "The capital of France is Paris."
 STORY = "Write a long story about a dragon and a knight."
-KEY = "sesame-of-the-chat"
+KEY = SECRETS["WEFT_API_KEY"]
 
 
-@pytest.fixture(scope="module")
-def server(smollm2_files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    keys = tmp_path_factory.mktemp("server") / "keys"
-    keys.write_text(f"chat: {KEY}\n")
-    data = str(tmp_path_factory.mktemp("data"))
-    with Server("--api-key-file", str(keys), "--data-dir", data, "--threads", "1") as server:
-        server.key = KEY
-        yield server
+@pytest.fixture
+def server(locked: Server) -> Server:
+    return locked
 
 
 @pytest.fixture
