@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.checkpoint.gguf_bytes import small_model
 from tests.hub.fake_directory import make_directory
 from tests.hub.fake_hub import FakeHub, serving
+from weft import cli
 from weft.errors import ModelError
 from weft.hub.catalog import CATALOGUE
 from weft.hub.hub_api import GGUF_ID, HUB_ID
@@ -45,7 +48,7 @@ def test_a_quantisation_names_one_file_of_a_repository(hub: FakeHub, weft_home: 
     assert files_asked(hub) == [LARGE]
     # The name that is listed, the file's own name and the other hosts' way to write it all mean that file.
     hub.refusal = (503, "")
-    for name in (files.name, f"org/name:{LARGE}", "huggingface:org/name:Q8_0"):
+    for name in (files.name, f"org/name:{LARGE}", "huggingface:org/name:Q8_0", "https://huggingface.co/org/name:Q8_0"):
         assert resolve(name, progress=False, allow_pull=False).path == files.path
     assert pull_by_name("hf.co/org/name:Q8_0", lambda progress: None).path == files.path
 
@@ -101,6 +104,19 @@ def test_a_short_name_is_pulled_and_pinned(hub: FakeHub, name: str) -> None:
     hub.refusal = (503, "")
     assert resolve(short.name, progress=False) == files
     assert [model.name for model in list_models()] == [short.name]
+
+
+def test_the_commands_pull_list_and_remove_it(hub: FakeHub) -> None:
+    short = SHORT_NAMES["qwen3:0.6b"]
+    (hub.folder / short.file).write_bytes(small_model())
+    hub.hub_id = short.hub_id
+    runner = CliRunner(env={"COLUMNS": "300", "NO_COLOR": "1"})
+    pulled = runner.invoke(cli.app, ["pull", short.name]).output
+    assert re.fullmatch(rf"qwen3:0\.6b is at \S+/{re.escape(short.file)}\n", pulled)
+    assert re.search(r"qwen3:0\.6b +gguf .*1{12}", runner.invoke(cli.app, ["models"]).output)
+    assert re.search(r"qwen3:0\.6b .* installed", runner.invoke(cli.app, ["models", "--all"]).output)
+    assert runner.invoke(cli.app, ["rm", "qwen3:0.6b"]).output.startswith("qwen3:0.6b is removed: ")
+    assert "qwen3" not in runner.invoke(cli.app, ["models"]).output
 
 
 def test_the_table_names_each_file_once_and_nothing_that_means_something_else() -> None:

@@ -88,7 +88,7 @@ def resolve(
 def pull_by_name(model: str, report: Report) -> ModelFiles:
     """Return the files of a catalogue name or a hub id, pulled first where they are not on this machine. Unlike
     `resolve` it looks at no path: the name may come from another machine."""
-    asked = _hub_model(model.removeprefix("hf.co/").removeprefix("huggingface.co/"), "", with_code=False)
+    asked = _hub_model(model, "", with_code=False)
     if model in CATALOGUE:
         return pull(model, report)
     if asked is None:
@@ -164,6 +164,8 @@ def _existing(model: str) -> Path | None:
 def _hub_model(model: str, revision: str, with_code: bool) -> HubModel | None:
     if short := SHORT_NAMES.get(model):
         return HubModel("huggingface", short.hub_id, revision, gguf=short.file)
+    # As Ollama's users, or those of a browser, write it.
+    model = model.removeprefix("https://").removeprefix("hf.co/").removeprefix("huggingface.co/")
     source: Source = next((source for source in SOURCES if model.startswith(f"{source}:")), "huggingface")
     hub_id = model.removeprefix(f"{source}:")
     if named := GGUF_ID.fullmatch(hub_id):
