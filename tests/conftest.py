@@ -75,6 +75,7 @@ def pytest_collection_finish() -> None:
 GROUPS = {
     "the default model's server": (
         "tests/e2e/test_openai_client.py",
+        "tests/e2e/test_chat_terminal.py",
         "tests/e2e/test_responses_client.py",
         "tests/e2e/test_anthropic_client.py",
         "tests/e2e/test_ollama_client.py",

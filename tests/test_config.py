@@ -159,9 +159,9 @@ def test_a_file_says_the_same_in_every_format(tmp_path: Path, form: str, text: s
             "weft.yaml:2, [server] prt: there is no setting 'prt'. Did you mean 'port'",
         ),
         ("weft.json", '{"server":\n {"port": "x"}}', "weft.json:2, [server] port: 'x' is refused: Expected `int`"),
-        ("weft.json", '{"server": {"port": 1,\n "port": 2}}', "weft.json:2: 'port' is there twice: first in line 1"),
+        ("weft.json", '{"server": {"port": 1,\n "port": 2}}', "weft.json:2: duplicate key 'port', first on line 1"),
         ("weft.yaml", "server: [", "weft.yaml:1: not valid YAML"),
-        ("weft.json", "[]", "this is no table of sections"),
+        ("weft.json", "[]", "not a table of sections"),
         ("weft.yaml", "server: 3", "weft.yaml:1: there is no section [server]"),
     ],
 )
@@ -204,7 +204,7 @@ def test_init_writes_a_file_once(tmp_path: Path) -> None:
     assert "JSON has no comments" in run(app, ["config", "init", str(file)]).output
     assert json.loads(file.read_text())["server"]["port"] == 8000
     file.write_text("kept")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists"):
         run(app, ["config", "init", str(file)], catch_exceptions=False)
     assert file.read_text() == "kept"
     assert run(app, ["config", "init", str(file), "--force"]).exit_code == 0

@@ -120,7 +120,7 @@ def test_what_a_cy_llm_configuration_has_besides_is_refused(tmp_path: Path) -> N
     assert "defaults" in defaults and "Requests say it themselves" in defaults
     assert "workers: a configuration of CY-LLM has no such key" in workers
     mixed = written(tmp_path, "weft.json", CY_LLM | {"server": {}})
-    with pytest.raises(ConfigError, match="Models stand in a file of their own"):
+    with pytest.raises(ConfigError, match="Models are listed in a file of their own"):
         load(file=mixed, env={})
     wrong = written(tmp_path, "wrong.json", CY_LLM | {"preferred_backend": "cuda-vlm"})
     with pytest.raises(ConfigError, match=r"wrong.json:2: there is no engine 'cuda-vlm'. Did you mean 'cuda-vllm'"):

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec.structs import replace
 
-from weft import __version__
+from weft import __version__, chat_commands, model_commands
+from weft.command_flags import (
+    ENGINE_SECTIONS,
+    EPILOG,
+    LOCAL_FLAGS,
+    PLAN_FLAGS,
+    SERVE_FLAGS,
+    JsonFlag,
+    configured,
+    console,
+)
 from weft.config import FORMATS, differences, load, shown_value, template
 from weft.errors import ConfigError, Unavailable, WeftError
-from weft.options import Config, Setting, settings
+from weft.options import Config
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from weft.backends.configured_models import ModelsFromFile
     from weft.backends.contract import Engine
-
-EPILOG = "Every setting is also an environment variable (WEFT_MAX_NUM_SEQS) and a line of the --config file."
-
-SECTIONS = get_type_hints(Config)
 
 app = typer.Typer(
     name="weft",
     help="Weft: one serving engine for generative models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -67,113 +68,31 @@ def expect_engine_early(words: list[str]) -> None:
 
 
 def _show_error(error: WeftError) -> None:
-    console = _console(stderr=True)
-    console.print(error.message, style="red", markup=False, highlight=False, soft_wrap=True)
+    shown = console(stderr=True)
+    shown.print(error.message, style="red", markup=False, highlight=False, soft_wrap=True)
     if error.hint:
-        console.print(error.hint, markup=False, highlight=False, soft_wrap=True)
+        shown.print(error.hint, markup=False, highlight=False, soft_wrap=True)
 
 
-def configured(
-    *sections: str, positional_model: bool = False, with_sampling: bool = False
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command a flag for every setting of the sections, and the configuration as its first argument.
-
-    Only flags that the user gave reach the configuration: the rest is for environment, file and defaults to say.
-    `with_sampling` adds those of SAMPLING, which the command gets as `sampling`.
-    """
-    chosen = list(settings(*sections))
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
-
-        def run(*, config_file: Path | None, **values: Any) -> None:
-            flags = {setting.name: values.pop(setting.name) for setting in chosen}
-            if positional_model and (named := values.pop("named_model")) is not None:
-                if flags["model"] not in (None, named):
-                    raise ConfigError(f"The model is {named!r} and --model is {flags['model']!r}.", hint="Give one.")
-                flags["model"] = named
-            if with_sampling:
-                values["sampling"] = _sampling({name: values.pop(name) for name in SAMPLING})
-            given = {name: value for name, value in flags.items() if value is not None}
-            command(load(given, file=config_file), **values)
-
-        first = [_model_argument()] if positional_model else []
-        if with_sampling:
-            own = [*(each for each in own if each.name != "sampling"), *_sampling_flags()]
-        parameters = [*first, *own, _config_file(), *map(_flag, chosen)]
-        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
-        )
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        return run
-
-    return decorate
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        version()
+        raise typer.Exit
 
 
-def _parameter(name: str, annotation: Any, option: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=option)
-
-
-def _flag(setting: Setting) -> inspect.Parameter:
-    switch = f"{setting.flag}/--no-{setting.flag.removeprefix('--')}"
-    default = str(setting.default).lower() if setting.type is bool else str(setting.default)
-    about = SECTIONS[setting.section].__doc__
-    option = typer.Option(
-        None,
-        switch if setting.type is bool else setting.flag,
-        *([f"--{setting.old_name.replace('_', '-')}"] if setting.old_name else []),
-        help=setting.doc,
-        metavar="|".join(setting.choices) or None,
-        show_default=default or False,
-        rich_help_panel=f"{setting.section.capitalize()}: {about[0].lower()}{about[1:].rstrip('.')}",
-    )
-    return _parameter(setting.name, setting.type | None, option)
-
-
-def _config_file() -> inspect.Parameter:
-    option = typer.Option(None, "--config", help="A TOML, YAML or JSON file with sections as below.", metavar="FILE")
-    return _parameter("config_file", Path | None, option)
-
-
-def _model_argument() -> inspect.Parameter:
-    argument = typer.Argument(None, help="The same as --model.", metavar="MODEL", show_default=False)
-    return _parameter("named_model", str | None, argument)
-
-
-SAMPLING: dict[str, tuple[Any, str]] = {
-    "max_tokens": (int, "Longest answer, in tokens; else up to the context's end."),
-    "temperature": (float, "0 always takes the likeliest token; else the model's own, as for the next four."),
-    "top_p": (float, "Choose among the likeliest tokens that have this share together."),
-    "top_k": (int, "Choose among so many tokens; 0: all."),
-    "min_p": (float, "Leave out tokens less likely than this share of the likeliest."),
-    "repetition_penalty": (float, "Above 1: tokens that were there become less likely."),
-    "seed": (int, "The same seed gives the same answer."),
-    "stop": (list[str], "End the answer at this text; may be repeated."),
-}
-"""The sampling parameters that commands have flags for, with their types and their help."""
-
-
-def _sampling_flags() -> list[inspect.Parameter]:
-    return [_parameter(name, kind | None, typer.Option(None, help=help)) for name, (kind, help) in SAMPLING.items()]
-
-
-def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters that were given to a command. Raises InvalidRequest for one that no model could
-    honour, before one is loaded."""
-    from weft.types import SamplingParams
-
-    chosen: dict[str, Any] = {
-        name: tuple(value) if name == "stop" else value for name, value in given.items() if value is not None
-    }
-    SamplingParams(**chosen).check()
-    return chosen
+@app.callback()
+def weft(
+    show_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show which Weft this is.")
+    ] = False,
+) -> None:
+    """Weft: one serving engine for generative models."""
 
 
 @app.command(epilog=EPILOG)
-@configured(positional_model=True)
+@configured(shown=SERVE_FLAGS, positional_model=True)
 def serve(config: Config) -> None:
-    """Serve a model over HTTP, as OpenAI's clients expect it; or, with --models-file, several by their names."""
+    """Serve a model over HTTP and gRPC, for OpenAI's and Anthropic's clients; or several (--models-file)."""
     from weft.backends.registry import expect_engine
     from weft.checkpoint.model_files import home
 
@@ -196,64 +115,59 @@ def serve(config: Config) -> None:
         serve_models(roster, config)
 
 
+app.registered_commands += chat_commands.app.registered_commands
+
+
 @app.command(epilog=EPILOG)
-@configured("model", "backend", "cache", "scheduler", "engine", with_sampling=True)
+@configured(*ENGINE_SECTIONS, shown=("model", *LOCAL_FLAGS), with_sampling=True)
 def generate(
     config: Config,
-    prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(help="What to answer; - reads it from standard input.", metavar="PROMPT")],
     raw: Annotated[
         bool, typer.Option("--raw/--chat", help="Continue the text itself, or answer it as a chat.")
     ] = False,
     *,
     sampling: dict[str, Any],
 ) -> None:
-    """Answer one prompt on standard output."""
+    """Answer one prompt on standard output.
+
+    What is piped in is the text that the prompt is about.
+
+    weft generate "Name three rivers."
+
+    cat report.txt | weft generate "Summarise this in two sentences."
+    """
     from weft.backends.registry import expect_engine
 
     expect_engine(config)
     from weft import logs, terminal
     from weft.backends.blocking import BlockingEngine
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = terminal.with_context("" if prompt == "-" else prompt, terminal.read_stdin())
+    if not text:
+        raise ConfigError("The prompt is empty.", hint='As in: weft generate "Name three rivers."')
     logs.set_up("warning")
     with BlockingEngine(lambda: _start(config)) as local:
         terminal.generate(local, text, sampling, raw=raw)
 
 
 @app.command(epilog=EPILOG)
-@configured("model", "backend", "cache", "scheduler", "engine", positional_model=True, with_sampling=True)
-def chat(
-    config: Config,
-    system: Annotated[str, typer.Option(help="The system message before the conversation.")] = "",
-    *,
-    sampling: dict[str, Any],
-) -> None:
-    """Talk with a model."""
-    from weft.backends.registry import expect_engine
-
-    expect_engine(config)
-    from weft import logs, terminal
-    from weft.backends.blocking import BlockingEngine
-
-    logs.set_up("warning")
-    with BlockingEngine(lambda: _start(config)) as local:
-        terminal.converse(local, sampling, _console(), system=system, read_line=input)
-
-
-@app.command(epilog=EPILOG)
-@configured("model", "cache", "scheduler", "engine")
+@configured("model", "cache", "scheduler", "engine", shown=("model", "image_model", "device", "threads"))
 def image(
     config: Config,
-    prompt: Annotated[str, typer.Argument(help='What the image shows, as in "a red circle on a blue background".')],
+    prompt: Annotated[
+        str, typer.Argument(help='What the image shows, as in "a red circle on a blue background".', metavar="PROMPT")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The PNG file to write.")] = Path("image.png"),
     steps: Annotated[
-        int | None, typer.Option(help="More take longer and give finer images; else the model's own.")
+        int | None,
+        typer.Option(help="Denoise steps: more are slower and finer; without it the model's own."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same image; else any.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same image.")] = None,
     guidance: Annotated[
         float | None, typer.Option(help="How closely the prompt is followed; 1 takes half the time.")
     ] = None,
-    negative: Annotated[str, typer.Option(help="What the image is steered away from.")] = "",
+    negative: Annotated[str, typer.Option(help="What the image should not show.")] = "",
     sampler: Annotated[
         str, typer.Option(help="The sampler: heun is finer than euler, and slower.", metavar="euler|heun")
     ] = "euler",
@@ -294,84 +208,60 @@ def image(
     async def generate_image() -> None:
         engine = await _start(native)
         try:
-            await terminal.write_image(engine, options, output, _console(stderr=True))
+            await terminal.write_image(engine, options, output, console(stderr=True))
         finally:
             await engine.close()
 
     asyncio.run(generate_image())
 
 
-@app.command()
-def pull(
-    name: Annotated[str, typer.Argument(help="A name from the catalogue, or a hub id.")] = "smollm2",
-    revision: Annotated[str, typer.Option(help="The commit of a hub model; without it the newest.")] = "",
-    verify: Annotated[bool, typer.Option("--verify", help="Read all files again and check them.")] = False,
-) -> None:
-    """Fetch a model, unless it is here already."""
-    from weft.hub.resolve import resolve
-
-    files = resolve(name, revision, verify=verify)
-    _console().print(f"{files.name} is at {files.path}", highlight=False, markup=False, soft_wrap=True)
+app.registered_commands += model_commands.app.registered_commands
 
 
 @app.command()
-def models() -> None:
-    """List the models on this machine."""
-    from rich.table import Table
-
-    from weft.hub.snapshots import list_models
-
-    found = list_models()
-    if not found:
-        _console().print("No models here yet. `weft pull` fetches the default one.", highlight=False)
-        return
-    table = Table("name", "kind", "size", "revision", box=None, pad_edge=False)
-    table.add_column("path", overflow="fold")
-    for model in found:
-        table.add_row(
-            model.name, model.kind, f"{model.size_bytes / 2**20:,.0f} MiB", model.revision[:12], str(model.path)
-        )
-    _console().print(table)
-
-
-@app.command()
-def engines() -> None:
-    """List the engines, which of them can be used on this machine, and which is taken when none is named."""
+def engines(as_json: JsonFlag = False) -> None:
+    """List the engines, and which of them can be used on this machine."""
     from rich.table import Table
 
     from weft.backends import EngineFactory, list_engines
 
+    try:
+        taken = EngineFactory.auto_detect()
+    except Unavailable as error:
+        taken = f"none. {error}"
+    if as_json:
+        from weft.terminal import write_json
+
+        write_json({"engines": list_engines(), "default": taken})
+        return
     table = Table("name", "platform", "available", box=None, pad_edge=False)
     table.add_column("what it is", overflow="fold")
     for engine in list_engines():
         yes = "with --engine-url" if engine.needs_url else "yes"
         available = yes if engine.available else f"no: {engine.why_not}"
         table.add_row(engine.name, engine.platform, available, engine.about, style="" if engine.available else "dim")
-    _console().print(table)
-    try:
-        taken = EngineFactory.auto_detect()
-    except Unavailable as error:
-        taken = f"none. {error}"
-    _console().print(f"\nWithout --engine: {taken}", markup=False, highlight=False, soft_wrap=True)
+    console().print(table)
+    console().print(f"\nWithout --engine: {taken}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(context: typer.Context) -> None:
-    """Measure this machine."""
+    """Measure a server or this machine."""
     from weft.bench.commands import app as bench_app
 
     bench_app(args=context.args, prog_name="weft bench")
 
 
 @app.command(epilog=EPILOG)
-@configured("model", "backend", "cache", "scheduler", positional_model=True)
+@configured("model", "backend", "cache", "scheduler", shown=PLAN_FLAGS, positional_model=True)
 def plan(
     config: Config,
     memory_gib: Annotated[
-        float, typer.Option(help="Plan for a device with so much memory, not for this machine's.", min=0)
+        float, typer.Option(help="Plan for a device with so much memory instead of this machine's.", min=0)
     ] = 0,
+    as_json: JsonFlag = False,
 ) -> None:
-    """Show what a model would take of the memory and what fits, without loading it.
+    """Show what a model takes of the memory and what fits, without loading it.
 
     weft plan smollm2
 
@@ -380,7 +270,7 @@ def plan(
     It ends with 1 where the model does not fit as asked.
     """
     from weft.backends.preflight import files_here, planned
-    from weft.machine.planner import plan_table
+    from weft.machine.planner import plan_fields, plan_table
 
     files = files_here(config)
     made = planned(config, files, memory_gib)
@@ -390,40 +280,56 @@ def plan(
         # Raises ModelError for a model that Weft's own engine does not compute.
         with open_model(files):
             pass
-    _console().print(plan_table(made), soft_wrap=True)
+    if as_json:
+        from weft.terminal import write_json
+
+        write_json(plan_fields(made))
+    else:
+        console().print(plan_table(made), soft_wrap=True)
     if made.problem is not None:
         raise typer.Exit(1)
 
 
 @app.command(epilog=EPILOG)
-@configured("model", "backend", "cache", "scheduler", positional_model=True)
-def doctor(config: Config) -> None:
-    """Show what Weft finds on this machine, and what a model that is here would take of its memory.
+@configured("model", "backend", "cache", "scheduler", shown=PLAN_FLAGS, positional_model=True)
+def doctor(config: Config, as_json: JsonFlag = False) -> None:
+    """Show what Weft finds on this machine: cores, memory, GPUs, packages, engines, and whether a model fits.
 
-    Nothing is fetched or loaded. Without MODEL it is the one that a server would have.
+    Nothing is fetched or loaded. Without MODEL it is the default one.
     """
     from rich.table import Table
 
     from weft.backends.preflight import Finding, files_here, findings, planned
     from weft.checkpoint.model_files import home
     from weft.hub.snapshots import list_models
-    from weft.machine.planner import plan_table
+    from weft.machine.planner import plan_fields, plan_table
 
     names = ", ".join(model.name for model in list_models())
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for finding in (
+    found = [
         Finding("weft", __version__),
         *findings(),
         Finding("home", f"{home()} (WEFT_HOME moves it)"),
         Finding("models", names or "none; `weft pull` fetches the default one", good=bool(names)),
-    ):
-        table.add_row(finding.name, finding.value, style="" if finding.good else "yellow")
-    _console().print(table)
-    _console().print()
+    ]
+    plan, problem = None, ""
     try:
-        _console().print(plan_table(planned(config, files_here(config))), soft_wrap=True)
+        plan = planned(config, files_here(config))
     except WeftError as error:
-        _console().print(f"There is no plan for a model: {error}", markup=False, highlight=False, soft_wrap=True)
+        problem = str(error)
+    if as_json:
+        from weft.terminal import write_json
+
+        write_json({"findings": found, "plan": plan_fields(plan) if plan is not None else None, "problem": problem})
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for finding in found:
+        table.add_row(finding.name, finding.value, style="" if finding.good else "yellow")
+    console().print(table)
+    console().print()
+    if plan is not None:
+        console().print(plan_table(plan), soft_wrap=True)
+    else:
+        console().print(f"No model can be planned: {problem}", markup=False, highlight=False, soft_wrap=True)
 
 
 config_app = typer.Typer(help="Write or check a file of settings.", no_args_is_help=True)
@@ -434,9 +340,9 @@ app.add_typer(config_app, name="config")
 def init_config(
     path: Annotated[Path | None, typer.Argument(help="The file to write.", show_default="weft.toml")] = None,
     form: Annotated[
-        str, typer.Option("--format", help="Without it, by the end of PATH.", metavar="|".join(FORMATS))
+        str, typer.Option("--format", help="The format; without it, by the suffix of PATH.", metavar="|".join(FORMATS))
     ] = "",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a file that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Write a file with every setting, its documentation and its default.
 
@@ -452,7 +358,7 @@ def init_config(
         with path.open("w" if force else "x") as file:
             file.write(template(by_name))
     except FileExistsError as error:
-        raise ConfigError(f"{path} is there already.", hint="--force overwrites it.") from error
+        raise ConfigError(f"{path} exists.", hint="--force overwrites it.") from error
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}.") from error
     written = "JSON has no comments: every setting is written with its default." if by_name == "json" else ""
@@ -460,7 +366,9 @@ def init_config(
 
 
 @config_app.command("check")
-def check_config(path: Annotated[Path, typer.Argument(help="What --config would be given.")]) -> None:
+def check_config(
+    path: Annotated[Path, typer.Argument(help="What --config would be given.")], as_json: JsonFlag = False
+) -> None:
     """Check a file as `weft serve --config` reads it, with the environment, and show what differs from the defaults.
 
     Keys, certificates and the models file that it names are read too; no model is looked for or loaded.
@@ -483,19 +391,27 @@ def check_config(path: Annotated[Path, typer.Argument(help="What --config would 
     except WeftError as error:
         _show_error(error)
         raise typer.Exit(1) from error
+    changed = [
+        {
+            "section": setting.section,
+            "setting": setting.name,
+            "value": shown_value(setting.name, value),
+            "default": shown_value(setting.name, setting.default),
+            "from": places[setting.name],
+        }
+        for setting, value in differences(config)
+    ]
+    if as_json:
+        from weft.terminal import write_json
+
+        write_json(changed)
+        return
     table = Table("section", "setting", box=None, pad_edge=False)
     for column in ("value", "default", "from"):
         table.add_column(column, overflow="fold")
-    for setting, value in differences(config):
-        table.add_row(
-            setting.section,
-            setting.name,
-            shown_value(setting.name, value),
-            shown_value(setting.name, setting.default),
-            places[setting.name],
-        )
-    console = _console()
-    console.print(table if table.row_count else "Every setting is at its default.", markup=False, soft_wrap=True)
+    for row in changed:
+        table.add_row(*row.values())
+    console().print(table if table.row_count else "Every setting is at its default.", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -522,9 +438,3 @@ async def _start(config: Config) -> Engine:
     from weft.backends import start_engine
 
     return await start_engine(config)
-
-
-def _console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    return Console(stderr=stderr)

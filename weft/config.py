@@ -19,8 +19,9 @@ from weft.migration import CY_LLM_KEYS, PREFERRED_BACKEND, PYPTO_KEYS, VARIABLES
 from weft.options import Config, Setting, settings
 from weft.switches import switched_off
 
-RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_COMPILE_CACHE", "WEFT_WITHOUT"})
-"""Variables that are no settings: the folders of pulled models and of compiled kernels, and weft/switches.py's."""
+RESERVED_ENV = frozenset({"WEFT_HOME", "WEFT_COMPILE_CACHE", "WEFT_WITHOUT", "WEFT_URL"})
+"""Variables that are no settings: the folders of pulled models and of compiled kernels, weft/switches.py's, and the
+server that commands talk to."""
 
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 4
@@ -81,7 +82,7 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, str, Any, str]]:
         return
     located = read_located(file, ".toml")
     if not isinstance(located.value, dict | None):
-        raise ConfigError(f"{file}: this is no table of sections.", hint="`weft config init` writes one.")
+        raise ConfigError(f"{file}: not a table of sections.", hint="`weft config init` writes one.")
     tables = {str(section): table for section, table in (located.value or {}).items()}
     sections = get_type_hints(Config)
     if kind := _other_system(tables, sections):
@@ -97,7 +98,7 @@ def _from_file(file: Path | None) -> Iterator[tuple[str, str, Any, str]]:
                 yield section, str(name), value, f"{located.place(section, str(name))}, [{section}] {name}"
 
 
-_OF_MODELS_FILE = "Models stand in a file of their own (--models-file), and the engine in [backend] engine."
+_OF_MODELS_FILE = "Models are listed in a file of their own (--models-file); the engine is [backend] engine."
 
 
 def _other_system(tables: dict[str, Any], sections: Collection[str]) -> str:
@@ -259,7 +260,7 @@ def read_located(file: Path, otherwise: str = "") -> Located:
     Raises ConfigError for one that is unreadable or has a key twice."""
     suffix = file.suffix.lower() if file.suffix.lower() in _PARSERS else otherwise
     if not suffix:
-        raise ConfigError(f"{file}: the suffix does not tell the format.", hint=f"Known: {', '.join(_PARSERS)}.")
+        raise ConfigError(f"{file}: unknown file format.", hint=f"Name it with one of {', '.join(_PARSERS)}.")
     try:
         with file.open("rb") as opened:
             text = opened.read(MAX_BYTES + 1).decode()
@@ -287,7 +288,7 @@ class _Lines:
 
     def put(self, path: KeyPath, line: int) -> None:
         if path in self.by_path:
-            raise ConfigError(f"{self.file}:{line}: {path[-1]!r} is there twice: first in line {self.by_path[path]}.")
+            raise ConfigError(f"{self.file}:{line}: duplicate key {path[-1]!r}, first on line {self.by_path[path]}.")
         self.by_path[path] = line
 
 

@@ -97,11 +97,12 @@ class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
         str,
         _doc(
             "A name from `weft engines`, several in the order in which they are tried (a,b), or auto: the best for "
-            "this machine that is installed. vllm: this machine's; cuda, nvidia, ascend, npu: the best for those."
+            "this machine that is installed. vllm: vLLM for this machine; cuda, nvidia, ascend, npu: the best for that "
+            "hardware."
         ),
     ] = "auto"
     engine_url: Annotated[
-        str, _doc("Where a remote engine answers, as in http://localhost:8001/v1; for remote, cuda-trt, ascend-mindie.")
+        str, _doc("URL of a remote engine, as in http://localhost:8001/v1; for remote, cuda-trt, ascend-mindie.")
     ] = ""
     engine_api_key: Annotated[str, _doc("The key that a remote engine wants; empty: none.")] = ""
     engine_model: Annotated[str, _doc("What a remote engine calls the model; empty: the first that it lists.")] = ""
@@ -125,16 +126,18 @@ class BackendOptions(Struct, frozen=True, forbid_unknown_fields=True):
     ] = False
     pass_env: Annotated[
         list[str],
-        _doc("An environment variable that vLLM's process gets, as in HTTPS_PROXY; may be repeated. Others hold keys."),
+        _doc(
+            "An environment variable to pass to vLLM's process, as in HTTPS_PROXY; may be repeated. Others are not "
+            "passed: they may hold secrets."
+        ),
     ] = []
     allow_auto_tuning: Annotated[
-        bool, _doc("Try again with less where the memory does not hold what was asked; without it: fail, and say what.")
+        bool, _doc("Where memory is short, try again with smaller settings; without it the load fails with the reason.")
     ] = True
     stream_chunk_size: Annotated[
         int,
         _doc(
-            "Tokens in a piece of a streamed answer, after the first token, which comes alone and at once; 0: as they "
-            "are made.",
+            "Tokens in a chunk of a streamed answer; the first comes alone and at once; 0: as they are generated.",
             ge=0,
         ),
     ] = 0
@@ -158,7 +161,7 @@ class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
     gpu_memory_utilization: Annotated[
         float, _doc("Share of the GPU's memory for all of Weft; above 0.90 it is lowered to 0.85.", gt=0, le=1)
     ] = 0.75
-    insist_gpu_memory: Annotated[bool, _doc("Take a --gpu-memory-utilization above 0.90 at its word.")] = False
+    insist_gpu_memory: Annotated[bool, _doc("Allow a --gpu-memory-utilization above 0.90.")] = False
     enable_prefix_caching: Annotated[bool, _doc("Reuse the cached blocks of prompts that begin alike.")] = True
 
 
@@ -251,7 +254,7 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 1_000_000
     max_preemptions: Annotated[
-        int, _doc("After so many preemptions a request gets all its blocks at once, or waits.", ge=0)
+        int, _doc("After so many preemptions a request waits until all its blocks are free.", ge=0)
     ] = 3
     force_preempt_every: Annotated[int, _doc("For tests: preempt a request every n steps; 0: never.", ge=0)] = 0
 
@@ -267,9 +270,9 @@ class SchedulerOptions(Struct, frozen=True, forbid_unknown_fields=True):
 class EngineOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """How the engine process is supervised."""
 
-    start_timeout_s: Annotated[float, _doc("The engine must be ready by then.", gt=0)] = 600.0
-    heartbeat_timeout_s: Annotated[float, _doc("An engine silent for so long is replaced.", gt=0)] = 10.0
-    step_timeout_s: Annotated[float, _doc("An engine whose step takes longer is replaced.", gt=0)] = 300.0
+    start_timeout_s: Annotated[float, _doc("Seconds until the engine must be ready.", gt=0)] = 600.0
+    heartbeat_timeout_s: Annotated[float, _doc("An engine silent for so many seconds is replaced.", gt=0)] = 10.0
+    step_timeout_s: Annotated[float, _doc("An engine whose step takes more seconds is replaced.", gt=0)] = 300.0
     max_restarts: Annotated[
         int, _doc("Engine deaths in a row, without a token in between, before Weft gives up.", ge=0)
     ] = 5
@@ -284,8 +287,8 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     keep_serving_without_engine: Annotated[
         bool,
         _doc(
-            "When the engines have died too often (--max-restarts), go on and try again, ever less often; else the "
-            "server exits with 1."
+            "When the engine has died too often (--max-restarts), keep serving errors and try again, ever less often; "
+            "else the server exits with 1."
         ),
     ] = False
     ssl_certfile: Annotated[
@@ -295,8 +298,8 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
         str, _doc("The private key of --ssl-certfile, a PEM file; empty: it is in the same file.")
     ] = ""
     ssl_keyfile_password: Annotated[str, _doc("The password of --ssl-keyfile, if it is encrypted.")] = ""
-    drain_timeout_s: Annotated[float, _doc("How long running requests may go on after SIGTERM.", ge=0)] = 30.0
-    request_timeout_s: Annotated[float, _doc("A request is ended after so long; 0: never.", ge=0)] = 0.0
+    drain_timeout_s: Annotated[float, _doc("Seconds that running requests may go on after SIGTERM.", ge=0)] = 30.0
+    request_timeout_s: Annotated[float, _doc("A request is ended after so many seconds; 0: never.", ge=0)] = 0.0
     max_body_mb: Annotated[int, _doc("Largest request body, in MiB; a larger one is answered 413.", ge=1)] = 32
     fields: Annotated[
         FieldMode,
@@ -314,7 +317,7 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
         int, _doc("Largest JSON schema or grammar of a request, in KiB of characters.", ge=1, le=1000)
     ] = 64
     max_schema_depth: Annotated[int, _doc("Deepest nesting of schemas in a request's JSON schema.", ge=1)] = 32
-    grammar_timeout_s: Annotated[float, _doc("A schema or grammar must be compiled by then.", gt=0)] = 5.0
+    grammar_timeout_s: Annotated[float, _doc("Seconds until a schema or grammar must be compiled.", gt=0)] = 5.0
     json_whitespace: Annotated[
         JsonWhitespace,
         _doc(
@@ -331,8 +334,8 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     share_prefix_cache: Annotated[
         bool,
         _doc(
-            "Let tenants (names of keys) share cached prompts: a system prompt of all is computed once, and how much "
-            "of a prompt was cached tells each what others asked."
+            "Share the prefix cache between tenants (names of keys): a system prompt of all is computed once, but "
+            "cache hits tell each tenant what others asked."
         ),
     ] = False
     admin_key: Annotated[list[str], _doc("Keys for /admin, and for nothing else; none: there is no /admin.")] = []
@@ -343,8 +346,8 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     cors_origins: Annotated[
         list[str],
         _doc(
-            "Pages of these origins, as in https://chat.example.org, may use the server from a browser (CORS), besides "
-            "those of this machine; may be repeated; *: those of any. Without keys, pages of others are refused."
+            "An origin whose pages may use the server from a browser (CORS), as in https://chat.example.org, besides "
+            "those of this machine; may be repeated; *: any. Without keys, pages of other origins are refused."
         ),
     ] = []
     compat_api: Annotated[
@@ -352,10 +355,10 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
         _doc("Answer the interface of another local server as well: ollama or llamacpp; may be repeated, or be a,b."),
     ] = []
     keep_alive_s: Annotated[
-        float, _doc("A stream that waits for its first token says so every so often; 0: never.", ge=0)
+        float, _doc("Seconds between keep-alive comments of a stream that waits for its first token; 0: none.", ge=0)
     ] = 10.0
     slow_reader_timeout_s: Annotated[
-        float, _doc("A client that reads nothing of its answer for so long is dropped; 0: never.", ge=0)
+        float, _doc("A client that reads nothing of its answer for so many seconds is disconnected; 0: never.", ge=0)
     ] = 120.0
     adapter_root: Annotated[
         list[str],
@@ -367,14 +370,16 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     data_dir: Annotated[
         str,
         _doc(
-            "Where files, batches and background responses of clients are kept; empty: data/PORT in WEFT_HOME. One "
-            "server uses it."
+            "Where files, batches and background responses of clients are kept; empty: data/PORT in WEFT_HOME. Only "
+            "one server may use it."
         ),
     ] = ""
     batch_concurrency: Annotated[int, _doc("Requests of batches that run at the same time.", ge=1, le=1024)] = 8
     profile_dir: Annotated[str, _doc("Where POST /admin/profile/start puts traces; empty: it is refused.")] = ""
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("What is logged.")] = "info"
-    log_format: Annotated[Literal["text", "json"], _doc("json: every line of the log is an object.")] = "text"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("The lowest level that is logged.")] = (
+        "info"
+    )
+    log_format: Annotated[Literal["text", "json"], _doc("json: every line of the log is a JSON object.")] = "text"
     log_prompts: Annotated[bool, _doc("Log the text of prompts as well.")] = False
     otlp_endpoint: Annotated[
         str, _doc("Send a trace of every request to this URL, by OTLP over HTTP (needs the extra otel); empty: none.")
@@ -500,9 +505,10 @@ class ModelPoolOptions(Struct, frozen=True, forbid_unknown_fields=True):
             "itself, which begins with {."
         ),
     ] = ""
-    preload: Annotated[list[str], _doc("Models of the file to load at start; others are when they are asked for.")] = []
+    preload: Annotated[list[str], _doc("Models of the file to load at start; others load on their first request.")] = []
     max_loaded_models: Annotated[
-        int, _doc("Models loaded at the same time: for one more, the one not used for longest goes; 0: no limit.", ge=0)
+        int,
+        _doc("Models loaded at the same time; for one more, the least recently used is unloaded; 0: no limit.", ge=0),
     ] = 0
     max_models_memory: Annotated[
         str,
@@ -512,7 +518,7 @@ class ModelPoolOptions(Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     model_wait_s: Annotated[
-        float, _doc("A request waits so long for its model to be loaded; then it is answered 503.", gt=0)
+        float, _doc("Seconds that a request waits for its model to load; then it is answered 503.", gt=0)
     ] = 120.0
     max_waiting_per_model: Annotated[
         int, _doc("Requests that wait for one model to be loaded; one more is answered 503.", ge=1)

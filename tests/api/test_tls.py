@@ -106,7 +106,7 @@ def test_a_certificate_changes_while_a_stream_goes_on(made: Path, files: Callabl
         assert child.stderr is not None
         while "the certificate stays as it was" not in (line := child.stderr.readline()):
             assert line, "the log ended"
-        assert "the key is not that of the certificate" in line and shown(url) == pem(made, "new")
+        assert "the key does not belong to the certificate" in line and shown(url) == pem(made, "new")
 
 
 def test_without_tls_nothing_is_answered(files: Callable[..., Any]) -> None:
@@ -143,7 +143,7 @@ def test_files_are_looked_at_once_a_second_and_broken_ones_change_nothing(
     clock.now += POLL_S
     with caplog.at_level(logging.ERROR):
         assert handed_out() == pem(made, "old"), "the key is still the old one"
-    assert "the key is not that of the certificate" in caplog.text
+    assert "the key does not belong to the certificate" in caplog.text
     files("new", ".key")
     clock.now += POLL_S
     assert handed_out() == pem(made, "new")
@@ -155,7 +155,7 @@ def test_files_are_looked_at_once_a_second_and_broken_ones_change_nothing(
         ({"ssl_keyfile": "old.key"}, "--ssl-certfile"),
         ({"ssl_certfile": "none.pem", "ssl_keyfile": "old.key"}, "none.pem: No such file"),
         ({"ssl_certfile": "old.pem", "ssl_keyfile": "none.key"}, "none.key: No such file"),
-        ({"ssl_certfile": "old.pem", "ssl_keyfile": "new.key"}, "the key is not that of the certificate"),
+        ({"ssl_certfile": "old.pem", "ssl_keyfile": "new.key"}, "the key does not belong to the certificate"),
         ({"ssl_certfile": "old.key", "ssl_keyfile": "old.key"}, "PEM files"),
         ({"ssl_certfile": "old.pem"}, "PEM files"),
         ({"ssl_certfile": "old.pem", "ssl_keyfile": "encrypted.key"}, "is encrypted. Set --ssl-keyfile-password"),
@@ -184,4 +184,6 @@ def test_a_server_that_cannot_have_tls_does_not_start(made: Path) -> None:
     settings = {"ssl_certfile": str(made / "old.pem"), "ssl_keyfile": str(made / "new.key")}
     with process(settings=settings) as child:
         _, told = child.communicate(timeout=PATIENCE)
-        assert child.returncode != 0 and "the key is not that of the certificate" in told and "Traceback" not in told
+        assert (
+            child.returncode != 0 and "the key does not belong to the certificate" in told and "Traceback" not in told
+        )

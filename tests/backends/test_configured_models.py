@@ -134,7 +134,7 @@ def test_what_the_server_sets_for_models_that_are_here_is_not_said_to_one_that_i
             return [model.fault for model in await read.check()]
 
     far, wrong, listed = asyncio.run(scenario())
-    assert not far and not listed and "remote does not know --max-num-seqs (3)" in wrong
+    assert not far and not listed and "remote does not support --max-num-seqs (3)" in wrong
 
 
 @pytest.mark.parametrize("idle_models", [0, 1, 2])

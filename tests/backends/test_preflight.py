@@ -99,12 +99,12 @@ def test_the_doctor_shows_the_plan_of_a_model_that_is_here(shape: Path, monkeypa
         "python",
         "engine native",
         "by native on CPU, 4 cores",
-        "largest context of one request, with the largest cache: 8192 tokens",
+        "longest context of one request, with the largest cache: 8192 tokens",
     ):
         assert words in named.output
     monkeypatch.setenv("WEFT_MODEL", str(shape))
     monkeypatch.setenv("WEFT_LOAD_FORMAT", "dummy")
-    assert "tokens side by side" in CliRunner().invoke(cli.app, ["doctor"]).output
+    assert "concurrent requests of" in CliRunner().invoke(cli.app, ["doctor"]).output
 
 
 @pytest.mark.parametrize("arguments", [[], ["org/absent"], ["--engine", "remote"]])
@@ -115,14 +115,14 @@ def test_a_model_that_is_not_here_is_no_failure_of_the_doctors(
     monkeypatch.setenv("WEFT_HOME", str(tmp_path))
     shown = CliRunner().invoke(cli.app, ["doctor", *arguments])
     assert shown.exit_code == 0, shown.exception
-    assert "There is no plan for a model: " in shown.output and not [*tmp_path.iterdir()]
+    assert "No model can be planned: " in shown.output and not [*tmp_path.iterdir()]
 
 
 def test_a_plan_is_shown_for_a_machine_that_is_elsewhere(shape: Path) -> None:
     shown = weft_plan(str(shape), "--device", "cuda", "--memory-gib", "80")
     assert shown.exit_code == 0, shown.output
     assert "by native on a GPU of 80 GiB" in shown.output and "fits, with a context of 8192 tokens" in shown.output
-    assert "largest context of one request, with the largest cache: 8192 tokens" in shown.output
+    assert "longest context of one request, with the largest cache: 8192 tokens" in shown.output
 
 
 def test_what_does_not_fit_ends_with_1(shape: Path) -> None:
@@ -180,7 +180,9 @@ def test_a_plan_refuses_a_model_that_the_engine_does_not_compute(shape: Path) ->
 
 def test_the_requests_side_by_side_are_those_of_the_cache_that_there_would_be(shape: Path) -> None:
     shown = weft_plan(str(shape), "--device", "cpu", "--memory-gib", "80", "--max-model-len", "1000")
-    assert re.search(r"tokens side by side: 2; \d+ with --kv-cache-memory-mb \d+", shown.output), shown.output
+    assert re.search(r"concurrent requests of \d+ tokens: 2; \d+ with --kv-cache-memory-mb \d+", shown.output), (
+        shown.output
+    )
 
 
 def test_weights_that_are_unpacked_are_told_so(smollm2_files: ModelFiles) -> None:

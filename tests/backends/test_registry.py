@@ -279,7 +279,7 @@ def test_the_command_lists_them() -> None:
         assert spec.name in text and spec.about in text
     assert re.search(r"native +any +yes", text)
     for command in ("serve", "generate", "chat"):
-        assert "--engine-url" in CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "300"}).output
+        assert "--engine-url" in CliRunner().invoke(cli.app, [command, "--help-all"], env={"COLUMNS": "300"}).output
 
 
 def test_an_engine_that_would_not_be_taken_is_not_named(monkeypatch: pytest.MonkeyPatch) -> None:

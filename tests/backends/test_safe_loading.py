@@ -108,7 +108,7 @@ def test_what_fits_is_started_once_as_it_was_asked_for(llama_8b: Config, caplog:
         engine = load(starter, llama_8b, machine=gpu())
     assert starter.tried == [llama_8b] and engine.config == llama_8b
     text = caplog.text
-    assert re.search(r"plan: weights +14\.9\d", text) and "largest context of one request" in text
+    assert re.search(r"plan: weights +14\.9\d", text) and "longest context of one request" in text
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -161,7 +161,7 @@ def test_what_the_plan_knows_not_to_fit_is_never_started(llama_8b: Config) -> No
 
 def test_an_end_comes_with_every_try_and_its_reason(llama_8b: Config) -> None:
     starter = Starter(lambda config: False)
-    with pytest.raises(OutOfMemory, match="less and less") as caught:
+    with pytest.raises(OutOfMemory, match="also not with smaller settings") as caught:
         load(starter, llama_8b, machine=gpu())
     assert caught.value.message.count("Too much.") == len(starter.tried) == 8
 

@@ -200,7 +200,7 @@ def test_a_server_elsewhere_cannot_honour_what_is_for_a_model_here(setting: dict
     [name] = setting
     flag = f"--{name.replace('_', '-')}"
     for names in ("elsewhere", "elsewhere,remote"):
-        with pytest.raises(ConfigError, match=rf"elsewhere does not know {flag} \(.*where the server at --engine-url"):
+        with pytest.raises(ConfigError, match=rf"elsewhere does not support {flag} \(.*on the server at --engine-url"):
             start(names, **far, **setting)
     assert start("elsewhere,works", **far, **setting) == ("elsewhere", True)
     assert start("damaged,elsewhere", **far, **setting) == ("elsewhere", False)

@@ -212,7 +212,7 @@ def test_what_cannot_be_measured_is_refused(engines: Engines) -> None:
         measure(MixedWork(chats=0, images=0))
     assert not engines.started
     engines.first.model = replace(engines.first.model, images=None)
-    with pytest.raises(InvalidRequest, match="no model that draws"):
+    with pytest.raises(InvalidRequest, match="no image model"):
         measure(FEW)
     assert engines.first.closed
 

@@ -134,7 +134,7 @@ def test_the_next_engine_answers_and_one_warning_says_why(
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) > 1, "an answer, and a line end"
     [warning] = re.findall(r"WARNING weft\S* (.+)", done.stderr)
-    assert warning.startswith(f"The engine {second} is used; before it were tried: {fault.engine}: ")
+    assert warning.startswith(f"The engine {second} is used; others did not start: {fault.engine}: ")
     assert fault.says in warning
 
 

@@ -315,7 +315,7 @@ def test_without_an_image_model_there_is_none(tiny_model: Path) -> None:
         for wanted in ("none", "auto"):
             async with drawing_engine(tiny_model, wanted) as engine:
                 assert engine.model.images is None
-                with pytest.raises(InvalidRequest, match="no model that draws"):
+                with pytest.raises(InvalidRequest, match="no image model"):
                     await engine.submit(generate_image([1], image()))
                 params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
                 assert [output async for output in await engine.submit(sample([1, 2], params))]

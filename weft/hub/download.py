@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from weft.checkpoint.model_files import locks_folder
 from weft.errors import ModelError
 from weft.hub.hub_api import RemoteFile, RemoteModel
-from weft.hub.progress import POLL_SECONDS, STALL_SECONDS, Progress, Report
+from weft.hub.progress import POLL_SECONDS, STALL_SECONDS, Progress, Report, file_sizes
 
 if TYPE_CHECKING:
     import httpx
@@ -220,6 +220,20 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def remove_tree(path: Path) -> int:
+    """Remove a file, a link or a folder with all that is in it, and return the bytes of its files."""
+    try:
+        if path.is_symlink() or path.is_file():
+            freed = 0 if path.is_symlink() else path.stat().st_size
+            path.unlink()
+            return freed
+        freed = sum(file_sizes(path))
+        shutil.rmtree(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be removed: {error.strerror}.") from error
+    return freed
 
 
 @contextmanager

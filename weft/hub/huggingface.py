@@ -31,7 +31,7 @@ class _Info(Struct):
     siblings: list[_File]
 
 
-def look_up(hub_id: str, revision: str, *, with_code: bool) -> RemoteModel:
+def look_up(hub_id: str, revision: str, *, with_code: bool, gguf: str = "") -> RemoteModel:
     """Return the files of the newest commit of a revision; the empty revision is the default branch."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         raise unreachable(hub_id, "HF_HUB_OFFLINE is set")
@@ -60,7 +60,7 @@ def look_up(hub_id: str, revision: str, *, with_code: bool) -> RemoteModel:
         for file in info.siblings
     ]
     return RemoteModel(
-        hub_id=hub_id, commit=info.sha, files=wanted(hub_id, files, with_code=with_code), headers=headers
+        hub_id=hub_id, commit=info.sha, files=wanted(hub_id, files, with_code=with_code, gguf=gguf), headers=headers
     )
 
 

@@ -33,7 +33,7 @@ class _Answer(Struct):
     Data: _Files
 
 
-def look_up(hub_id: str, revision: str, *, with_code: bool) -> RemoteModel:
+def look_up(hub_id: str, revision: str, *, with_code: bool, gguf: str = "") -> RemoteModel:
     """Return the files of a branch or a tag. ModelScope tells no commit: the files' own digests stand for one."""
     address = f"{_endpoint()}/api/v1/models/{quote(hub_id)}/repo"
     at = {"Revision": revision or DEFAULT_REVISION}
@@ -50,8 +50,10 @@ def look_up(hub_id: str, revision: str, *, with_code: bool) -> RemoteModel:
         for file in listed.Data.Files or []
         if file.Type != "tree"
     ]
-    chosen = wanted(hub_id, files, with_code=with_code)
-    contents = sorted(f"{file.name} {file.size} {file.digest}" for file in wanted(hub_id, files, with_code=False))
+    chosen = wanted(hub_id, files, with_code=with_code, gguf=gguf)
+    contents = sorted(
+        f"{file.name} {file.size} {file.digest}" for file in wanted(hub_id, files, with_code=False, gguf=gguf)
+    )
     commit = hashlib.sha256("\n".join(contents).encode()).hexdigest()[:40]
     return RemoteModel(hub_id=hub_id, commit=commit, files=chosen, headers=headers)
 

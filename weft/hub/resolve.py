@@ -9,20 +9,41 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from weft.checkpoint.model_files import SOURCES, ModelFiles, dummy_files, model_at, models_folder
+from weft.checkpoint.model_files import (
+    SOURCES,
+    ModelFiles,
+    Source,
+    dummy_files,
+    model_at,
+    models_folder,
+    partial_folder,
+)
 from weft.errors import ModelError
 from weft.hub.catalog import CATALOGUE, installed, is_installed, pull
-from weft.hub.hub_api import HUB_ID
+from weft.hub.download import pull_lock, remove_tree
+from weft.hub.hub_api import GGUF_ID, HUB_ID
 from weft.hub.progress import Progress, Report, unheard, with_bars
-from weft.hub.snapshots import HubModel, check_snapshot, find_cached, find_snapshot, list_models, pull_snapshot
+from weft.hub.short_names import SHORT_NAMES
+from weft.hub.snapshots import (
+    HubModel,
+    check_snapshot,
+    find_cached,
+    find_snapshot,
+    list_models,
+    pull_snapshot,
+    remove_snapshot,
+)
 from weft.options import Config
 
 log = logging.getLogger(__name__)
 
-_BY_NAME = "Give a name of Weft's catalogue, such as smollm2, or a hub id such as org/name or modelscope:org/name."
-POSSIBLE = (
-    "Give a name from `weft models`, a .gguf file, a Hugging Face directory, or a hub id such as org/name or "
+_BY_NAME = (
+    "Give a name of `weft models --all`, such as smollm2, or a hub id such as org/name, org/name:Q4_K_M or "
     "modelscope:org/name."
+)
+POSSIBLE = (
+    "Give a name of `weft models --all`, a .gguf file, a Hugging Face directory, or a hub id such as org/name, "
+    "org/name:Q4_K_M or modelscope:org/name."
 )
 
 
@@ -49,7 +70,7 @@ def resolve(
             _no_revision(model, revision)
             tracked(Progress("verify", note=model))
             return model_at(path, name=model if path.parent == models_folder() else "")
-        if _looks_like_path(model):
+        if _looks_like_path(model) and not GGUF_ID.fullmatch(model):
             raise ModelError(f"{model}: there is no such file or directory.", hint=POSSIBLE)
         asked = _hub_model(model, revision, with_code)
         if asked is None:
@@ -67,12 +88,38 @@ def resolve(
 def pull_by_name(model: str, report: Report) -> ModelFiles:
     """Return the files of a catalogue name or a hub id, pulled first where they are not on this machine. Unlike
     `resolve` it looks at no path: the name may come from another machine."""
-    asked = _hub_model(model.removeprefix("hf.co/").removeprefix("huggingface.co/"), "", with_code=False)
+    asked = _hub_model(model, "", with_code=False)
     if model in CATALOGUE:
         return pull(model, report)
     if asked is None:
         raise ModelError(f"There is no model {model!r:.200}.", hint=_BY_NAME)
     return _on_disk(asked, allow_pull=True) or pull_snapshot(asked, report)
+
+
+def remove(model: str, revision: str = "") -> int:
+    """Remove a model that is in Weft's folder, and return the bytes of its files. A hub model is removed with all its
+    commits, or with that of the revision. Raises ModelError for one that is not there, or is not Weft's to remove."""
+    if model in CATALOGUE or (_is_plain_name(model) and (models_folder() / model).exists()):
+        _no_revision(model, revision)
+        folders = [folder for folder in (models_folder() / model, partial_folder() / model) if folder.exists()]
+        if not folders:
+            raise _not_installed(model)
+        with pull_lock(model, lambda: log.warning("Another process is pulling %s; waiting for it.", model)):
+            return sum(map(remove_tree, folders))
+    asked = None if _existing(model) is not None else _hub_model(model, revision, with_code=False)
+    if asked is None:
+        raise ModelError(
+            f"{model}: `weft rm` removes what `weft pull` fetched, by its name.", hint="See `weft models`."
+        )
+    freed = remove_snapshot(asked)
+    if freed is not None:
+        return freed
+    if (theirs := find_cached(asked)) is not None:
+        raise ModelError(
+            f"{model} is in the cache of the hub's own client, which Weft does not change: {theirs.path}.",
+            hint="`hf cache rm` removes it." if asked.source == "huggingface" else "",
+        )
+    raise _not_installed(model)
 
 
 def _of_catalogue(model: str, revision: str, report: Report, *, allow_pull: bool, verify: bool) -> ModelFiles:
@@ -115,11 +162,15 @@ def _existing(model: str) -> Path | None:
 
 
 def _hub_model(model: str, revision: str, with_code: bool) -> HubModel | None:
-    for source in SOURCES:
-        hub_id = model.removeprefix(f"{source}:")
-        if hub_id != model:
-            return HubModel(source, hub_id, revision, with_code) if HUB_ID.fullmatch(hub_id) else None
-    return HubModel("huggingface", model, revision, with_code) if HUB_ID.fullmatch(model) else None
+    if short := SHORT_NAMES.get(model):
+        return HubModel("huggingface", short.hub_id, revision, gguf=short.file)
+    # As Ollama's users, or those of a browser, write it.
+    model = model.removeprefix("https://").removeprefix("hf.co/").removeprefix("huggingface.co/")
+    source: Source = next((source for source in SOURCES if model.startswith(f"{source}:")), "huggingface")
+    hub_id = model.removeprefix(f"{source}:")
+    if named := GGUF_ID.fullmatch(hub_id):
+        return HubModel(source, named[1], revision, gguf=named[2])
+    return HubModel(source, hub_id, revision, with_code) if HUB_ID.fullmatch(hub_id) else None
 
 
 def _is_plain_name(model: str) -> bool:
@@ -140,9 +191,9 @@ def _not_installed(model: str) -> ModelError:
 
 
 def _nearest(model: str) -> str:
-    known = sorted({*CATALOGUE, *(found.name for found in list_models())})
-    close = difflib.get_close_matches(model, known, n=1, cutoff=0.5)
-    return f"Did you mean {close[0]!r}? {POSSIBLE}" if close else f"Known names: {', '.join(known)}. {POSSIBLE}"
+    here = sorted({*CATALOGUE, *(found.name for found in list_models())})
+    close = difflib.get_close_matches(model, {*here, *SHORT_NAMES}, n=1, cutoff=0.5)
+    return f"Did you mean {close[0]!r}? {POSSIBLE}" if close else f"Known names: {', '.join(here)}. {POSSIBLE}"
 
 
 def find_model(config: Config, report: Report = unheard, *, allow_pull: bool = True) -> ModelFiles:

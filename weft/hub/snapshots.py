@@ -25,9 +25,10 @@ from weft.checkpoint.model_files import (
 )
 from weft.errors import ModelError
 from weft.hub import huggingface, modelscope
-from weft.hub.download import check_space, damaged_files, download, missing_files, pull_lock, sync_folder
-from weft.hub.hub_api import COMMIT, Found, Hub, RemoteModel
+from weft.hub.download import check_space, damaged_files, download, missing_files, pull_lock, remove_tree, sync_folder
+from weft.hub.hub_api import COMMIT, DEFAULT_GGUF, Found, Hub, RemoteModel, gguf_named, gguf_names, quantisation_of
 from weft.hub.progress import Progress, Report
+from weft.hub.short_names import short_name_of
 
 HUBS: dict[Source, Hub] = {"huggingface": huggingface, "modelscope": modelscope}
 PINS = "pins.json"
@@ -44,10 +45,24 @@ class HubModel(Struct, frozen=True):
     """The revision; empty for the newest on the day when it is pulled."""
     with_code: bool = False
     """True to pull Python files as well, for vLLM to run."""
+    gguf: str = ""
+    """The GGUF file that is meant, by its name or its quantisation; empty for safetensors, or the default one."""
 
     @property
     def folder(self) -> Path:
         return snapshots_folder(self.source) / self.hub_id.replace("/", "--")
+
+    @property
+    def name(self) -> str:
+        hub_id = self.hub_id if self.source == "huggingface" else f"{self.source}:{self.hub_id}"
+        if not self.gguf:
+            return self.hub_id
+        return short_name_of(self.hub_id, self.gguf) or f"{hub_id}:{quantisation_of(self.gguf)}"
+
+    @property
+    def pin(self) -> str:
+        """The revision, and the GGUF file where one is named: each is pinned to a commit when it is pulled."""
+        return f"{self.revision}:{self.gguf}" if self.gguf else self.revision
 
 
 def find_snapshot(model: HubModel) -> ModelFiles | None:
@@ -61,18 +76,25 @@ def find_cached(model: HubModel) -> ModelFiles | None:
 
 
 def list_snapshots() -> list[HubModel]:
-    """Yield every model and commit in Weft's folder."""
+    """Return every model and commit in Weft's folder, each GGUF file as one."""
     return [
-        HubModel(source, path.parent.name.replace("--", "/", 1), path.name)
+        HubModel(source, path.parent.name.replace("--", "/", 1), path.name, gguf=file)
         for source in SOURCES
         for path in sorted(snapshots_folder(source).glob("*--*/*/"))
         if COMMIT.fullmatch(path.name)
+        for file in _models_of(path)
     ]
+
+
+def _models_of(folder: Path) -> list[str]:
+    """Return the GGUF files of a snapshot, with an empty name for its safetensors."""
+    files = gguf_names(path.name for path in folder.iterdir())
+    return files if files and not (folder / "config.json").is_file() else ["", *files]
 
 
 def pull_snapshot(model: HubModel, report: Report) -> ModelFiles:
     """Resolve the revision to a commit, download it, check it, and pin the revision to it."""
-    remote = HUBS[model.source].look_up(model.hub_id, model.revision, with_code=model.with_code)
+    remote = HUBS[model.source].look_up(model.hub_id, model.revision, with_code=model.with_code, gguf=model.gguf)
     final = model.folder / remote.commit
 
     def waiting() -> None:
@@ -82,12 +104,15 @@ def pull_snapshot(model: HubModel, report: Report) -> ModelFiles:
         try:
             if missing_files(remote, final):
                 _fetch(remote, final, report)
-            _write_pins(model, {**_pins(model), model.revision: remote.commit})
+            _write_pins(model, {**_pins(model), model.pin: remote.commit})
         except OSError as error:
             raise ModelError(
                 f"{model.hub_id} cannot be pulled: {error}.", hint="WEFT_HOME moves the models."
             ) from error
-    return model_at(final, name=model.hub_id, revision=remote.commit)
+    found = _model_in((final, remote.commit), model)
+    if found is None:
+        raise ModelError(f"{model.hub_id}: the file that was pulled is gone.", hint="Pull it again.")
+    return found
 
 
 def check_snapshot(model: HubModel, report: Report) -> None:
@@ -99,18 +124,45 @@ def check_snapshot(model: HubModel, report: Report) -> None:
     if found is None:
         return
     folder, commit = found
-    damaged = damaged_files(folder, _digests(model, folder, is_own=is_own), report, model.hub_id)
+    digests = _digests(model, folder, is_own=is_own)
+    file = _gguf_in(folder, model)
+    digests = {
+        name: digest
+        for name, digest in digests.items()
+        if (name == file if file is not None else not name.endswith(".gguf"))
+    }
+    damaged = damaged_files(folder, digests, report, model.hub_id)
     if not damaged:
         return
     if not is_own:
         raise ModelError(
             f"{folder}: damaged or missing: {', '.join(damaged)}.", hint="Remove them, and fetch the model again."
         )
-    report(Progress("resolve", note=f"{folder}: fetched again, being damaged: {', '.join(damaged)}."))
+    report(Progress("resolve", note=f"{folder}: damaged files are fetched again: {', '.join(damaged)}."))
     for name in damaged:
         (folder / name).unlink(missing_ok=True)
     # Only ModelScope does not know of commits.
     pull_snapshot(replace(model, revision=commit) if model.source == "huggingface" else model, report)
+
+
+def remove_snapshot(model: HubModel) -> int | None:
+    """Remove a model from Weft's folder, or one GGUF file of it, and return the bytes that it took; None: it is not
+    there. Without a revision all its commits go."""
+    with pull_lock(f"{model.source}--{model.folder.name}", lambda: None):
+        if not model.revision and not model.gguf:
+            return remove_tree(model.folder) if model.folder.is_dir() else None
+        freed, found = 0, _own(model)
+        if found is None:
+            return None
+        folder, commit = found
+        file = _gguf_in(folder, model) if model.gguf else None
+        if file is not None:
+            freed = remove_tree(folder / file)
+        if file is None or _models_of(folder) == [""]:
+            freed += remove_tree(folder)
+        if not folder.is_dir():
+            _write_pins(model, {pin: pinned for pin, pinned in _pins(model).items() if pinned != commit})
+        return freed
 
 
 def _fetch(remote: RemoteModel, final: Path, report: Report) -> None:
@@ -126,11 +178,11 @@ def _fetch(remote: RemoteModel, final: Path, report: Report) -> None:
         (folder / name).unlink()
     if damaged:
         raise ModelError(
-            f"{remote.hub_id}: the wrong checksum: {', '.join(damaged)}.",
-            hint="Removed; pull it again, and if it fails again distrust the hub or what stands between.",
+            f"{remote.hub_id}: checksum mismatch: {', '.join(damaged)}.",
+            hint="The files were removed; pull again. If it fails again, do not trust the hub or a proxy in between.",
         )
-    (folder / DIGESTS).write_bytes(msgspec.json.encode(digests))
-    model_at(folder)
+    (folder / DIGESTS).write_bytes(msgspec.json.encode({**read_object_if_there(folder / DIGESTS), **digests}))
+    model_at(folder / remote.files[0].name if remote.files[0].name.endswith(".gguf") else folder)
     if is_new:
         final.parent.mkdir(parents=True, exist_ok=True)
         folder.replace(final)
@@ -143,14 +195,21 @@ def _digests(model: HubModel, folder: Path, *, is_own: bool) -> dict[str, str]:
         return read_object_if_there(folder / DIGESTS)
     if model.source == "huggingface" and not is_own:
         return huggingface.cached_digests(folder)
-    remote = HUBS[model.source].look_up(model.hub_id, model.revision, with_code=False)
+    remote = HUBS[model.source].look_up(model.hub_id, model.revision, with_code=False, gguf=model.gguf)
     return {file.name: file.digest for file in remote.files if file.digest}
 
 
 def _own(model: HubModel) -> Found | None:
-    commit = model.revision if COMMIT.fullmatch(model.revision) else _pins(model).get(model.revision, "")
-    folder = model.folder / commit
-    return (folder, commit) if COMMIT.fullmatch(commit) and folder.is_dir() else None
+    pins = _pins(model)
+    commits = [model.revision if COMMIT.fullmatch(model.revision) else pins.get(model.pin, "")]
+    if model.gguf and not model.revision:
+        # The same file may have been pulled by another name.
+        commits += pins.values()
+    for commit in commits:
+        folder = model.folder / commit
+        if COMMIT.fullmatch(commit) and folder.is_dir() and (not model.gguf or _gguf_in(folder, model) is not None):
+            return folder, commit
+    return None
 
 
 def _theirs(model: HubModel) -> Found | None:
@@ -160,7 +219,20 @@ def _theirs(model: HubModel) -> Found | None:
 def _model_in(found: Found | None, model: HubModel) -> ModelFiles | None:
     if found is None or _lacks_code(model, found[0]):
         return None
-    return model_at(found[0], name=model.hub_id, revision=found[1])
+    folder, commit = found
+    file = _gguf_in(folder, model)
+    if file is None:
+        return None if model.gguf else model_at(folder, name=model.hub_id, revision=commit)
+    name = replace(model, gguf=file).name if model.gguf else model.hub_id
+    return model_at(folder / file, name=name, revision=commit)
+
+
+def _gguf_in(folder: Path, model: HubModel) -> str | None:
+    """Return the GGUF file of a snapshot that is meant; None: it is not there, or safetensors are meant."""
+    if not model.gguf and (folder / "config.json").is_file():
+        return None
+    names = gguf_names(path.name for path in folder.iterdir())
+    return gguf_named(names, model.gguf or DEFAULT_GGUF)
 
 
 def _lacks_code(model: HubModel, folder: Path) -> bool:

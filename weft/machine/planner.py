@@ -372,7 +372,7 @@ class _Planning:
         return OutOfMemory(
             f"The weights of {self.planner.files.name}{unpacked} take {self.weights / GIB:.1f} GiB as "
             f"{self.dtype.name}; {(known.total - known.others) / GIB:.1f} GiB are free.",
-            hint=f"{', '.join(ways)}, or free memory: no other setting helps.",
+            hint=f"{', '.join(ways)}, or free some memory.",
         )
 
     def _share_not_free(self, plan: Plan, known: DeviceMemory) -> OutOfMemory | None:
@@ -417,14 +417,14 @@ def plan_table(plan: Plan) -> RenderableType:
     table.add_column("memory")
     table.add_column("GiB", justify="right")
     table.add_column("share", justify="right")
-    table.add_column("how it is known")
+    table.add_column("source")
     for name, size, source in (
         ("weights", ledger.weights, _weights_source(plan)),
         ("KV cache", ledger.kv, _cache_source(plan)),
         ("activations", ledger.activations, f"estimated: {plan.max_num_batched_tokens} tokens a step"),
         ("graphs", ledger.graphs, f"estimated: {plan.max_num_seqs} requests at a time"),
         ("libraries", memory.libraries, "estimated"),
-        ("others", ledger.others - memory.libraries, "in use now"),
+        ("other processes", ledger.others - memory.libraries, "in use now"),
         ("spare", ledger.spare, _spare_source(plan)),
         ("total", ledger.total, "free now" if memory.share == 1.0 else "of the device"),
     ):
@@ -433,8 +433,37 @@ def plan_table(plan: Plan) -> RenderableType:
     return Group(table, *(Text(line) for line in _verdict(plan)))
 
 
+def plan_fields(plan: Plan) -> dict[str, object]:
+    """Return the same as named values for a log."""
+    ledger, libraries = plan.ledger, plan.memory.libraries
+    sizes = {
+        "weights": ledger.weights,
+        "kv_cache": ledger.kv,
+        "activations": ledger.activations,
+        "graphs": ledger.graphs,
+        "libraries": libraries,
+        "others": ledger.others - libraries,
+        "spare": ledger.spare,
+        "total": ledger.total,
+    }
+    return {
+        "model": plan.model,
+        "engine": plan.engine,
+        "device": plan.device,
+        "dtype": plan.dtype,
+        **{f"{name}_gib": round(size / GIB, 3) for name, size in sizes.items()},
+        "num_blocks": plan.num_blocks,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": plan.max_num_seqs,
+        "max_num_batched_tokens": plan.max_num_batched_tokens,
+        "largest_context": plan.largest_context,
+        "largest_batch": plan.largest_batch,
+        "problem": None if plan.problem is None else str(plan.problem),
+    }
+
+
 def plan_lines(plan: Plan) -> list[str]:
-    """Show the same as lines of a log."""
+    """Show the table as lines of a log."""
     console = Console(file=io.StringIO(), width=LOG_WIDTH, color_system=None)
     with console.capture() as captured:
         console.print(plan_table(plan))
@@ -466,10 +495,10 @@ def _spare_source(plan: Plan) -> str:
 def _verdict(plan: Plan) -> list[str]:
     lines = []
     if plan.kv_per_token:
-        lines.append(f"largest context of one request, with the largest cache: {plan.largest_context} tokens")
+        lines.append(f"longest context of one request, with the largest cache: {plan.largest_context} tokens")
         if plan.num_blocks:
             more = f"; {plan.more_batch} with --kv-cache-memory-mb {plan.more_cache_mb}" if plan.more_batch else ""
-            lines.append(f"requests of {plan.max_model_len} tokens side by side: {plan.largest_batch}{more}")
+            lines.append(f"concurrent requests of {plan.max_model_len} tokens: {plan.largest_batch}{more}")
     if plan.problem is not None:
         return [*lines, f"does not fit: {plan.problem}"]
     return [*lines, plan.warning or f"fits, with a context of {plan.max_model_len} tokens"]

@@ -93,10 +93,10 @@ def image_model(engine: Engine) -> ImageModelInfo:
     if (found := engine.model.images) is not None:
         return found
     raise InvalidRequest(
-        f"{engine.model.name} writes text, and no model that draws images is loaded beside it.",
-        hint="The operator's setting is --image-model; Weft's own goes with the language model smollm2."
+        f"{engine.model.name} generates text, and no image model is loaded beside it.",
+        hint="The server's --image-model names one; the one that comes with Weft is for smollm2."
         if engine.abilities.images
-        else f"The engine {engine.name} draws none. The operator's setting is --engine: native does.",
+        else f"The engine {engine.name} generates none; the server's --engine native does.",
         param="model",
     )
 
@@ -107,9 +107,9 @@ def check_image_model(name: str | None, served_name: str, engine: Engine) -> Non
     model = image_model(engine)
     if name in (None, model.name):
         return
-    hint = f"This server draws with {model.name!r}."
+    hint = f"The image model of this server is {model.name!r}."
     if name == served_name:
-        raise InvalidRequest(f"The model {name!r} writes text and draws no images.", hint=hint, param="model")
+        raise InvalidRequest(f"The model {name!r} generates text, not images.", hint=hint, param="model")
     raise ModelNotFound(f"There is no model {name!r:.200} here.", hint=hint, param="model")
 
 
@@ -208,7 +208,7 @@ def _size(options: ImageOptions, model: ImageModelInfo) -> tuple[int, int]:
     height = model.height if options.height is None else options.height
     if (width, height) != (model.width, model.height):
         raise InvalidRequest(
-            f"The size is {width}x{height}; {model.name} draws {model.width}x{model.height}.", param="size"
+            f"The size is {width}x{height}; {model.name} generates {model.width}x{model.height}.", param="size"
         )
     return width, height
 

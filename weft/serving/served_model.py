@@ -62,7 +62,7 @@ class ServedModel(Struct, frozen=True, kw_only=True):
         image_model = self.engine.model.images
         if image_model is not None and name == image_model.name:
             raise InvalidRequest(
-                f"The model {name!r} draws images and writes no text.",
+                f"The model {name!r} generates images, not text.",
                 hint=f"Send it to /v1/images/generations, or name {self.model_name!r}.",
                 param="model",
             )

@@ -115,7 +115,7 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any], code: grpc.StatusCode
 
 def test_a_model_that_does_not_draw_says_so() -> None:
     code, details = refusal(ScriptedEngine())
-    assert code is Code.INVALID_ARGUMENT and "draws images" in details
+    assert code is Code.INVALID_ARGUMENT and "no image model" in details
 
 
 GOOD = ClientTensor(data=struct.pack("<4f", 1, 2, 3, 4), shape=[2, 2], dtype="float32")

@@ -158,8 +158,8 @@ def test_a_port_that_is_taken_is_explained() -> None:
 
 def test_the_reason_is_the_one_reason() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "taken by another program" in refused_settings(grpc_port=taken.getsockname()[1]).message
-    assert "no address of this machine" in refused_settings(host="not.a.host.invalid").message
+        assert "is in use" in refused_settings(grpc_port=taken.getsockname()[1]).message
+    assert "not an address of this machine" in refused_settings(host="not.a.host.invalid").message
 
 
 def test_a_second_server_has_another_port_unless_one_was_asked_for(
@@ -175,7 +175,7 @@ def test_a_second_server_has_another_port_unless_one_was_asked_for(
                 check_whole(await answer_to(opened, ask()))
 
         asyncio.run(scenario())
-        assert f"Port {usual} is taken" in caplog.text
+        assert f"Port {usual} is in use" in caplog.text
     assert asyncio.run(port_of(grpc_port=-1)) == usual, "the usual one, when it is free"
 
 

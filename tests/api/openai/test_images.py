@@ -133,7 +133,7 @@ def test_refusals_name_the_field(fields: dict[str, Any], param: str) -> None:
 
 def test_refusals_tell_what_can_be_drawn() -> None:
     engine = painter()
-    assert "painter draws 4x2" in error_of(ask(engine, size="64x64"))["message"]
+    assert "painter generates 4x2" in error_of(ask(engine, size="64x64"))["message"]
     assert "at most 40" in error_of(ask(engine, prompt="x" * 41))["message"]
     assert "'painter'" in error_of(ask(engine, model="scripted"))["message"]
     unknown = ask(engine, model="dall-e-3")
@@ -141,7 +141,7 @@ def test_refusals_tell_what_can_be_drawn() -> None:
     for model in ({}, {"model": "scripted"}, {"model": "painter"}):
         response = ask(ScriptedEngine(), **model)
         assert response.status_code == 400
-        assert "draws images" in error_of(response)["message"] and "smollm2" in error_of(response)["message"]
+        assert "no image model" in error_of(response)["message"] and "smollm2" in error_of(response)["message"]
 
 
 def test_models_tell_what_they_can_do() -> None:

@@ -186,7 +186,7 @@ def test_what_vllm_does_not_do_is_refused_by_its_name(in_a_house: Any) -> None:
         for work in (engine.submit(embed([5])), engine.submit(generate_image([5], image))):
             with pytest.raises(NotSupported, match="cpu-vllm cannot"):
                 await work
-        with pytest.raises(InvalidRequest, match="no model that draws") as refused:
+        with pytest.raises(InvalidRequest, match="no image model") as refused:
             image_model(engine)
         assert "--engine" in refused.value.hint
 

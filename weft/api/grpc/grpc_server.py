@@ -67,7 +67,7 @@ def _checked_port(host: str, port: int) -> int:
     except PortTaken:
         if port != ANY_IF_TAKEN:
             raise
-        log.warning("Port %d is taken by another program: gRPC answers on another (--grpc-port).", USUAL_PORT)
+        log.warning("Port %d is in use: gRPC answers on another one (--grpc-port).", USUAL_PORT)
         return 0
     return USUAL_PORT if port == ANY_IF_TAKEN else port
 

@@ -53,10 +53,10 @@ NOT_HONOURED = {
     "speculative_model": "Only the native engine drafts tokens.",
     "max_preemptions": "vLLM does not bound preemptions.",
     "force_preempt_every": "It is for tests of the native engine.",
-    "max_num_images": "vLLM draws no images.",
-    "max_mixed_denoise": "vLLM draws no images.",
-    "image_checkpoint_steps": "vLLM draws no images.",
-    "max_embedding_mb": "vLLM draws no images, and takes no prompt embeds here.",
+    "max_num_images": "vLLM generates no images.",
+    "max_mixed_denoise": "vLLM generates no images.",
+    "image_checkpoint_steps": "vLLM generates no images.",
+    "max_embedding_mb": "vLLM generates no images, and takes no prompt embeds here.",
 }
 """Settings that must be left as they are, and what to do instead."""
 
@@ -73,7 +73,7 @@ def refuse(config: Config, files: ModelFiles, kind: VllmKind) -> None:
         if setting.name in NOT_HONOURED and value != setting.default:
             raise ConfigError(f"{kind.name} does not know {setting.flag} ({value}).", hint=NOT_HONOURED[setting.name])
     if config.model.image_model not in ("auto", "none"):
-        raise ConfigError(f"{kind.name} draws no images: --image-model cannot be {config.model.image_model}.")
+        raise ConfigError(f"{kind.name} generates no images: --image-model cannot be {config.model.image_model}.")
     if config.model.device not in ("auto", kind.device):
         raise ConfigError(f"{kind.name} runs on {kind.device}: --device cannot be {config.model.device}.")
     if config.cache.kv_cache_dtype in ("fp16", "int8"):
