@@ -391,6 +391,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     params: SamplingParams
     markers: tuple[str, ...] = ()
     """Texts of special tokens that are shown whatever `skip_special_tokens` says, because a parser needs them."""
+    call_marker: str = ""
+    """The text with which the model begins a tool call; empty: none, or the request has no tools."""
     chunk_size: ChunkSize | None = None
     """The size of the answer's pieces, where the caller has one of its own; None: the engine's."""
 
@@ -469,13 +471,31 @@ class StopProfile(Struct, frozen=True, tag=True):
     """The control message to write what was recorded. It is answered with the file."""
 
 
+class ReadBlocks(Struct, frozen=True, tag=True):
+    """The control message to read the states of some blocks of the KV cache. It is answered with a `BlockCells` in
+    JSON, one cell for every `blocks_per_cell` of the blocks from `first` on, counted from 0."""
+
+    first: int
+    num_cells: int
+    blocks_per_cell: int
+
+
+class BlockCells(Struct, frozen=True):
+    """The states of consecutive cells of blocks. A block is in use, free and cached, or free."""
+
+    used: list[int]
+    """Blocks in use, by cell."""
+    cached: list[int]
+    """Free blocks that the prefix cache can still find, by cell."""
+
+
 class SetChunkSize(Struct, frozen=True, tag=True):
     """The control message to set the tokens in a piece of an answer, of answers that run too; 0: as they are made."""
 
     tokens: int
 
 
-ControlMessage = LoadLora | UnloadLora | ResetPrefixCache | StartProfile | StopProfile | SetChunkSize
+ControlMessage = LoadLora | UnloadLora | ResetPrefixCache | StartProfile | StopProfile | ReadBlocks | SetChunkSize
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True, gc=False):
@@ -597,6 +617,14 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     blocks_used: int = 0
     prompt_tokens: int = 0
     computed_tokens: int = 0
+    decode_tokens: int = 0
+    """Tokens of the steps' budgets that decodes took, those of drafts among them."""
+    prefill_tokens: int = 0
+    """The same of prefills of prompts that are answered."""
+    encode_tokens: int = 0
+    """The same of prompts that become vectors or the prompt embeds of images."""
+    denoise_tokens: int = 0
+    """The same of images: their denoise steps, and the decodings of their latents."""
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -638,6 +666,10 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
 COUNTERS = (
     "prompt_tokens",
     "computed_tokens",
+    "decode_tokens",
+    "prefill_tokens",
+    "encode_tokens",
+    "denoise_tokens",
     "generation_tokens",
     "prefix_queries",
     "prefix_hits",

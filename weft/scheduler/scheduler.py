@@ -55,6 +55,7 @@ class Scheduler:
         self._counts = dict.fromkeys(
             (
                 *("prompt_tokens", "computed_tokens", "generation_tokens", "prefix_queries", "prefix_hits"),
+                *("decode_tokens", "prefill_tokens", "encode_tokens", "denoise_tokens"),
                 *("preemptions", "drafts", "draft_tokens", "accepted_tokens"),
             ),
             0,
@@ -142,11 +143,21 @@ class Scheduler:
             step.denoise,
         )
         self._under_way[plan.step_id] = step.promised
-        self._counts["computed_tokens"] += step.decodes + step.draft_tokens + step.prefill_tokens
+        self._count_budget(step)
         self._next_step_id += 1
         self._released_rows = []
         self.images.memory.released = []
         return plan
+
+    def _count_budget(self, step: Step) -> None:
+        """Count what a step takes of its budget, by kind of work."""
+        counts, decoded = self._counts, step.decodes + step.draft_tokens
+        counts["computed_tokens"] += decoded + step.prefill_tokens
+        counts["decode_tokens"] += decoded
+        counts["prefill_tokens"] += step.prefill_tokens - step.encode_tokens
+        counts["encode_tokens"] += step.encode_tokens
+        for unit in step.denoise:
+            counts["encode_tokens" if unit.stage == "encode" else "denoise_tokens"] += unit.cost
 
     def apply(self, plan: StepPlan, result: StepResult) -> StepEvents:
         """Take in the result of a step, and return what it brings to requests."""
@@ -374,6 +385,8 @@ class Scheduler:
             step.draft_tokens += len(draft.tokens)
         else:
             step.prefill_tokens += count
+            if cursor.encodes:
+                step.encode_tokens += count
         if isinstance(request, PromptLogprobs):
             step.prompt_logprobs_budget -= count
         self.waiting.tenants.charge(cursor.tenant, count)

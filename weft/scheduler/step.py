@@ -36,6 +36,8 @@ class Step:
         self.decodes = 0
         self.draft_tokens = 0
         self.prefill_tokens = 0
+        self.encode_tokens = 0
+        """Those among them of prompts that become vectors or prompt embeds."""
         self.prefill_budget = 0
         """The step may have so many prefill tokens."""
         self.prefill_blocks = 0
