@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 HANGUP = 499
 """In the log: the client hung up before it had an answer."""
 
-_QUIET_PATHS = frozenset({"/health", "/health/live", "/metrics"})
+LIVE_PATH = "/live"
+_QUIET_PATHS = frozenset({"/health", "/health/live", "/metrics", LIVE_PATH})
 _SANE_ID = re.compile(SANE_ID)
 
 CORS_HEADERS = "weft.cors_headers"
