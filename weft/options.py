@@ -347,6 +347,7 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
             "those of this machine; may be repeated; *: those of any. Without keys, pages of others are refused."
         ),
     ] = []
+    page: Annotated[bool, _doc("Serve the playground at / and the API reference at /docs, for browsers.")] = True
     compat_api: Annotated[
         list[str],
         _doc("Answer the interface of another local server as well: ollama or llamacpp; may be repeated, or be a,b."),

@@ -95,6 +95,7 @@ from weft.api.openai.tokenize import (
     tokenize,
     tokenizer_info,
 )
+from weft.api.page import PlaygroundPage
 from weft.backends.contract import Engine
 from weft.errors import ConfigError, ModelNotFound, Unavailable, WeftError, public_reason
 from weft.observe.metrics import CONTENT_TYPE, Residence, exposition
@@ -219,6 +220,8 @@ def admission_app(admission: Admission, background: BackgroundWork | None = None
         app.add_middleware(RateLimitHeaders, admission=admission)
     app.add_middleware(HeadRequests)
     app.add_middleware(ApiKeyAuth, admission=admission)
+    if admission.config.server.page:
+        app.add_middleware(PlaygroundPage)
     app.add_middleware(HeaderLimits, admission=admission)
     # Around all that refuses: without its headers a page cannot read why.
     app.add_middleware(CrossOrigin, admission=admission)

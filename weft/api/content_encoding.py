@@ -140,15 +140,25 @@ class Compressor(Protocol):
 @lru_cache(64)
 def answer_encoding(accept: bytes) -> str:
     """Return how an answer is compressed for a client that accepts these; empty: not at all."""
-    weights: dict[str, float] = {}
-    for item in accept[:_ACCEPT_CHARS].decode("latin-1").lower().split(","):
-        if found := _ACCEPTED.fullmatch(item.strip()):
-            weights[found[1]] = float(found[2] or 1)
+    weights = _weights(accept)
     gzip = weights.get(GZIP, weights.get("*", 0.0))
     zstd = weights.get(ZSTD, 0.0) if HAS_ZSTD else 0.0
     if not gzip and not zstd:
         return ""
     return ZSTD if zstd >= gzip else GZIP
+
+
+def accepts_gzip(accept: bytes) -> bool:
+    weights = _weights(accept)
+    return weights.get(GZIP, weights.get("*", 0.0)) > 0
+
+
+def _weights(accept: bytes) -> dict[str, float]:
+    weights: dict[str, float] = {}
+    for item in accept[:_ACCEPT_CHARS].decode("latin-1").lower().split(","):
+        if found := _ACCEPTED.fullmatch(item.strip()):
+            weights[found[1]] = float(found[2] or 1)
+    return weights
 
 
 def open_compressor(encoding: str) -> Compressor:
