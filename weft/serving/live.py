@@ -57,6 +57,7 @@ class Throughput(Struct, frozen=True, kw_only=True):
     """What was done in one tick, by the second."""
 
     prompt_tokens_per_s: float
+    """Tokens of prompts that were computed; of an engine that tells no steps, tokens of prompts that were taken."""
     output_tokens_per_s: float
     images_per_s: float
     denoise_steps_per_s: float
@@ -286,8 +287,9 @@ def _throughput(now: EngineStats, before: EngineStats, seconds: float) -> Throug
     def rate(count: int) -> float:
         return round(count / seconds, 2)
 
+    computed = now.prefill_tokens + now.encode_tokens - before.prefill_tokens - before.encode_tokens
     return Throughput(
-        prompt_tokens_per_s=rate(now.prompt_tokens - before.prompt_tokens),
+        prompt_tokens_per_s=rate(computed if now.steps else now.prompt_tokens - before.prompt_tokens),
         output_tokens_per_s=rate(now.generation_tokens - before.generation_tokens),
         images_per_s=rate(now.images - before.images),
         denoise_steps_per_s=rate(now.denoise_steps - before.denoise_steps),

@@ -23,7 +23,7 @@ const figure = (value: number) => (value >= 100 ? whole : fine).format(value);
 
 function seconds(value: number): string {
   if (value < 0.001) return `${Math.round(value * 1e6)} µs`;
-  if (value < 1) return `${(value * 1000).toPrecision(2).replace(/\.0$/, "")} ms`;
+  if (value < 0.9995) return `${value < 0.01 ? fine.format(value * 1000) : Math.round(value * 1000)} ms`;
   return `${value < 100 ? value.toFixed(1) : Math.round(value)} s`;
 }
 
@@ -153,9 +153,9 @@ function Plots({ model, tick }: { model: LiveModel; tick: number }) {
       <figure class="card">
         <figcaption>
           <h2>Latency</h2>
-          <span class="muted small">median of the last ten seconds</span>
+          <span class="muted small">median of the last ten seconds, on a logarithmic scale</span>
         </figcaption>
-        <Canvas draw={lines(late, LENGTH, tick, seconds)} label={`Median latencies in the last minute; now ${said(latencies)}.`} height={130} moves />
+        <Canvas draw={lines(late, LENGTH, tick, seconds, true)} label={`Median latencies in the last minute; now ${said(latencies)}.`} height={130} moves />
         <Legend items={latencies} />
       </figure>
     </>

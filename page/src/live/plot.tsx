@@ -79,10 +79,16 @@ function axis(context: CanvasRenderingContext2D, width: number, height: number, 
   context.fillText(top, 4, 4);
 }
 
-export function lines(series: Series[], length: number, tick: number, shown: (value: number) => string): Draw {
+/** With `isLog`, a third of the height is a power of ten at least. */
+export function lines(series: Series[], length: number, tick: number, shown: (value: number) => string, isLog = false): Draw {
   return (context, width, height, colour) => {
-    const most = ceiling(Math.max(...series.flatMap((one) => one.values.map((value) => value ?? 0)), 0));
+    const all = series.flatMap((one) => one.values.filter((value) => value !== null && value > 0)) as number[];
+    const most = isLog && all.length ? 10 ** Math.ceil(Math.log10(Math.max(...all))) : ceiling(Math.max(...all, 0));
+    const least = isLog && all.length ? Math.min(10 ** Math.floor(Math.log10(Math.min(...all))), most / 1000) : 0;
+    const share = (value: number) =>
+      least ? Math.log10(Math.max(value, least) / least) / Math.log10(most / least) : value / most;
     axis(context, width, height, shown(most), colour);
+    if (least) context.fillText(shown(least), 4, height - 15);
     const step = width / (length - 1);
     const shift = (1 - moved(tick)) * step;
     for (const one of series) {
@@ -95,7 +101,7 @@ export function lines(series: Series[], length: number, tick: number, shown: (va
       one.values.forEach((value, at) => {
         if (value === null) return void (isOn = false);
         const x = (first + at) * step + shift;
-        const y = height - 1 - (value / most) * (height - 4);
+        const y = height - 1 - share(value) * (height - 4);
         if (isOn) context.lineTo(x, y);
         else context.moveTo(x, y);
         // A value alone is a dot.
