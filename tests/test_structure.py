@@ -30,6 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": set(),
     "models_file": {"hub", "checkpoint"},
     "terminal": {"backends", "serving"},
+    "live_text": {"serving"},
+    "live_commands": {"serving", "live_text"},
     "model": {"kernels", "checkpoint"},
     "worker": {"model", "kernels", "checkpoint", "machine"},
     "engine": {"scheduler", "worker", "checkpoint", "machine"},
@@ -52,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "llm",
         "terminal",
         "models_file",
+        "live_commands",
     },
     "__main__": {"cli"},
 }

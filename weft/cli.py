@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from weft import __version__
 from weft.config import FORMATS, differences, load, shown_value, template
 from weft.errors import ConfigError, Unavailable, WeftError
+from weft.live_commands import add_live_commands
 from weft.options import Config, Setting, settings
 
 if TYPE_CHECKING:
@@ -475,6 +476,9 @@ def check_config(path: Annotated[Path, typer.Argument(help="What --config would 
         )
     console = _console()
     console.print(table if table.row_count else "Every setting is at its default.", markup=False, soft_wrap=True)
+
+
+add_live_commands(app)
 
 
 @app.command()

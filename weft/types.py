@@ -472,21 +472,12 @@ class StopProfile(Struct, frozen=True, tag=True):
 
 
 class ReadBlocks(Struct, frozen=True, tag=True):
-    """The control message to read the states of some blocks of the KV cache. It is answered with a `BlockCells` in
-    JSON, one cell for every `blocks_per_cell` of the blocks from `first` on, counted from 0."""
+    """The control message to count the blocks of the KV cache that are in use, and the free ones that are cached, in
+    cells of neighbouring blocks from the block `first` on. It is answered with both lists of counts, in JSON."""
 
     first: int
     num_cells: int
     blocks_per_cell: int
-
-
-class BlockCells(Struct, frozen=True):
-    """The states of consecutive cells of blocks. A block is in use, free and cached, or free."""
-
-    used: list[int]
-    """Blocks in use, by cell."""
-    cached: list[int]
-    """Free blocks that the prefix cache can still find, by cell."""
 
 
 class SetChunkSize(Struct, frozen=True, tag=True):
@@ -618,13 +609,11 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     prompt_tokens: int = 0
     computed_tokens: int = 0
     decode_tokens: int = 0
-    """Tokens of the steps' budgets that decodes took, those of drafts among them."""
     prefill_tokens: int = 0
-    """The same of prefills of prompts that are answered."""
     encode_tokens: int = 0
-    """The same of prompts that become vectors or the prompt embeds of images."""
     denoise_tokens: int = 0
-    """The same of images: their denoise steps, and the decodings of their latents."""
+    """Tokens that the kinds of work took of the steps' budgets. Drafts are decoded, prompts that become vectors or
+    prompt embeds are encoded, and latents that are decoded count as denoised."""
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0

@@ -428,8 +428,37 @@ def plan_table(plan: Plan) -> RenderableType:
     return Group(table, *(Text(line) for line in _verdict(plan)))
 
 
+def plan_fields(plan: Plan) -> dict[str, object]:
+    """Return the same as named values for a log."""
+    ledger, libraries = plan.ledger, plan.memory.libraries
+    sizes = {
+        "weights": ledger.weights,
+        "kv_cache": ledger.kv,
+        "activations": ledger.activations,
+        "graphs": ledger.graphs,
+        "libraries": libraries,
+        "others": ledger.others - libraries,
+        "spare": ledger.spare,
+        "total": ledger.total,
+    }
+    return {
+        "model": plan.model,
+        "engine": plan.engine,
+        "device": plan.device,
+        "dtype": plan.dtype,
+        **{f"{name}_gib": round(size / GIB, 3) for name, size in sizes.items()},
+        "num_blocks": plan.num_blocks,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": plan.max_num_seqs,
+        "max_num_batched_tokens": plan.max_num_batched_tokens,
+        "largest_context": plan.largest_context,
+        "largest_batch": plan.largest_batch,
+        "problem": None if plan.problem is None else str(plan.problem),
+    }
+
+
 def plan_lines(plan: Plan) -> list[str]:
-    """Show the same as lines of a log."""
+    """Show the table as lines of a log."""
     console = Console(file=io.StringIO(), width=LOG_WIDTH, color_system=None)
     with console.capture() as captured:
         console.print(plan_table(plan))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from weft.types import BlockCells
-
 
 class Block:
     """One block of the KV cache."""
@@ -118,7 +116,7 @@ class BlockPool:
             block.key = key
             self.by_key[key] = block
 
-    def cells(self, first: int, num_cells: int, blocks_per_cell: int) -> BlockCells:
+    def cells(self, first: int, num_cells: int, blocks_per_cell: int) -> tuple[list[int], list[int]]:
         """Count the blocks in use, and the free ones that are cached, in each of these cells of neighbouring blocks."""
         used, cached = [0] * num_cells, [0] * num_cells
         blocks = self.blocks[1 + first : 1 + first + num_cells * blocks_per_cell]
@@ -127,7 +125,7 @@ class BlockPool:
                 used[number // blocks_per_cell] += 1
             elif block.key is not None:
                 cached[number // blocks_per_cell] += 1
-        return BlockCells(used, cached)
+        return used, cached
 
     def forget_all(self) -> None:
         for block in list(self.by_key.values()):

@@ -143,21 +143,11 @@ class Scheduler:
             step.denoise,
         )
         self._under_way[plan.step_id] = step.promised
-        self._count_budget(step)
+        step.count(self._counts)
         self._next_step_id += 1
         self._released_rows = []
         self.images.memory.released = []
         return plan
-
-    def _count_budget(self, step: Step) -> None:
-        """Count what a step takes of its budget, by kind of work."""
-        counts, decoded = self._counts, step.decodes + step.draft_tokens
-        counts["computed_tokens"] += decoded + step.prefill_tokens
-        counts["decode_tokens"] += decoded
-        counts["prefill_tokens"] += step.prefill_tokens - step.encode_tokens
-        counts["encode_tokens"] += step.encode_tokens
-        for unit in step.denoise:
-            counts["encode_tokens" if unit.stage == "encode" else "denoise_tokens"] += unit.cost
 
     def apply(self, plan: StepPlan, result: StepResult) -> StepEvents:
         """Take in the result of a step, and return what it brings to requests."""

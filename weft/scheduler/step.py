@@ -45,6 +45,16 @@ class Step:
         self.prompt_logprobs_budget = MAX_PROMPT_LOGPROBS
         self.preempted = False
 
+    def count(self, counts: dict[str, int]) -> None:
+        """Count what the step takes of its budget, by kind of work."""
+        decoded = self.decodes + self.draft_tokens
+        counts["computed_tokens"] += decoded + self.prefill_tokens
+        counts["decode_tokens"] += decoded
+        counts["prefill_tokens"] += self.prefill_tokens - self.encode_tokens
+        counts["encode_tokens"] += self.encode_tokens
+        for unit in self.denoise:
+            counts["encode_tokens" if unit.stage == "encode" else "denoise_tokens"] += unit.cost
+
     @property
     def is_empty(self) -> bool:
         return not self.rows and not self.denoise

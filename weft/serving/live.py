@@ -23,7 +23,7 @@ from weft.serving.model_pool import ModelPool
 from weft.serving.model_slot import ModelSlot
 from weft.serving.served_model import ServedModel
 from weft.serving.timing import Timeline
-from weft.types import BlockCells, EngineStats, ReadBlocks
+from weft.types import EngineStats, ReadBlocks
 
 log = logging.getLogger(__name__)
 
@@ -192,9 +192,9 @@ class BlockMap:
             if error.status < 500 or error.status == 501:
                 self.refusal = error.message
             return
-        cells = msgspec.json.decode(text, type=BlockCells)
-        self._used[first : first + count] = cells.used
-        self._cached[first : first + count] = cells.cached
+        used, cached = msgspec.json.decode(text, type=tuple[list[int], list[int]])
+        self._used[first : first + count] = used
+        self._cached[first : first + count] = cached
         self._next = (first + count) % num_cells
         self._is_read = self._is_read or self._next == 0
 

@@ -231,7 +231,7 @@ class RequestTimer:
             if not self._is_sampled:
                 self._saw_result(output)
             self.end(output.finish)
-            return replace(output, timings=self._timings())
+            return replace(output, timings=self.timings)
         return output
 
     def _begins_call(self, output: Output) -> bool:
@@ -298,13 +298,15 @@ class RequestTimer:
         metrics.finished(self._model_name, reason, time.perf_counter() - self._arrived)
         metrics.request_prompt_tokens.observe(self.num_prompt_tokens)
         metrics.request_generation_tokens.observe(self.num_tokens)
-        if (timings := self._timings()) is not None:
+        if (timings := self.timings) is not None:
             if timings.queue_seconds is not None:
                 metrics.request_queue_time.observe(timings.queue_seconds)
                 metrics.request_prefill_time.observe(timings.first_token_seconds - timings.queue_seconds)
             metrics.request_decode_time.observe(timings.total_seconds - timings.first_token_seconds)
 
-    def _timings(self) -> Timings | None:
+    @property
+    def timings(self) -> Timings | None:
+        """The times of an answer that has a token."""
         if self._first_token is None or not self._is_sampled:
             return None
         return Timings(

@@ -61,17 +61,26 @@ function latency(name: string, figures: Latency | null) {
   return <Tile name={name} value={figures ? seconds(figures.p50_s) : "–"} note={figures ? `p95 ${seconds(figures.p95_s)}` : "p50"} />;
 }
 
+type Rate = keyof NonNullable<LiveModel["throughput"]>;
+
+function speeds(model: LiveModel, rate: Rate): (number | null)[] {
+  return smooth(past(model.name, (one) => one.throughput?.[rate] ?? null));
+}
+
 function Tiles({ model }: { model: LiveModel }) {
   const { throughput, blocks } = model;
+  const mean = (rate: Rate) => lastOf(speeds(model, rate));
+  const output = mean("output_tokens_per_s");
+  const prompts = mean("prompt_tokens_per_s");
   return (
     <dl class="tiles">
       <Tile name="Running" value={whole.format(model.running)} note={`${whole.format(model.waiting)} waiting`} />
       <Tile
         name="Output"
-        value={throughput ? figure(throughput.output_tokens_per_s) : "–"}
+        value={output === null ? "–" : figure(output)}
         note="tok/s"
       />
-      <Tile name="Prompts" value={throughput ? figure(throughput.prompt_tokens_per_s) : "–"} note="tok/s" />
+      <Tile name="Prompts" value={prompts === null ? "–" : figure(prompts)} note="tok/s" />
       {throughput && (throughput.denoise_steps_per_s > 0 || throughput.images_per_s > 0) && (
         <Tile name="Images" value={fine.format(throughput.images_per_s)} note={`a second, ${figure(throughput.denoise_steps_per_s)} steps/s`} />
       )}
@@ -95,14 +104,28 @@ function past<T>(name: string, read: (model: LiveModel, tick: number) => T | nul
   });
 }
 
+/** The means of five values each, two seconds: a slow engine makes fewer steps than there are snapshots. */
+function smooth(values: (number | null)[]): (number | null)[] {
+  return values.map((value, at) => {
+    if (value === null) return null;
+    const near = values.slice(Math.max(0, at - 4), at + 1).filter((one) => one !== null);
+    return near.reduce((sum, one) => sum + one, 0) / near.length;
+  });
+}
+
+function lastOf(values: (number | null)[]): number | null {
+  return values[values.length - 1] ?? null;
+}
+
 function StepBudget({ model, tick }: { model: LiveModel; tick: number }) {
   const series: Series[] = KINDS.map((kind) => ({
     name: KIND_NAMES[kind],
     colour: `--${kind}`,
     values: past(model.name, (one, seconds) => (one.spent && seconds ? one.spent[kind] / seconds : null)),
   }));
-  const now = (kind: Kind) => (model.spent && tick ? model.spent[kind] / tick : 0);
-  const steps = model.spent && tick ? model.spent.steps / tick : 0;
+  const means = Object.fromEntries(series.map((one) => [one.colour, lastOf(smooth(one.values)) ?? 0]));
+  const now = (kind: Kind) => means[`--${kind}`] ?? 0;
+  const steps = lastOf(smooth(past(model.name, (one, seconds) => (one.spent && seconds ? one.spent.steps / seconds : null)))) ?? 0;
   const said = KINDS.map((kind) => `${KIND_NAMES[kind].toLowerCase()} ${figure(now(kind))}`).join(", ");
   return (
     <figure class="card live-wide" data-testid="step-budget">
@@ -123,21 +146,20 @@ function StepBudget({ model, tick }: { model: LiveModel; tick: number }) {
 
 function Plots({ model, tick }: { model: LiveModel; tick: number }) {
   const speed: Series[] = [
-    { name: "Output", colour: "--decode", values: past(model.name, (one) => one.throughput?.output_tokens_per_s ?? null) },
-    { name: "Prompts", colour: "--prefill", values: past(model.name, (one) => one.throughput?.prompt_tokens_per_s ?? null) },
-    { name: "Denoise steps", colour: "--denoise", values: past(model.name, (one) => one.throughput?.denoise_steps_per_s || null) },
+    { name: "Output tokens", colour: "--decode", values: speeds(model, "output_tokens_per_s") },
+    { name: "Prompt tokens", colour: "--prefill", values: speeds(model, "prompt_tokens_per_s") },
+    { name: "Denoise steps", colour: "--denoise", values: speeds(model, "denoise_steps_per_s") },
   ];
   const late: Series[] = [
     { name: "Time to first token", colour: "--prefill", values: past(model.name, (one) => one.ttft?.p50_s ?? null) },
     { name: "Between tokens", colour: "--decode", values: past(model.name, (one) => one.inter_token?.p50_s ?? null) },
   ];
-  const last = (one: Series) => one.values[one.values.length - 1] ?? null;
   const items = (all: Series[], shown: (value: number) => string) =>
     all.map((one) => {
-      const value = last(one);
+      const value = lastOf(one.values);
       return { name: one.name, colour: one.colour.slice(2), value: value === null ? "–" : shown(value) };
     });
-  const speeds = items(speed, (value) => `${figure(value)}/s`);
+  const rates = items(speed, (value) => `${figure(value)}/s`);
   const latencies = items(late, seconds);
   const said = (all: { name: string; value: string }[]) => all.map(({ name, value }) => `${name.toLowerCase()} ${value}`).join(", ");
   return (
@@ -147,8 +169,8 @@ function Plots({ model, tick }: { model: LiveModel; tick: number }) {
           <h2>Throughput</h2>
           <span class="muted small">a second</span>
         </figcaption>
-        <Canvas draw={lines(speed, LENGTH, tick, (most) => `${figure(most)}/s`)} label={`Throughput in the last minute; now ${said(speeds)}.`} height={130} moves />
-        <Legend items={speeds} />
+        <Canvas draw={lines(speed, LENGTH, tick, (most) => `${figure(most)}/s`)} label={`Throughput in the last minute; now ${said(rates)}.`} height={130} moves />
+        <Legend items={rates} />
       </figure>
       <figure class="card">
         <figcaption>
