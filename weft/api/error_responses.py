@@ -142,7 +142,7 @@ _FIELD = re.compile(r"[\w.\[\]-]{1,100}")
 def reason_of(error: WeftError) -> str:
     """Return why a request was refused, for the log: what the message quotes may be of a prompt and is left out, but
     for the name of a model; so is a field whose name is a text."""
-    text = str(error)
+    text = error.message
     if error.param is not None and not _FIELD.fullmatch(error.param):
         text = text.replace(error.param, "…")
     return shortened(text if error.param == "model" else _QUOTED.sub("'…'", text), MAX_REASON_CHARS)
