@@ -1,13 +1,20 @@
 import { render } from "preact";
 import { useEffect } from "preact/hooks";
-import { loadModels } from "./api";
+import { apiKey, loadModels } from "./api";
+import { ChatView } from "./chat";
+import { ImagesView } from "./images";
 import { LivePanel } from "./live/live";
+import { ReferenceView } from "./reference";
 import { route, Shell } from "./shell";
+import { RequestDialog } from "./snippets";
 import "./style.css";
+import "./views.css";
 
 function View() {
+  if (location.pathname.endsWith("/docs")) return <ReferenceView key={apiKey.value} />;
   if (route.value.startsWith("/live")) return <LivePanel />;
-  return <section class="panel">…</section>;
+  if (route.value.startsWith("/images")) return <ImagesView />;
+  return <ChatView />;
 }
 
 function Page() {
@@ -15,6 +22,7 @@ function Page() {
   return (
     <Shell>
       <View />
+      <RequestDialog />
     </Shell>
   );
 }

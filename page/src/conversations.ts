@@ -1,0 +1,378 @@
+/** Conversations: trees of messages, kept in the browser. A lane is one path through the tree with settings of its own;
+ * there are two of them side by side. */
+import { signal, type Signal } from "@preact/signals";
+import * as db from "./db";
+import type { Json } from "./json";
+
+export interface ToolCall {
+  id: string;
+  name: string;
+  arguments: string;
+}
+
+/** A token of an answer: its text, its log probability, and the likeliest tokens in its place. */
+export interface Token {
+  text: string;
+  logprob: number;
+  top: { text: string; logprob: number }[];
+}
+
+export interface Stats {
+  ttftMs?: number;
+  interTokenMs?: number;
+  totalMs?: number;
+  queueMs?: number;
+  promptTokens?: number;
+  completionTokens?: number;
+  cachedTokens?: number;
+}
+
+export type Role = "user" | "assistant" | "tool";
+
+export interface Message {
+  id: string;
+  parent: string | null;
+  role: Role;
+  content: string;
+  created: number;
+  reasoning?: string;
+  calls?: ToolCall[];
+  /** Of a tool's result: the call that it answers. */
+  callId?: string;
+  tokens?: Token[];
+  stats?: Stats;
+  finish?: string;
+  error?: string;
+  model?: string;
+  /** What was asked for besides the messages. */
+  request?: { [field: string]: Json };
+  isPending?: boolean;
+}
+
+export type FormatKind = "text" | "json_object" | "json_schema" | "regex" | "choice" | "grammar";
+
+export interface Settings {
+  model: string;
+  system: string;
+  params: { [name: string]: Json };
+  format: FormatKind;
+  /** What the format must be: a schema, an expression, the choices by line, a grammar; by its kind. */
+  formats: { [kind: string]: string };
+  tools: string;
+  toolChoice: string;
+  hasTokens: boolean;
+  extra: string;
+}
+
+export interface Lane {
+  head: string | null;
+  settings: Settings;
+}
+
+export interface Conversation {
+  id: string;
+  title: string;
+  created: number;
+  updated: number;
+  messages: { [id: string]: Message };
+  lanes: Lane[];
+}
+
+const DEFAULTS = "weft.settings";
+
+export const EMPTY_SETTINGS: Settings = {
+  model: "",
+  system: "",
+  params: {},
+  format: "text",
+  formats: {},
+  tools: "",
+  toolChoice: "auto",
+  hasTokens: false,
+  extra: "",
+};
+
+export function newId(): string {
+  return Array.from(crypto.getRandomValues(new Uint8Array(10)), (byte) => byte.toString(36).padStart(2, "0")).join("");
+}
+
+function defaultSettings(): Settings {
+  try {
+    return readSettings(JSON.parse(localStorage.getItem(DEFAULTS) ?? "{}"));
+  } catch {
+    return EMPTY_SETTINGS;
+  }
+}
+
+const known = new Map<string, Signal<Conversation>>();
+/** The conversations' ids, the newest first. */
+export const order = signal<string[]>([]);
+export const currentId = signal("");
+export const isLoaded = signal(false);
+
+export function conversation(id: string): Signal<Conversation> | undefined {
+  return known.get(id);
+}
+
+export function current(): Signal<Conversation> {
+  const found = known.get(currentId.value);
+  if (found) return found;
+  return begin();
+}
+
+/** Begins a conversation; it is kept from its first message on. */
+export function begin(): Signal<Conversation> {
+  const empty = [...known.values()].find((item) => isEmpty(item.peek()));
+  const now = Date.now();
+  const made =
+    empty ??
+    signal<Conversation>({
+      id: newId(),
+      title: "",
+      created: now,
+      updated: now,
+      messages: {},
+      lanes: [{ head: null, settings: defaultSettings() }],
+    });
+  known.set(made.peek().id, made);
+  currentId.value = made.peek().id;
+  return made;
+}
+
+export const isEmpty = (item: Conversation) => Object.keys(item.messages).length === 0;
+
+const saving = new Map<string, number>();
+
+function save(id: string): void {
+  if (saving.has(id)) return;
+  saving.set(
+    id,
+    setTimeout(() => {
+      saving.delete(id);
+      const item = known.get(id)?.peek();
+      if (item && !isEmpty(item)) void db.put("conversations", item);
+    }, 300),
+  );
+}
+
+export function update(id: string, change: (item: Conversation) => Conversation): void {
+  const held = known.get(id);
+  if (!held) return;
+  held.value = { ...change(held.peek()), updated: Date.now() };
+  if (!isEmpty(held.peek()) && order.peek()[0] !== id) {
+    order.value = [id, ...order.peek().filter((other) => other !== id)];
+  }
+  save(id);
+}
+
+export function updateMessage(id: string, messageId: string, change: Partial<Message>): void {
+  update(id, (item) => {
+    const message = item.messages[messageId];
+    return message ? { ...item, messages: { ...item.messages, [messageId]: { ...message, ...change } } } : item;
+  });
+}
+
+export function updateSettings(lane: number, change: Partial<Settings>): void {
+  const { id } = current().peek();
+  update(id, (item) => ({
+    ...item,
+    lanes: item.lanes.map((old, at) => (at === lane ? { ...old, settings: { ...old.settings, ...change } } : old)),
+  }));
+  const settings = known.get(id)?.peek().lanes[0]?.settings;
+  if (lane === 0 && settings) localStorage.setItem(DEFAULTS, JSON.stringify(settings));
+}
+
+/** Adds a message behind another, and lets a lane end with it. */
+export function add(id: string, lane: number, message: Omit<Message, "id" | "created">): Message {
+  const made: Message = { ...message, id: newId(), created: Date.now() };
+  update(id, (item) => ({
+    ...item,
+    title: item.title || (made.role === "user" ? titleOf(made.content) : ""),
+    messages: { ...item.messages, [made.id]: made },
+    lanes: item.lanes.map((old, at) => (at === lane ? { ...old, head: made.id } : old)),
+  }));
+  return made;
+}
+
+function titleOf(text: string): string {
+  const line = text.trim().split("\n")[0] ?? "";
+  return line.length > 60 ? `${line.slice(0, 58).trimEnd()}…` : line;
+}
+
+/** The messages from the first to this one. */
+export function pathTo(item: Conversation, head: string | null): Message[] {
+  const path: Message[] = [];
+  const seen = new Set<string>();
+  for (let id = head; id !== null && !seen.has(id); ) {
+    seen.add(id);
+    const message: Message | undefined = item.messages[id];
+    if (!message) break;
+    path.push(message);
+    id = message.parent;
+  }
+  return path.reverse();
+}
+
+/** The messages that stand in the same place: other answers, or other wordings. */
+export function siblings(item: Conversation, message: Message): Message[] {
+  return Object.values(item.messages)
+    .filter((other) => other.parent === message.parent && other.role === message.role && other.callId === message.callId)
+    .sort((one, other) => one.created - other.created);
+}
+
+/** Lets a lane go on through this message, to the newest end behind it. */
+export function show(id: string, lane: number, messageId: string): void {
+  update(id, (item) => {
+    let head = messageId;
+    for (;;) {
+      const next = Object.values(item.messages)
+        .filter((other) => other.parent === head)
+        .sort((one, other) => other.created - one.created)[0];
+      if (!next) break;
+      head = next.id;
+    }
+    return { ...item, lanes: item.lanes.map((old, at) => (at === lane ? { ...old, head } : old)) };
+  });
+}
+
+export function setCompared(id: string, isCompared: boolean): void {
+  update(id, (item) => {
+    const [first] = item.lanes;
+    return first ? { ...item, lanes: isCompared ? [first, structuredClone(first)] : [first] } : item;
+  });
+}
+
+export function rename(id: string, title: string): void {
+  update(id, (item) => ({ ...item, title }));
+}
+
+export async function forget(id: string): Promise<void> {
+  known.delete(id);
+  order.value = order.value.filter((other) => other !== id);
+  if (currentId.value === id) {
+    if (order.value[0]) currentId.value = order.value[0];
+    else begin();
+  }
+  await db.remove("conversations", id);
+}
+
+export async function loadConversations(): Promise<void> {
+  try {
+    const kept = (await db.all<unknown>("conversations")).map(readConversation).filter((item) => item !== null);
+    kept.sort((one, other) => other.updated - one.updated);
+    for (const item of kept) if (!known.has(item.id)) known.set(item.id, signal(item));
+    order.value = [...new Set([...order.value, ...kept.map((item) => item.id)])];
+  } finally {
+    isLoaded.value = true;
+  }
+}
+
+const isRecord = (value: unknown): value is Record<string, unknown> =>
+  typeof value === "object" && value !== null && !Array.isArray(value);
+const text = (value: unknown, otherwise = "") => (typeof value === "string" ? value : otherwise);
+const number = (value: unknown) => (typeof value === "number" && Number.isFinite(value) ? value : undefined);
+const ID = /^[a-zA-Z0-9-]{1,64}$/;
+const FORMATS = ["text", "json_object", "json_schema", "regex", "choice", "grammar"];
+
+function readSettings(value: unknown): Settings {
+  const given = isRecord(value) ? value : {};
+  return {
+    model: text(given.model),
+    system: text(given.system),
+    params: (isRecord(given.params) ? given.params : {}) as Settings["params"],
+    format: (FORMATS.includes(text(given.format)) ? given.format : "text") as FormatKind,
+    formats: Object.fromEntries(
+      Object.entries(isRecord(given.formats) ? given.formats : {}).map(([kind, held]) => [kind, text(held)]),
+    ),
+    tools: text(given.tools),
+    toolChoice: text(given.toolChoice, "auto"),
+    hasTokens: given.hasTokens === true,
+    extra: text(given.extra),
+  };
+}
+
+function readMessage(id: string, value: unknown): Message | null {
+  if (!isRecord(value) || !["user", "assistant", "tool"].includes(text(value.role))) return null;
+  const calls = Array.isArray(value.calls) ? value.calls.filter(isRecord) : [];
+  const tokens = Array.isArray(value.tokens) ? value.tokens.filter(isRecord) : [];
+  const stats = isRecord(value.stats) ? value.stats : {};
+  const read: Message = {
+    id,
+    parent: typeof value.parent === "string" ? value.parent : null,
+    role: value.role as Role,
+    content: text(value.content),
+    created: number(value.created) ?? Date.now(),
+  };
+  if (value.reasoning) read.reasoning = text(value.reasoning);
+  if (calls.length)
+    read.calls = calls.map((call) => ({ id: text(call.id), name: text(call.name), arguments: text(call.arguments) }));
+  if (value.callId) read.callId = text(value.callId);
+  if (tokens.length) read.tokens = tokens.map(readToken);
+  if (value.stats)
+    read.stats = Object.fromEntries(Object.entries(stats).map(([name, held]) => [name, number(held)])) as Stats;
+  if (value.finish) read.finish = text(value.finish);
+  if (value.error) read.error = text(value.error);
+  if (value.model) read.model = text(value.model);
+  if (isRecord(value.request)) read.request = value.request as Message["request"];
+  if (value.isPending) read.error = "This page was closed before the answer had ended.";
+  return read;
+}
+
+function readToken(value: Record<string, unknown>): Token {
+  const top = Array.isArray(value.top) ? value.top.filter(isRecord) : [];
+  return {
+    text: text(value.text),
+    logprob: number(value.logprob) ?? 0,
+    top: top.map((other) => ({ text: text(other.text), logprob: number(other.logprob) ?? 0 })),
+  };
+}
+
+/** Reads a conversation that was kept or exported; null: it is none. Every field is checked: files come from anywhere. */
+export function readConversation(value: unknown): Conversation | null {
+  if (!isRecord(value) || !isRecord(value.messages) || !Array.isArray(value.lanes) || !ID.test(text(value.id))) return null;
+  const messages: Conversation["messages"] = {};
+  for (const [id, given] of Object.entries(value.messages)) {
+    const message = ID.test(id) ? readMessage(id, given) : null;
+    if (message) messages[id] = message;
+  }
+  const lanes = value.lanes.filter(isRecord).slice(0, 2);
+  if (!lanes.length) return null;
+  return {
+    id: text(value.id),
+    title: text(value.title).slice(0, 200),
+    created: number(value.created) ?? Date.now(),
+    updated: number(value.updated) ?? Date.now(),
+    messages,
+    lanes: lanes.map((lane) => ({
+      head: typeof lane.head === "string" && messages[lane.head] ? lane.head : null,
+      settings: readSettings(lane.settings),
+    })),
+  };
+}
+
+export function exported(ids: string[]): string {
+  const conversations = ids.map((id) => known.get(id)?.peek()).filter((item) => item !== undefined);
+  return JSON.stringify({ weft: 1, conversations }, null, 1);
+}
+
+export const MAX_IMPORT_BYTES = 64 << 20;
+
+/** Adds the conversations of an exported file; returns how many. What is here already is replaced by a newer one alone. */
+export async function importFrom(contents: string): Promise<number> {
+  const given: unknown = JSON.parse(contents);
+  if (!isRecord(given) || given.weft !== 1 || !Array.isArray(given.conversations))
+    throw new Error("The file has no conversations of Weft.");
+  let added = 0;
+  for (const item of given.conversations.map(readConversation)) {
+    if (!item || isEmpty(item)) continue;
+    const held = known.get(item.id);
+    if (held && held.peek().updated >= item.updated) continue;
+    if (held) held.value = item;
+    else known.set(item.id, signal(item));
+    await db.put("conversations", item);
+    added += 1;
+  }
+  const all = [...known.values()].map((item) => item.peek()).filter((item) => !isEmpty(item));
+  order.value = all.sort((one, other) => other.updated - one.updated).map((item) => item.id);
+  return added;
+}

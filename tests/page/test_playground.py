@@ -1,0 +1,422 @@
+"""The playground in a real browser, with the default model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.e2e.server import Server
+from tests.page.conftest import KEY, PATIENCE_MS, PHONE
+from tests.waiting import wait_until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator, Page
+
+OpenPage = Callable[..., "Page"]
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def set_up(page: Page, **settings: Any) -> None:
+    """Give the chat these settings, as if the user had chosen them, and load it again."""
+    page.evaluate("settings => localStorage.setItem('weft.settings', JSON.stringify(settings))", settings)
+    page.reload()
+    page.get_by_label("Message", exact=True).wait_for()
+
+
+def say(page: Page, text: str) -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def answers(page: Page) -> Locator:
+    return page.get_by_role("article", name="Answer")
+
+
+def wait_for_answer(page: Page, count: int = 1) -> Locator:
+    """Return the last answer, when so many have ended."""
+    answers(page).nth(count - 1).wait_for()
+    expect_count(page.locator("article[aria-busy=true]"), 0)
+    assert answers(page).count() == count
+    return answers(page).nth(count - 1)
+
+
+def expect_count(found: Locator, count: int) -> None:
+    wait_until(lambda: found.count() == count, f"{count} of {found}")
+
+
+def wait_for_letters(page: Page, count: int) -> None:
+    """Wait until the first answer has so many. The page's policy lets no test's string run in it, so this asks."""
+    shown = page.locator("article.assistant .markdown").first
+    shown.wait_for()
+    wait_until(lambda: len(shown.inner_text()) > count, f"{count} letters of the answer")
+
+
+def kept_messages(page: Page) -> list[dict[str, Any]]:
+    """Return the messages of all chats that the browser has kept."""
+    chats: list[dict[str, Any]] = page.evaluate(
+        """() => new Promise((resolve) => {
+            const opened = indexedDB.open('weft', 1);
+            opened.onsuccess = () => {
+                const asked = opened.result.transaction('conversations').objectStore('conversations').getAll();
+                asked.onsuccess = () => (opened.result.close(), resolve(asked.result));
+            };
+        })"""
+    )
+    return [message for chat in chats for message in chat["messages"].values()]
+
+
+def answer_text(page: Page, **settings: Any) -> str:
+    """Return what the model answers when its whole answer is forced, as the page shows it."""
+    set_up(page, **settings)
+    say(page, "Say it.")
+    return wait_for_answer(page).inner_text()
+
+
+def test_a_chat_turn_streams_and_tells_its_timings(open_page: OpenPage) -> None:
+    page = open_page()
+    set_up(page, params={"max_tokens": 24, "temperature": 0, "ignore_eos": True})
+    say(page, "Name three colours.")
+    answers(page).wait_for()
+    page.get_by_label("Stop the answer").wait_for()
+    answer = wait_for_answer(page)
+    assert answer.locator(".markdown").inner_text().strip()
+    stats = answer.locator(".stats").inner_text()
+    assert "TTFT" in stats and "tok/s" in stats and "tokens" in stats and "prompt" in stats
+    assert page.get_by_role("navigation", name="Chats").get_by_text("Name three colours.").is_visible()
+    # A second turn finds the first one in the prefix cache, and a reload finds both.
+    say(page, "And three more.")
+    assert "cached" in wait_for_answer(page, 2).locator(".stats").inner_text()
+    wait_until(lambda: [message.get("finish") for message in kept_messages(page)].count("length") == 2, "the store")
+    page.reload()
+    answers(page).nth(1).wait_for()
+    assert answers(page).count() == 2
+
+
+def test_stop_ends_the_answer_and_the_request(open_page: OpenPage, playground: Server) -> None:
+    page = open_page()
+    set_up(page, params={"max_tokens": 2000, "ignore_eos": True})
+    say(page, "Count to a thousand.")
+    wait_for_letters(page, 10)
+    page.keyboard.press("Escape")
+    answer = wait_for_answer(page)
+    assert "stopped" in answer.locator(".stats").inner_text()
+    assert len(answer.locator(".markdown").inner_text()) > 10
+    wait_until(lambda: playground.metric("weft_num_requests_running") == 0, "the end of the request")
+
+
+def test_answers_and_messages_have_branches(open_page: OpenPage) -> None:
+    page = open_page()
+    set_up(page, params={"max_tokens": 8})
+    say(page, "Hello there")
+    wait_for_answer(page)
+    page.get_by_label("Answer again").click()
+    page.get_by_text("2/2").wait_for()
+    wait_for_answer(page)
+    page.get_by_label("Previous branch").click()
+    page.get_by_text("1/2").wait_for()
+    page.get_by_label("Edit the message").click()
+    page.get_by_label("Your message").get_by_role("textbox").or_(page.locator(".editor textarea")).fill("Good evening")
+    page.keyboard.press("Enter")
+    page.get_by_role("article", name="Your message").get_by_text("Good evening").wait_for()
+    wait_for_answer(page)
+    page.get_by_role("article", name="Your message").get_by_label("Previous branch").click()
+    page.get_by_role("article", name="Your message").get_by_text("Hello there").wait_for()
+
+
+def test_a_tool_call_is_shown_run_and_answered(open_page: OpenPage) -> None:
+    page = open_page()
+    page.get_by_text("Tools", exact=True).click()
+    page.locator("details[open]").filter(has_text="Tools, as JSON").get_by_role("button", name="Example").click()
+    page.get_by_label("Tool choice").select_option("calculate")
+    page.get_by_label("Max tokens", exact=True).fill("60")
+    page.get_by_label("Temperature", exact=True).fill("0")
+    say(page, "What is 17 times 23?")
+    call = page.get_by_role("group", name="Call of the tool calculate")
+    call.get_by_text("expression").wait_for()
+    call.get_by_label("Result", exact=True).wait_for()
+    assert '"result"' in call.inner_text() or '"error"' in call.inner_text()
+    wait_for_answer(page, 2)
+
+
+def test_the_result_of_another_tool_is_the_users_to_give(open_page: OpenPage) -> None:
+    page = open_page()
+    tool = {"type": "function", "function": {"name": "depth", "parameters": {"type": "object", "properties": {}}}}
+    set_up(page, tools=json.dumps([tool]), toolChoice="depth", params={"max_tokens": 40, "temperature": 0})
+    say(page, "How deep is the lake?")
+    page.get_by_label("Result of depth").fill('{"metres": 42}')
+    page.get_by_role("button", name="Give the result").click()
+    wait_for_answer(page, 2)
+    assert "42" in page.get_by_label("Result", exact=True).inner_text()
+
+
+def test_the_token_view_tells_probabilities(open_page: OpenPage) -> None:
+    page = open_page()
+    set_up(page, hasTokens=True, params={"max_tokens": 12, "temperature": 0})
+    say(page, "What is the capital of France?")
+    answer = wait_for_answer(page)
+    page.get_by_label("Tokens and their probabilities").click()
+    tokens = answer.locator(".token")
+    assert tokens.count() > 3
+    tokens.first.hover()
+    card = answer.get_by_role("status")
+    card.wait_for()
+    assert "%" in card.inner_text() and card.locator("li").count() == 5
+    answer.get_by_role("group", name="Tokens").focus()
+    page.keyboard.press("ArrowRight")
+    assert "token 2 of" in card.inner_text()
+
+
+def test_structured_output_fits_its_schema(open_page: OpenPage) -> None:
+    page = open_page()
+    page.get_by_text("Structured output", exact=True).click()
+    page.get_by_label("The answer is").select_option("json_schema")
+    schema = page.get_by_label("JSON schema", exact=True)
+    schema.fill("{")
+    page.get_by_role("alert").first.wait_for()
+    wanted = {"type": "object", "properties": {"rank": {"type": "integer"}}, "required": ["rank"]}
+    schema.fill(json.dumps(wanted | {"additionalProperties": False}))
+    say(page, "Rank it.")
+    answer = wait_for_answer(page)
+    assert isinstance(json.loads(answer.locator("pre").inner_text())["rank"], int)
+
+
+def test_two_sides_answer_with_settings_of_their_own(open_page: OpenPage) -> None:
+    page = open_page()
+    set_up(page, params={"max_tokens": 6, "temperature": 0})
+    page.get_by_label("Side by side").click()
+    page.get_by_role("radio", name="B").check(force=True)
+    page.get_by_label("Max tokens", exact=True).fill("3")
+    say(page, "Count.")
+    wait_for_answer(page, 2)
+    stats = [page.get_by_role("region", name=f"Side {side}").locator(".stats").inner_text() for side in "AB"]
+    assert "6 tokens" in stats[0] and "3 tokens" in stats[1]
+
+
+def test_an_image_shows_its_steps_and_stays_in_the_gallery(open_page: OpenPage) -> None:
+    page = open_page("/#/images")
+    page.get_by_label("Prompt", exact=True).fill("a red circle on a blue background")
+    page.get_by_label("Seed").fill("7")
+    page.get_by_label("Steps").fill("60")
+    page.evaluate(
+        """() => {
+            window.seen = [];
+            new MutationObserver(() => {
+                const text = document.querySelector('.drawing figcaption')?.innerText;
+                if (text) window.seen.push([text, document.querySelectorAll('.drawing img').length]);
+            }).observe(document.body, {subtree: true, childList: true, characterData: true});
+        }"""
+    )
+    page.get_by_role("button", name="Make the image").click()
+    shown = page.get_by_role("button", name="Show: a red circle")
+    shown.wait_for()
+    seen = page.evaluate("window.seen")
+    assert any(text.startswith("step ") for text, _ in seen) and any(pictures for _, pictures in seen)
+    assert shown.locator("img").evaluate("image => image.naturalWidth") == 32
+    page.reload()
+    shown.click()
+    assert "60" in page.get_by_role("dialog").inner_text() and "7" in page.get_by_role("dialog").inner_text()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Download").click()
+    assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_phone_has_it_all(open_page: OpenPage) -> None:
+    page = open_page(size=PHONE)
+    set_up(page, params={"max_tokens": 12})
+    say(page, "Hello")
+    wait_for_answer(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    page.get_by_label("Settings", exact=True).first.tap()
+    page.get_by_role("complementary", name="Settings").wait_for()
+    page.get_by_label("Close the settings").tap()
+    page.get_by_label("List of chats").tap()
+    page.get_by_role("complementary", name="Chats").get_by_text("Hello").wait_for()
+    for name in ("Images", "Live"):
+        page.goto(page.url.partition("#")[0] + f"#/{name.lower()}")
+        page.locator(".panel").first.wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_a_wrong_key_is_told(open_page: OpenPage) -> None:
+    page = open_page(key="")
+    dialog = page.get_by_role("dialog", name="API key")
+    dialog.get_by_text("This server asks for an API key.").wait_for()
+    dialog.get_by_label("Key", exact=True).fill("swordfish")
+    dialog.get_by_role("button", name="Use this key").click()
+    dialog.get_by_text("The server did not accept this key.").wait_for()
+    dialog.get_by_label("Key", exact=True).fill(KEY)
+    dialog.get_by_label("Remember it").check()
+    dialog.get_by_role("button", name="Use this key").click()
+    page.get_by_text("The server accepts the key.").wait_for()
+    page.get_by_label("Model", exact=True).first.wait_for()
+    page.reload()
+    page.get_by_text("is ready").wait_for()
+    assert KEY not in page.url
+
+
+HOSTILE = [
+    "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><svg onload='window.hacked = 1'>",
+    "[click](javascript:window.hacked=1) [here](data:text/html,<script>hacked=1</script>) <javascript:window.hacked=1>",
+    "![x](http://127.0.0.1:9/beacon.png) <style>body{display:none}</style><link rel=stylesheet href=//127.0.0.1:9/x.css>",
+    "<iframe srcdoc='<script>parent.hacked=1</script>'></iframe><base href='//127.0.0.1:9/'><form action=//127.0.0.1:9>",
+    "```html\n<script>window.hacked = 1</script>\n```\n\n| <img src=x onerror=hacked=1> | b |\n|---|---|\n| [a](javascript:hacked=1) | c |",
+    "> " * 60 + "deep **" + "*" * 200 + "\n" + "- " * 60 + "x\n" + "[" * 200 + "](" * 50,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE, ids=("tags", "links", "requests", "frames", "blocks", "nesting"))
+def test_hostile_answers_are_text(open_page: OpenPage, text: str) -> None:
+    """The model's whole answer is forced. A tab that asks another server for something fails (open_page)."""
+    page = open_page()
+    shown = answer_text(page, extra=json.dumps({"structured_outputs": {"choice": [text]}}))
+    assert shown.strip()
+    for link in page.locator("article.assistant a").all():
+        link_address = link.get_attribute("href") or ""
+        assert link_address.startswith(("http://", "https://", "mailto:")), link_address
+    found = page.locator("article.assistant").locator("script, iframe, style, link, form, object, embed, base, img")
+    assert found.count() == 0
+    for control in page.locator("article.assistant .markdown").locator("a, span").all():
+        if control.is_visible():
+            control.dispatch_event("mouseover")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("header.top").is_visible()
+
+
+def test_an_answer_goes_on_when_the_engine_dies(open_page: OpenPage, playground: Server) -> None:
+    fields = {"temperature": 0, "max_tokens": 120, "ignore_eos": True}
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": "Tell me of the sea."}], **fields}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    whole = httpx.post(playground.url + "/v1/chat/completions", json=body, headers=headers, timeout=PATIENCE_MS / 1000)
+    wanted = whole.json()["choices"][0]["message"]["content"]
+    page = open_page()
+    set_up(page, params=fields)
+    say(page, "Tell me of the sea.")
+    wait_for_letters(page, 40)
+    first = playground.engine_pid()
+    os.kill(first, signal.SIGKILL)
+    answer = wait_for_answer(page)
+    page.get_by_label("Copy the answer").click()
+    assert page.evaluate("navigator.clipboard.readText()") == wanted
+    assert "120 tokens" in answer.locator(".stats").inner_text()
+    assert answer.get_by_role("alert").count() == 0
+    wait_until(lambda: playground.get("/health").status_code == 200, "the next engine")
+    assert playground.engine_pid() != first
+
+
+def test_chats_are_exported_and_imported(open_page: OpenPage, tmp_path: Path) -> None:
+    page = open_page()
+    set_up(page, params={"max_tokens": 6})
+    say(page, "Remember this.")
+    kept = wait_for_answer(page).locator(".markdown").inner_text()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export", exact=True).click()
+    file = tmp_path / "chats.json"
+    file.write_bytes(Path(download.value.path()).read_bytes())
+    assert KEY not in file.read_text()
+    other = open_page()
+    other.get_by_label("A file of exported chats").set_input_files(file)
+    other.get_by_text("1 chat was imported.").wait_for()
+    other.get_by_role("link", name="Remember this.").click()
+    assert wait_for_answer(other).locator(".markdown").inner_text() == kept
+    file.write_text('{"weft": 1, "conversations": [{"id": "<b>", "messages": 5}, 7, null], "x": []}')
+    other.get_by_label("A file of exported chats").set_input_files(file)
+    other.get_by_text("0 chats were imported.").wait_for()
+    file.write_text("no JSON")
+    other.get_by_label("A file of exported chats").set_input_files(file)
+    other.get_by_text("Not imported").wait_for()
+
+
+def test_a_request_is_copied_without_the_key(open_page: OpenPage) -> None:
+    page = open_page()
+    set_up(page, params={"max_tokens": 4}, system="It's brief.")
+    say(page, "Hi")
+    wait_for_answer(page)
+    page.get_by_label("Copy as curl or Python").click()
+    page.get_by_label("Copy the code").last.click()
+    command = page.evaluate("navigator.clipboard.readText()")
+    assert "$WEFT_API_KEY" in command and KEY not in command and "It'\\''s brief." in command
+    page.get_by_role("radio", name="Python").check(force=True)
+    page.get_by_label("Copy the code").last.click()
+    program = page.evaluate("navigator.clipboard.readText()")
+    compile(program, "copied.py", "exec")
+    assert "from openai import OpenAI" in program and KEY not in program
+
+
+def test_the_reference_needs_no_other_server(open_page: OpenPage) -> None:
+    page = open_page("/docs")
+    page.get_by_text("/v1/chat/completions").first.click()
+    page.get_by_text("repetition_penalty").first.wait_for()
+    page.get_by_label("Find").fill("images")
+    page.get_by_text("/v1/images/generations").first.wait_for()
+    assert page.get_by_text("/v1/chat/completions").count() == 0
+
+
+def test_the_keyboard_is_enough(open_page: OpenPage) -> None:
+    page = open_page()
+    page.get_by_text("is ready").wait_for()
+    page.locator("main").focus()
+    page.keyboard.press("?")
+    page.get_by_role("dialog", name="Keyboard").wait_for()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Alt+t")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.keyboard.press("Alt+2")
+    page.get_by_role("heading", name="Images").wait_for()
+    page.keyboard.press("Alt+1")
+    page.get_by_label("Message", exact=True).wait_for()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        focus = page.evaluate(
+            "(({outlineStyle, outlineWidth}) => [document.activeElement.tagName, outlineStyle, outlineWidth])"
+            "(getComputedStyle(document.activeElement))"
+        )
+        assert focus[0] in ("BODY", "TEXTAREA", "INPUT") or focus[1] != "none", focus
+
+
+CONTRAST = """() => {
+    const light = (text) => {
+        const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3).map(Number).map((v) => {
+            const share = v / 255;
+            return share <= 0.03928 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
+        });
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const ground = (element) => {
+        for (let at = element; at; at = at.parentElement) {
+            const colour = getComputedStyle(at).backgroundColor;
+            if (!/, 0\\)$|transparent/.test(colour)) return colour;
+        }
+        return 'rgb(255, 255, 255)';
+    };
+    const poor = [];
+    for (const element of document.querySelectorAll('#page *')) {
+        const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+        if (!own || !element.checkVisibility() || element.closest(':disabled, .toast')) continue;
+        const [one, other] = [light(getComputedStyle(element).color), light(ground(element))];
+        const ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+        if (ratio < 4.5) poor.push([element.className, element.textContent.slice(0, 40), ratio.toFixed(2)]);
+    }
+    const nameless = [...document.querySelectorAll('button, a, input, select, textarea')]
+        .filter((item) => item.checkVisibility())
+        .filter((item) => !(item.ariaLabel || item.textContent.trim() || item.labels?.length || item.title))
+        .map((item) => item.outerHTML.slice(0, 80));
+    return [poor, nameless];
+}"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=("light", "dark"))
+@pytest.mark.parametrize("path", ["/", "/#/images", "/docs"])
+def test_texts_have_contrast_and_controls_have_names(open_page: OpenPage, path: str, dark: bool) -> None:
+    """The contrast is WCAG's AA: 4.5 to 1."""
+    page = open_page(path, dark=dark)
+    page.locator(".operation, .image-form, .starters").first.wait_for()
+    poor, nameless = page.evaluate(CONTRAST)
+    assert not poor and not nameless
