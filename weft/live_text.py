@@ -150,7 +150,7 @@ def _model_lines(model: LiveModel, tick_s: float, history: History, console: Con
             line += f"  images {speed.images_per_s:.2f}/s, {speed.denoise_steps_per_s:.1f} steps/s"
     yield Text(line)
     yield Text(f"TTFT {_latency(model.ttft)}  between tokens {_latency(model.inter_token)}")
-    room = max(20, min(console.width, 100) - 14)
+    room = max(20, min(console.width, 100) - 18)
     if model.spent is not None and tick_s:
         yield _budget(model.spent, tick_s, room, console)
     if model.blocks is not None:
