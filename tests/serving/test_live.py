@@ -172,8 +172,8 @@ def test_the_map_of_a_large_cache_is_bounded_and_read_in_parts() -> None:
             assert blocks.blocks_per_cell == 20 and blocks.used_cells is not None and blocks.cached_cells is not None
             assert blocks.used_cells == "f" * 5 + "0" * 995 and blocks.cached == 50
             assert blocks.cached_cells == "00000" + "ff8" + "0" * 992
-        parts = [(read.first, read.num_cells * read.blocks_per_cell) for read in engine.block_reads[:3]]
-        assert parts == [(0, 8180), (8180, 8180), (16360, 3640)]
+        parts = [(read.first, read.num_cells * read.blocks_per_cell) for read in engine.block_reads[:5]]
+        assert parts == [(0, 4080), (4080, 4080), (8160, 4080), (12240, 4080), (16320, 3680)]
         assert all(size <= live.MAX_BLOCKS_READ for _, size in parts)
 
     run(scenario, engine)

@@ -34,7 +34,7 @@ MAX_OPEN_SHOWN = 50
 MAX_ENDED_KEPT = 100
 MAX_CELLS = 1024
 """Cells of a map of blocks, however many blocks there are."""
-MAX_BLOCKS_READ = 8192
+MAX_BLOCKS_READ = 4096
 """Blocks whose states are read at once, which takes an engine less than a millisecond: the map of a larger cache is
 read in parts, one a tick."""
 REREAD_S = 5.0
@@ -160,6 +160,8 @@ class BlockMap:
         """True when every cell was read once."""
         self._read_at = (-1, 0.0)
         """The steps that were made, and the time, when the map was last begun."""
+        self._drawn: tuple[str, str] | None = None
+        """The cells as digits, until they change."""
         self._reading: asyncio.Task[None] | None = None
         self.refusal = ""
         """The reason why the engine does not tell; empty: it does."""
@@ -195,6 +197,7 @@ class BlockMap:
         used, cached = msgspec.json.decode(text, type=tuple[list[int], list[int]])
         self._used[first : first + count] = used
         self._cached[first : first + count] = cached
+        self._drawn = None
         self._next = (first + count) % num_cells
         self._is_read = self._is_read or self._next == 0
 
@@ -212,24 +215,30 @@ class BlockMap:
         if not self._is_read:
             return CacheBlocks(total=total, used=stats.blocks_used, block_size=block_size)
         per_cell = self._blocks_per_cell
+        if self._drawn is None:
+            last = total - per_cell * (len(self._used) - 1)
+            self._drawn = _digits(self._used, per_cell, last), _digits(self._cached, per_cell, last)
+        used_cells, cached_cells = self._drawn
         return CacheBlocks(
             total=total,
             used=stats.blocks_used,
             block_size=block_size,
             cached=min(sum(self._cached), max(0, total - stats.blocks_used)),
             blocks_per_cell=per_cell,
-            used_cells=_digits(self._used, total, per_cell),
-            cached_cells=_digits(self._cached, total, per_cell),
+            used_cells=used_cells,
+            cached_cells=cached_cells,
         )
 
 
-def _digits(counts: Sequence[int], total: int, per_cell: int) -> str:
-    """Write counts as shares of their cells. Some is never shown as none, nor as all."""
-    digits = []
-    for number, count in enumerate(counts):
-        size = min(per_cell, total - number * per_cell)
-        digits.append("f" if count >= size else "0" if not count else f"{min(14, max(1, round(15 * count / size))):x}")
-    return "".join(digits)
+def _digits(counts: Sequence[int], size: int, last_size: int) -> str:
+    """Write counts as shares of their cells, of which the last may be smaller."""
+    shares = [_digit(count, size) for count in range(size + 1)]
+    return "".join([shares[count] for count in counts[:-1]]) + _digit(counts[-1], last_size)
+
+
+def _digit(count: int, size: int) -> str:
+    """Write a count as its share of the size. Some is never shown as none, nor as all."""
+    return "f" if count >= size else "0" if not count else f"{min(14, max(1, round(15 * count / size))):x}"
 
 
 class ModelWatch:

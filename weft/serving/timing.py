@@ -114,7 +114,9 @@ def timeline_of(
     now, task = time.perf_counter(), next(iter(timers)).task
     longest = max((timer.phases(now) for timer in timers), key=lambda phases: sum(seconds for _, seconds in phases))
     ends = {timer.finish for timer in timers}
-    is_image = isinstance(task, GenerateImage)
+    steps = None
+    if isinstance(task, GenerateImage):
+        steps = (sum(timer.denoise_step for timer in timers), task.params.steps * len(timers))
     return Timeline(
         id=request_id,
         answer_id=answer_id,
@@ -127,7 +129,7 @@ def timeline_of(
         choices=len(timers),
         prompt_tokens=sum(timer.num_prompt_tokens for timer in timers if not timer.is_sibling),
         tokens=sum(timer.num_tokens for timer in timers),
-        steps=(sum(timer.denoise_step for timer in timers), task.params.steps * len(timers)) if is_image else None,
+        steps=steps,
     )
 
 
