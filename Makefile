@@ -14,6 +14,7 @@
 #   make audit   tell which locked packages have known vulnerabilities (ADVISORIES: a folder of advisories)
 #   make release  a wheel, a bill of materials and checksums in dist/
 #   make page    build the playground of weft/data/page from page/ (needs node)
+#   make screenshots  make the pictures of the playground in docs/images, by its tests (needs Chromium)
 #   make proto   write the Python of the gRPC door's messages from its .proto file
 #   make show-vllm-bench   let vLLM's own benchmark drive the server (vLLM goes into build/vllm: 2 GB)
 #   make show-agreement    one server measured by weft bench, vLLM's benchmark and guidellm in turns (the last in build/guidellm)
@@ -45,7 +46,7 @@ ADVISORIES ?= build/advisories
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release page proto bench-cpu-peers show-agreement show-vllm-bench show-vllm-engine show-clients show-agents show-llamacpp-tests show-open-responses show-remote-peers clean
+.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release page screenshots proto bench-cpu-peers show-agreement show-vllm-bench show-vllm-engine show-clients show-agents show-llamacpp-tests show-open-responses show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -53,6 +54,7 @@ serve: .venv/installed
 
 test: .venv/installed-dev
 	@$(BIN)/weft pull smollm2
+	@tools/chromium.sh
 	$(BIN)/python $(PYTEST) $(ARGS)
 
 test-thorough: .venv/installed-dev
@@ -109,6 +111,9 @@ page:
 	npm --prefix page ci
 	npm --prefix page run check
 	npm --prefix page run build
+
+screenshots: .venv/installed-dev
+	SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/page -n 0 -k screenshot $(ARGS)
 
 proto: .venv/installed-dev
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. weft/api/grpc/ai_service.proto

@@ -364,7 +364,7 @@ function MessageView(props: { item: Conversation; lane: number; message: Message
           ) : isJson ? (
             <Markdown text={`\`\`\`json\n${pretty(message.content)}\n\`\`\``} />
           ) : (
-            <Markdown text={message.content} />
+            message.content && <Markdown text={message.content} />
           )
         ) : (
           <div class="plain">{message.content}</div>

@@ -236,7 +236,7 @@ export async function answer(id: string, lane: number, parent: string, round = 0
   spoken.value = trouble || "The answer has ended.";
   const last = drafts[count - 1];
   const end = made[count - 1];
-  if (last && end && last.finish === "tool_calls" && !trouble && round < MAX_TOOL_ROUNDS) {
+  if (last && end && last.calls.length && ["tool_calls", "stop"].includes(last.finish) && !trouble && round < MAX_TOOL_ROUNDS) {
     await runCalls(id, lane, end.id, last.calls, round);
   }
 }

@@ -31,14 +31,14 @@ interface Drawing {
   isDone: boolean;
 }
 
-const form = signal({ prompt: "", negative: "", n: 1, steps: "", guidance: "", seed: "", sampler: "euler", model: "" });
+const form = signal({ prompt: "", negative: "", n: 1, steps: "", guidance: "", seed: "", previews: "10", sampler: "euler", model: "" });
 const drawings = signal<Drawing[]>([]);
 const gallery = signal<Picture[]>([]);
 const trouble = signal("");
 const shown = signal<Picture | null>(null);
 const controller = signal<AbortController | null>(null);
 
-const MAX_PARTIAL = 3;
+const MAX_PREVIEWS = 20;
 const EXAMPLES = ["a red circle on a blue background", "the letter K in green", "a yellow triangle on a black background"];
 const source = (b64: string) => `data:image/png;base64,${b64.replace(/[^A-Za-z0-9+/=]/g, "")}`;
 
@@ -67,6 +67,8 @@ function requestBody(): { [field: string]: Json } {
 async function draw(): Promise<void> {
   if (controller.peek() || !form.peek().prompt.trim()) return;
   const body = requestBody();
+  // The server's own seeds have 63 bits, of which JavaScript's numbers would lose ten.
+  body.seed ??= crypto.getRandomValues(new Uint32Array(1))[0] ?? 0;
   const began = performance.now();
   const abort = new AbortController();
   controller.value = abort;
@@ -76,7 +78,7 @@ async function draw(): Promise<void> {
   const change = (index: number, fields: Partial<Drawing>) =>
     (drawings.value = drawings.value.map((old, at) => (at === index ? { ...old, ...fields } : old)));
   try {
-    for await (const { data } of post("v1/images/generations", { ...body, stream: true, partial_images: MAX_PARTIAL }, abort.signal)) {
+    for await (const { data } of post("v1/images/generations", { ...body, stream: true, partial_images: Math.min(MAX_PREVIEWS, Number(form.peek().previews)) }, abort.signal)) {
       if (data === "[DONE]") break;
       const event = JSON.parse(data) as ImageEvent;
       if (event.error) throw new ApiError(event.error.message, 0);
@@ -311,7 +313,8 @@ export function ImagesView() {
           </label>
           <Field name="steps" label="Steps" min={1} max={1000} hint="auto" />
           <Field name="guidance" label="Guidance" min={0} max={50} step={0.5} hint="auto" />
-          <Field name="seed" label="Seed" hint="any" />
+          <Field name="seed" label="Seed" max={Number.MAX_SAFE_INTEGER} hint="any" />
+          <Field name="previews" label="Previews" min={0} max={MAX_PREVIEWS} hint="0" />
           <label class="field">
             <span>Sampler</span>
             <select value={given.sampler} onChange={(event) => (form.value = { ...given, sampler: event.currentTarget.value })}>

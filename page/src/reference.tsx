@@ -1,8 +1,7 @@
 /** The API reference, from the server's own OpenAPI document. */
 import { signal, useSignal } from "@preact/signals";
 import { useEffect } from "preact/hooks";
-import { getJson } from "./api";
-import { urlOf } from "./api";
+import { apiKey, chatModels, getJson, urlOf } from "./api";
 import { CodeBlock } from "./code";
 import type { Json } from "./json";
 
@@ -59,7 +58,7 @@ function typeName(schema: Schema | undefined): string {
   if (schema.const !== undefined) return JSON.stringify(schema.const);
   if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(" | ");
   const options = schema.anyOf ?? schema.oneOf ?? schema.allOf;
-  if (options) return [...new Set(options.map(typeName))].join(" | ");
+  if (options) return [...new Set(options.map(typeName))].filter((name) => name !== "null").join(" | ");
   if (schema.type === "array") return `${typeName(schema.items)}[]`;
   if (schema.type === "object" && typeof schema.additionalProperties === "object") return `{name: ${typeName(schema.additionalProperties)}}`;
   return Array.isArray(schema.type) ? schema.type.join(" | ") : (schema.type ?? "any");
@@ -142,6 +141,8 @@ function OperationView({ document, path, method, operation }: { document: Docume
   const asked = resolve(body?.schema);
   const given = resolve(operation.responses?.["200"]?.content?.["application/json"]?.schema);
   const example = BODIES[path];
+  const written = JSON.stringify(example ?? {}, null, 2).replaceAll('"MODEL"', JSON.stringify(chatModels()[0]?.id ?? "MODEL"));
+  const key = apiKey.value ? ' -H "Authorization: Bearer $WEFT_API_KEY"' : "";
   return (
     <details class="operation card" id={`${method}${path}`} onToggle={(event) => (isOpen.value = event.currentTarget.open)}>
       <summary>
@@ -151,8 +152,8 @@ function OperationView({ document, path, method, operation }: { document: Docume
       {isOpen.value && (
         <div class="operation-body">
           {operation.description && <p>{operation.description}</p>}
-          {example !== undefined && <CodeBlock language="sh" code={`curl ${urlOf(path)} --json '${JSON.stringify(example, null, 2)}'`} />}
-          {method === "get" && <CodeBlock language="sh" code={`curl ${urlOf(path)}`} />}
+          {example !== undefined && <CodeBlock language="sh" code={`curl ${urlOf(path)}${key} --json '${written}'`} />}
+          {method === "get" && <CodeBlock language="sh" code={`curl ${urlOf(path)}${key}`} />}
           {(operation.parameters?.length ?? 0) > 0 && (
             <>
               <h3>Parameters</h3>

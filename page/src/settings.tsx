@@ -142,7 +142,8 @@ function ParamRow({ param, settings, lane }: { param: Param; settings: Settings;
     );
   if (param.kind === "choice")
     return (
-      <label class="field">
+      <div class="field">
+        <label class="field">
         <span>{param.label}</span>
         <select
           value={value === undefined ? "" : String(value)}
@@ -154,16 +155,19 @@ function ParamRow({ param, settings, lane }: { param: Param; settings: Settings;
           <option value="">auto</option>
           {param.choices?.map((choice) => <option key={choice}>{choice}</option>)}
         </select>
+        </label>
         <small class="about">{param.about}</small>
-      </label>
+      </div>
     );
   if (param.kind === "text")
     return (
-      <label class="field">
+      <div class="field">
+        <label class="field">
         <span>{param.label}</span>
         <input value={typeof value === "string" ? value : ""} onChange={(event) => set(event.currentTarget.value || undefined)} />
+        </label>
         <small class="about">{param.about}</small>
-      </label>
+      </div>
     );
   const written = Array.isArray(value)
     ? value.join(param.kind === "lines" ? "\n" : ", ")
@@ -172,7 +176,8 @@ function ParamRow({ param, settings, lane }: { param: Param; settings: Settings;
       : JSON.stringify(value);
   const problem = param.kind === "json" && draft.value !== null ? problemOf(draft.value) : "";
   return (
-    <label class="field">
+    <div class="field">
+      <label class="field">
       <span>{param.label}</span>
       <textarea
         class="mono"
@@ -190,8 +195,9 @@ function ParamRow({ param, settings, lane }: { param: Param; settings: Settings;
           } else if (!problemOf(text)) set(parseJson(text));
         }}
       />
+      </label>
       <small class={problem ? "error" : "about"}>{problem || param.about}</small>
-    </label>
+    </div>
   );
 }
 
@@ -262,7 +268,8 @@ function Format({ settings, lane }: { settings: Settings; lane: number }) {
         </label>
         {FORMATS[kind].example && (
           <>
-            <label class="field">
+            <div class="field">
+              <label class="field">
               <span>{FORMATS[kind].name}</span>
               <textarea
                 class="mono"
@@ -272,10 +279,11 @@ function Format({ settings, lane }: { settings: Settings; lane: number }) {
                 value={text}
                 onInput={(event) => set(event.currentTarget.value)}
               />
+              </label>
               <small class={problem ? "error" : "about"} role={problem ? "alert" : undefined}>
                 {problem || FORMATS[kind].about}
               </small>
-            </label>
+            </div>
             <div class="row">
               {isJson && (
                 <button type="button" disabled={problem !== ""} onClick={() => set(JSON.stringify(parseJson(text) ?? {}, null, 2))}>
@@ -316,7 +324,8 @@ function Tools({ settings, lane }: { settings: Settings; lane: number }) {
         {names.length > 0 && <span class="count">{names.length}</span>}
       </summary>
       <div class="group">
-        <label class="field">
+        <div class="field">
+          <label class="field">
           <span>Tools, as JSON</span>
           <textarea
             class="mono"
@@ -327,10 +336,11 @@ function Tools({ settings, lane }: { settings: Settings; lane: number }) {
             value={settings.tools}
             onInput={(event) => updateSettings(lane, { tools: event.currentTarget.value })}
           />
+          </label>
           <small class={problem ? "error" : "about"}>
             {problem || "This page runs the example's clock and calculator itself; results of others are yours to give."}
           </small>
-        </label>
+        </div>
         <div class="row">
           <button type="button" onClick={() => updateSettings(lane, { tools: JSON.stringify(EXAMPLES, null, 2) })}>
             Example
@@ -411,7 +421,8 @@ export function SettingsPanel({ settings, lane }: { settings: Settings; lane: nu
           {settings.extra.trim() && <span class="count">on</span>}
         </summary>
         <div class="group">
-          <label class="field">
+          <div class="field">
+            <label class="field">
             <span>JSON that is added to the request</span>
             <textarea
               class="mono"
@@ -422,8 +433,9 @@ export function SettingsPanel({ settings, lane }: { settings: Settings; lane: nu
               value={settings.extra}
               onInput={(event) => updateSettings(lane, { extra: event.currentTarget.value })}
             />
+            </label>
             <small class={problem ? "error" : "about"}>{problem || "Any field of the API reference."}</small>
-          </label>
+          </div>
         </div>
       </details>
       <button

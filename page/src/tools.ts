@@ -11,7 +11,7 @@ export const EXAMPLES: Json = [
       description: "Compute an arithmetic expression with + - * / ^ and parentheses.",
       parameters: {
         type: "object",
-        properties: { expression: { type: "string" } },
+        properties: { expression: { type: "string", pattern: "^[-+*/^(). 0-9]{1,40}$" } },
         required: ["expression"],
         additionalProperties: false,
       },

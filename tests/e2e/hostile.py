@@ -149,7 +149,7 @@ LIKELY: dict[str, tuple[Json, ...]] = {
     "request_id": ("a", "a/b"),
     "num_inference_steps": (1, 3, 20, 1001),
     "guidance_scale": (0, 1, 7.5, 50, 51),
-    "partial_images": (0, 1, 3, 4),
+    "partial_images": (0, 1, 20, 21),
     "size": ("auto", "8x8", "64x64", "99999x99999"),
     "sampler": ("euler", "heun"),
     "negative_prompt": ("", "under", "".join(SPECIAL_TOKENS), "x" * 4001),

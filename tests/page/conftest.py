@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.server import Server
+from tests.waiting import PATIENCE
 from weft.checkpoint.model_files import ModelFiles
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 KEY = "sesame"
-PATIENCE_MS = 30_000
+PATIENCE_MS = 1000 * PATIENCE
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 
 

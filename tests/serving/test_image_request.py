@@ -63,7 +63,7 @@ def test_previews_are_never_more_than_asked_for_and_all_of_them_where_there_is_r
         ({"seed": 2**63}, "seed", "seed"),
         ({"n": 0}, "n", "1 to 10"),
         ({"n": 11}, "n", "1 to 10"),
-        ({"previews": 4}, "partial_images", "0 to 3"),
+        ({"previews": 21}, "partial_images", "0 to 20"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_with_what_can(options: dict[str, Any], param: str, said: str) -> None:

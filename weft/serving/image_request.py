@@ -43,7 +43,7 @@ from weft.types import (
 
 MAX_PROMPT_CHARS = MAX_IMAGE_TEXT
 MAX_IMAGES = 10
-MAX_PREVIEWS = 3
+MAX_PREVIEWS = 20
 
 AUTO = "auto"
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")

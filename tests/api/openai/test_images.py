@@ -113,7 +113,7 @@ def test_every_field_reaches_the_engine() -> None:
         ({"seed": 2**63}, "seed"),
         ({"priority": 2**31}, "priority"),
         ({"partial_images": 1}, "partial_images"),
-        ({"stream": True, "partial_images": 4}, "partial_images"),
+        ({"stream": True, "partial_images": 21}, "partial_images"),
         ({"model": "scripted"}, "model"),
         ({"steps": 3}, "steps"),
         ({"prompt_embeds": {"data": "", "shape": [1] * 9, "dtype": "float32"}}, "prompt_embeds.shape"),
