@@ -32,7 +32,7 @@ from weft.api.app import admission_app
 from weft.config import load
 from weft.scheduler.block_pool import BlockPool
 from weft.serving.admission import Admission
-from weft.serving.live import MAX_BLOCKS_READ, MAX_ENDED_KEPT, MAX_OPEN_SHOWN, TICK_S
+from weft.serving.live import MAX_BLOCKS_READ, MAX_ENDED_KEPT, MAX_OPEN_SHOWN, READ_S
 from weft.types import ControlMessage, Output
 
 WATCHERS = (0, 1, 4)
@@ -151,8 +151,8 @@ class Waiting(ScriptedEngine):
 
 
 async def api_share(num_watchers: int, seconds: float) -> float:
-    """Return the share of a core that watching takes of the api process: fifty requests are open, and a hundred have
-    ended."""
+    """Return the share of a core that watching takes of the api process, while as many requests are open and have
+    ended as it shows."""
     engine = Waiting()
     admission = Admission(load(env={}))
     admission.open(engine)
@@ -170,7 +170,7 @@ async def api_share(num_watchers: int, seconds: float) -> float:
                 pass
 
         watching = [asyncio.create_task(watch()) for _ in range(num_watchers)]
-        await asyncio.sleep(10 * TICK_S if num_watchers else 0)  # the whole map was read once
+        await asyncio.sleep(16 * READ_S if num_watchers else 0)  # the whole map was read once
         before = time.process_time(), time.monotonic()
         await asyncio.sleep(seconds)
         cpu_s, passed_s = time.process_time() - before[0], time.monotonic() - before[1]
@@ -181,11 +181,11 @@ async def api_share(num_watchers: int, seconds: float) -> float:
 
 
 def engine_share() -> float:
-    """Return the share of a core that an engine needs to read the largest part of its map once a tick."""
+    """Return the share of a core that an engine needs to read the largest part of its map, as often as it is read."""
     pool = Waiting().pool
     cells = MAX_BLOCKS_READ // 59
     best = min(timeit.repeat(lambda: msgspec.json.encode(pool.cells(0, cells, 59)), number=20, repeat=20)) / 20
-    return best / TICK_S
+    return best / READ_S
 
 
 def main() -> None:

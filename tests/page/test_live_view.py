@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.server import Server
 from tests.page.conftest import KEY, PHONE
+from tests.page.test_screenshots import shoot  # noqa: F401 - a fixture
 from tests.waiting import PATIENCE, wait_until
 
 if TYPE_CHECKING:
@@ -149,3 +150,11 @@ def test_it_fits_a_phone(open_page: OpenPage, load: Load) -> None:
     page = open_page("/#/live", size=PHONE)
     page.get_by_test_id("kv-map").get_by_role("img").wait_for()
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_screenshot_of_the_live_view(open_page: OpenPage, load: Load, shoot: Callable[[Page, str], None]) -> None:  # noqa: F811
+    page = open_page("/#/live", size={"width": 1280, "height": 1380})
+    rows = page.get_by_test_id("requests").locator("tbody tr")
+    bars = rows.get_by_role("img")
+    seen(page, lambda: rows.count() > 14 and described(bars, "encode .*denoise"), "ten requests that ended")
+    shoot(page, "live")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -27,19 +28,21 @@ from weft.types import EngineStats, ReadBlocks
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.4
+TICK_S = 0.5
 MAX_WATCHERS = 32
 MAX_WATCHERS_PER_KEY = 8
-MAX_OPEN_SHOWN = 50
+MAX_OPEN_SHOWN = 32
 MAX_ENDED_KEPT = 100
 MAX_CELLS = 1024
 """Cells of a map of blocks, however many blocks there are."""
 MAX_BLOCKS_READ = 4096
 """Blocks whose states are read at once, which takes an engine less than a millisecond: the map of a larger cache is
-read in parts, one a tick."""
+read in parts."""
+READ_S = 1.0
+"""An engine that makes steps is read so often."""
 REREAD_S = 5.0
 """The blocks of an engine that makes no steps are read so often."""
-LATENCY_TICKS = 25
+LATENCY_TICKS = 20
 """Latencies are those of the last ten seconds."""
 
 
@@ -158,8 +161,8 @@ class BlockMap:
         """The first cell that is read next."""
         self._is_read = False
         """True when every cell was read once."""
-        self._read_at = (-1, 0.0)
-        """The steps that were made, and the time, when the map was last begun."""
+        self._read_at = (-1, -math.inf)
+        """The steps that were made, and the time, when a part was last read."""
         self._drawn: tuple[str, str] | None = None
         """The cells as digits, until they change."""
         self._reading: asyncio.Task[None] | None = None
@@ -172,10 +175,10 @@ class BlockMap:
             return
         steps, read_at = self._read_at
         now = time.monotonic()
-        if self._next == 0:
-            if steps == stats.steps and now - read_at < REREAD_S:
-                return
-            self._read_at = (stats.steps, now)
+        is_done = self._next == 0 and steps == stats.steps
+        if now - read_at < (REREAD_S if is_done else READ_S):
+            return
+        self._read_at = (stats.steps, now)
         per_cell = -(-stats.blocks_total // MAX_CELLS)
         num_cells = -(-stats.blocks_total // per_cell)
         if (len(self._used), self._blocks_per_cell) != (num_cells, per_cell):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -107,12 +107,14 @@ KINDS: dict[type[Task], Literal["text", "image", "embedding"]] = {
 
 
 def timeline_of(
-    timers: Collection[RequestTimer], *, request_id: str, answer_id: str, tenant: str, model: str, age_s: float
+    timers: Sequence[RequestTimer], *, request_id: str, answer_id: str, tenant: str, model: str, age_s: float
 ) -> Timeline:
     """Return the timeline of a call with these requests, of which there is one at least: its phases are those of the
     one that has come furthest."""
-    now, task = time.perf_counter(), next(iter(timers)).task
-    longest = max((timer.phases(now) for timer in timers), key=lambda phases: sum(seconds for _, seconds in phases))
+    now, task = time.perf_counter(), timers[0].task
+    phases = timers[0].phases(now)
+    if len(timers) > 1:
+        phases = max((timer.phases(now) for timer in timers), key=lambda own: sum(seconds for _, seconds in own))
     ends = {timer.finish for timer in timers}
     steps = None
     if isinstance(task, GenerateImage):
@@ -125,7 +127,7 @@ def timeline_of(
         kind=KINDS[type(task)],
         state="open" if None in ends else ",".join(sorted(map(str, ends))),
         began=round(time.time() - age_s, 3),
-        phases=[(name, round(seconds, 4)) for name, seconds in longest],
+        phases=[(name, round(seconds, 4)) for name, seconds in phases],
         choices=len(timers),
         prompt_tokens=sum(timer.num_prompt_tokens for timer in timers if not timer.is_sibling),
         tokens=sum(timer.num_tokens for timer in timers),

@@ -10,7 +10,7 @@ import {
   togglePause, trouble, unwatch, watch,
 } from "./store";
 
-const LENGTH = 150;
+const LENGTH = 120;
 const SHOWN_REQUESTS = 40;
 const chosen = signal("");
 
@@ -104,11 +104,11 @@ function past<T>(name: string, read: (model: LiveModel, tick: number) => T | nul
   });
 }
 
-/** The means of five values each, two seconds: a slow engine makes fewer steps than there are snapshots. */
+/** The means of four values each, two seconds: a slow engine makes fewer steps than there are snapshots. */
 function smooth(values: (number | null)[]): (number | null)[] {
   return values.map((value, at) => {
     if (value === null) return null;
-    const near = values.slice(Math.max(0, at - 4), at + 1).filter((one) => one !== null);
+    const near = values.slice(Math.max(0, at - 3), at + 1).filter((one) => one !== null);
     return near.reduce((sum, one) => sum + one, 0) / near.length;
   });
 }

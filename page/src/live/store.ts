@@ -71,7 +71,7 @@ export interface Snapshot {
 }
 
 /** The snapshots that the plots show: a minute of them. */
-const KEPT = 150;
+const KEPT = 120;
 const ENDED_KEPT = 100;
 const RETRY_MS = [500, 1000, 2000, 5000];
 
