@@ -95,7 +95,7 @@ class RequestIdMiddleware:
                 **line.fields,
                 "seconds": time.perf_counter() - began,
             }
-            quiet = scope["path"] in _QUIET_PATHS and status < 400
+            quiet = scope["path"] in _QUIET_PATHS and not 400 <= status < 500
             logs.event(log, logging.DEBUG if quiet else logging.INFO, "request", fields)
             logs.request_id.reset(token)
 
