@@ -9,10 +9,12 @@ const KEY = "weft.key";
 export const apiKey = signal(sessionStorage.getItem(KEY) ?? localStorage.getItem(KEY) ?? "");
 /** Why a key is asked for; empty: the dialog is closed. */
 export const keyWanted = signal("");
+export const isKeyRefused = signal(false);
 export const isKeyRemembered = signal(localStorage.getItem(KEY) !== null);
 
 export function setKey(key: string, remembered: boolean): void {
   apiKey.value = key;
+  isKeyRefused.value = false;
   isKeyRemembered.value = remembered && key !== "";
   sessionStorage.removeItem(KEY);
   localStorage.removeItem(KEY);
@@ -50,6 +52,7 @@ export async function request(path: string, options: RequestInit = {}): Promise<
   if (response.ok) return response;
   const problem = await errorOf(response);
   if (response.status === 401) {
+    isKeyRefused.value = used !== "";
     keyWanted.value = used ? "The server did not accept this key." : "This server asks for an API key.";
   }
   throw problem;

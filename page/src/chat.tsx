@@ -25,11 +25,11 @@ import {
   show,
   siblings,
   type Stats,
+  storeTrouble,
   type ToolCall,
-  updateMessage,
   updateSettings,
 } from "./conversations";
-import { answer, giveResult, isWriting, messagesOf, modelOf, runningIds, stop } from "./generate";
+import { answer, giveResult, isWriting, messagesOf, modelOf, stop } from "./generate";
 import { Icon } from "./icons";
 import { Markdown } from "./markdown";
 import { ModelSelect, SettingsPanel } from "./settings";
@@ -109,6 +109,11 @@ function Sidebar() {
         <Icon name="plus" /> New chat
       </button>
       <nav aria-label="Chats">
+        {storeTrouble.value && (
+          <p class="problem small" role="alert">
+            {storeTrouble.value}
+          </p>
+        )}
         {order.value.length === 0 && <p class="muted small empty-list">Chats stay in this browser. They appear here.</p>}
         <ul>
           {order.value.map((id) => (
@@ -623,12 +628,6 @@ export function ChatView() {
   useEffect(() => {
     if (asked && conversation(asked) && asked !== currentId.peek()) currentId.value = asked;
   }, [asked]);
-  // A tab that is closed in mid-answer keeps what there is of it.
-  useEffect(() => {
-    const warn = () => runningIds.peek().forEach((id) => updateMessage(currentId.peek(), id, {}));
-    addEventListener("pagehide", warn);
-    return () => removeEventListener("pagehide", warn);
-  }, []);
   const first = item.lanes[0];
   return (
     <div class={`chat ${isCompared ? "compared" : ""}`}>

@@ -58,11 +58,24 @@ function coloured(code: string, language: string): ComponentChild[] {
 
 export async function copy(text: string, what: string): Promise<void> {
   try {
-    await navigator.clipboard.writeText(text);
+    // Over plain HTTP from another machine browsers have no clipboard but the older way.
+    if (navigator.clipboard) await navigator.clipboard.writeText(text);
+    else if (!copyBySelection(text)) throw new Error();
     tell(`${what} is in the clipboard.`);
   } catch {
     tell("The browser does not let this page use the clipboard.");
   }
+}
+
+function copyBySelection(text: string): boolean {
+  const field = document.createElement("textarea");
+  field.value = text;
+  // A dialog keeps the focus inside of it.
+  (document.querySelector("dialog[open]") ?? document.body).append(field);
+  field.select();
+  const isDone = document.execCommand("copy");
+  field.remove();
+  return isDone;
 }
 
 export function CopyButton({ text, what }: { text: string; what: string }) {

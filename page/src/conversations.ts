@@ -150,9 +150,16 @@ function save(id: string): void {
     setTimeout(() => {
       saving.delete(id);
       const item = known.get(id)?.peek();
-      if (item && !isEmpty(item)) void db.put("conversations", item);
+      if (item && !isEmpty(item)) db.put("conversations", item).catch(onFull);
     }, 300),
   );
+}
+
+/** Why chats are not kept, where the browser has no room or no store for them; empty: they are. */
+export const storeTrouble = signal("");
+
+function onFull(error: unknown): void {
+  storeTrouble.value = `This browser does not keep the chats: ${error instanceof Error ? error.message : error}`;
 }
 
 export function update(id: string, change: (item: Conversation) => Conversation): void {
@@ -262,6 +269,8 @@ export async function loadConversations(): Promise<void> {
     kept.sort((one, other) => other.updated - one.updated);
     for (const item of kept) if (!known.has(item.id)) known.set(item.id, signal(item));
     order.value = [...new Set([...order.value, ...kept.map((item) => item.id)])];
+  } catch (error) {
+    onFull(error);
   } finally {
     isLoaded.value = true;
   }

@@ -214,11 +214,14 @@ function Section({ text }: { text: string }) {
 
 /** Shows a text that may still grow: only its last section is read again. */
 export function Markdown({ text }: { text: string }) {
-  return (
-    <div class="markdown">
-      {sections(text.replaceAll("\r\n", "\n")).map((section, at) => (
-        <Section key={at} text={section} />
-      ))}
-    </div>
+  return useMemo(
+    () => (
+      <div class="markdown">
+        {sections(text.replaceAll("\r\n", "\n")).map((section, at) => (
+          <Section key={at} text={section} />
+        ))}
+      </div>
+    ),
+    [text],
   );
 }

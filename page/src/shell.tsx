@@ -2,7 +2,7 @@
 import { signal, useComputed } from "@preact/signals";
 import type { ComponentChildren } from "preact";
 import { useEffect, useRef } from "preact/hooks";
-import { apiKey, keyWanted, loadModels, setKey, isKeyRemembered, serverTrouble, urlOf, version } from "./api";
+import { apiKey, isKeyRefused, keyWanted, loadModels, setKey, isKeyRemembered, serverTrouble, urlOf, version } from "./api";
 import { Icon, type IconName, Logo } from "./icons";
 
 export const route = signal(location.hash.slice(1) || "/chat");
@@ -85,7 +85,8 @@ export function Dialog(props: {
       ref={element}
       class={props.class}
       aria-label={props.title}
-      onClose={props.onClose}
+      // The event comes later: the dialog may be closed because it should be, or be open again.
+      onClose={() => props.isOpen && !element.current?.open && props.onClose()}
       onClick={(event) => event.target === element.current && element.current?.close()}
     >
       {props.isOpen && (
@@ -163,6 +164,8 @@ function HelpDialog() {
   );
 }
 
+const CHECKING = "The server is asked whether it accepts the key…";
+
 function KeyDialog() {
   const input = useRef<HTMLInputElement>(null);
   const remember = useRef<HTMLInputElement>(null);
@@ -173,13 +176,14 @@ function KeyDialog() {
         onSubmit={(event) => {
           event.preventDefault();
           setKey(input.current?.value.trim() ?? "", remember.current?.checked ?? false);
-          keyWanted.value = "";
+          keyWanted.value = CHECKING;
           void loadModels().then(() => {
+            if (keyWanted.value === CHECKING) keyWanted.value = "";
             if (!keyWanted.value && !serverTrouble.value) tell("The server accepts the key.");
           });
         }}
       >
-        <p role="alert" class={apiKey.value ? "error" : ""}>
+        <p role="alert" class={isKeyRefused.value ? "error" : ""}>
           {why}
         </p>
         <label class="field">

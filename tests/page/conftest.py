@@ -62,7 +62,7 @@ def open_page(browser: Browser, playground: Server) -> Iterator[Callable[..., Pa
         context.set_default_timeout(PATIENCE_MS)
         context.grant_permissions(["clipboard-read", "clipboard-write"], origin=playground.url)
         if key:
-            context.add_init_script(f"sessionStorage.getItem('weft.key') ?? sessionStorage.setItem('weft.key', '{key}')")
+            context.add_init_script(f"sessionStorage.setItem('weft.key', '{key}')")
         page = context.new_page()
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("request", lambda request: _check(request.url, playground.url, troubles))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 OpenPage = Callable[..., "Page"]
 
+
 def set_up(page: Page, **settings: Any) -> None:
     """Give the chat these settings, as if the user had chosen them, and load it again."""
     page.evaluate("settings => localStorage.setItem('weft.settings', JSON.stringify(settings))", settings)
@@ -262,9 +263,10 @@ def test_a_wrong_key_is_told(open_page: OpenPage) -> None:
 HOSTILE = [
     "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><svg onload='window.hacked = 1'>",
     "[click](javascript:window.hacked=1) [here](data:text/html,<script>hacked=1</script>) <javascript:window.hacked=1>",
-    "![x](http://127.0.0.1:9/beacon.png) <style>body{display:none}</style><link rel=stylesheet href=//127.0.0.1:9/x.css>",
-    "<iframe srcdoc='<script>parent.hacked=1</script>'></iframe><base href='//127.0.0.1:9/'><form action=//127.0.0.1:9>",
-    "```html\n<script>window.hacked = 1</script>\n```\n\n| <img src=x onerror=hacked=1> | b |\n|---|---|\n| [a](javascript:hacked=1) | c |",
+    "![x](http://127.0.0.1:9/a.png) <style>body{display:none}</style><link rel=stylesheet href=//127.0.0.1:9/x.css>",
+    "<iframe srcdoc='<script>parent.hacked=1</script>'></iframe><base href='//127.0.0.1:9'><form action=//127.0.0.1:9>",
+    "```html\n<script>window.hacked = 1</script>\n```\n\n| <img src=x onerror=hacked=1> | b |\n|---|---|\n"
+    "| [a](javascript:hacked=1) | c |",
     "> " * 60 + "deep **" + "*" * 200 + "\n" + "- " * 60 + "x\n" + "[" * 200 + "](" * 50,
 ]
 

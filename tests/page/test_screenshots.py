@@ -53,7 +53,7 @@ def test_screenshot_of_a_chat(open_page: OpenPage, shoot: Callable[[Page, str], 
 
 def test_screenshot_of_the_token_view(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
     page = open_page(dark=True)
-    set_up(page, hasTokens=True, params={"temperature": 0.7, "seed": 3, "max_tokens": 60})
+    set_up(page, hasTokens=True, params={"temperature": 0.7, "seed": 3, "max_tokens": 90})
     say(page, RIVERS)
     answer = wait_for_answer(page)
     page.get_by_label("Tokens and their probabilities").click()
@@ -75,7 +75,7 @@ def test_screenshot_of_images(open_page: OpenPage, shoot: Callable[[Page, str], 
 
 def test_screenshot_of_a_phone(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
     page = open_page(size=PHONE)
-    set_up(page, params={"temperature": 0, "max_tokens": 60})
+    set_up(page, params={"temperature": 0, "max_tokens": 90})
     say(page, RIVERS)
     wait_for_answer(page)
     shoot(page, "phone")
@@ -87,7 +87,7 @@ def test_screenshot_of_two_sides(open_page: OpenPage, shoot: Callable[[Page, str
     page.get_by_label("Close the settings").click()
     page.get_by_label("Side by side").click()
     page.get_by_role("button", name="Settings of side B").click()
-    page.get_by_label("Temperature", exact=True).fill("1.2")
+    page.get_by_label("Temperature", exact=True).fill("0.7")
     page.get_by_label("Seed", exact=True).fill("4")
     page.get_by_label("Close the settings").click()
     say(page, "Describe the sea in two sentences.")
