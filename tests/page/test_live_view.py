@@ -98,7 +98,7 @@ def test_the_live_view_under_load(open_page: OpenPage, load: Load) -> None:
     page.locator(".pill", has_text="live").wait_for()
     seen(page, lambda: value_of(page, "Running") > 0, "running requests")
     seen(page, lambda: value_of(page, "Output") > 0, "a speed")
-    seen(page, lambda: value_of(page, "Time to first token") > 0, "a time to the first token")
+    seen(page, lambda: value_of(page, "First token") > 0, "a time to the first token")
     budget = page.get_by_test_id("step-budget").get_by_role("img")
     for kind in ("decode", "prefill", "denoise", "encode"):
         seen(page, partial(described, budget, rf"{kind} (0\.)?[1-9]"), f"budget that {kind} took")
@@ -114,9 +114,9 @@ def test_the_live_view_under_load(open_page: OpenPage, load: Load) -> None:
 def test_a_restart_is_counted_and_the_view_goes_on(open_page: OpenPage, load: Load, playground: Server) -> None:
     page = open_page("/#/live")
     page.locator(".pill", has_text="live").wait_for()
-    before = value_of(page, "Engine restarts")
+    before = value_of(page, "Restarts")
     os.kill(playground.engine_pid(), signal.SIGKILL)
-    seen(page, lambda: value_of(page, "Engine restarts") == before + 1, "the restart")
+    seen(page, lambda: value_of(page, "Restarts") == before + 1, "the restart")
     answered = load.num_answers
     wait_until(lambda: load.num_answers > answered, "an answer of the new engine")
     seen(page, lambda: value_of(page, "Running") > 0, "running requests")
@@ -153,7 +153,7 @@ def test_it_fits_a_phone(open_page: OpenPage, load: Load) -> None:
 
 
 def test_screenshot_of_the_live_view(open_page: OpenPage, load: Load, shoot: Callable[[Page, str], None]) -> None:  # noqa: F811
-    page = open_page("/#/live", size={"width": 1280, "height": 1380})
+    page = open_page("/#/live", size={"width": 1280, "height": 1600})
     rows = page.get_by_test_id("requests").locator("tbody tr")
     bars = rows.get_by_role("img")
     seen(page, lambda: rows.count() > 14 and described(bars, "encode .*denoise"), "ten requests that ended")
