@@ -82,14 +82,14 @@ function Tiles({ model }: { model: LiveModel }) {
       />
       <Tile name="Prompts" value={prompts === null ? "–" : figure(prompts)} note="tok/s" />
       {throughput && (throughput.denoise_steps_per_s > 0 || throughput.images_per_s > 0) && (
-        <Tile name="Images" value={fine.format(throughput.images_per_s)} note={`/s, ${figure(throughput.denoise_steps_per_s)} steps/s`} />
+        <Tile name="Images a second" value={fine.format(mean("images_per_s") ?? 0)} note={`${figure(mean("denoise_steps_per_s") ?? 0)} steps/s`} />
       )}
       {latency("First token", model.ttft)}
       {latency("Between tokens", model.inter_token)}
       <Tile
         name="KV cache"
         value={blocks?.total ? `${fine.format((100 * blocks.used) / blocks.total)} %` : "–"}
-        note={blocks ? `${whole.format(blocks.used)} of ${whole.format(blocks.total)} blocks` : ""}
+        note={blocks ? `${whole.format(blocks.used)} of ${whole.format(blocks.total)}` : ""}
       />
       <Tile name="Restarts" value={whole.format(model.restarts)} note={`${whole.format(model.preemptions)} preemptions`} />
     </dl>
