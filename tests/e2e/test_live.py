@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -65,3 +67,15 @@ def test_a_real_engine_tells_its_budget_its_blocks_and_its_requests(small_server
             if not unseen:
                 break
     assert not unseen
+
+
+def test_a_server_that_is_told_to_stop_ends_the_streams_of_its_watchers(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ("--threads", "1", "--kv-cache-memory-mb", "16", "--data-dir", str(tmp_path))
+    with TinyServer(tiny_model, *flags) as server:
+        with httpx.stream("GET", server.url + "/live", timeout=PATIENCE) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            server.process.send_signal(signal.SIGTERM)
+            rest = list(lines)
+        assert all(line.startswith("data: ") for line in rest if line), "the stream ends where an event ends"
+        assert server.process.wait(PATIENCE) == 0
