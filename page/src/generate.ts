@@ -92,7 +92,8 @@ export function messagesOf(system: string, path: Message[]): Json[] {
           function: { name: call.name, arguments: call.arguments },
         })),
       });
-    else written.push({ role: message.role, content: message.content });
+    // An answer that failed before its first token says nothing.
+    else if (message.content || message.role === "user") written.push({ role: message.role, content: message.content });
   }
   return written;
 }

@@ -82,8 +82,6 @@ def test_a_chat_turn_streams_and_tells_its_timings(open_page: OpenPage) -> None:
     page = open_page()
     set_up(page, params={"max_tokens": 24, "temperature": 0, "ignore_eos": True})
     say(page, "Name three colours.")
-    answers(page).wait_for()
-    page.get_by_label("Stop the answer").wait_for()
     answer = wait_for_answer(page)
     assert answer.locator(".markdown").inner_text().strip()
     stats = answer.locator(".stats").inner_text()
@@ -98,12 +96,16 @@ def test_a_chat_turn_streams_and_tells_its_timings(open_page: OpenPage) -> None:
     assert answers(page).count() == 2
 
 
-def test_stop_ends_the_answer_and_the_request(open_page: OpenPage, playground: Server) -> None:
+@pytest.mark.parametrize("by", ["button", "key"])
+def test_stop_ends_the_answer_and_the_request(open_page: OpenPage, playground: Server, by: str) -> None:
     page = open_page()
     set_up(page, params={"max_tokens": 2000, "ignore_eos": True})
     say(page, "Count to a thousand.")
     wait_for_letters(page, 10)
-    page.keyboard.press("Escape")
+    if by == "button":
+        page.get_by_label("Stop the answer").click()
+    else:
+        page.keyboard.press("Escape")
     answer = wait_for_answer(page)
     assert "stopped" in answer.locator(".stats").inner_text()
     assert len(answer.locator(".markdown").inner_text()) > 10
