@@ -35,6 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chat_session": {"chat_client", "command_flags", "terminal"},
     "chat_commands": {"backends", "checkpoint", "chat_client", "chat_session", "command_flags", "terminal"},
     "model_commands": {"backends", "checkpoint", "command_flags", "hub", "machine", "terminal", "text"},
+    "live_text": {"serving"},
+    "live_commands": {"serving", "live_text"},
     "model": {"kernels", "checkpoint"},
     "worker": {"model", "kernels", "checkpoint", "machine"},
     "engine": {"scheduler", "worker", "checkpoint", "machine"},
@@ -60,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "llm",
         "terminal",
         "models_file",
+        "live_commands",
     },
     "__main__": {"cli"},
 }

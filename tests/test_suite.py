@@ -23,6 +23,7 @@ MAY_SLEEP = {
     "flood.py": "measures how long answers take, and paces the clients that are refused",
     "chaos.py": "kills at random moments",
     "soak.py": "sends requests at a steady rate",
+    "live_costs.py": "measures CPU time in windows of time",
     "clients/programs/features.py": "asks a server again and again, as its clients do",
     "peers/remote_peers.py": "measures servers of others, which tell of no condition, and paces the load on them",
 }

@@ -23,6 +23,7 @@ from weft.command_flags import (
 )
 from weft.config import FORMATS, differences, load, shown_value, template
 from weft.errors import ConfigError, Unavailable, WeftError
+from weft.live_commands import add_live_commands
 from weft.options import Config
 
 if TYPE_CHECKING:
@@ -412,6 +413,9 @@ def check_config(
     for row in changed:
         table.add_row(*row.values())
     console().print(table if table.row_count else "Every setting is at its default.", markup=False, soft_wrap=True)
+
+
+add_live_commands(app)
 
 
 @app.command()

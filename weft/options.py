@@ -377,6 +377,9 @@ class ServerOptions(Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     batch_concurrency: Annotated[int, _doc("Requests of batches that run at the same time.", ge=1, le=1024)] = 8
     profile_dir: Annotated[str, _doc("Where POST /admin/profile/start puts traces; empty: it is refused.")] = ""
+    live: Annotated[
+        bool, _doc("Answer GET /live with a stream of the engine's state, for the page and `weft top`.")
+    ] = True
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _doc("The lowest level that is logged.")] = (
         "info"
     )

@@ -391,6 +391,8 @@ class Sample(Struct, frozen=True, kw_only=True):
     params: SamplingParams
     markers: tuple[str, ...] = ()
     """Texts of special tokens that are shown whatever `skip_special_tokens` says, because a parser needs them."""
+    call_marker: str = ""
+    """The text with which the model begins a tool call; empty: none, or the request has no tools."""
     chunk_size: ChunkSize | None = None
     """The size of the answer's pieces, where the caller has one of its own; None: the engine's."""
 
@@ -469,13 +471,22 @@ class StopProfile(Struct, frozen=True, tag=True):
     """The control message to write what was recorded. It is answered with the file."""
 
 
+class ReadBlocks(Struct, frozen=True, tag=True):
+    """The control message to count the blocks of the KV cache that are in use, and the free ones that are cached, in
+    cells of neighbouring blocks from the block `first` on. It is answered with both lists of counts, in JSON."""
+
+    first: int
+    num_cells: int
+    blocks_per_cell: int
+
+
 class SetChunkSize(Struct, frozen=True, tag=True):
     """The control message to set the tokens in a piece of an answer, of answers that run too; 0: as they are made."""
 
     tokens: int
 
 
-ControlMessage = LoadLora | UnloadLora | ResetPrefixCache | StartProfile | StopProfile | SetChunkSize
+ControlMessage = LoadLora | UnloadLora | ResetPrefixCache | StartProfile | StopProfile | ReadBlocks | SetChunkSize
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True, gc=False):
@@ -597,6 +608,12 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
     blocks_used: int = 0
     prompt_tokens: int = 0
     computed_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    encode_tokens: int = 0
+    denoise_tokens: int = 0
+    """Tokens that the kinds of work took of the steps' budgets. Drafts are decoded, prompts that become vectors or
+    prompt embeds are encoded, and latents that are decoded count as denoised."""
     generation_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -638,6 +655,10 @@ class EngineStats(Struct, frozen=True, kw_only=True, array_like=True):
 COUNTERS = (
     "prompt_tokens",
     "computed_tokens",
+    "decode_tokens",
+    "prefill_tokens",
+    "encode_tokens",
+    "denoise_tokens",
     "generation_tokens",
     "prefix_queries",
     "prefix_hits",

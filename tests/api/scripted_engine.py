@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from tests import virtual_time
@@ -21,6 +22,7 @@ from weft.backends.contract import (
 )
 from weft.errors import ContextTooLong, InvalidRequest, ModelError, Overloaded, WeftError
 from weft.payloads import DeclaredInput, GivenTexts
+from weft.scheduler.block_pool import BlockPool
 from weft.text.tokenizer import FillInMiddle
 from weft.types import (
     Adapter,
@@ -38,6 +40,7 @@ from weft.types import (
     ModelInfo,
     Output,
     Pooling,
+    ReadBlocks,
     ResetPrefixCache,
     Sample,
     SamplingDefaults,
@@ -242,6 +245,8 @@ class ScriptedEngine:
         self.closed = False
         self.adapters: list[Adapter] = []
         self.cache_resets = 0
+        self.pool = BlockPool(11)
+        self.block_reads: list[ReadBlocks] = []
         self.profiling = ""
 
     def encode_chat(
@@ -332,7 +337,8 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats(
-            running=len(self.open), waiting=2, blocks_total=10, blocks_used=5, prompt_tokens=7, generation_tokens=8,
+            running=len(self.open), waiting=2, prompt_tokens=7, generation_tokens=8, blocks_used=5,
+            blocks_total=self.pool.num_usable,
             prefix_queries=9, prefix_hits=4, preemptions=3, drafts=2, draft_tokens=6, accepted_tokens=5, restarts=1,
             open_requests=len(self.open), memory_allocated=self.memory[0], memory_reserved=self.memory[1],
         )  # fmt: skip
@@ -362,6 +368,9 @@ class ScriptedEngine:
                     raise InvalidRequest("No trace is being recorded.")
                 file, self.profiling = self.profiling, ""
                 return file
+            case ReadBlocks(first, num_cells, blocks_per_cell):
+                self.block_reads.append(message)
+                return msgspec.json.encode(self.pool.cells(first, num_cells, blocks_per_cell)).decode()
 
     async def close(self) -> None:
         self.closed = True

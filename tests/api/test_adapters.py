@@ -106,7 +106,7 @@ def test_figures_and_log_name_the_model_that_was_asked_for(engine: ScriptedEngin
     metrics = request_app(app, "GET", "/metrics").text
     assert 'weft_request_success_total{finished_reason="stop",model_name="red"} 1.0' in metrics
     assert 'weft_request_success_total{finished_reason="stop",model_name="scripted"} 2.0' in metrics
-    lines = [line for line in stream.getvalue().splitlines() if " generated " in line]
+    lines = [line for line in stream.getvalue().splitlines() if " request " in line and "model=" in line]
     assert [("model=red" in line, "adapter=red" in line, "adapter=blue" in line) for line in lines] == [
         (True, True, False),
         (False, False, False),

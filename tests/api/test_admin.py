@@ -34,7 +34,7 @@ Scenario = Callable[[httpx.AsyncClient, Admission, ScriptedEngine], Awaitable[No
 def admin_paths() -> list[tuple[str, str]]:
     routes = [route for route in build_app(ScriptedEngine(), CONFIG).routes if isinstance(route, Route)]
     found = [(m, r.path) for r in routes for m in r.methods or () if r.path.startswith("/admin") and m != "HEAD"]
-    assert len(found) == 15
+    assert len(found) == 16
     return found
 
 

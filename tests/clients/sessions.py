@@ -103,7 +103,7 @@ class Ended(Struct, frozen=True):
 
     def numbers(self, name: str) -> list[int]:
         """Return a number of every answer that was generated."""
-        return [int(count) for count in re.findall(rf" generated .* {name}=(\d+) ", self.log)]
+        return [int(count) for count in re.findall(rf" request .* {name}=(\d+) ", self.log)]
 
     @property
     def requests(self) -> str:

@@ -119,3 +119,16 @@ def test_forgetting_all_leaves_every_block_where_it_is() -> None:
     pool.forget_all()
     assert pool.by_key == {} and held.key is None and let_go.key is None
     assert held.refs == 1 and pool.num_free == 2
+
+
+def test_cells_count_blocks_in_use_and_free_ones_that_are_cached() -> None:
+    pool = BlockPool(11)
+    taken = pool.allocate(6)
+    for number, block in enumerate(taken):
+        pool.remember(block, bytes([number]))
+    pool.release(taken[3:])
+    assert pool.cells(0, 10, 1) == ([1, 1, 1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0, 0, 0])
+    assert pool.cells(0, 3, 4) == ([3, 0, 0], [1, 2, 0]), "the last cell has two blocks"
+    assert pool.cells(4, 2, 2) == ([0, 0], [2, 0])
+    pool.forget_all()
+    assert pool.cells(0, 2, 5) == ([3, 0], [0, 0])

@@ -671,3 +671,17 @@ def test_damage_is_noticed(damage: Callable[[Simulation], None]) -> None:
     damage(simulation)
     with pytest.raises(IntegrityError):
         check_integrity(simulation.scheduler)
+
+
+@DELAYS
+def test_the_budget_is_counted_by_kind_of_work(delay: int) -> None:
+    asked = drawing("i", [1, 2, 3], 5, negative=[4, 5])
+    simulation = simulated(
+        asked, request("t", [1, 2, 3, 4, 5], 4), request("v", [6, 7], pooling=Pooling.MEAN), delay=delay
+    )
+    simulation.run()
+    stats = simulation.scheduler.stats()
+    assert (stats.prefill_tokens, stats.decode_tokens) == (5, 3)
+    assert stats.encode_tokens == 3 + 2 + 2, "both prompts of the image, and the vector's"
+    assert stats.denoise_tokens == 5 * 4 * 2, "five steps of two passes"
+    assert stats.computed_tokens == stats.prefill_tokens + stats.decode_tokens + stats.encode_tokens

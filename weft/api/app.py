@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from weft import __version__
+from weft import __version__, logs
 from weft.api.admin import add_admin, add_model_admin
 from weft.api.anthropic.listing import AnthropicModelList, ModelEntryInfo, model_info, model_list
 from weft.api.anthropic.message_batches import (
@@ -40,9 +40,11 @@ from weft.api.anthropic.messages_schema import (
 from weft.api.background import BackgroundWork
 from weft.api.body import answer_gone_client
 from weft.api.error_responses import ErrorBody, JsonResponse, answer_http_exception, answer_weft_error
-from weft.api.handler import Handler, streamed
+from weft.api.handler import SSE_HEADERS, Handler, streamed
 from weft.api.middleware import (
+    ADMIN_PATH,
     ANTHROPIC_VERSION,
+    LIVE_PATH,
     ROOT_PATH,
     ApiKeyAuth,
     CompressedAnswers,
@@ -262,6 +264,8 @@ def admission_app(admission: Admission, background: BackgroundWork | None = None
     _add_tokens(app, admission)
     _add_models(app, admission)
     _add_health(app, admission)
+    if admission.config.server.live:
+        _add_live(app, admission)
     if admission.admin_keys.required:
         add_admin(app, admission)
         add_model_admin(app, admission)
@@ -497,6 +501,24 @@ def _add_health(app: FastAPI, admission: Admission) -> None:
         """Prometheus's text format; empty until a model is loaded."""
         residences = [_residence(slot) for slot in admission.pool.slots] if admission.pool.has_many else []
         return Response(exposition(admission.metrics(), residences, admission.watchdog.stalls), media_type=CONTENT_TYPE)
+
+
+def _add_live(app: FastAPI, admission: Admission) -> None:
+    def watched(tenant: str | None) -> Response:
+        headers = {name.decode(): value.decode() for name, value in SSE_HEADERS}
+        return StreamingResponse(admission.live.watch(tenant), headers=headers)
+
+    @app.get(LIVE_PATH, include_in_schema=False)
+    async def live_view() -> Response:
+        """The state of the engines as it changes, with the requests of the caller's own key."""
+        return watched(logs.tenant.get())
+
+    if admission.admin_keys.required:
+
+        @app.get(ADMIN_PATH + LIVE_PATH, include_in_schema=False)
+        async def live_view_of_all() -> Response:
+            """The same with the requests of all keys."""
+            return watched(None)
 
 
 def _all_cards(admission: Admission) -> list[ModelCard]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import msgspec
 from fastapi import Request, Response
@@ -131,7 +132,24 @@ def error_body(error: WeftError) -> ErrorBody:
     )
 
 
+_QUOTED = re.compile(r"""(?<!\w)(['"])(?:\\.|(?!\1).)*(?:\1|$)""", re.DOTALL)
+"""A text in quotation marks; where it was cut, to the end."""
+
+
+_FIELD = re.compile(r"[\w.\[\]-]{1,100}")
+
+
+def reason_of(error: WeftError) -> str:
+    """Return why a request was refused, for the log: what the message quotes may be of a prompt and is left out, but
+    for the name of a model; so is a field whose name is a text."""
+    text = error.message
+    if error.param is not None and not _FIELD.fullmatch(error.param):
+        text = text.replace(error.param, "…")
+    return shortened(text if error.param == "model" else _QUOTED.sub("'…'", text), MAX_REASON_CHARS)
+
+
 def error_response(error: WeftError) -> Response:
+    logs.note({"reason": reason_of(error), "code": error.kind})
     headers: dict[str, str] = {}
     if isinstance(error, Overloaded | Unavailable):
         headers["Retry-After"] = str(error.retry_after_s)
@@ -166,6 +184,7 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
 
 
 MAX_MESSAGE_CHARS = 2000
+MAX_REASON_CHARS = 300
 
 
 def _type(status: int) -> str:

@@ -15,6 +15,7 @@ from fastapi.responses import StreamingResponse
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
+from weft import logs
 from weft.api.body import read_body
 from weft.api.error_responses import Unexpected, error_body
 from weft.api.event_log import WAITING, EventLog
@@ -286,11 +287,11 @@ async def _told_in_stream(response: StreamedResponse | EventLog, writer: Writer)
 
 @contextmanager
 def _until_hang_up() -> Iterator[None]:
-    """Log that the client has gone, and tell no one else."""
+    """Note in the request's line that the client has gone, and tell no one else."""
     try:
         yield
     except ClientGone:
-        log.info("the client hung up")
+        logs.note({"hung_up": True})
 
 
 async def _send_chunks(

@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 HANGUP = 499
 """In the log: the client hung up before it had an answer."""
 
-_QUIET_PATHS = frozenset({"/health", "/health/live", "/metrics"})
+LIVE_PATH = "/live"
+_QUIET_PATHS = frozenset({"/health", "/health/live", "/metrics", LIVE_PATH})
 _SANE_ID = re.compile(SANE_ID)
 
 CORS_HEADERS = "weft.cors_headers"
@@ -79,7 +80,8 @@ class RequestIdMiddleware:
         token = logs.request_id.set(request_id)
         name_task(f"{scope['method']} {scope['path']}")
         try:
-            await self._app(scope, receive, send_with_id)
+            with logs.request_line() as line:
+                await self._app(scope, receive, send_with_id)
         except Exception as error:
             log.exception("unexpected error")
             if status != HANGUP:
@@ -90,9 +92,10 @@ class RequestIdMiddleware:
                 "method": scope["method"],
                 "path": scope["path"],
                 "status": status,
+                **line.fields,
                 "seconds": time.perf_counter() - began,
             }
-            quiet = scope["path"] in _QUIET_PATHS
+            quiet = scope["path"] in _QUIET_PATHS and not 400 <= status < 500
             logs.event(log, logging.DEBUG if quiet else logging.INFO, "request", fields)
             logs.request_id.reset(token)
 

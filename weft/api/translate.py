@@ -344,7 +344,7 @@ async def parse_chat(
     if prediction is not None:
         params = replace(params, prediction=await asyncio.to_thread(_predicted, prediction, engine))
     prompts, truncated = _truncated([prompt], request, params, engine)
-    task = Sample(params=params, markers=reader_options.markers)
+    task = Sample(params=params, markers=reader_options.markers, call_marker=reader_options.call_marker)
     requests = _requests(request, prompts, task, served, report, n=request.n, request_id=request_id, tenant=tenant)
     return ParsedRequest(requests=requests, n=request.n, reader_options=reader_options, truncated_tokens=truncated)
 

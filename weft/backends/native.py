@@ -169,6 +169,7 @@ class ImageOutputs:
             image=event.image,
             finish=event.finish,
             error=event.error,
+            queue_seconds=event.queue_seconds,
             usage=Usage(prompt_tokens=self._num_prompt_tokens, completion_tokens=completion_tokens),
         )
 

@@ -11,19 +11,21 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from weft import logs
 from weft.backends.contract import Engine
 from weft.errors import EngineFault, OutOfMemory, Unavailable
 from weft.hub.progress import Progress
 from weft.hub.resolve import find_model
 from weft.machine.hardware import Machine, inspect_machine, oom_kills
 from weft.machine.memory import MIB, as_out_of_memory, safe_share
-from weft.machine.planner import CPU_CACHE_BYTES, MEMORY_PROFILES, Plan, Planner
+from weft.machine.planner import CPU_CACHE_BYTES, MEMORY_PROFILES, Plan, Planner, plan_fields, plan_lines
 from weft.options import CacheOptions, Config, settings
 
 SHARE_STEP = 0.10
@@ -313,10 +315,7 @@ class _Load:
 
     def _tell(self, plan: Plan | None, flags: str, *, is_first: bool) -> None:
         if plan is not None and is_first:
-            from weft.machine.planner import plan_lines
-
-            for line in plan_lines(plan):
-                log.info("plan: %s", line)
+            logs.event(log, logging.INFO, "plan", plan_fields(plan), table=partial(plan_lines, plan))
         if plan is not None and plan.warning:
             log.warning("%s", plan.warning)
         if not is_first:

@@ -40,6 +40,7 @@ from weft.types import (
     LoadLora,
     ModelInfo,
     Output,
+    ReadBlocks,
     ResetPrefixCache,
     Sample,
     SamplingParams,
@@ -212,6 +213,8 @@ class AdaptedEngine:
                 raise cannot(self.name, "forget prompts")
             case StartProfile() | StopProfile():
                 raise cannot(self.name, "be profiled")
+            case ReadBlocks():
+                raise cannot(self.name, "tell which blocks are in use")
         assert_never(message)
 
     def note_silence(self) -> None:

@@ -10,6 +10,7 @@ import queue
 import time
 from pathlib import Path
 
+import msgspec
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -32,7 +33,7 @@ from weft.engine.wire import (
 from weft.errors import InvalidRequest
 from weft.scheduler.scheduler import Scheduler
 from weft.switches import is_on
-from weft.types import ResetPrefixCache, StartProfile, StopProfile
+from weft.types import ReadBlocks, ResetPrefixCache, StartProfile, StopProfile
 from weft.worker.worker import Worker
 
 
@@ -153,6 +154,9 @@ def _carry_out(call: ControlCall, core: EngineCore, recorder: Recorder) -> Done:
                 result = recorder.start(folder)
             case StopProfile():
                 result = recorder.stop()
+            case ReadBlocks(first, num_cells, blocks_per_cell):
+                cells = core.scheduler.pool.cells(first, num_cells, blocks_per_cell)
+                result = msgspec.json.encode(cells).decode()
     except InvalidRequest as error:
         return Done(call.number, error=str(error))
     return Done(call.number, result)

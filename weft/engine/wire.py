@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from weft.checkpoint.model_files import ModelFiles
 from weft.options import Config
-from weft.types import EngineStats, Event, ModelInfo, Request, ResetPrefixCache, StartProfile, StopProfile
+from weft.types import EngineStats, Event, ModelInfo, ReadBlocks, Request, ResetPrefixCache, StartProfile, StopProfile
 
 MAX_FRAME_BYTES = 256 * 2**20
 LARGE_BYTES = 2**20
@@ -58,7 +58,7 @@ class Shutdown(Struct, frozen=True, tag=True):
     pass
 
 
-ProcessControl = ResetPrefixCache | StartProfile | StopProfile
+ProcessControl = ResetPrefixCache | StartProfile | StopProfile | ReadBlocks
 """The control messages that an engine process carries out; adapters are the api process's to know."""
 
 

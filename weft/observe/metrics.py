@@ -28,6 +28,21 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many values were in each bucket; in the last one, those above all bounds."""
+        return tuple(self._counts)
+
+    def quantile(self, share: float, counts: Sequence[int]) -> float:
+        """Estimate the value below which this share of the values lies, of which there are so many in each bucket."""
+        wanted, below = share * sum(counts), 0
+        for number, count in enumerate(counts[:-1]):
+            if count and below + count >= wanted:
+                low = self._bounds[number - 1] if number else 0.0
+                return low + (self._bounds[number] - low) * (wanted - below) / count
+            below += count
+        return self._bounds[-1]
+
     def buckets(self) -> list[tuple[str, float]]:
         """Return each bound as Prometheus writes it, and how many values were not above it."""
         rows: list[tuple[str, float]] = []

@@ -116,6 +116,13 @@ class BlockPool:
             block.key = key
             self.by_key[key] = block
 
+    def cells(self, first: int, num_cells: int, blocks_per_cell: int) -> tuple[list[int], list[int]]:
+        """Count the blocks in use, and the free ones that are cached, in each of these cells of neighbouring blocks."""
+        blocks = self.blocks[1 + first : 1 + first + num_cells * blocks_per_cell]
+        states = bytes([1 if block.refs else 2 if block.key is not None else 0 for block in blocks])
+        cells = [(start, start + blocks_per_cell) for start in range(0, len(states), blocks_per_cell)]
+        return [states.count(1, *cell) for cell in cells], [states.count(2, *cell) for cell in cells]
+
     def forget_all(self) -> None:
         for block in list(self.by_key.values()):
             self._forget(block)

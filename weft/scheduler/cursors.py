@@ -19,7 +19,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from typing import TypeGuard
+from typing import ClassVar, TypeGuard
 
 from msgspec import Struct
 
@@ -194,6 +194,9 @@ class Cursor(ABC):
 
 class RowCursor(Cursor):
     """A cursor over tokens: it has a row in the worker while it runs, and blocks of the cache."""
+
+    encodes: ClassVar[bool] = False
+    """True when its prompt becomes a vector or prompt embeds, and no answer."""
 
     def __init__(
         self, request: Request, tokens: list[int], num_prompt: int, limit: int, block_size: int, arrival: int,
@@ -424,6 +427,8 @@ class TokenCursor(RowCursor):
 
 class EncodeCursor(RowCursor):
     """A request, or a stage, that computes the hidden states of a prompt and samples nothing."""
+
+    encodes: ClassVar[bool] = True
 
     def __init__(
         self, request: Request, token_ids: Sequence[int], block_size: int, arrival: int, arrived_at: float

@@ -60,6 +60,7 @@ class Scheduler:
         self._counts = dict.fromkeys(
             (
                 *("prompt_tokens", "computed_tokens", "generation_tokens", "prefix_queries", "prefix_hits"),
+                *("decode_tokens", "prefill_tokens", "encode_tokens", "denoise_tokens"),
                 *("preemptions", "drafts", "draft_tokens", "accepted_tokens"),
             ),
             0,
@@ -147,7 +148,7 @@ class Scheduler:
             step.denoise,
         )
         self._under_way[plan.step_id] = step.promised
-        self._counts["computed_tokens"] += step.decodes + step.draft_tokens + step.prefill_tokens
+        step.count(self._counts)
         self._next_step_id += 1
         self._released_rows = []
         self.images.memory.released = []
@@ -390,6 +391,8 @@ class Scheduler:
             step.draft_tokens += len(draft.tokens)
         else:
             step.prefill_tokens += count
+            if cursor.encodes:
+                step.encode_tokens += count
         if isinstance(request, PromptLogprobs):
             step.prompt_logprobs_budget -= count
         self.waiting.tenants.charge(cursor.tenant, count)

@@ -36,12 +36,24 @@ class Step:
         self.decodes = 0
         self.draft_tokens = 0
         self.prefill_tokens = 0
+        self.encode_tokens = 0
+        """Those among them of prompts that become vectors or prompt embeds."""
         self.prefill_budget = 0
         """The step may have so many prefill tokens."""
         self.prefill_blocks = 0
         """Blocks that running prefills will still want."""
         self.prompt_logprobs_budget = MAX_PROMPT_LOGPROBS
         self.preempted = False
+
+    def count(self, counts: dict[str, int]) -> None:
+        """Count what the step takes of its budget, by kind of work."""
+        decoded = self.decodes + self.draft_tokens
+        counts["computed_tokens"] += decoded + self.prefill_tokens
+        counts["decode_tokens"] += decoded
+        counts["prefill_tokens"] += self.prefill_tokens - self.encode_tokens
+        counts["encode_tokens"] += self.encode_tokens
+        for unit in self.denoise:
+            counts["encode_tokens" if unit.stage == "encode" else "denoise_tokens"] += unit.cost
 
     @property
     def is_empty(self) -> bool:

@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from heapq import nlargest
 from typing import Any
 
 from msgspec import Struct
@@ -21,12 +22,13 @@ from weft.observe.traces import open_traces
 from weft.observe.watchdog import LoopWatchdog
 from weft.options import Config
 from weft.serving.auth import Keys
+from weft.serving.live import MAX_OPEN_SHOWN, LiveView
 from weft.serving.model_pool import ModelPool, StartEngine
 from weft.serving.model_slot import ModelSlot
 from weft.serving.rate_limits import Account, Accounts, RateLimitState
 from weft.serving.request import FieldReport
 from weft.serving.served_model import ServedModel, open_served_model
-from weft.serving.timing import RequestTimer
+from weft.serving.timing import RequestTimer, Timeline, timeline_of
 
 SHUTTING_DOWN = "The server is shutting down."
 DRAINING = "The server takes no new requests for now."
@@ -162,6 +164,19 @@ class RequestContext(Struct, eq=False, kw_only=True):
         """How many tokens were generated so far."""
         return sum(timer.num_tokens for timer in self.timers.values())
 
+    def timeline(self) -> Timeline | None:
+        """Return how it has gone so far; None: nothing of it was submitted to the engine."""
+        if not self.timers:
+            return None
+        return timeline_of(
+            [*self.timers.values()],
+            request_id=self.request_id,
+            answer_id=self.answer_id,
+            tenant=self.tenant,
+            model=self.served.model_name,
+            age_s=time.monotonic() - self.began,
+        )
+
     def abort(self, why: str) -> None:
         if not self.aborted.done():
             self.aborted.set_result(why)
@@ -191,6 +206,7 @@ class Admission:
         self._accounts = Accounts(config.limits, max_body_mb=options.max_body_mb)
         self._batch_accounts = Accounts(config.limits, max_body_mb=options.max_body_mb)
         """Batches have limits of their own, as large: they take nothing from a tenant's other requests."""
+        self.live = LiveView(self.pool, self._open_timelines)
         self.watchdog = LoopWatchdog()
         """It watches while a server runs."""
         self._closed_because = ""
@@ -204,7 +220,8 @@ class Admission:
         return self.pool.adopt(engine, restart)
 
     async def close(self) -> None:
-        """End all engines."""
+        """End all engines, and the streams of those who watch them."""
+        await self.live.close()
         await self.pool.close()
 
     def drain(self, why: str = SHUTTING_DOWN) -> None:
@@ -227,6 +244,11 @@ class Admission:
     def contexts(self) -> list[RequestContext]:
         """Return the requests inside, the oldest first."""
         return sorted(self._contexts, key=lambda context: context.began)
+
+    def _open_timelines(self) -> list[Timeline]:
+        """Return the timelines of the newest requests inside."""
+        newest = nlargest(MAX_OPEN_SHOWN, self._contexts, key=lambda context: context.began)
+        return [timeline for context in newest if (timeline := context.timeline()) is not None]
 
     async def empty(self) -> None:
         """Return when no request is inside."""
@@ -278,6 +300,8 @@ class Admission:
         try:
             yield context
         finally:
+            if (timeline := context.timeline()) is not None:
+                self.live.ended(timeline)
             context.leave()
             self._contexts.discard(context)
             if not self._contexts:

@@ -182,7 +182,7 @@ class Generation:
             raise EngineFault(f"The engine ended {what} without a reason.")
 
     def _report(self) -> None:
-        """Write to the log and to the traces how the requests went; vectors are only counted."""
+        """Write to the log and to the traces how the requests went; vectors have no trace."""
         match self._requests[0].task:
             case Sample():
                 self._report_samples(self._outcome(self._model_name))
@@ -190,40 +190,58 @@ class Generation:
                 image_model = self._served.engine.model.images
                 assert image_model is not None
                 self._report_images(self._outcome(image_model.name))
+            case Embed():
+                outcome = self._outcome(self._model_name)
+                # Vectors are many and short: they have no line where they have none of a request.
+                logs.note({"model": outcome.model, "prompt_tokens": outcome.prompt_tokens, "inputs": outcome.choices})
 
     def _report_samples(self, outcome: RequestOutcome) -> None:
         fields: dict[str, object] = {
-            "answer_id": self._context.answer_id,
             "model": outcome.model,
-            "choices": outcome.choices,
             "prompt_tokens": outcome.prompt_tokens,
             "tokens": outcome.completion_tokens,
-            "queue_s": outcome.queue_seconds,
-            "first_token_s": outcome.first_token_seconds,
-            "seconds": outcome.seconds,
+            "ttft_s": outcome.first_token_seconds,
+            "tok_per_s": self._tokens_per_second(),
             "finish": outcome.finish,
+            "queue_s": outcome.queue_seconds,
+            "choices": outcome.choices,
+            "answer_id": self._context.answer_id,
+            "seconds": outcome.seconds,
         }
         if adapter := self._requests[0].adapter:
             fields["adapter"] = adapter
         if self._served.options.log_prompts:
             fields["prompts"] = [self._shown(request.prompt) for request in self._requests if not request.sibling_of]
-        logs.event(log, logging.INFO, "generated", fields)
+        self._log("generated", fields)
         self._trace(outcome)
+
+    def _log(self, message: str, fields: dict[str, object]) -> None:
+        """Add to the line of the call's request; an answer in the background, or a line of a batch, has its own."""
+        if not logs.note(fields):
+            logs.event(log, logging.INFO, message, fields)
+
+    def _tokens_per_second(self) -> float | None:
+        """Return the speed of all choices together behind their first tokens; None where there were none."""
+        timings = [timer.timings for timer in self._timers.values() if timer.timings is not None]
+        count = sum(each.tokens - 1 for each in timings)
+        seconds = max((each.total_seconds - each.first_token_seconds for each in timings), default=0)
+        return count / seconds if count > 0 and seconds > 0 else None
 
     def _report_images(self, outcome: RequestOutcome) -> None:
         first = self._requests[0]
         assert isinstance(first.task, GenerateImage)
         fields: dict[str, object] = {
-            "answer_id": self._context.answer_id,
+            "model": outcome.model,
+            "prompt_tokens": outcome.prompt_tokens,
             "images": outcome.choices,
             "steps": first.task.params.steps,
-            "prompt_tokens": outcome.prompt_tokens,
-            "seconds": outcome.seconds,
             "finish": outcome.finish,
+            "answer_id": self._context.answer_id,
+            "seconds": outcome.seconds,
         }
         if self._served.options.log_prompts:
             fields["prompt"] = first.task.params.prompt_text or self._shown(first.prompt)
-        logs.event(log, logging.INFO, "drew", fields)
+        self._log("drew", fields)
         self._trace(outcome)
 
     def _trace(self, outcome: RequestOutcome) -> None:

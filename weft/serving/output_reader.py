@@ -57,6 +57,11 @@ class ReaderOptions(Struct, frozen=True, kw_only=True):
         return tools + ((self.reasoning.begin, self.reasoning.end) if self.reasoning is not None else ())
 
     @property
+    def call_marker(self) -> str:
+        """Return the text with which a call begins, where the model marks its calls."""
+        return self.tools.markers[0] if self.tools is not None else ""
+
+    @property
     def thinking(self) -> ThinkingSpec | None:
         """Return what may stand before an output that is in form."""
         if self.reasoning is None:

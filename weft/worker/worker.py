@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from functools import partial
 
 import torch
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
+from weft import logs
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ConfigError
 from weft.kernels import ops_for
@@ -150,8 +151,8 @@ class Worker:
             for _ in range(STEPS_BEFORE_READY):
                 self.runner.prepare()
         if not on_cpu:
-            for line in ledger_table(ledger).splitlines():
-                log.info("GPU memory: %s", line)
+            sizes = {f"{name}_gib": round(size / GIB, 3) for name, size in asdict(ledger).items()}
+            logs.event(log, logging.INFO, "GPU memory", sizes, table=lambda: ledger_table(ledger).splitlines())
         self.memory = MemoryGauge(partial(memory_usage, device))
         self.info = ModelInfo(
             name=config.model.served_model_name or files.name,

@@ -271,9 +271,10 @@ def test_every_prediction_is_a_line_of_the_log_and_no_trace_id_adds_one() -> Non
         logger.setLevel(level)
         logger.removeHandler(handler)
     first, second, third = written.getvalue().splitlines()
-    assert "request_id=good-1 prediction status=OK tokens=12 seconds=" in first
+    assert "request_id=good-1 prediction status=OK tokens=12 model=scripted prompt_tokens=" in first
+    assert " ttft_s=" in first and "seconds=" in first
     assert "forged" not in second
-    assert "request_id=bad-1 prediction status=NOT_FOUND tokens=0 seconds=" in third
+    assert "request_id=bad-1 prediction status=NOT_FOUND tokens=0 reason=" in third and "seconds=" in third
 
 
 def test_predictions_are_counted_by_how_they_ended() -> None:

@@ -59,7 +59,7 @@ def test_its_prompt_is_logged_where_prompts_are(caplog: pytest.LogCaptureFixture
     for logs_prompts in (False, True):
         caplog.clear()
         caplog.handler.setFormatter(logs.LineFormatter())
-        with caplog.at_level(logging.INFO, "weft.serving.generation"):
+        with caplog.at_level(logging.INFO, "weft.api.middleware"):
             settings = load({"log_prompts": logs_prompts}, env={})
             request(ScriptedEngine(images=READER), "POST", IMAGES, settings, json={"prompt": "a secret thing"})
-        assert "drew" in caplog.text and ("a secret thing" in caplog.text) == logs_prompts
+        assert "images=1" in caplog.text and ("a secret thing" in caplog.text) == logs_prompts

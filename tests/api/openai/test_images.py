@@ -271,7 +271,7 @@ def test_a_span_of_the_model_that_drew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_line_of_the_log_without_the_prompt() -> None:
     written = io.StringIO()
-    logger = logging.getLogger("weft.serving.generation")
+    logger = logging.getLogger("weft.api.middleware")
     handler = logging.StreamHandler(written)
     handler.setFormatter(logs.LineFormatter())
     logger.addHandler(handler)
@@ -284,5 +284,5 @@ def test_a_line_of_the_log_without_the_prompt() -> None:
         logger.setLevel(level)
         logger.removeHandler(handler)
     first, second = written.getvalue().splitlines()
-    assert "drew answer_id=img-" in first and "images=2 steps=6 prompt_tokens=12 " in first and "finish=stop" in first
+    assert "model=painter prompt_tokens=12 images=2 steps=6 finish=stop answer_id=img-" in first
     assert "red circle" not in first and "red circle" in second

@@ -182,16 +182,19 @@ class Inference:
         arrived = time.perf_counter()
         code = grpc.StatusCode.CANCELLED
         self._num_images += 1
-        try:
-            await self._draw(message, context, arrived)
-            code = grpc.StatusCode.OK
-        except Exception as error:  # noqa: BLE001 - logged where it becomes a status
-            status = status_of(error)
-            code = status.code
-            await context.abort(status.code, status.details)
-        finally:
-            self._num_images -= 1
-            logs.event(log, logging.INFO, "image", {"status": code.name, "seconds": time.perf_counter() - arrived})
+        with logs.request_line() as line:
+            try:
+                await self._draw(message, context, arrived)
+                code = grpc.StatusCode.OK
+            except Exception as error:  # noqa: BLE001 - logged where it becomes a status
+                status = status_of(error)
+                code = status.code
+                await context.abort(status.code, status.details)
+            finally:
+                self._num_images -= 1
+                line.fields.pop("answer_id", None)  # the trace_id, which may be any text
+                fields = {"status": code.name, **line.fields, "seconds": time.perf_counter() - arrived}
+                logs.event(log, logging.INFO, "image", fields)
 
     async def _draw(self, message: bytes, context: Context, arrived: float) -> None:
         request = parse(GenerateImageRequest, message)

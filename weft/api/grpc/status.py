@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from msgspec import Struct
 
 from weft import logs
-from weft.api.error_responses import Unexpected, error_body
+from weft.api.error_responses import Unexpected, error_body, reason_of
 from weft.api.openai.openai_schema import SANE_ID
 from weft.errors import InvalidRequest, Unavailable, WeftError
 
@@ -39,6 +39,7 @@ def status_of(error: Exception) -> RpcStatus:
         error = Unexpected(str(error))
     elif error.status >= 500 and not isinstance(error, Unavailable):
         log.error("%s: %s", type(error).__name__, error)
+    logs.note({"reason": reason_of(error)})
     return RpcStatus(grpc.StatusCode[error.grpc_code], error_body(error).error.message)
 
 

@@ -93,6 +93,10 @@ class PredictionStream:
             group.create_task(self._predict(message, arrived), name="StreamPredict")
 
     async def _predict(self, message: bytes, arrived: float) -> None:
+        with logs.request_line() as line:
+            await self._predict_noted(message, arrived, line)
+
+    async def _predict_noted(self, message: bytes, arrived: float, line: logs.RequestLine) -> None:
         trace_id = ""
         prediction: Prediction | None = None
         code = grpc.StatusCode.CANCELLED
@@ -118,9 +122,11 @@ class PredictionStream:
             self._num_ended += 1
             self._stop_reading_when_done()
             self._capacity.release()
+            line.fields.pop("answer_id", None)  # the trace_id, which may be any text
             fields = {
                 "status": code.name,
                 "tokens": 0 if prediction is None else prediction.num_tokens,
+                **line.fields,
                 "seconds": time.perf_counter() - arrived,
             }
             logs.event(log, logging.INFO, "prediction", fields)

@@ -54,6 +54,7 @@ from weft.types import (
     LoadLora,
     ModelInfo,
     Output,
+    ReadBlocks,
     Request,
     ResetPrefixCache,
     Sample,
@@ -199,6 +200,8 @@ class RemoteEngine:
                 raise cannot(self.name, "reset its peer's cache")
             case StartProfile() | StopProfile():
                 raise cannot(self.name, "profile its peer")
+            case ReadBlocks():
+                raise cannot(self.name, "read its peer's blocks")
         assert_never(message)
 
     def health(self) -> Health:

@@ -51,7 +51,7 @@ from weft.errors import ConfigError, EngineFault, OutOfMemory, WeftError
 from weft.machine.hardware import MemoryGauge, inspect_machine, oom_kills
 from weft.machine.planner import plan_load
 from weft.options import Config
-from weft.types import Request, ResetPrefixCache, StartProfile, StopProfile
+from weft.types import ReadBlocks, Request, ResetPrefixCache, StartProfile, StopProfile
 
 log = logging.getLogger(__name__)
 
@@ -206,6 +206,8 @@ async def _carry_out(call: ControlCall, driver: Driver) -> Done:
             return Done(call.number, error="vLLM forgets prompts only while no request is in it.")
         case StartProfile() | StopProfile():
             return Done(call.number, error="vLLM's steps are not recorded: it has a profiler of its own.")
+        case ReadBlocks():
+            return Done(call.number, error="vLLM does not tell which blocks are in use.")
 
 
 async def _send_heartbeats(driver: Driver, open_requests: OpenRequests) -> None:

@@ -86,6 +86,8 @@ class VllmStats:
                 EngineStats(
                     prompt_tokens=prompts.total,
                     computed_tokens=prompts.computed + generated,
+                    decode_tokens=generated,
+                    prefill_tokens=prompts.computed,
                     generation_tokens=generated,
                     preemptions=iteration_stats.num_preempted_reqs,
                     steps=1,
