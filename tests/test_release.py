@@ -82,7 +82,7 @@ def test_the_bill_of_materials_names_every_package_that_is_installed_with_weft(t
     written = run("sbom.py", tmp_path / "bill.json")
     assert written.returncode == 0, written.stderr
     bill = json.loads((tmp_path / "bill.json").read_text())
-    assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "weft")
+    assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "weft-serve")
     lock = (ROOT / "requirements" / "serve.txt").read_text()
     pins = {f"{name}=={version}" for name, version in re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", lock, re.MULTILINE)}
     named = {f"{one['name']}=={one['version']}": one for one in bill["components"]}

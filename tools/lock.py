@@ -22,8 +22,8 @@ FOLDER = Path(__file__).parents[1] / "requirements"
 INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
 FILES = {
     "build.txt": ("setuptools",),
-    "serve.txt": ("weft",),
-    "dev.txt": ("weft[diffusers,dev]",),
+    "serve.txt": ("weft-serve",),
+    "dev.txt": ("weft-serve[diffusers,dev]",),
 }
 
 
@@ -58,7 +58,7 @@ def needed(wanted: tuple[str, ...]) -> list[Distribution]:
             applies = inner.marker is None or any(inner.marker.evaluate({"extra": extra}) for extra in extras)
             if applies and canonicalize_name(inner.name) not in found:
                 waiting.append(inner)
-    for name in ("weft", "torch"):
+    for name in ("weft-serve", "torch"):
         found.pop(name, None)
     return [found[name] for name in sorted(found)]
 
