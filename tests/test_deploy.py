@@ -1,4 +1,4 @@
-"""What is deployed: every flag, variable, port, route and metric that deploy/ and the Dockerfile name is one of Weft's."""
+"""Every flag, variable, port, route and metric that deploy/ and the Dockerfile name is one of Weft's."""
 
 from __future__ import annotations
 
@@ -181,6 +181,8 @@ def test_the_unit_starts_a_command_that_there_is() -> None:
 
 
 def test_the_version_of_python_in_the_image_is_one_that_the_project_takes() -> None:
-    (oldest,) = re.findall(r">=3\.(\d+)", tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"])
+    (oldest,) = re.findall(
+        r">=3\.(\d+)", tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    )
     found = re.findall(r"^FROM python:3\.(\d+)-slim", DOCKERFILE, re.MULTILINE)
     assert found and all(int(minor) >= int(oldest) for minor in found)

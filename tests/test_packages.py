@@ -25,7 +25,9 @@ BUILT = ("README.md", "LICENSE", "pyproject.toml", "weft")
 
 
 def run(*command: object, cwd: Path, env: dict[str, str] | None = None) -> str:
-    done = subprocess.run([str(word) for word in command], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -5,8 +5,8 @@ platforms as the package index states them: requirements/build.txt what builds W
 dev.txt what tests it. torch alone is pinned in constraints.txt without hashes: which of its builds is right, for a CPU
 or for CUDA, is the machine's to say.
 
-docs.txt builds the documentation and deploy.txt checks deploy/; these packages have environments of their own in build/,
-and each file is written when its environment is there (`make docs`, `make lint-deploy`).
+docs.txt builds the documentation and deploy.txt checks deploy/. Their packages have environments of their own in
+build/, and each file is written when its environment is there (`make docs`, `make lint-deploy`).
 """
 
 from __future__ import annotations
