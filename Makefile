@@ -113,9 +113,9 @@ release: .venv/installed
 	cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
 
 docs: .venv/installed build/docs/installed
+	$(BIN)/python tools/plots.py
 	$(BIN)/python tools/reference.py build/docs-source
-	$(BIN)/python tools/plots.py build/docs-source
-	build/docs/bin/mkdocs build --strict --quiet --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet --site-dir build/site
 
 lint-deploy: build/deploy/installed
 	build/deploy/bin/hadolint Dockerfile
