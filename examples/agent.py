@@ -19,8 +19,8 @@ def multiply(first: int, second: int) -> int:
 
 model = ChatOpenAI(
     model="smollm2",
-    base_url=os.environ.get("WEFT_URL", "http://127.0.0.1:8000") + "/v1",
-    api_key=os.environ.get("WEFT_API_KEY", "none"),
+    base_url=os.environ.get("SERVER_URL", "http://127.0.0.1:8000") + "/v1",
+    api_key=os.environ.get("SERVER_KEY", "none"),
     temperature=0,
     max_tokens=64,
 )

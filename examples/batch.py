@@ -14,8 +14,8 @@ from pathlib import Path
 from openai import OpenAI
 
 client = OpenAI(
-    base_url=os.environ.get("WEFT_URL", "http://127.0.0.1:8000") + "/v1",
-    api_key=os.environ.get("WEFT_API_KEY", "none"),
+    base_url=os.environ.get("SERVER_URL", "http://127.0.0.1:8000") + "/v1",
+    api_key=os.environ.get("SERVER_KEY", "none"),
 )
 questions = [
     "What is the capital of France?",

@@ -6,8 +6,8 @@ import sys
 from openai import OpenAI
 
 client = OpenAI(
-    base_url=os.environ.get("WEFT_URL", "http://127.0.0.1:8000") + "/v1",
-    api_key=os.environ.get("WEFT_API_KEY", "none"),
+    base_url=os.environ.get("SERVER_URL", "http://127.0.0.1:8000") + "/v1",
+    api_key=os.environ.get("SERVER_KEY", "none"),
 )
 question = sys.argv[1] if len(sys.argv) > 1 else "What is the capital of France?"
 stream = client.chat.completions.create(

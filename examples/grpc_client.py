@@ -11,9 +11,9 @@ import grpc
 from weft.api.grpc.ai_service_pb2 import GenerationParameters, StreamPredictRequest, StreamPredictResponse
 
 METHOD = "/cy.llm.AiInference/StreamPredict"
-key = os.environ.get("WEFT_API_KEY", "none")
+key = os.environ.get("SERVER_KEY", "none")
 prompt = sys.argv[1] if len(sys.argv) > 1 else "The sea is"
-with grpc.insecure_channel(os.environ.get("WEFT_GRPC", "127.0.0.1:50051")) as channel:
+with grpc.insecure_channel(os.environ.get("SERVER_GRPC", "127.0.0.1:50051")) as channel:
     predict = channel.stream_stream(METHOD, StreamPredictRequest.SerializeToString, StreamPredictResponse.FromString)
     parameters = GenerationParameters(temperature=0, max_new_tokens=20)
     requests = iter([StreamPredictRequest(prompt=prompt, generation=parameters)])

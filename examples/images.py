@@ -11,8 +11,8 @@ from pathlib import Path
 
 import httpx
 
-url = os.environ.get("WEFT_URL", "http://127.0.0.1:8000")
-key = os.environ.get("WEFT_API_KEY", "none")
+url = os.environ.get("SERVER_URL", "http://127.0.0.1:8000")
+key = os.environ.get("SERVER_KEY", "none")
 prompt = sys.argv[1] if len(sys.argv) > 1 else "a red circle on a blue background"
 path = Path(sys.argv[2] if len(sys.argv) > 2 else "image.png")
 body = {"prompt": prompt, "seed": 7, "stream": True}

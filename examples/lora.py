@@ -17,9 +17,9 @@ import httpx
 import numpy as np
 from safetensors.numpy import save_file
 
-url = os.environ.get("WEFT_URL", "http://127.0.0.1:8000")
-key = os.environ.get("WEFT_API_KEY", "none")
-admin = {"authorization": f"Bearer {os.environ.get('WEFT_ADMIN_KEY', 'boss')}"}
+url = os.environ.get("SERVER_URL", "http://127.0.0.1:8000")
+key = os.environ.get("SERVER_KEY", "none")
+admin = {"authorization": f"Bearer {os.environ.get('SERVER_ADMIN_KEY', 'boss')}"}
 
 
 def random_adapter(folder: Path, rank: int = 4, layers: int = 30, width: int = 576) -> Path:

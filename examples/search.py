@@ -10,8 +10,8 @@ import numpy as np
 from openai import OpenAI
 
 client = OpenAI(
-    base_url=os.environ.get("WEFT_URL", "http://127.0.0.1:8000") + "/v1",
-    api_key=os.environ.get("WEFT_API_KEY", "none"),
+    base_url=os.environ.get("SERVER_URL", "http://127.0.0.1:8000") + "/v1",
+    api_key=os.environ.get("SERVER_KEY", "none"),
 )
 TEXTS = [
     "The harbour was full of sailing boats.",

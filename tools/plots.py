@@ -1,7 +1,7 @@
 """Draws the plots of docs/benchmarks.md from the tables of that page: python tools/plots.py [FOLDER].
 
-A plot is an SVG file without scripts, fonts or numbers of its own. tests/test_docs.py fails when a table was changed and
-the plot was not drawn again.
+A plot is an SVG file without scripts, fonts or numbers of its own. tests/test_docs.py fails when a table was changed
+and the plot was not drawn again.
 """
 
 from __future__ import annotations

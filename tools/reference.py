@@ -1,8 +1,8 @@
 """Writes the sources of the documentation site: python tools/reference.py FOLDER.
 
-They are the pages of docs/, the pages of the repository's root that these link to, and a reference that is made from the
-code: commands, settings, routes, metrics, models. The reference is written when the site is built and kept nowhere, so
-it cannot be older than the code. A link to any other file of the repository leads to a copy of that file in the site.
+They are the pages of docs/, the pages of the repository's root that these link to, and a reference that is made from
+the code: commands, settings, routes, metrics, models. The reference is written when the site is built and kept nowhere,
+so it cannot be older than the code. A link to any other file of the repository leads to a copy of it in the site.
 """
 
 from __future__ import annotations
@@ -227,8 +227,8 @@ def metrics() -> str:
             )
         )
     about = (
-        "Made from the code: what `GET /metrics` has. [Operating Weft](../operations.md#metrics-and-dashboard) says how "
-        "they are counted. A histogram has `_bucket`, `_sum` and `_count`.\n"
+        "Made from the code: what `GET /metrics` has. [Operating Weft](../operations.md#metrics-and-dashboard) says "
+        "how they are counted. A histogram has `_bucket`, `_sum` and `_count`.\n"
     )
     return "\n".join(["# Metrics\n", about, table(("name", "type", "labels", "vLLM's name", "what it is"), rows)])
 

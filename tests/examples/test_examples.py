@@ -36,9 +36,9 @@ def server(smollm2_files: ModelFiles, tmp_path_factory: pytest.TempPathFactory) 
 def run(server: Server, program: str, *words: str, cwd: Path | None = None) -> str:
     environment = {
         **os.environ,
-        "WEFT_URL": server.url,
-        "WEFT_GRPC": f"127.0.0.1:{server.grpc_port()}",
-        "WEFT_ADMIN_KEY": ADMIN,
+        "SERVER_URL": server.url,
+        "SERVER_GRPC": f"127.0.0.1:{server.grpc_port()}",
+        "SERVER_ADMIN_KEY": ADMIN,
         "PYTHONPATH": str(FOLDER.parent),
     }
     done = subprocess.run(
