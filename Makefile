@@ -123,6 +123,9 @@ lint-deploy: build/deploy/installed
 	build/deploy/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
 	build/deploy/bin/kubernetes-validate --strict --quiet deploy/kubernetes/base/service.yaml \
 	    deploy/kubernetes/base/statefulset.yaml deploy/kubernetes/base/autoscaling.yaml
+	@if command -v kubectl > /dev/null; then kubectl kustomize deploy/kubernetes/gpu > build/kubernetes.yaml \
+	    && build/deploy/bin/kubernetes-validate --strict --quiet build/kubernetes.yaml; \
+	    else echo "deploy/kubernetes/gpu: not built, there is no kubectl here"; fi
 	build/deploy/bin/yamllint --strict --config-file deploy/yamllint.yaml deploy .github mkdocs.yml
 	$(PYTHON) tools/lint_systemd.py deploy/systemd/weft.service
 
