@@ -149,10 +149,10 @@ class CacheOptions(Struct, frozen=True, forbid_unknown_fields=True):
         int, _doc("Memory for the cache, in MiB; 0: 512 on CPU, what --gpu-memory-utilization leaves on GPU.", ge=0)
     ] = 0
     kv_cache_dtype: Annotated[
-        Literal["auto", "fp8"],
+        Literal["auto", "fp8", "fp16", "int8"],
         _doc(
-            "The type of the cache: auto is the model's; fp8 (e4m3) takes half the memory of bfloat16, and rounds keys "
-            "and values; on GPUs."
+            "The type of the cache: auto is that of the model. Others round keys and values: fp8 (e4m3) takes half "
+            "the memory of bfloat16, on GPUs; fp16 takes half, and int8 a quarter, of float32, on CPUs."
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from weft.kernels import HeadNorms, HeadShape
 from weft.kernels.batch import AdapterGroups
-from weft.kernels.fp8 import E4M3, LayerCache, zero_cache
+from weft.kernels.fp8 import E4M3
 from weft.kernels.int4 import GROUP, pack, quantised_groups
+from weft.kernels.kv_cache import LayerCache, zero_cache
 from weft.kernels.triton import decode_attention as decode_module
 from weft.kernels.triton import elementwise, launch, linears, lora_linears, sampling_kernels
 from weft.kernels.triton.decode_attention import decode_attention

@@ -32,8 +32,9 @@ from tests.gpu.steps import (
 from weft.kernels import REFERENCE, AttentionBatch, HeadNorms, HeadShape, Ops, reference
 from weft.kernels import sampling as draws
 from weft.kernels.batch import AdapterGroups
-from weft.kernels.fp8 import GROUP, Fp8Cache, Fp8Weight, LayerCache, fp8_weight, quantise_rows, rounded_rows
+from weft.kernels.fp8 import GROUP, Fp8Weight, fp8_weight, quantise_rows, rounded_rows
 from weft.kernels.int4 import Int4Groups, Int4Weight, pack
+from weft.kernels.kv_cache import Fp8Cache, LayerCache
 from weft.kernels.triton import (
     decode_attention,
     elementwise,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from weft.kernels import AttentionBatch, HeadShape
-from weft.kernels.fp8 import E4M3, Fp8Cache, LayerCache, zero_cache
+from weft.kernels.fp8 import E4M3
+from weft.kernels.kv_cache import Fp8Cache, LayerCache, zero_cache
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -20,7 +20,7 @@ from tests.gpu.test_memory import config_json
 from tests.tiny_adapters import save_adapter
 from tests.worker.driving import Driven, load, request, run, watched_logits
 from tests.worker.subjects import AFTER_THE_FIRST
-from tests.worker.test_fp8_cache import with_fp8_cache
+from tests.worker.test_cache_types import with_fp8_cache
 from weft.checkpoint.model_files import dummy_files
 from weft.errors import ConfigError
 from weft.hub.resolve import resolve

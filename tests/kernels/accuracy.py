@@ -1,7 +1,7 @@
 """What rounding costs: the default model with its weights as they are in the file, or quantised again as for GPUs, to
-four bits or e4m3, or with a KV cache of e4m3, against the same in floats.
+four bits or e4m3, or with a KV cache of e4m3, halves or int8, against the same in floats.
 
-    python -m tests.kernels.accuracy [--quantization fp8|int4] [--kv-cache-dtype fp8]
+    python -m tests.kernels.accuracy [--quantization fp8|int4] [--kv-cache-dtype fp8|fp16|int8]
 
 Both read a page of Newton's Opticks, a token after the other from those before it.
 """
@@ -20,7 +20,8 @@ from weft.checkpoint.tokenizer_assets import text_assets
 from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE, AttentionBatch
 from weft.kernels.cpu import native_step, panel_layout
-from weft.kernels.fp8 import E4M3, zero_cache
+from weft.kernels.fp8 import E4M3
+from weft.kernels.kv_cache import zero_cache
 from weft.kernels.panel_format import PanelLayout
 from weft.model.dense import DenseModel
 from weft.model.loader import LinearLoading, load_weights, open_model
@@ -29,6 +30,7 @@ from weft.worker.memory_profile import cache_shape
 
 TEXT = Path(__file__).with_name("opticks.txt")
 BLOCK = 16
+KV_DTYPES = {"fp8": E4M3, "fp16": torch.float16, "int8": torch.int8}
 
 
 class Accuracy(Struct, frozen=True):
@@ -87,7 +89,7 @@ def _log_probabilities(
         block_tables=torch.arange(1, num_blocks + 1)[None],
         slots=torch.arange(BLOCK, BLOCK + count),
     )
-    if linears != "dequantise" or not isinstance(cache, Tensor):
+    if linears != "dequantise" or kv_dtype == E4M3:
         return model.logits(model.forward(tokens, torch.arange(count), cache, batch)).log_softmax(-1)
     step = native_step(weights, config.heads, config.norm_eps, model.rotations, cache)
     assert step is not None, "numba is missing"
@@ -104,9 +106,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--quantization", choices=["fp8", "int4"])
-    parser.add_argument("--kv-cache-dtype", choices=["fp8"])
+    parser.add_argument("--kv-cache-dtype", choices=list(KV_DTYPES))
     asked = parser.parse_args()
-    kv_dtype = E4M3 if asked.kv_cache_dtype else torch.float32
+    kv_dtype = KV_DTYPES.get(asked.kv_cache_dtype, torch.float32)
     found = measure(resolve("smollm2"), asked.tokens, asked.quantization or "dequantise", kv_dtype)
     print(f"tokens                {found.num_tokens:,}")
     print(f"perplexity, floats    {found.perplexity:.4f}")

@@ -1,4 +1,5 @@
-"""Products with every format of panels against torch, as a program: what it is compiled for is settled at its start."""
+"""Products with every format of panels, and halves of floats, against torch, as a program: what it is compiled for is
+settled at its start."""
 
 from __future__ import annotations
 
@@ -6,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from weft.kernels.cpu import panels
+from weft.kernels.cpu import attention, panels
 from weft.kernels.cpu.compiled import KERNELS, SYMBOL, ObjectCode
 from weft.kernels.cpu.jit import export, object_code, types
-from weft.kernels.cpu.job import LANES, SCRATCH_FLOATS
+from weft.kernels.cpu.job import KV_FLOAT16, LANES, SCRATCH_FLOATS
 from weft.kernels.cpu.raw_memory import floats, signed_bytes
 from weft.kernels.panel_format import BLOCK, FORMATS, INPUT_GROUP, PanelLayout
 from weft.kernels.quantised import pack
@@ -33,6 +34,25 @@ def product(
     )  # fmt: skip
     for row in range(num_rows):
         panels.unpack_row(kind, signed_bytes(weight), row, num_blocks, floats(unpacked + row * size * 4))
+
+
+@export(types.void(*[types.int64] * 3))
+def halves(x: int, count: int, out: int) -> None:
+    """Write floats as a cache of halves has them; all by their addresses."""
+    attention.pack_head(KV_FLOAT16, floats(x), count, signed_bytes(out))
+
+
+def check_halves(native_halves: Callable[..., None]) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16).float()
+    following = torch.nextafter(every, torch.tensor(float("inf")))
+    # Between two halves, just beside that, and what is too large or too small for them.
+    middle = (every[:-1] + every[1:]) / 2
+    random = torch.randint(-(2**31), 2**31 - 1, (200_000,), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    x = torch.cat((every, following, middle, torch.nextafter(middle, torch.tensor(0.0)), random))
+    out = torch.empty(len(x), dtype=torch.float16)
+    native_halves(x.data_ptr(), len(x), out.data_ptr())
+    torch.testing.assert_close(out, x.half(), atol=0, rtol=0, equal_nan=True)
+    assert torch.equal(out.signbit(), x.signbit())
 
 
 def check(kind: int, native_product: Callable[..., None]) -> None:
@@ -63,7 +83,8 @@ def check(kind: int, native_product: Callable[..., None]) -> None:
 
 
 if __name__ == "__main__":
-    compiled = ObjectCode(map(object_code, [f"{SYMBOL}product", *PANELS])).function("product", 12)
+    code = ObjectCode(map(object_code, [f"{SYMBOL}product", f"{SYMBOL}halves", *PANELS]))
     for each, _ in enumerate(FORMATS, 1):
-        check(each, compiled)
+        check(each, code.function("product", 12))
+    check_halves(code.function("halves", 3))
     print(LANES)

@@ -267,12 +267,14 @@ def test_closed_is_closed() -> None:
         run(*random_step(c, [1], [20], cache))
 
 
-def test_only_float32_has_a_native_step() -> None:
+def test_other_floats_have_no_native_step() -> None:
     c = config()
     weights = random_weights(c)
     cache = random_cache(c, 16, 16)
     rotations = DenseModel(c, weights, REFERENCE, MAX_MODEL_LEN).rotations
     assert native_step(weights, c.heads, c.norm_eps, rotations, cache.bfloat16()) is None
+    half = weights._replace(norm=weights.norm.bfloat16())
+    assert native_step(half, c.heads, c.norm_eps, rotations, cache) is None
     run = native_step(weights, c.heads, c.norm_eps, rotations, cache)
     assert run is not None
     run.close()

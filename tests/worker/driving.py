@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from msgspec import Struct
@@ -64,6 +64,9 @@ class Driven(Struct, frozen=True):
     limits: Limits
 
 
+KvDtype = Literal["auto", "fp8", "fp16", "int8"]
+
+
 def load(
     model: Path | ModelFiles,
     *,
@@ -73,6 +76,7 @@ def load(
     kv_cache_memory_mb: int = 0,
     image_model: Path | None = None,
     draft: Path | None = None,
+    kv_cache_dtype: KvDtype = "auto",
 ) -> Driven:
     files = model if isinstance(model, ModelFiles) else resolve(str(model))
     files = files if draft is None else replace(files, draft=resolve(str(draft)))
@@ -84,7 +88,9 @@ def load(
                 max_model_len=max_model_len,
                 image_model="none" if image_model is None else str(image_model),
             ),
-            cache=CacheOptions(num_blocks=num_blocks, kv_cache_memory_mb=kv_cache_memory_mb),
+            cache=CacheOptions(
+                num_blocks=num_blocks, kv_cache_memory_mb=kv_cache_memory_mb, kv_cache_dtype=kv_cache_dtype
+            ),
             scheduler=SchedulerOptions(max_num_seqs=max_num_seqs),
         ),
         files,

@@ -81,6 +81,8 @@ def test_fp8_holds_nearly_four_times_as_much_as_single_precision() -> None:
     """64 numbers of a head have a scale of two bytes."""
     cache = CacheOptions(kv_cache_memory_mb=16, kv_cache_dtype="fp8")
     assert kv_bytes_per_token(GEOMETRY, torch.float32, cache) == 4 * 2 * 8 * (64 + 2)
+    assert kv_bytes_per_token(GEOMETRY, torch.float32, CacheOptions(kv_cache_dtype="int8")) == 4 * 2 * 8 * (64 + 4)
+    assert kv_bytes_per_token(GEOMETRY, torch.float32, CacheOptions(kv_cache_dtype="fp16")) == 4 * 2 * 8 * 64 * 2
     assert plan(cache).num_blocks == 16 * MIB // (16 * 4 * 2 * 8 * 66)
     with_draft = plan_memory(
         GEOMETRY, cache, PLENTY, max_model_len=0, dtype=torch.float32, weights_bytes=WEIGHTS, draft=GEOMETRY

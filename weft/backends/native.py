@@ -109,7 +109,8 @@ def refuse(config: Config, files: ModelFiles | None) -> None:
         )
     if config.cache.kv_cache_dtype == "fp8" and device == "cpu":
         raise ConfigError(
-            "CPUs have no kernels for FP8: --kv-cache-dtype fp8 is for GPUs.", hint="Leave --kv-cache-dtype out."
+            "CPUs have no kernels for FP8: --kv-cache-dtype fp8 is for GPUs.",
+            hint="Take --kv-cache-dtype fp16 or int8.",
         )
     if config.backend.tensor_parallel_size > 1:
         raise ConfigError(

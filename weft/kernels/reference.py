@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.batch import AdapterGroups, AttentionBatch, HeadNorms, HeadShape
-from weft.kernels.fp8 import Fp8Weight, LayerCache, block_size_of
+from weft.kernels.fp8 import Fp8Weight
 from weft.kernels.int4 import Int4Weight
+from weft.kernels.kv_cache import LayerCache, block_size_of
 from weft.kernels.quantised import QuantisedWeight, finely_rounded, rounded
 from weft.kernels.weights import SlotLowRank, Weight
 
@@ -71,7 +72,7 @@ def rotate_and_store(
     qkv[:, :rotated] = turned.flatten(1).to(qkv.dtype)
     keys_values = qkv[:, heads.q_size :]
     if isinstance(kv, Tensor):
-        kv.view(-1, heads.kv_size)[slots] = keys_values
+        kv.view(-1, heads.kv_size)[slots] = keys_values.to(kv.dtype)
     else:
         kv.write(slots, keys_values.view(tokens, 2, heads.num_kv_heads, heads.head_dim))
 
@@ -92,7 +93,7 @@ def attention(qkv: Tensor, heads: HeadShape, kv: LayerCache, batch: AttentionBat
     for i, length in enumerate(batch.lengths.tolist()):
         start, stop = starts[i], starts[i + 1]
         blocks = batch.block_tables[i, : -(-length // block_size)]
-        cached = kv[blocks] if isinstance(kv, Tensor) else kv.read(blocks).to(qkv.dtype)
+        cached = (kv[blocks] if isinstance(kv, Tensor) else kv.read(blocks)).to(qkv.dtype)
         keys, values = cached.flatten(0, 1)[:length].permute(1, 2, 0, 3)
         count = stop - start
         mask = None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from weft.kernels import reference, sampling
 from weft.kernels.batch import AdapterGroups, AttentionBatch, HeadNorms, HeadShape
-from weft.kernels.fp8 import LayerCache
+from weft.kernels.kv_cache import LayerCache
 from weft.kernels.weights import SlotLowRank, Weight
 
 

@@ -201,14 +201,19 @@ def _smaller_cache(cache: CacheOptions, most_bytes: int, block_bytes: int) -> li
     return [f"--kv-cache-memory-mb {most_bytes // MIB} or less"]
 
 
-KV_SCALE_BYTES = 2
-"""The scale of a head's key or value in a cache of FP8, a bfloat16."""
+KV_SCALE_BYTES = {"fp8": 2, "int8": 4}
+"""The scale of a head's key or value in a cache of these: a bfloat16 on GPUs, a float32 on CPUs."""
 
 
 def kv_bytes_per_token(config: Shape, dtype: NumberType, cache: CacheOptions) -> int:
     """Return the bytes of one token's keys and values in every layer, by the number of key-value heads."""
-    is_fp8 = cache.kv_cache_dtype == "fp8"
-    head_bytes = config.head_dim + KV_SCALE_BYTES if is_fp8 else config.head_dim * dtype.itemsize
+    match cache.kv_cache_dtype:
+        case "auto":
+            head_bytes = config.head_dim * dtype.itemsize
+        case "fp16":
+            head_bytes = config.head_dim * 2
+        case "fp8" | "int8":
+            head_bytes = config.head_dim + KV_SCALE_BYTES[cache.kv_cache_dtype]
     return config.num_layers * 2 * config.num_kv_heads * head_bytes
 
 

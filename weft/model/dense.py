@@ -8,7 +8,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from weft.kernels import AttentionBatch, GivenRows, HeadShape, Ops
-from weft.kernels.fp8 import KvCache
+from weft.kernels.kv_cache import KvCache
 from weft.kernels.weights import DecoderWeights
 from weft.model.rope import RopeScaling, rotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from weft.kernels import AttentionBatch, GivenRows
 from weft.kernels.batch import AdapterGroups
-from weft.kernels.fp8 import KvCache
+from weft.kernels.kv_cache import KvCache
 from weft.kernels.weights import AdaptedRun
 from weft.model.dense import DenseModel, LastTokens
 from weft.model.dense_lora import AdapterSlots, forward_adapted

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from weft.errors import OutOfMemory
-from weft.kernels.fp8 import zero_cache
+from weft.kernels.kv_cache import zero_cache
 from weft.machine.hardware import read_memory, resident_bytes
 from weft.machine.memory import GIB, DeviceMemory, Shape, safe_share
 from weft.model.dense import DenseModel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import mmap
 import sys
 import time
@@ -12,13 +11,13 @@ from functools import partial
 
 import torch
 from msgspec.structs import replace
-from torch import Tensor
 
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ConfigError
 from weft.kernels import ops_for
 from weft.kernels.cpu import native_step, panel_layout
-from weft.kernels.fp8 import E4M3, zero_cache
+from weft.kernels.fp8 import E4M3
+from weft.kernels.kv_cache import KvCache, cache_bytes, cache_in, zero_cache
 from weft.kernels.panel_format import PanelLayout
 from weft.machine.hardware import MemoryGauge
 from weft.machine.memory import (
@@ -173,8 +172,16 @@ def _dtype(config: Config, device: torch.device) -> torch.dtype:
 
 def _kv_dtype(config: Config, device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the KV cache."""
-    if config.cache.kv_cache_dtype == "auto":
+    wanted = config.cache.kv_cache_dtype
+    if wanted == "auto":
         return dtype
+    if wanted != "fp8":
+        if device.type != "cpu":
+            raise ConfigError(
+                f"--kv-cache-dtype {wanted} is for CPUs; on GPUs it can be fp8.",
+                hint="Leave it out: the cache has the type of --dtype.",
+            )
+        return torch.float16 if wanted == "fp16" else torch.int8
     first = FIRST_TO_MULTIPLY["fp8"]
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < first:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "A CPU"
@@ -269,10 +276,10 @@ def _stepper(model: DenseModel, num_blocks: int, table: RowTable, kv_dtype: torc
     return Stepper(model, kv_cache, table, fast_step=_native_step(model, kv_cache))
 
 
-def _kv_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _kv_cache(shape: tuple[int, ...], dtype: torch.dtype) -> KvCache:
     """Return a CPU's cache of zeros. It takes memory as it is used, in small pages: a few tokens are in every layer's
     part of a cache, and would take a large page of each, 60 MB for SmolLM2. Steps are as fast."""
-    num_bytes = math.prod(shape) * dtype.itemsize
+    num_bytes = cache_bytes(shape, dtype)
     try:
         pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -281,7 +288,7 @@ def _kv_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         ) from error
     if sys.platform == "linux":
         pages.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8).view(dtype).view(shape)
+    return cache_in(torch.frombuffer(pages, dtype=torch.uint8), shape, dtype)
 
 
 def _limits(
@@ -316,5 +323,5 @@ def _most_decodes(limits: Limits) -> int:
     return max(limits.max_num_seqs, limits.max_speculative_tokens if limits.speculates else 0)
 
 
-def _native_step(model: DenseModel, kv_cache: Tensor) -> FastStep | None:
+def _native_step(model: DenseModel, kv_cache: KvCache) -> FastStep | None:
     return native_step(model.weights, model.config.heads, model.config.norm_eps, model.rotations, kv_cache)

@@ -76,6 +76,11 @@ def refuse(config: Config, files: ModelFiles, kind: VllmKind) -> None:
         raise ConfigError(f"{kind.name} draws no images: --image-model cannot be {config.model.image_model}.")
     if config.model.device not in ("auto", kind.device):
         raise ConfigError(f"{kind.name} runs on {kind.device}: --device cannot be {config.model.device}.")
+    if config.cache.kv_cache_dtype in ("fp16", "int8"):
+        raise ConfigError(
+            f"{kind.name} has no cache of {config.cache.kv_cache_dtype}: --kv-cache-dtype can be auto or fp8.",
+            hint="Take the engine native on a CPU.",
+        )
 
 
 def arguments_of(config: Config, files: ModelFiles, kind: VllmKind) -> dict[str, Any]:

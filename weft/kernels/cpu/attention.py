@@ -11,8 +11,23 @@ import numpy as np
 from weft.kernels.cpu.compiled import WIDTH
 from weft.kernels.cpu.emit import FLOAT, INDEX, LINE, VECTOR, call, join, load, loop, multiply_add, store
 from weft.kernels.cpu.jit import export, inner, intrinsic, ir, noinline, types
-from weft.kernels.cpu.job import KEYS
-from weft.kernels.cpu.raw_memory import FLOATS, INTS, Float, Floats, Ints, at, prefetch
+from weft.kernels.cpu.job import KEYS, KV_FLOAT16
+from weft.kernels.cpu.raw_memory import (
+    FLOATS,
+    INTS,
+    Bytes,
+    Float,
+    Floats,
+    Ints,
+    at,
+    float_at,
+    floats,
+    half_at,
+    prefetch,
+    signed_bytes,
+    store_float,
+    store_half,
+)
 from weft.kernels.cpu.row_ops import exp
 from weft.kernels.cpu.tile import dots
 
@@ -94,11 +109,55 @@ def mix(
                 out[i * size + j] += factor * rows[t * row_stride + j]
 
 
+_ZERO, _ONE, _HALF, _MOST = (np.float32(x) for x in (0, 1, 0.5, 127))
+_NOTHING = np.float32(-np.inf)
+
+
+@noinline
+def pack_head(kind: int, x: Floats, head_dim: int, out: Bytes) -> None:
+    """Write a key or a value of one head to a cache of halves, or of int8. A head with what is no number, or infinite,
+    has a scale that is no number."""
+    if kind == KV_FLOAT16:
+        for i in range(head_dim):
+            store_half(out, 2 * i, x[i])
+    else:
+        most, poison = _ZERO, _ZERO
+        for i in range(head_dim):
+            most = max(most, abs(x[i]))
+            poison += x[i] * _ZERO
+        inverse = _MOST / most if most > _ZERO else _ZERO
+        for i in range(head_dim):
+            out[i] = np.int8(np.int32(np.floor(x[i] * inverse + _HALF)))
+        store_float(out, head_dim, most / _MOST + poison)
+
+
+@noinline
+def unpack_heads(
+    kind: int,
+    cache: Bytes,
+    token_bytes: int,
+    head_dim: int,
+    table: Ints,
+    block_size: int,
+    first: int,
+    count: int,
+    out: Floats,
+) -> None:
+    """out [tokens, head dim] = a head's keys or values of `count` tokens from the sequence's `first` one on."""
+    for t in range(count):
+        block, offset = (first + t) // block_size, (first + t) % block_size
+        row, target = at(cache, (table[block] * block_size + offset) * token_bytes), at(out, t * head_dim)
+        if kind == KV_FLOAT16:
+            for i in range(head_dim):
+                target[i] = half_at(row, 2 * i)
+        else:
+            scale = float_at(row, head_dim)
+            for i in range(head_dim):
+                target[i] = np.float32(row[i]) * scale
+
+
 # How many keys ahead of those in hand to ask memory for.
 AHEAD = 32
-
-_ZERO, _ONE = np.float32(0), np.float32(1)
-_NOTHING = np.float32(-np.inf)
 
 
 @noinline
@@ -214,22 +273,41 @@ _INT = types.int64
 
 @export(
     types.void(
-        FLOATS, _INT, _INT, FLOATS, FLOATS, _INT, _INT, INTS, _INT, _INT, _INT, _INT, FLOATS, FLOATS, FLOATS, FLOATS
+        FLOATS,
+        _INT,
+        _INT,
+        _INT,
+        _INT,
+        _INT,
+        _INT,
+        _INT,
+        INTS,
+        _INT,
+        _INT,
+        _INT,
+        _INT,
+        FLOATS,
+        FLOATS,
+        FLOATS,
+        FLOATS,
+        FLOATS,
     )
 )
 def attend(
     queries: Floats,
     num_tokens: int,
     group: int,
-    keys: Floats,
-    values: Floats,
-    token_stride: int,
+    kind: int,
+    keys_at: int,
+    values_at: int,
+    token_bytes: int,
     head_dim: int,
     table: Ints,
     block_size: int,
     first: int,
     stop: int,
     position: int,
+    unpacked: Floats,
     scores: Floats,
     out: Floats,
     highest: Floats,
@@ -239,17 +317,25 @@ def attend(
 
     Query rows are `group` heads of a token, then those of the next; the first token stands at `position`, and a token
     sees no key past its own. out [rows, head dim] is not yet divided by `totals`; weights are relative to `highest`.
+    Floats are read where they lie, others are `unpacked` [KEYS, head dim].
     """
     num_queries = num_tokens * group
-    fetch_first(keys, token_stride, head_dim, table, block_size, first, stop)
+    keys, values, token_stride = floats(keys_at), floats(values_at), token_bytes // 4
+    if not kind:
+        fetch_first(keys, token_stride, head_dim, table, block_size, first, stop)
     for q in range(num_queries):
         highest[q], totals[q] = _NOTHING, _ZERO
     for i in range(num_queries * head_dim):
         out[i] = _ZERO
     for start in range(first, stop, KEYS):
         count = min(KEYS, stop - start)
-        scores_of(queries, num_queries, keys, token_stride, head_dim, table, block_size, start, count, scores)
-        fetch_first(values, token_stride, head_dim, table, block_size, start, start + count)
+        if kind:
+            here = signed_bytes(keys_at)
+            unpack_heads(kind, here, token_bytes, head_dim, table, block_size, start, count, unpacked)
+            dots(unpacked, head_dim, count, queries, head_dim, num_queries, head_dim, scores, KEYS)
+        else:
+            scores_of(queries, num_queries, keys, token_stride, head_dim, table, block_size, start, count, scores)
+            fetch_first(values, token_stride, head_dim, table, block_size, start, start + count)
         for q in range(num_queries):
             row = at(scores, q * KEYS)
             seen = min(count, max(0, position + q // group + 1 - start))
@@ -263,8 +349,13 @@ def attend(
             totals[q] += weights_of(row, seen, peak)
             for i in range(seen, count):
                 row[i] = _ZERO
-        fetch_first(keys, token_stride, head_dim, table, block_size, start + KEYS, stop)
-        mix_values(scores, num_queries, values, token_stride, head_dim, table, block_size, start, count, out)
+        if kind:
+            here = signed_bytes(values_at)
+            unpack_heads(kind, here, token_bytes, head_dim, table, block_size, start, count, unpacked)
+            mix(scores, KEYS, num_queries, unpacked, head_dim, count, head_dim, out)
+        else:
+            fetch_first(keys, token_stride, head_dim, table, block_size, start + KEYS, stop)
+            mix_values(scores, num_queries, values, token_stride, head_dim, table, block_size, start, count, out)
 
 
 @noinline

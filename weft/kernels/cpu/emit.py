@@ -80,6 +80,25 @@ def float_of_half(builder: Any, bits: Any) -> Any:
     return builder.bitcast(builder.or_(value, sign), of(FLOAT))
 
 
+def half_of_float(builder: Any, value: Any) -> Any:
+    """The 16 bits of the half that is nearest to a float, and of two as near the even one."""
+    half, word = ir.IntType(16), ir.IntType(32)
+    if IS_ARM or "f16c" in FEATURES:
+        return builder.bitcast(builder.fptrunc(value, ir.HalfType()), half)
+    bits = builder.bitcast(value, word)
+    size = builder.and_(bits, word(0x7FFFFFFF))
+    # Half of what is cut off, less one where the last bit that stays is even; the exponents differ by 112.
+    odd = builder.and_(builder.lshr(size, word(13)), word(1))
+    normal = builder.sub(builder.lshr(builder.add(builder.add(size, odd), word(0xFFF)), word(13)), word(112 << 10))
+    largest = builder.select(builder.icmp_unsigned("<", normal, word(0x7C00)), normal, word(0x7C00))
+    # The last bit of a number from 0.5 to 1 is worth as much as that of the smallest halves.
+    moved = builder.bitcast(builder.fadd(builder.bitcast(size, FLOAT), FLOAT(0.5)), word)
+    small = builder.sub(moved, word(0x3F000000))
+    finite = builder.select(builder.icmp_unsigned("<", size, word(0x38800000)), small, largest)
+    found = builder.select(builder.icmp_unsigned(">", size, word(0x7F800000)), word(0x7E00), finite)
+    return builder.trunc(builder.or_(found, builder.and_(builder.lshr(bits, word(16)), word(0x8000))), half)
+
+
 def load(builder: Any, kind: Any, pointer: Any, index: Any) -> Any:
     """The float, or the vector of floats, from pointer[index] on."""
     return builder.load(builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer()), align=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -17,17 +18,22 @@ from weft.kernels.cpu.job import (
     ITEM,
     JOB,
     KEYS,
+    KV_FLOAT16,
+    KV_FLOAT32,
+    KV_INT8,
     LAYER,
     MOST_PIECE_ROWS,
     QUERIES,
     RUN,
     SCRATCH_FLOATS,
 )
+from weft.kernels.kv_cache import Int8Cache, KvCache
 from weft.kernels.panel_format import FORMATS, INPUT_GROUP
 from weft.kernels.quantised import QuantisedWeight
 from weft.kernels.weights import AdaptedRun, DecoderWeights, Weight
 
 _NONE = torch.empty(0, dtype=torch.int64)
+_KV_KINDS = {torch.float32: KV_FLOAT32, torch.float16: KV_FLOAT16, torch.int8: KV_INT8}
 RUN_TOKENS = 16
 
 Job = Callable[[int], None]
@@ -93,7 +99,7 @@ class FusedStep:
         heads: HeadShape,
         eps: float,
         rotations: Tensor,
-        kv_cache: Tensor,
+        kv_cache: Tensor | list[Int8Cache],
         num_threads: int | None = None,
     ) -> None:
         self._kernels = kernels()
@@ -102,19 +108,21 @@ class FusedStep:
         self._vocab_size, self._hidden_size = weights.head.shape
         self._intermediate_size = weights.layers[0].down.shape[1]
         # Native code holds only addresses: these keep what lies there alive.
-        self._weights, self._rotations, self._kv_cache = weights, rotations.contiguous(), kv_cache
+        self._weights, self._rotations = weights, rotations.contiguous()
+        self._kv_cache = [layer.numbers if isinstance(layer, Int8Cache) else layer for layer in kv_cache]
+        kv_heads = self._kv_cache[0]
         self._layers = np.zeros(len(weights.layers), LAYER)
         for i, layer in enumerate(weights.layers):
             for name, weight in layer._asdict().items():
                 self._layers[i][name] = 0 if weight is None else _address(weight)
                 if name in ("qkv", "output", "gate_up", "down"):
                     self._layers[i][f"{name}_kind"] = _kind(weight)
-            self._layers[i]["kv_cache"] = _address(kv_cache[i])
+            self._layers[i]["kv_cache"] = _address(self._kv_cache[i])
             self._layers[i]["index"] = i
         group = heads.num_heads // heads.num_kv_heads
         self._tile_tokens = max(1, QUERIES // group)
         most = max(QUERIES, group)
-        attended = most * (2 * heads.head_dim + 2 + KEYS)
+        attended = most * (2 * heads.head_dim + 2 + KEYS) + KEYS * heads.head_dim
         scratch = max(attended, RUN_TOKENS * MOST_PIECE_ROWS, SCRATCH_FLOATS, self._hidden_size)
         self._scratch = torch.empty(self._team.num_threads, -(-scratch // 64) * 64)
         self._jobs = np.zeros(1, JOB)
@@ -130,7 +138,9 @@ class FusedStep:
             intermediate_size=self._intermediate_size,
             vocab_size=self._vocab_size,
             num_layers=len(weights.layers),
-            block_size=kv_cache.shape[2],
+            block_size=kv_heads.shape[1],
+            kv_kind=_KV_KINDS[kv_heads.dtype],
+            kv_head_bytes=kv_heads.shape[-1] * kv_heads.itemsize,
             embedding=_address(weights.embedding),
             embedding_kind=_kind(weights.embedding),
             norm=_address(weights.norm),
@@ -221,7 +231,7 @@ class FusedStep:
         hidden_rows: Tensor, given_at: Tensor,
     ) -> None:  # fmt: skip
         """Native code reads and writes where it is told to: nothing may point outside."""
-        num_blocks, block_size = self._kv_cache.shape[1:3]
+        num_blocks, block_size = self._kv_cache[0].shape[:2]
         limits = (
             ("tokens", tokens, self._vocab_size),
             ("positions", positions, len(self._rotations)),
@@ -275,6 +285,13 @@ class FusedStep:
             self._reserved_ranks = num_ranks
             self._shrunk = torch.empty(num_ranks)
             self._set(shrunk=_address(self._shrunk))
+
+
+def attends_over(kv_cache: KvCache) -> TypeGuard[Tensor | list[Int8Cache]]:
+    """Return whether the native step has kernels for a cache of this type."""
+    if isinstance(kv_cache, Tensor):
+        return kv_cache.dtype in (torch.float32, torch.float16) and kv_cache.is_contiguous()
+    return isinstance(kv_cache[0], Int8Cache)
 
 
 def _attention_items(batch: AttentionBatch, tile_tokens: int) -> Iterator[tuple[int, ...]]:

@@ -20,6 +20,8 @@ SCRATCH_FLOATS = 8 * LANES
 MOST_ROWS = 96
 MOST_PIECE_ROWS = MOST_ROWS + LANES
 """The most rows of a matrix that a thread takes at a time."""
+KV_FLOAT32, KV_FLOAT16, KV_INT8 = range(3)
+"""Kinds of KV caches."""
 # Cells that threads share, a cache line or two apart, in int64s.
 CELLS = 48
 CLAIMS, ARRIVALS = 16, 32
@@ -34,6 +36,7 @@ JOB = np.dtype(
         *_integers("cells num_threads claims scratch scratch_stride"),
         # The sizes of the model, and its own memory.
         *_integers("hidden_size num_heads num_kv_heads head_dim intermediate_size vocab_size num_layers block_size"),
+        *_integers("kv_kind kv_head_bytes"),
         *_integers("embedding embedding_kind norm head head_kind rotations"),
         # What is asked in this step: tokens, attention to be done for them, whose logits are wanted, and whose
         # hidden states.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.batch import HeadNorms, HeadShape
-from weft.kernels.fp8 import LayerCache
+from weft.kernels.kv_cache import LayerCache
 from weft.kernels.table import REFERENCE, Ops
 from weft.kernels.weights import Weight
 
@@ -56,7 +56,7 @@ def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor)
 def rotate_and_store(
     qkv: Tensor, heads: HeadShape, rotations: Tensor, kv: LayerCache, slots: Tensor, norms: HeadNorms | None = None
 ) -> None:
-    if qkv.dtype != torch.float32 or not isinstance(kv, Tensor):
+    if not (qkv.dtype == torch.float32 and isinstance(kv, Tensor) and kv.dtype == torch.float32):
         reference.rotate_and_store(qkv, heads, rotations, kv, slots, norms)
         return
     if norms is not None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from weft.kernels.cpu import attention, row_ops
 from weft.kernels.cpu.jit import inner, noinline
-from weft.kernels.cpu.job import ARRIVALS, CLAIMS, ITEM, LANES, MOST_ROWS, QUERIES, RUN, Here
+from weft.kernels.cpu.job import ARRIVALS, CLAIMS, ITEM, KEYS, LANES, MOST_ROWS, QUERIES, RUN, Here
 from weft.kernels.cpu.panels import panel_linear, quantise, rest_of, unpack_row
 from weft.kernels.cpu.raw_memory import (
     Floats,
@@ -287,7 +287,13 @@ def rotate_and_store(here: Here, token: int) -> None:
         row_ops.rotate(x, rotation, dim)
     for i in range(q_size):
         row[i] *= scale
-    row_ops.copy(at(row, q_size), at(floats(layer.kv_cache), ints(job.slots)[token] * kv_size), kv_size)
+    slot = ints(job.slots)[token]
+    if job.kv_kind:
+        for head in range(2 * job.num_kv_heads):
+            there = layer.kv_cache + (slot * 2 * job.num_kv_heads + head) * job.kv_head_bytes
+            attention.pack_head(job.kv_kind, at(row, q_size + head * dim), dim, signed_bytes(there))
+    else:
+        row_ops.copy(at(row, q_size), at(floats(layer.kv_cache), slot * kv_size), kv_size)
 
 
 @spread
@@ -303,17 +309,19 @@ def attend(here: Here, piece: int) -> None:
     out = at(queries, most * dim)
     highest = at(out, most * dim)
     totals = at(highest, most)
-    scores = at(totals, most)
+    unpacked = at(totals, most)
+    scores = at(unpacked, KEYS * dim)
     for t in range(item.num_tokens):
         source = at(floats(job.qkv), (item.token + t) * (q_size + kv_size) + kv_head * group * dim)
         row_ops.copy(source, at(queries, t * group * dim), group * dim)
-    keys = at(floats(here.layer.kv_cache), kv_head * dim)
+    half_bytes = job.num_kv_heads * job.kv_head_bytes
+    keys = here.layer.kv_cache + kv_head * job.kv_head_bytes
     table = at(ints(job.tables), item.sequence * job.table_stride)
     attention.attend(
         queries, item.num_tokens, group,
-        keys, at(keys, kv_size // 2), kv_size, dim, table, job.block_size,
+        job.kv_kind, keys, keys + half_bytes, 2 * half_bytes, dim, table, job.block_size,
         item.first, item.stop, item.position,
-        scores, out, highest, totals,
+        unpacked, scores, out, highest, totals,
     )  # fmt: skip
     for q in range(item.num_tokens * group):
         head = kv_head * group + q % group

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from weft.kernels.cpu.compiled import IS_ARM
-from weft.kernels.cpu.emit import float_of_half
+from weft.kernels.cpu.emit import float_of_half, half_of_float
 from weft.kernels.cpu.emit import prefetch as emit_prefetch
 from weft.kernels.cpu.jit import cgutils, intrinsic, ir, numba, types
 
@@ -98,6 +98,23 @@ def _float_of_bytes(kind: Any) -> Any:
 
 float_at, half_at = _float_of_bytes(ir.FloatType()), _float_of_bytes(ir.IntType(16))
 """The float, and the half, that begins `offset` bytes from a pointer."""
+
+
+def _store_as(kind: Any) -> Any:
+    @intrinsic
+    def write(typing: Any, pointer: Any, offset: Any, value: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            there = builder.bitcast(builder.gep(args[0], [args[1]]), kind.as_pointer())
+            builder.store(args[2] if kind == ir.FloatType() else half_of_float(builder, args[2]), there, align=1)
+            return context.get_dummy_value()
+
+        return types.void(BYTES, types.int64, types.float32), emit
+
+    return write
+
+
+store_float, store_half = _store_as(ir.FloatType()), _store_as(ir.IntType(16))
+"""Write a float, as it is or as a half, `offset` bytes from a pointer."""
 
 
 @intrinsic

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.batch import HeadShape
-from weft.kernels.fp8 import Fp8Cache, LayerCache, block_size_of
+from weft.kernels.kv_cache import Fp8Cache, LayerCache, block_size_of, numbers_in
 from weft.kernels.triton.launch import MAX_COUNTERS, is_last, launch_options, wait_for_inputs, zeroed_counters
 
 MAX_SPLITS = 32
@@ -321,7 +321,7 @@ def decode_attention(
         out = torch.empty(rows, heads.q_size, dtype=qkv.dtype, device=qkv.device)
     if rows == 0:
         return out
-    numbers = kv.numbers if isinstance(kv, Fp8Cache) else kv
+    numbers = numbers_in(kv)
     if block_size % _TOKENS or not numbers.is_contiguous() or qkv.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("the block size must be a multiple of 16, rows and the cache contiguous")
     plan = split_plan(rows * heads.num_kv_heads, block_tables.shape[1] * block_size)
@@ -350,8 +350,8 @@ def decode_attention(
         )  # fmt: skip
         return out
     _decode_kernel[grid](
-        qkv, kv, block_tables, lengths, out, partials, statistics, counters,
-        qkv.stride(0), kv.stride(0), kv.stride(1), block_tables.stride(0), out.stride(0), heads.num_heads,
+        qkv, numbers, block_tables, lengths, out, partials, statistics, counters,
+        qkv.stride(0), numbers.stride(0), numbers.stride(1), block_tables.stride(0), out.stride(0), heads.num_heads,
         plan.num_splits, triton.cdiv(plan.min_tokens, _TOKENS), heads.scale * _LOG2_E,
         **shape, ROWS=max(16, triton.next_power_of_2(group)), PADDED=max(16, padded), TOKENS=_TOKENS,
         PRECISION="tf32x3" if qkv.dtype == torch.float32 else "tf32",

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.batch import HeadNorms, HeadShape
-from weft.kernels.fp8 import ABOVE_LARGEST, E4M3_EXPONENT, Fp8Cache, LayerCache, block_size_of
+from weft.kernels.kv_cache import ABOVE_LARGEST, E4M3_EXPONENT, Fp8Cache, LayerCache, block_size_of, numbers_in
 from weft.kernels.triton.launch import launch_options, wait_for_inputs
 
 _MAX_HIDDEN = 16384
@@ -167,7 +167,8 @@ def rotate_and_store(
     """Normalise and rotate queries and keys, and write keys and values to the cache, in one kernel over the fused rows.
     The cache is contiguous; qkv's rows may be apart. Of rows that share a slot, one is written (of
     e4m3 numbers and their scales perhaps two)."""
-    numbers, scales = kv if isinstance(kv, Fp8Cache) else (kv, kv)
+    numbers = numbers_in(kv)
+    scales = kv.scales if isinstance(kv, Fp8Cache) else numbers
     if qkv.stride(1) != 1 or not numbers.is_contiguous():
         raise ValueError("qkv's rows and the cache must be contiguous")
     if qkv.shape[0] == 0:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weft.kernels.batch import AttentionBatch, HeadShape
-from weft.kernels.fp8 import Fp8Cache, LayerCache, block_size_of
+from weft.kernels.kv_cache import Fp8Cache, LayerCache, block_size_of, numbers_in
 from weft.kernels.triton.decode_attention import as_half, decode_attention, inverse, key_scales, value_scales
 from weft.kernels.triton.launch import launch_options, wait_for_inputs
 from weft.switches import is_on
@@ -183,7 +183,8 @@ def prefill_attention(
     if num_rows == 0:
         return out
     is_fp8 = isinstance(kv, Fp8Cache)
-    numbers, words = (kv.numbers, kv.scales.view(torch.int32)) if isinstance(kv, Fp8Cache) else (kv, kv)
+    numbers = numbers_in(kv)
+    words = kv.scales.view(torch.int32) if isinstance(kv, Fp8Cache) else numbers
     if not numbers.is_contiguous() or qkv.stride(1) != 1 or out.stride(1) != 1:
         raise ValueError("rows and the cache must be contiguous")
     is_wide = qkv.dtype == torch.float32

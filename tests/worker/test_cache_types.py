@@ -1,4 +1,5 @@
-"""A KV cache of e4m3 numbers under the reference ops: what it rounds, and that answers depend on nothing else."""
+"""A KV cache of e4m3 numbers under the reference ops, and of halves and int8 by a CPU's own: what it rounds, and that
+answers depend on nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tests.worker.subjects import Subject, alone, cached_chunks, preempted, tiny
 from weft.errors import ConfigError
 from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE, ops_for
-from weft.kernels.fp8 import E4M3, E4M3_MAX, Fp8Cache, quantise_heads, zero_cache
+from weft.kernels.fp8 import E4M3, E4M3_MAX
+from weft.kernels.kv_cache import Fp8Cache, quantise_heads, zero_cache
 from weft.model.dense import DenseModel
 from weft.options import CacheOptions, Config, ModelOptions
 from weft.worker.forward_step import Stepper
@@ -84,6 +86,27 @@ def floats(tiny_directory: Callable[[str], Path]) -> Driven:
 def tiny(floats: Driven) -> Subject:
     prompts = [[(a * i + b) % VOCAB_SIZE for i in range(n)] for a, b, n in ((7, 1, 5), (31, 2, 33), (11, 3, 100))]
     return alone(with_fp8_cache(floats), prompts, 30)
+
+
+@pytest.fixture(scope="module", params=["fp16", "int8"])
+def on_cpu(request: pytest.FixtureRequest, tiny_directory: Callable[[str], Path]) -> Driven:
+    return load(tiny_directory("qwen3"), num_blocks=256, kv_cache_dtype=request.param)
+
+
+def test_logits_of_a_cpu_are_near_those_of_floats(floats: Driven, on_cpu: Driven) -> None:
+    seen = []
+    for driven in (floats, on_cpu):
+        with watched_logits() as logits:
+            run(driven, [request("r", list(range(3, 60)), 1)])
+        seen.append(logits[0])
+    assert 1e-6 < (seen[1] - seen[0]).norm() / seen[0].norm() < 0.03
+
+
+def test_answers_of_a_cpu_depend_on_nothing_else(tiny: Subject, on_cpu: Driven) -> None:
+    subject = alone(on_cpu, tiny.prompts, 30)
+    subject.check(cached_chunks(subject))
+    subject.check(preempted(subject, enable_prefix_caching=True))
+    subject.check(tiny_pool(subject, enable_prefix_caching=False))
 
 
 def test_logits_are_near_those_of_floats(floats: Driven) -> None:
