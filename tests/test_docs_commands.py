@@ -1,4 +1,4 @@
-"""The commands of the quick start and the guides are run, in order, against a real server with the default model.
+"""The commands of README, quick start and guides are run, in order, against a real server with the default model.
 
 A fence ```sh is run; ```sh needs=gpu says what a machine must have for it, and is only read. `weft serve` starts a
 server for the commands after it, up to the next one or the end of the page. In every other page the commands of Weft
@@ -28,7 +28,10 @@ from weft.checkpoint.model_files import ModelFiles
 from weft.cli import app
 
 ROOT = Path(__file__).parents[1]
-RUN = [ROOT / "docs/quickstart.md", *sorted((ROOT / "docs/guides").glob("*.md")), ROOT / "examples/README.md"]
+RUN = [
+    *(ROOT / name for name in ("README.md", "docs/quickstart.md", "examples/README.md")),
+    *sorted((ROOT / "docs/guides").glob("*.md")),
+]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCES = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHELL = ("sh", "console", "bash", "")
@@ -59,7 +62,7 @@ class Shell:
         self._folder = folder
         self._plain = plain
         self._stack = stack
-        self._server: Server | None = None
+        self._server = plain
         for name in ("examples", "deploy"):
             (folder / name).symlink_to(ROOT / name)
         (folder / "bin").mkdir()
@@ -73,10 +76,15 @@ class Shell:
             flags = self._serve_flags(command)
             self._server = self._stack.enter_context(Server(*flags)) if flags else self._plain
             return ""
-        if self._server is not None:
-            command = re.sub(r"http://(?:127\.0\.0\.1|localhost):8000", self._server.url, command)
+        return self._run(["bash", "-euo", "pipefail", "-c"], command)
+
+    def run_python(self, program: str) -> str:
+        return self._run([sys.executable, "-c"], program)
+
+    def _run(self, program: list[str], command: str) -> str:
+        command = re.sub(r"http://(?:127\.0\.0\.1|localhost):8000", self._server.url, command)
         done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command],
+            [*program, command],
             cwd=self._folder, env=self._environment(), capture_output=True, text=True, check=False, timeout=PATIENCE,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
@@ -89,11 +97,7 @@ class Shell:
 
     def _environment(self) -> dict[str, str]:
         path = f"{self._folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-        where = (
-            {"SERVER_URL": self._server.url, "SERVER_GRPC": f"127.0.0.1:{self._server.grpc_port()}"}
-            if self._server
-            else {}
-        )
+        where = {"SERVER_URL": self._server.url, "SERVER_GRPC": f"127.0.0.1:{self._server.grpc_port()}"}
         return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **where}
 
 
@@ -112,6 +116,8 @@ def test_the_commands_of_a_page_run(page: Path, plain: Server, tmp_path: Path) -
             if language in ("sh", "console") and not needs:
                 for command in commands(text):
                     shell.run(command)
+            elif language == "python" and not needs:
+                shell.run_python(text)
 
 
 def test_every_block_of_commands_in_these_pages_is_run_or_says_what_it_needs() -> None:
