@@ -140,3 +140,27 @@ def test_every_extra_that_is_named_exists() -> None:
 
 def test_the_cpu_kernels_are_in_the_default_install() -> None:
     assert any(re.match(r"numba\b", each) for each in PROJECT["dependencies"])
+
+
+def test_a_torch_for_cpus_that_is_there_stays(environment: Path, wheel: Path) -> None:
+    """As after the README's first command: with no index to ask, nothing may be missing, and nothing is replaced."""
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", environment / "bin/python")
+    told = run(*pip, "install", "--dry-run", "--no-index", wheel, cwd=environment)
+    assert "Would install" not in told
+
+
+def test_make_asks_for_torch_where_this_machine_s_build_is() -> None:
+    told = run("make", "--dry-run", "--always-make", ".venv/installed", cwd=ROOT)
+    (line,) = re.findall(r"^.+ install .+ torch$", told, re.MULTILINE)
+    for_cpus = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+    assert ("--extra-index-url https://download.pytorch.org/whl/cpu" in line) == for_cpus
+    assert "whl/cpu" not in run("make", "--dry-run", "--always-make", ".venv/installed", "TORCH_INDEX=", cwd=ROOT)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_on_a_cpu_torch_s_build_for_cpus_comes_first(page: str) -> None:
+    commands = re.findall(r"^pip install .+$", (ROOT / page).read_text(), re.MULTILINE)
+    assert commands[:2] == [
+        "pip install torch --index-url https://download.pytorch.org/whl/cpu",
+        "pip install weft-serve",
+    ]
