@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -127,7 +128,8 @@ def test_the_site_leads_to_every_page() -> None:
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the site is built from."""
     folder = tmp_path_factory.mktemp("site") / "sources"
-    subprocess.run([sys.executable, ROOT / "tools/reference.py", folder], check=True, cwd=ROOT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, ROOT / "tools/reference.py", folder], check=True, env=environment)
     return folder
 
 

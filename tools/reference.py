@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
@@ -103,15 +103,14 @@ def setting_flags() -> Mapping[str, str]:
 
 def configuration() -> str:
     """Every setting, by section."""
-    from weft.cli import SECTIONS
-    from weft.options import settings
+    from weft.options import Config, settings
 
     parts = [
         "# Settings\n",
         "Made from the code. A setting is a flag, an environment variable and a line of the `--config` file "
         "(`[section]`, then the name); a flag goes before the environment, that before the file.\n",
     ]
-    for section, options in SECTIONS.items():
+    for section, options in get_type_hints(Config).items():
         parts += [f"## {section}\n", one_line(options.__doc__ or "") + "\n"]
         rows = [
             (f"`{each.flag}`<br>`{each.env}`", shown(each.default), one_line(each.doc) + choices(each.choices))
