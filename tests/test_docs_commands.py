@@ -149,7 +149,7 @@ def weft_commands(page: Path) -> Iterator[str]:
         if language in SHELL:
             for command in commands(re.sub(r"\\\n\s*", "", text)):
                 # Some pages have a word on each command behind several spaces, or behind #.
-                found = re.match(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?weft (?!\w+\s{2,}\|)([^|#\n]+)", command)
+                found = re.match(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?weft (?!\w+\s{2,}\|)([^|#<>&\n]+)", command)
                 if found:
                     yield re.split(r"\s{3,}", found[1])[0].strip()
 
