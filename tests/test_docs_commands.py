@@ -160,6 +160,9 @@ def test_every_command_of_weft_is_one_that_its_command_line_takes(page: Path) ->
         if re.match(r"[A-Z]{2,} |[\w ]+, ", text):
             continue  # a form, as in weft COMMAND --help, or several commands at once
         words = shlex.split(text)
+        if text.startswith("-"):  # an option of `weft` itself
+            assert words[0] in {"--help", *(flag for each in typer.main.get_command(app).params for flag in each.opts)}
+            continue
         try:
             while words:
                 command, words = command_of(words)
