@@ -12,9 +12,12 @@
 #   make perf    the performance suite, with bounds (ARGS="--min-tokens-per-s 40 --max-ttft-ms 200") and --benchmark-json FILE
 #   make lock    write requirements/ anew: the versions that are installed, with the hashes of their wheels
 #   make audit   tell which locked packages have known vulnerabilities (ADVISORIES: a folder of advisories)
-#   make release  a wheel, a bill of materials and checksums in dist/
+#   make release  a wheel, an sdist, a bill of materials, release notes and checksums in dist/
 #   make page    build the playground of weft/data/page from page/ (needs node)
 #   make screenshots  make the pictures of the playground in docs/images, by its tests (needs Chromium)
+#   make docs    the documentation as a site in build/site (mkdocs-material goes into build/docs)
+#   make lint-deploy  check Dockerfile, compose, systemd and Kubernetes files (the tools go into build/deploy)
+#   make first-token  measure, step by step, how long a fresh clone and a fresh install take to their first token
 #   make proto   write the Python of the gRPC door's messages from its .proto file
 #   make show-vllm-bench   let vLLM's own benchmark drive the server (vLLM goes into build/vllm: 2 GB)
 #   make show-agreement    one server measured by weft bench, vLLM's benchmark and guidellm in turns (the last in build/guidellm)
@@ -31,7 +34,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Wheels alone, and each by its hash, but torch: which of its builds is right is the machine's to say.
 HASHED := $(PIP) install --require-hashes --no-deps --only-binary :all: --requirement
-TORCH := $(PIP) install --constraint constraints.txt --only-binary :all: torch
+# On Linux the package index has torch for CUDA, several gigabytes of it. Without an NVIDIA driver PyTorch's own index is
+# asked as well, where the build for CPUs counts as newer; TORCH_INDEX= turns that off.
+TORCH_INDEX ?= $(if $(wildcard /dev/nvidiactl),,$(if $(filter Linux,$(shell uname -s)),https://download.pytorch.org/whl/cpu))
+TORCH := $(PIP) install --constraint constraints.txt --only-binary :all: $(if $(TORCH_INDEX),--retries 1 --extra-index-url $(TORCH_INDEX)) torch
 WEFT := $(PIP) install --no-deps --no-build-isolation --editable .
 ARGS ?=
 # Every test that starts a process would compile Weft anew where this is set.
@@ -46,7 +52,7 @@ ADVISORIES ?= build/advisories
 # On two workers, a file for one of them: what it starts is started once. The longest files come first.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release page screenshots proto bench-cpu-peers show-agreement show-vllm-bench show-vllm-engine show-clients show-agents show-llamacpp-tests show-open-responses show-remote-peers clean
+.PHONY: serve test test-thorough test-busy fuzz coverage chaos soak check lint bench perf lock audit release page screenshots docs lint-deploy first-token proto bench-cpu-peers show-agreement show-vllm-bench show-vllm-engine show-clients show-agents show-llamacpp-tests show-open-responses show-remote-peers clean
 .DEFAULT_GOAL := serve
 
 serve: .venv/installed
@@ -56,6 +62,7 @@ test: .venv/installed-dev
 	@$(BIN)/weft pull smollm2
 	@tools/chromium.sh
 	$(BIN)/python $(PYTEST) $(ARGS)
+	$(if $(CI),@$(MAKE) --no-print-directory docs lint-deploy)
 
 test-thorough: .venv/installed-dev
 	@$(BIN)/weft pull smollm2
@@ -104,7 +111,9 @@ build/advisories:
 release: .venv/installed
 	rm -rf dist build/lib build/bdist.*
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -c "from setuptools.build_meta import build_sdist; build_sdist('dist')"
 	$(BIN)/python tools/sbom.py dist/weft.cdx.json
+	$(BIN)/python tools/release_notes.py > dist/RELEASE_NOTES.md
 	cd dist && sha256sum * > SHA256SUMS && cat SHA256SUMS
 
 page:
@@ -114,6 +123,26 @@ page:
 
 screenshots: .venv/installed-dev
 	SCREENSHOTS=docs/images $(BIN)/python -m pytest tests/page -n 0 -k screenshot $(ARGS)
+
+docs: .venv/installed build/docs/installed
+	$(BIN)/python tools/plots.py
+	$(BIN)/python tools/reference.py build/docs-source
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict --quiet --site-dir build/site
+
+lint-deploy: build/deploy/installed
+	build/deploy/bin/hadolint Dockerfile
+	build/deploy/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose/compose.yaml deploy/compose/compose.gpu.yaml
+	build/deploy/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	build/deploy/bin/kubernetes-validate --strict --quiet deploy/kubernetes/base/service.yaml \
+	    deploy/kubernetes/base/statefulset.yaml deploy/kubernetes/base/autoscaling.yaml
+	@if command -v kubectl > /dev/null; then kubectl kustomize deploy/kubernetes/gpu > build/kubernetes.yaml \
+	    && build/deploy/bin/kubernetes-validate --strict --quiet build/kubernetes.yaml; \
+	    else echo "deploy/kubernetes/gpu: not built, there is no kubectl here"; fi
+	build/deploy/bin/yamllint --strict --config-file deploy/yamllint.yaml deploy .github mkdocs.yml
+	$(PYTHON) tools/lint_systemd.py deploy/systemd/weft.service
+
+first-token:
+	$(PYTHON) tools/first_token.py $(ARGS)
 
 proto: .venv/installed-dev
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. weft/api/grpc/ai_service.proto
@@ -167,6 +196,16 @@ show-remote-peers: .venv/installed-dev $(VLLM_ENV)/installed
 
 .venv/installed-dev: .venv/installed requirements/dev.txt
 	$(HASHED) requirements/dev.txt
+	@touch $@
+
+build/docs/installed: requirements/docs.txt
+	$(PYTHON) -m venv build/docs
+	build/docs/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes --no-deps --only-binary :all: --requirement $<
+	@touch $@
+
+build/deploy/installed: requirements/deploy.txt
+	$(PYTHON) -m venv build/deploy
+	build/deploy/bin/python -m pip --disable-pip-version-check install --quiet --require-hashes --no-deps --only-binary :all: --requirement $<
 	@touch $@
 
 # Its builds for CPU bring packages for images and sound that do not go with this torch, and are not needed.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -68,7 +72,7 @@ def test_every_module_says_what_it_is() -> None:
 
 def test_source_files_are_in_english_end_with_a_line_and_name_nobodys_folder() -> None:
     """What models read and write may be in any language: data, and texts of tests."""
-    for folder in ("weft", "scripts", "tools", "training", "docs", "tests"):
+    for folder in ("weft", "scripts", "tools", "training", "docs", "tests", "examples", "deploy"):
         for file in (file for end in ("*.py", "*.md", "*.toml") for file in (ROOT / folder).rglob(end)):
             text = file.read_text()
             assert not text or text.endswith("\n"), file
@@ -83,3 +87,84 @@ def test_the_linter_looks_for_what_reviews_found() -> None:
     assert {"F", "W", "BLE", "G"} <= set(tools["ruff"]["lint"]["select"])
     assert not {"F541", "F811", "W292", "BLE001", "G004"} & set(tools["ruff"]["lint"]["ignore"])
     assert tools["mypy"]["strict"] and tools["mypy"]["files"] == ["weft"]
+
+
+def test_plots_are_drawn_from_the_tables_as_they_are(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "tools/plots.py", tmp_path], check=True)
+    drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    kept = {file.name: file.read_text() for file in (ROOT / "docs/images/plots").iterdir()}
+    assert drawn == kept, "run python tools/plots.py"
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    assert all(f"(images/plots/{name})" in page for name in kept)
+
+
+def nav() -> list[str]:
+    """The pages that the site's navigation names."""
+
+    class Loader(yaml.SafeLoader):
+        """Reads over what is a Python object to mkdocs."""
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+
+    def pages(entry: object) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        entries = entry.values() if isinstance(entry, dict) else entry
+        return [page for each in entries for page in pages(each)]
+
+    return pages(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"])
+
+
+def test_the_site_leads_to_every_page() -> None:
+    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert there <= {*nav()}, there - {*nav()}
+    others = {"index.md", "examples/README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    made = {f"reference/{name}.md" for name in ("cli", "config", "api", "metrics", "models")}
+    assert {*nav()} <= there | others | made
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the site is built from."""
+    folder = tmp_path_factory.mktemp("site") / "sources"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, ROOT / "tools/reference.py", folder], check=True, env=environment)
+    return folder
+
+
+def test_the_reference_has_every_command_setting_route_and_metric(sources: Path) -> None:
+    from tests.api.http import request
+    from tests.api.scripted_engine import ScriptedEngine
+    from weft.options import settings
+
+    told = {name: (sources / "reference" / f"{name}.md").read_text() for name in ("cli", "config", "api", "metrics")}
+    for command in ("serve", "generate", "chat", "image", "pull", "bench serve", "config init", "doctor"):
+        assert f"## weft {command}\n" in told["cli"]
+    for setting in settings():
+        assert f"| `{setting.flag}`<br>`{setting.env}` |" in told["config"]
+    for path in request(ScriptedEngine(), "GET", "/openapi.json").json()["paths"]:
+        assert re.search(rf"^## [A-Z]+ {re.escape(path)}$", told["api"], re.MULTILINE)
+    for line in request(ScriptedEngine(), "GET", "/metrics").text.splitlines():
+        found = re.match(r"# TYPE (weft_\w+) \w+", line)
+        if found and not found[1].endswith("_created"):
+            assert f"`{found[1]}`" in told["metrics"]
+
+
+def test_the_site_builds_and_asks_for_nothing_elsewhere(sources: Path, tmp_path: Path) -> None:
+    """`make docs` installs mkdocs-material into build/docs; a test that finds none says so."""
+    mkdocs = ROOT / "build/docs/bin/mkdocs"
+    if not mkdocs.exists():
+        pytest.skip("mkdocs-material is not installed: make docs")
+    site = tmp_path / "site"
+    settings = (ROOT / "mkdocs.yml").read_text().replace("build/docs-source", str(sources))
+    (tmp_path / "mkdocs.yml").write_text(settings)
+    built = subprocess.run(
+        [mkdocs, "build", "--strict", "--config-file", tmp_path / "mkdocs.yml", "--site-dir", site],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    for page in site.rglob("*.html"):
+        loads = re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"?(?:https?:)?//[^\">]*", page.read_text())
+        assert not loads, page

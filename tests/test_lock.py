@@ -27,7 +27,7 @@ def locked(file: str) -> dict[str, tuple[str, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("file", ["build.txt", "serve.txt", "dev.txt"])
+@pytest.mark.parametrize("file", ["build.txt", "serve.txt", "dev.txt", "docs.txt", "deploy.txt"])
 def test_every_package_has_the_hashes_of_its_wheels(file: str) -> None:
     assert locked(file)
     for name, (_, hashes) in locked(file).items():

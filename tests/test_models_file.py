@@ -241,7 +241,7 @@ def test_without_pyyaml_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ConfigError, match=r"needs PyYAML.*") as raised:
         read(tmp_path / "models.yaml")
-    assert "pip install 'weft[yaml]'" in raised.value.hint
+    assert "pip install 'weft-serve[yaml]'" in raised.value.hint
 
 
 # Read again.

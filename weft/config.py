@@ -368,7 +368,7 @@ def _yaml(file: Path, text: str) -> tuple[Any, dict[KeyPath, int]]:
     except ImportError as error:
         raise ConfigError(
             f"{file}: reading YAML needs PyYAML, which is not installed.",
-            hint="Run `pip install 'weft[yaml]'`, or write the file as TOML or JSON.",
+            hint="Run `pip install 'weft-serve[yaml]'`, or write the file as TOML or JSON.",
         ) from error
     lines = _Lines(file)
 

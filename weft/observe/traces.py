@@ -94,7 +94,8 @@ def open_traces(endpoint: str) -> Traces:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(
-            "--otlp-endpoint needs packages that are not installed.", hint="Install them: pip install 'weft[otel]'."
+            "--otlp-endpoint needs packages that are not installed.",
+            hint="Install them: pip install 'weft-serve[otel]'.",
         ) from error
     return Traces(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
 

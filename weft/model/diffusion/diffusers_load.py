@@ -66,7 +66,7 @@ def _libraries(folder: Path) -> dict[str, ModuleType]:
     except ImportError as error:
         raise ConfigError(
             f"{folder} is a pipeline of diffusers, which is not installed.",
-            hint="Install it: pip install 'weft[diffusers]'.",
+            hint="Install it: pip install 'weft-serve[diffusers]'.",
         ) from error
     # They log the text of prompts that are too long.
     for library in (diffusers, transformers):

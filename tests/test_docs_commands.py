@@ -1,0 +1,190 @@
+"""The commands of README, quick start and guides are run, in order, against a real server with the default model.
+
+A fence ```sh is run; ```sh needs=gpu says what a machine must have for it, and is only read. `weft serve` starts a
+server for the commands after it, up to the next one or the end of the page. In every other page the commands of Weft
+are parsed by the real command line, and the targets of make must be there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from tests.e2e.server import Server
+from tests.waiting import PATIENCE
+from weft.bench.commands import app as bench_app
+from weft.checkpoint.model_files import ModelFiles
+from weft.cli import app
+
+ROOT = Path(__file__).parents[1]
+RUN = [
+    *(ROOT / name for name in ("README.md", "docs/quickstart.md", "examples/README.md")),
+    *sorted((ROOT / "docs/guides").glob("*.md")),
+]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCES = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHELL = ("sh", "console", "bash", "")
+
+
+def fences(page: Path) -> Iterator[tuple[str, str, str]]:
+    """The language of every block of commands, what it needs, and its text."""
+    for info, text in FENCES.findall(page.read_text()):
+        language, _, needs = info.partition(" needs=")
+        yield language, needs, text
+
+
+def commands(text: str) -> list[str]:
+    """The commands of a block: lines, of which those that end with a stroke or inside of quotes go on."""
+    found, open_line = [], ""
+    for line in text.splitlines():
+        open_line = f"{open_line}\n{line}" if open_line else line
+        if not open_line.endswith("\\") and open_line.count("'") % 2 == 0:
+            found.append(open_line)
+            open_line = ""
+    return [command for command in found if command.strip() and not command.startswith("#")]
+
+
+class Shell:
+    """A folder with examples/ and deploy/ in it, the `weft` of this checkout, and the server that was started last."""
+
+    def __init__(self, folder: Path, plain: Server, stack: ExitStack) -> None:
+        self._folder = folder
+        self._plain = plain
+        self._stack = stack
+        self._server = plain
+        for name in ("examples", "deploy"):
+            (folder / name).symlink_to(ROOT / name)
+        (folder / "bin").mkdir()
+        for name, words in (("weft", "-m weft"), ("python", "")):
+            (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
+            (folder / "bin" / name).chmod(0o755)
+
+    def run(self, command: str) -> str:
+        if command.startswith("weft serve"):
+            self._stack.close()
+            flags = self._serve_flags(command)
+            self._server = self._stack.enter_context(Server(*flags)) if flags else self._plain
+            return ""
+        return self._run(["bash", "-euo", "pipefail", "-c"], command)
+
+    def run_python(self, program: str) -> str:
+        return self._run([sys.executable, "-c"], program)
+
+    def _run(self, program: list[str], command: str) -> str:
+        command = re.sub(r"http://(?:127\.0\.0\.1|localhost):8000", self._server.url, command)
+        done = subprocess.run(
+            [*program, command],
+            cwd=self._folder, env=self._environment(), capture_output=True, text=True, check=False, timeout=PATIENCE,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def _serve_flags(self, command: str) -> list[str]:
+        """The flags with which a test may start it: this machine's address, and files of this folder."""
+        flags = [word for word in shlex.split(command)[2:] if word not in ("smollm2", "--host", "0.0.0.0")]
+        return [str(self._folder / flag) if (self._folder / flag).is_file() else flag for flag in flags]
+
+    def _environment(self) -> dict[str, str]:
+        path = f"{self._folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        where = {"SERVER_URL": self._server.url, "SERVER_GRPC": f"127.0.0.1:{self._server.grpc_port()}"}
+        return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **where}
+
+
+@pytest.fixture(scope="module")
+def plain(smollm2_files: ModelFiles) -> Iterator[Server]:
+    """`weft serve`, for all pages."""
+    with Server() as server:
+        yield server
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_run(page: Path, plain: Server, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        shell = Shell(tmp_path, plain, stack)
+        for language, needs, text in fences(page):
+            if language in ("sh", "console") and not needs:
+                for command in commands(text):
+                    shell.run(command)
+            elif language == "python" and not needs:
+                shell.run_python(text)
+
+
+def test_every_block_of_commands_in_these_pages_is_run_or_says_what_it_needs() -> None:
+    spec = importlib.util.spec_from_file_location("reference", ROOT / "tools/reference.py")
+    assert spec is not None and spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    needed = set()
+    for page in RUN:
+        for language, needs, text in fences(page):
+            assert language or not re.search(r"^(?:weft|pip|python|curl|docker|kubectl|make) ", text, re.MULTILINE), (
+                page
+            )
+            needed |= {*needs.split(",")} - {""}
+    assert needed <= reference.NEEDS.keys()
+
+
+def command_of(words: list[str]) -> tuple[TyperCommand | TyperGroup, list[str]]:
+    """The command that words name, and the words behind its name."""
+    group: TyperCommand | TyperGroup = typer.main.get_command(app)
+    while isinstance(group, TyperGroup) and words:
+        name, *words = words
+        group = typer.main.get_command(bench_app) if name == "bench" else group.commands[name]
+    return group, words
+
+
+def weft_commands(page: Path) -> Iterator[str]:
+    for language, _, text in fences(page):
+        if language in SHELL:
+            for command in commands(re.sub(r"\\\n\s*", "", text)):
+                # Some pages have a word on each command behind several spaces, or behind #.
+                found = re.match(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?weft (?!\w+\s{2,}\|)([^|#<>&\n]+)", command)
+                if found:
+                    yield re.split(r"\s{3,}", found[1])[0].strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_of_weft_is_one_that_its_command_line_takes(page: Path) -> None:
+    for text in weft_commands(page):
+        if re.match(r"[A-Z]{2,} |[\w ]+, ", text):
+            continue  # a form, as in weft COMMAND --help, or several commands at once
+        words = shlex.split(text)
+        if text.startswith("-"):  # an option of `weft` itself
+            assert words[0] in {"--help", *(flag for each in typer.main.get_command(app).params for flag in each.opts)}
+            continue
+        try:
+            while words:
+                command, words = command_of(words)
+                if isinstance(command, TyperGroup):
+                    break  # `weft bench` lists its commands
+                rest = command.make_context("weft", words).args
+                assert not rest or command.context_settings["allow_extra_args"], rest
+                # What is not its own, `weft bench compare` gives to `weft bench serve`, and that to `weft serve`.
+                words = [*(["bench", "serve"] if "compare" in text else ["serve"]), *rest] if rest else []
+        except Exception as error:
+            raise AssertionError(f"weft {text}: {error}") from error
+
+
+def test_commands_are_found() -> None:
+    assert sum(len(list(weft_commands(page))) for page in PAGES) > 60
+    command, _ = command_of(["serve"])
+    with pytest.raises(Exception, match="No such option"):
+        command.make_context("weft", ["--no-such-flag"])
+
+
+def test_every_target_of_make_is_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        named = set(re.findall(r"(?:`|^)make ([a-z][a-z-]+)", page.read_text(), re.MULTILINE))
+        assert named <= targets, (page, named - targets)
