@@ -95,7 +95,7 @@ GROUPS = {
         "tests/e2e/test_fuzz.py",
         "tests/e2e/test_openapi_contract.py",
     ),
-    "the browser": ("tests/page/test_playground.py", "tests/page/test_screenshots.py"),
+    "the browser": tuple(f"tests/page/test_{name}.py" for name in ("live_view", "playground", "screenshots")),
     "diffusers": ("tests/e2e/test_pipelines.py", "tests/model/test_pipelines.py", "tests/worker/test_pipelines.py"),
     "the checker of pictures": ("tests/training/test_checker.py", "tests/training/test_shipped_model.py"),
 }

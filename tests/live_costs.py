@@ -163,7 +163,7 @@ async def api_share(num_watchers: int, seconds: float) -> float:
         timeline = admission.contexts()[0].timeline()
         assert timeline is not None
         for _ in range(MAX_ENDED_KEPT):
-            admission.live.ended(timeline)
+            admission._ended.add(timeline)
 
         async def watch() -> None:
             async for _ in admission.live.watch(""):

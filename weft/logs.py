@@ -23,7 +23,7 @@ LogFormat = Literal["text", "json"]
 FOREIGN = ("uvicorn.error", "asyncio")
 SHORT_ID_CHARS = 8
 """So many characters of an id tell requests apart on a terminal."""
-_FIELDS, _TABLE = "weft_fields", "weft_table"
+FIELDS, _TABLE = "weft_fields", "weft_table"
 
 
 class RequestLine:
@@ -84,7 +84,7 @@ def event(
     """Log a message with named values behind it: `request status=200 ms=12`. On a terminal the lines of a table, where
     there is one, take the place of the values."""
     if logger.isEnabledFor(level):
-        logger.log(level, "%s", message, extra={_FIELDS: fields, _TABLE: table})
+        logger.log(level, "%s", message, extra={FIELDS: fields, _TABLE: table})
 
 
 class LineFormatter(logging.Formatter):
@@ -142,7 +142,7 @@ def _origin() -> dict[str, str]:
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
-    fields: Mapping[str, Any] = record.__dict__.get(_FIELDS, {})
+    fields: Mapping[str, Any] = record.__dict__.get(FIELDS, {})
     return fields
 
 

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from tests.generation import sample
 from tests.waiting import PATIENCE, until, wait_until
+from weft import logs
 from weft.backends import safe_loading
 from weft.backends.contract import Engine, Health
 from weft.backends.native import start_native
@@ -107,8 +108,9 @@ def test_what_fits_is_started_once_as_it_was_asked_for(llama_8b: Config, caplog:
     with caplog.at_level(logging.INFO, "weft"):
         engine = load(starter, llama_8b, machine=gpu())
     assert starter.tried == [llama_8b] and engine.config == llama_8b
-    text = caplog.text
-    assert re.search(r"plan: weights +14\.9\d", text) and "longest context of one request" in text
+    [plan] = [record for record in caplog.records if record.getMessage() == "plan"]
+    told = vars(plan)[logs.FIELDS]
+    assert told["weights_gib"] == pytest.approx(14.96, abs=0.01) and told["largest_context"] == 131072
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.kernels import HeadNorms, HeadShape
 from weft.kernels.batch import AdapterGroups
 from weft.kernels.fp8 import E4M3
-from weft.kernels.int4 import Int4Groups, int8_rows, pack, quantised_groups
+from weft.kernels.int_weights import IntGroups, int8_rows, pack, quantised_groups
 from weft.kernels.kv_cache import LayerCache, zero_cache
 from weft.kernels.triton import decode_attention as decode_module
 from weft.kernels.triton import elementwise, launch, linears, lora_linears, sampling_kernels
@@ -215,13 +215,13 @@ def bench_linear(model: str, heads: HeadShape, hidden: int, width: int, vocabula
         del weights
 
 
-def in_blocks(groups: Int4Groups) -> Int4Groups:
+def in_blocks(groups: IntGroups) -> IntGroups:
     """Return the weight with scales for 32 columns, and minima, as GGUF files have them."""
     scales = groups.scales.repeat_interleave(groups.group_size // 32, dim=1)
-    return Int4Groups(groups.numbers, scales, None, 32, minima=-scales)
+    return IntGroups(groups.numbers, scales, None, 32, minima=-scales)
 
 
-KINDS: dict[str, Callable[[Tensor], Int4Groups]] = {
+KINDS: dict[str, Callable[[Tensor], IntGroups]] = {
     "int4": quantised_groups,
     "Q4_K": lambda weight: in_blocks(quantised_groups(weight)),
     "int8": int8_rows,

@@ -19,7 +19,7 @@ from tests.gpu.bench_kernels import KINDS
 from weft.hub.resolve import find_model
 from weft.kernels import Ops
 from weft.kernels.batch import AdapterGroups
-from weft.kernels.int4 import pack
+from weft.kernels.int_weights import pack
 from weft.kernels.triton.elementwise import silu_mul
 from weft.kernels.weights import SlotLowRank, Weight
 from weft.model.dense import DenseModel

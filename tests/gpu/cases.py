@@ -33,14 +33,14 @@ from weft.kernels import REFERENCE, AttentionBatch, HeadNorms, HeadShape, Ops, r
 from weft.kernels import sampling as draws
 from weft.kernels.batch import AdapterGroups
 from weft.kernels.fp8 import GROUP, Fp8Weight, fp8_weight, quantise_rows, rounded_rows
-from weft.kernels.int4 import Int4Groups, Int4Weight, pack
+from weft.kernels.int_weights import IntGroups, IntWeight, pack
 from weft.kernels.kv_cache import Fp8Cache, LayerCache
 from weft.kernels.triton import (
     decode_attention,
     elementwise,
     fp8_linears,
     gemv,
-    int4_linears,
+    int_linears,
     linears,
     lora_linears,
     prefill_attention,
@@ -516,19 +516,19 @@ def check_fp8_replay(rows: int, hidden: int, width: int) -> None:
 
 if INTERPRETED:
     # The interpreter runs one program after the other, each as slowly.
-    int4_linears._MULTIPROCESSORS = 1
+    int_linears._MULTIPROCESSORS = 1
 
 
-def random_int4(n: int, k: int, group: int, dtype: torch.dtype, zeros: bool = True, turned: bool = False) -> Int4Weight:
+def random_int4(n: int, k: int, group: int, dtype: torch.dtype, zeros: bool = True, turned: bool = False) -> IntWeight:
     """A weight whose groups have scales of all sizes, and zeros of their own up to GPTQ's 16."""
     numbers = torch.randint(0, 16, (n, k), dtype=torch.uint8, device=DEVICE)
     num_groups = -(-k // group)
     scales = (0.5 + torch.rand(n, num_groups, device=DEVICE)) * k**-0.5 / 4
     own = torch.randint(0, 17, (n, num_groups), device=DEVICE).float() if zeros else None
-    return pack(Int4Groups(numbers, scales, own, group, torch.randperm(k, device=DEVICE) if turned else None), dtype)
+    return pack(IntGroups(numbers, scales, own, group, torch.randperm(k, device=DEVICE) if turned else None), dtype)
 
 
-def random_minima(n: int, k: int, dtype: torch.dtype, bits: int, group: int = 32, minima: bool = True) -> Int4Weight:
+def random_minima(n: int, k: int, dtype: torch.dtype, bits: int, group: int = 32, minima: bool = True) -> IntWeight:
     """A weight of a GGUF file: groups have minima that are no multiples of their scales. Or one of eight bits without
     them, with the lowest number too."""
     shape, num_groups = (n, k), -(-k // group)
@@ -537,7 +537,7 @@ def random_minima(n: int, k: int, dtype: torch.dtype, bits: int, group: int = 32
         numbers = torch.randint(-128, 128, shape, dtype=torch.int8, device=DEVICE)
     scales = (0.5 + torch.rand(n, num_groups, device=DEVICE)) * k**-0.5 / (4 if bits == 4 else 64)
     least = (torch.rand(n, num_groups, device=DEVICE) - 1) * k**-0.5 if minima else None
-    return pack(Int4Groups(numbers, scales, None, group, None, least), dtype)
+    return pack(IntGroups(numbers, scales, None, group, None, least), dtype)
 
 
 def check_int4(
@@ -554,7 +554,7 @@ def check_int8(rows: int, n: int, k: int, group: int, dtype: torch.dtype, minima
     check_groups(rows, random_minima(n, k, dtype, 8, group, minima), dtype)
 
 
-def check_groups(rows: int, weight: Int4Weight, dtype: torch.dtype) -> None:
+def check_groups(rows: int, weight: IntWeight, dtype: torch.dtype) -> None:
     """Whichever kernel takes this number of rows, the ops mean what the reference's do."""
     n, k = weight.shape
     x, bias = randn(rows, k, dtype=dtype), randn(n, dtype=dtype)
@@ -577,7 +577,7 @@ def check_groups(rows: int, weight: Int4Weight, dtype: torch.dtype) -> None:
             assert_near(gated, reference.silu_mul(normed), 2 * tolerance)
 
 
-def check_int4_cut(config: int4_linears.Int4Config, gated: bool) -> None:
+def check_int4_cut(config: int_linears.IntConfig, gated: bool) -> None:
     """However a product is divided among programs it is the same product, and bit for bit the same one every time."""
     rows, n, k = 20, 256 if gated else 200, 528
     x, weight = randn(rows, k, dtype=FP16), random_int4(n, k, k, FP16)
@@ -587,7 +587,7 @@ def check_int4_cut(config: int4_linears.Int4Config, gated: bool) -> None:
     again = first.clone()
     for out in (first, again):
         with poisoned():
-            int4_linears.product(x, weight, None, None, out, gated, config)
+            int_linears.product(x, weight, None, None, out, gated, config)
     assert_near(first, wanted, 2 * TOLERANCE[FP16])
     assert torch.equal(first, again)
 
@@ -596,7 +596,7 @@ def check_int4_floats(n: int, k: int, group: int, dtype: torch.dtype, bits: int 
     """Weights that are written out are the reference's, bit for bit; with minima they are rounded once less."""
     weight = random_minima(n, k, dtype, bits, group, minima) if minima or bits == 8 else random_int4(n, k, group, dtype)
     with poisoned():
-        found = int4_linears.dequantised(weight, dtype)
+        found = int_linears.dequantised(weight, dtype)
     wanted = weight.dequantised().to(dtype)
     if INTERPRETED or minima:
         near = torch.isclose(found.float(), wanted.float(), rtol=8e-3, atol=1e-6)
@@ -605,11 +605,11 @@ def check_int4_floats(n: int, k: int, group: int, dtype: torch.dtype, bits: int 
         assert torch.equal(found, wanted)
 
 
-def check_int4_configs() -> None:
+def check_int_configs() -> None:
     for n, k in ((12288, 4096), (4096, 11008), (34816, 5120), (128, 64)):
-        for rows in range(1, int4_linears.MAX_ROWS + 1):
+        for rows in range(1, int_linears.MAX_ROWS + 1):
             for gated in (False, True):
-                config = int4_linears.int4_config(rows, n // 64, -(-k // 128), gated)
+                config = int_linears.int_config(rows, n // 64, -(-k // 128), gated)
                 assert config.rows & (config.rows - 1) == 0 and config.tiles % (1 + gated) == 0
                 assert config.stages * (4608 * config.tiles + 256 * config.rows) <= 227 << 10
                 assert 1 <= config.split_k <= max(1, k // 128)
@@ -907,7 +907,7 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_lora_expand_gate, shared, 200, 2, 16, dtype)
         add(check_lora_expand_gate, [70, 0, 1], 96, 1, 8, dtype)
         add(check_lora_expand_gate, [0, 2], 131, 3, 64, dtype)
-    add(check_int4_configs)
+    add(check_int_configs)
     for rows, n, k, group in ((1, 200, 160, 32), (3, 256, 320, 64), (5, 130, 256, 128), (20, 256, 200, 200)):
         add(check_int4, rows, n, k, group, FP16)
     add(check_int4, 2, 128, 384, 128, FP16, False)
@@ -924,10 +924,10 @@ def cases() -> dict[str, Callable[[], None]]:
         add(check_int4_minima, rows, 256, 320, FP16)
     for gated in (False, True):
         for config in (
-            int4_linears.Int4Config(8, 2, 3, 4, 3),
-            int4_linears.Int4Config(8, 2, 2, 4, 3, whole=1),
-            int4_linears.Int4Config(16, 4, 4, 4, 3),
-            int4_linears.Int4Config(128, 2, 2, 8, 3, whole=9),
+            int_linears.IntConfig(8, 2, 3, 4, 3),
+            int_linears.IntConfig(8, 2, 2, 4, 3, whole=1),
+            int_linears.IntConfig(16, 4, 4, 4, 3),
+            int_linears.IntConfig(128, 2, 2, 8, 3, whole=9),
         ):
             add(check_int4_cut, config, gated)
     if INTERPRETED:

@@ -19,7 +19,7 @@ from tests.quantised_models import save_quantised
 from tests.tiny_adapters import save_adapter
 from tests.worker.driving import load, request, run, under_reference, watched_logits
 from weft.errors import ConfigError
-from weft.kernels.int4 import Int4Weight
+from weft.kernels.int_weights import IntWeight
 from weft.types import Adapter
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +42,7 @@ def test_logits_are_near_those_of_floats(method: str, dtype: str, tmp_path: Path
     """A prompt of more rows than one program takes, and one row after the other."""
     folder = model_at(method, tmp_path)
     gpu = on_gpu(folder, dtype=dtype)
-    assert isinstance(gpu.runner.stepper.model.weights.layers[0].qkv, Int4Weight)
+    assert isinstance(gpu.runner.stepper.model.weights.layers[0].qkv, IntWeight)
     prompt = PROMPTS[1] * 2
     with watched_logits() as seen:
         run(gpu, [request("r", prompt, 8)])

@@ -30,7 +30,7 @@ from weft.hub.resolve import resolve
 from weft.kernels import REFERENCE, AttentionBatch
 from weft.kernels.cpu import native_step, panel_layout
 from weft.kernels.fp8 import E4M3
-from weft.kernels.int4 import Int4Weight
+from weft.kernels.int_weights import IntWeight
 from weft.kernels.kv_cache import zero_cache
 from weft.kernels.panel_format import PanelLayout
 from weft.kernels.weights import Weight
@@ -138,7 +138,7 @@ def in_blocks(files: ModelFiles, type_name: str, folder: Path) -> ModelFiles:
 
 def _in_bfloat16(weight: Weight) -> Weight:
     """Round what a GPU holds beside the numbers of a weight to bfloat16."""
-    if not isinstance(weight, Int4Weight):
+    if not isinstance(weight, IntWeight):
         return weight
     scales, minima = weight.scales.bfloat16().float(), weight.minima
     return weight._replace(scales=scales, minima=None if minima is None else minima.bfloat16().float())

@@ -15,7 +15,7 @@ from tests import tiny_models
 from tests.quantised_models import INT4, save_quantised, unquantised
 from weft.errors import ModelError
 from weft.hub.resolve import resolve
-from weft.kernels.int4 import GROUP, Int4Groups, Int4Weight, pack, quantised_groups
+from weft.kernels.int_weights import GROUP, IntGroups, IntWeight, pack, quantised_groups
 from weft.kernels.reference import linear
 from weft.kernels.weights import DecoderWeights
 from weft.machine.memory import int4_bytes
@@ -62,7 +62,7 @@ def test_a_checkpoint_is_held_as_it_is_stored(method: str, tmp_path: Path) -> No
     for i, layer in enumerate(weights.layers):
         for name, wanted in expected(plain, config, i, method).items():
             held = getattr(layer, name)
-            assert isinstance(held, Int4Weight) and held.shape == wanted.shape
+            assert isinstance(held, IntWeight) and held.shape == wanted.shape
             assert (held.zeros is None) == (not INT4[method].zeros) and (held.order is None) == INT4[method].in_order
             torch.testing.assert_close(held.dequantised(), wanted)
     assert isinstance(weights.head, Tensor) and weights.head.dtype == torch.float16
@@ -84,12 +84,12 @@ def test_all_linear_weights_are_quantised(tmp_path: Path) -> None:
     for layer, wanted in zip(weights.layers, floats.layers, strict=True):
         for name in LINEARS:
             held, weight = getattr(layer, name), getattr(wanted, name)
-            assert isinstance(held, Int4Weight) and held.group_size == GROUP
+            assert isinstance(held, IntWeight) and held.group_size == GROUP
             spread = weight.amax(1) - weight.amin(1)
             assert ((held.dequantised() - weight).abs() <= spread[:, None] / 15 * 0.51).all()
     # What has four bits already stays what it is.
     _, again = read(folder, "int4")
-    assert isinstance(again.layers[0].qkv, Int4Weight) and again.layers[0].qkv.group_size == 32
+    assert isinstance(again.layers[0].qkv, IntWeight) and again.layers[0].qkv.group_size == 32
 
 
 def test_parts_that_are_not_packed_alike_become_floats(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_parts_that_are_not_packed_alike_become_floats(tmp_path: Path) -> None:
     save_file(tensors, path)
     _, weights = read(folder, "keep", torch.float32)
     layer = weights.layers[0]
-    assert isinstance(layer.gate_up, Tensor) and isinstance(layer.qkv, Tensor) and isinstance(layer.down, Int4Weight)
+    assert isinstance(layer.gate_up, Tensor) and isinstance(layer.qkv, Tensor) and isinstance(layer.down, IntWeight)
     assert torch.equal(layer.gate_up[160:], floats[f"{up}weight"].float())
     _, dequantised = read(folder, "dequantise", torch.float32)
     assert torch.equal(dequantised.layers[0].qkv, layer.qkv)
@@ -219,7 +219,7 @@ def test_the_layout_of_kernels_loses_nothing(rows: int, columns: int, group: int
     group_of = torch.arange(columns) // group
     scales, zeros = torch.rand(rows, int(group_of[-1]) + 1), torch.randint(0, 17, (rows, int(group_of[-1]) + 1)).float()
     order = torch.randperm(columns)
-    weight = pack(Int4Groups(numbers, scales, zeros, group, order), torch.float32)
+    weight = pack(IntGroups(numbers, scales, zeros, group, order), torch.float32)
     wanted = (numbers - zeros[:, group_of]) * scales[:, group_of]
     assert torch.equal(weight.dequantised()[:, order], wanted)
     x, bias = torch.randn(3, columns), torch.randn(rows)

@@ -20,7 +20,7 @@ from tests.model.test_int4 import LINEARS, expected, made, read
 from tests.quantised_models import gguf_blocks
 from weft.errors import ModelError
 from weft.hub.resolve import resolve
-from weft.kernels.int4 import Int4Groups, Int4Weight, int8_rows, joined, pack
+from weft.kernels.int_weights import IntGroups, IntWeight, int8_rows, joined, pack
 from weft.kernels.panel_format import PanelLayout
 from weft.kernels.quantised import QuantisedWeight
 from weft.kernels.reference import linear
@@ -43,7 +43,7 @@ def test_a_checkpoint_is_held_as_it_is_stored(method: str, tmp_path: Path) -> No
                 if linears == "dequantise":
                     assert torch.equal(held, wanted)
                     continue
-                assert isinstance(held, Int4Weight) and held.bits == 8 and held.group_size == wanted.shape[1]
+                assert isinstance(held, IntWeight) and held.bits == 8 and held.group_size == wanted.shape[1]
                 assert torch.equal(held.dequantised(), wanted)
     stored = size_of(resolve(str(folder))).weights
     assert stored.int8 == config.num_layers * 128 * (4 * 128 + 3 * 160)
@@ -60,7 +60,7 @@ def test_all_linear_weights_are_quantised(tmp_path: Path) -> None:
         for layer, wanted in zip(weights.layers, floats.layers, strict=True):
             for name in LINEARS:
                 held, weight = getattr(layer, name), getattr(wanted, name)
-                assert isinstance(held, Int4Weight) and held.bits == 8
+                assert isinstance(held, IntWeight) and held.bits == 8
                 assert ((held.dequantised() - weight).abs() <= weight.abs().amax(1, keepdim=True) / 127 * 0.51).all()
     assert weights.num_bytes == pytest.approx(int8_bytes(config, torch.float32), rel=0.3)
 
@@ -111,7 +111,7 @@ def test_the_layout_of_kernels_loses_nothing(minima: bool) -> None:
         numbers = torch.randint(-128, 128, (rows, columns), dtype=torch.int8)
         group_of = torch.arange(columns) // group
         scales, least = torch.rand(2, rows, int(group_of[-1]) + 1)
-        weight = pack(Int4Groups(numbers, scales, None, group, minima=least if minima else None), torch.float32)
+        weight = pack(IntGroups(numbers, scales, None, group, minima=least if minima else None), torch.float32)
         wanted = numbers * scales[:, group_of] + (least[:, group_of] if minima else 0)
         assert torch.equal(weight.dequantised(), wanted)
         x = torch.randn(3, columns)
@@ -122,7 +122,7 @@ def test_parts_with_and_without_minima_are_joined() -> None:
     for dtype, middle in ((torch.uint8, 8), (torch.int8, 0)):
         numbers, scales = torch.randint(0, 16, (2, 3, 64)).to(dtype), torch.rand(2, 3, 2)
         least = torch.rand(3, 2)
-        parts = [Int4Groups(numbers[0], scales[0], None, 32), Int4Groups(numbers[1], scales[1], None, 32, None, least)]
+        parts = [IntGroups(numbers[0], scales[0], None, 32), IntGroups(numbers[1], scales[1], None, 32, None, least)]
         whole = joined(parts).dequantised()
         torch.testing.assert_close(whole, torch.cat([part.dequantised() for part in parts]))
         assert torch.allclose(whole[:3], (numbers[0] - float(middle)) * scales[0].repeat_interleave(32, dim=1))
@@ -161,7 +161,7 @@ def test_blocks_of_a_gguf_file_stay_quantised(type_name: str, tmp_path: Path) ->
     for layer, wanted in zip(held.layers, floats.layers, strict=True):
         for name in LINEARS:
             weight, exact = getattr(layer, name), getattr(wanted, name)
-            assert isinstance(weight, Int4Weight) and weight.bits == (4 if type_name.startswith("Q4") else 8)
+            assert isinstance(weight, IntWeight) and weight.bits == (4 if type_name.startswith("Q4") else 8)
             assert (weight.dequantised() - exact).norm() / exact.norm() < LARGEST_ERROR[type_name]
     assert held.num_bytes == size_of(resolve(str(file))).weights.block_bytes
 

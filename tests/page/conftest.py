@@ -21,9 +21,10 @@ PATIENCE_MS = 1000 * PATIENCE
 DESKTOP, PHONE = {"width": 1280, "height": 800}, {"width": 390, "height": 844}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """Headless Chromium: that of CHROMIUM, or the first that the machine has. tools/chromium.sh installs one."""
+    """Headless Chromium: that of CHROMIUM, or the first that the machine has. tools/chromium.sh installs one. It ends
+    with this folder's tests: while it runs, its thread has an event loop, and others could start none."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
     names = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome")
     path = next((found for name in names if name and (found := shutil.which(name))), None)
@@ -36,7 +37,7 @@ def browser() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def playground(smollm2_files: ModelFiles) -> Iterator[Server]:
     """A server of the default model that wants a key. A test may kill its engine, if it waits for the next one."""
     with Server("--tool-style", "hermes", env={"WEFT_API_KEY": KEY}) as server:

@@ -57,7 +57,7 @@ def test_a_task_that_fails_is_told_and_the_others_are_done(tmp_path: Path) -> No
         ("dequantise", torch.bfloat16, {"_prefill_kernel", "_decode_kernel", "_skinny_kernel", "_gemv_kernel"}),
         ("dequantise", E4M3, {"_prefill_kernel", "_decode_fp8_kernel"}),
         ("fp8", torch.bfloat16, {"_tiled_kernel", "_quantise_kernel"}),
-        ("int4", torch.bfloat16, {"_int4_kernel"}),
+        ("int4", torch.bfloat16, {"_int_kernel"}),
     ],
 )
 def test_the_kernels_of_steps_are_found_without_a_gpu(

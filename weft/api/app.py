@@ -232,9 +232,8 @@ def admission_app(admission: Admission, background: BackgroundWork | None = None
     if limits.max_requests_per_minute_per_key or limits.max_tokens_per_minute_per_key:
         app.add_middleware(RateLimitHeaders, admission=admission)
     app.add_middleware(HeadRequests)
-    app.add_middleware(ApiKeyAuth, admission=admission)
-    if admission.config.server.page:
-        app.add_middleware(PlaygroundPage)
+    page = PlaygroundPage() if admission.config.server.page else None
+    app.add_middleware(ApiKeyAuth, admission=admission, page=page)
     app.add_middleware(HeaderLimits, admission=admission)
     # Around all that refuses: without its headers a page cannot read why.
     app.add_middleware(CrossOrigin, admission=admission)

@@ -32,6 +32,7 @@ from weft.api.error_responses import (
     error_response,
 )
 from weft.api.openai.openai_schema import SANE_ID
+from weft.api.page import PlaygroundPage
 from weft.errors import ConfigError, InvalidRequest
 from weft.observe import traces
 from weft.observe.watchdog import name_task
@@ -286,14 +287,20 @@ _OPERATORS_PATHS = frozenset({ADMIN_PATH, VLLM_LOAD_PATH, VLLM_UNLOAD_PATH, OLLA
 
 
 class ApiKeyAuth:
-    """Admin keys open the operator's routes and nothing else; other keys open everything else."""
+    """Admin keys open the operator's routes and nothing else; other keys open everything else but the page, which is
+    open."""
 
-    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+    def __init__(self, app: ASGIApp, admission: Admission, page: PlaygroundPage | None = None) -> None:
         self._app = app
         self._admission = admission
+        self._page = page
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = None if scope["type"] != "http" else self._refusal(scope)
+        is_http, page = scope["type"] == "http", self._page
+        if page is not None and is_http and scope["path"] in page.files and page.is_asked_for(scope):
+            await page(scope, receive, send)
+            return
+        refusal = self._refusal(scope) if is_http else None
         if refusal is None:
             await self._app(scope, receive, send)
         else:

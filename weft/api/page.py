@@ -1,8 +1,8 @@
 """The playground: one self-contained page at / and /docs, with its script and its style.
 
 The files are built from page/ by `make page` and lie in weft/data/page. They hold nothing of a server, so they need no
-key; what the page asks of the server does. The middleware stands behind the check of the Host header and before that
-of the key.
+key; what the page asks of the server does. They are answered behind the check of the Host header and before that of
+the key.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from importlib.resources import files
 
 from msgspec import Struct
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from weft.api.content_encoding import GZIP, accepts_gzip
 
@@ -80,17 +80,16 @@ class PlaygroundPage:
     """Answers GET and HEAD of the page's files. At / it answers browsers alone: for clients that do not ask for HTML
     there is the JSON that tells what the server is."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-        self._files = page_files()
+    def __init__(self) -> None:
+        self.files = page_files()
+
+    def is_asked_for(self, scope: Scope) -> bool:
+        """Return whether a request for the path of a file wants that file."""
+        accept = dict(scope["headers"]).get(b"accept", b"")[:1024]
+        return scope["method"] in ("GET", "HEAD") and (scope["path"] != ROOT or b"text/html" in accept.lower())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        file = self._files.get(scope["path"]) if scope["type"] == "http" else None
-        headers = dict(scope["headers"]) if file is not None else {}
-        wants_page = scope.get("path") != ROOT or b"text/html" in headers.get(b"accept", b"")[:1024].lower()
-        if file is None or scope["method"] not in ("GET", "HEAD") or not wants_page:
-            await self._app(scope, receive, send)
-            return
+        file, headers = self.files[scope["path"]], dict(scope["headers"])
         answer = [*HEADERS, (b"content-type", file.content_type), (b"etag", file.etag)]
         if file.etag in headers.get(b"if-none-match", b"")[:1024]:
             await send({"type": "http.response.start", "status": 304, "headers": answer})

@@ -389,7 +389,7 @@ class NativeEngine:
         model = self.model.images
         if model is None:
             raise InvalidRequest(
-                "There is no model that draws here.", hint="Serve with an --image-model for this language model."
+                "There is no image model here.", hint="Serve with an --image-model for this language model."
             )
         params.check()
         if (params.width, params.height) != (model.width, model.height):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from weft.kernels.batch import AdapterGroups, AttentionBatch, HeadNorms, HeadShape
 from weft.kernels.fp8 import Fp8Weight
-from weft.kernels.int4 import Int4Weight
+from weft.kernels.int_weights import IntWeight
 from weft.kernels.kv_cache import LayerCache, block_size_of
 from weft.kernels.quantised import QuantisedWeight, finely_rounded, rounded
 from weft.kernels.weights import SlotLowRank, Weight
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, QuantisedWeight):
         return F.linear(rounded(x), weight.dequantised().to(x.dtype), bias)
-    if isinstance(weight, Fp8Weight | Int4Weight):
+    if isinstance(weight, Fp8Weight | IntWeight):
         return F.linear(x, weight.dequantised().to(x.dtype), bias)
     return F.linear(x, weight, bias)
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from weft.kernels.batch import HeadNorms
 from weft.kernels.fp8 import Fp8Weight
-from weft.kernels.int4 import Int4Weight
+from weft.kernels.int_weights import IntWeight
 from weft.kernels.quantised import QuantisedWeight
 
-Weight: TypeAlias = Tensor | QuantisedWeight | Fp8Weight | Int4Weight
+Weight: TypeAlias = Tensor | QuantisedWeight | Fp8Weight | IntWeight
 """The weight of a linear layer."""
 Table: TypeAlias = Tensor | QuantisedWeight
 """Embeddings, or the weight of the head."""
@@ -154,7 +154,7 @@ def _tensors(weight: Weight) -> list[Tensor]:
             return [weight.panels]
         case Fp8Weight():
             return [weight.numbers, weight.scales]
-        case Int4Weight():
+        case IntWeight():
             held = (weight.numbers, weight.scales, weight.zeros, weight.order, weight.minima)
             return [tensor for tensor in held if tensor is not None]
         case _:

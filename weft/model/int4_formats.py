@@ -10,7 +10,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from weft.errors import ModelError
-from weft.kernels.int4 import MOST, Int4Groups
+from weft.kernels.int_weights import MOST, IntGroups
 
 IN_ORDER, AWQ_ORDER = (0, 1, 2, 3, 4, 5, 6, 7), (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of each of eight neighbours, from its lowest bits on."""
@@ -112,7 +112,7 @@ def _unsupported(what: str, hint: str) -> ModelError:
 
 def read_int4(
     source: Tensors, format: Int4Format, stem: str, num_rows: int, num_columns: int, device: torch.device
-) -> Int4Groups:
+) -> IntGroups:
     """Read the weight [rows, columns] whose tensors' names begin with `stem`."""
     name = f"{stem}{format.scales}"
     stored = source.shape(name) if name in source.names() else ()
@@ -145,13 +145,13 @@ def read_int4(
     zeros = None
     if format.is_transposed or f"{stem}{format.zeros}" in source.names():
         zeros = unpacked(format.zeros, num_groups, words_of_rows=True).float() + format.least_zero
-    groups = Int4Groups(numbers, scales, zeros, num_columns // num_groups)
+    groups = IntGroups(numbers, scales, zeros, num_columns // num_groups)
     if f"{stem}{format.groups_of_columns}" not in source.names():
         return groups
     return _in_order(groups, read(format.groups_of_columns, (num_columns,)), f"{stem}{format.groups_of_columns}")
 
 
-def _in_order(groups: Int4Groups, group_of_column: Tensor, name: str) -> Int4Groups:
+def _in_order(groups: IntGroups, group_of_column: Tensor, name: str) -> IntGroups:
     """Put columns of a group beside each other."""
     num_groups, size = groups.scales.shape[1], groups.group_size
     order = torch.argsort(group_of_column, stable=True)

@@ -19,8 +19,8 @@ from weft.checkpoint import gguf, tokenizer_assets
 from weft.checkpoint.model_files import ModelFiles
 from weft.errors import ModelError
 from weft.kernels.fp8 import E4M3, GROUP, Fp8Weight, quantise_rows
-from weft.kernels.int4 import Int4Groups, int8_rows, is_multiplied, joined, quantised_groups
-from weft.kernels.int4 import pack as pack_int4
+from weft.kernels.int_weights import IntGroups, int8_rows, is_multiplied, joined, quantised_groups
+from weft.kernels.int_weights import pack as pack_ints
 from weft.kernels.panel_format import BLOCK, PanelLayout, format_for
 from weft.kernels.quantised import QuantisedWeight, pack
 from weft.kernels.weights import DecoderWeights, LayerWeights, Table, Weight
@@ -281,9 +281,9 @@ class _Loading:
         if self.linears in ("keep", "int8") and self.panels is None and all(self.has_int8(one, layer) for one in parts):
             return self.packed([self.read_int8(part, rows, columns, layer) for part, rows in parts.items()])
         if self.linears == "keep" and (read := self.block_groups(parts, columns, layer)) is not None:
-            return pack_int4(joined(read), self.dtype)
+            return pack_ints(joined(read), self.dtype)
         if self.linears == "int4":
-            return pack_int4(quantised_groups(self.fused(parts, (columns,), layer)), self.dtype)
+            return pack_ints(quantised_groups(self.fused(parts, (columns,), layer)), self.dtype)
         if self.linears == "int8":
             return self.int8_weight(self.fused(parts, (columns,), layer))
         return self.table(parts, columns, layer)
@@ -339,7 +339,7 @@ class _Loading:
             read.append(Groups(numbers, scales, minima, groups.zero, groups.in_pairs))
         return read
 
-    def block_groups(self, parts: dict[str, int], columns: int, layer: int) -> list[Int4Groups] | None:
+    def block_groups(self, parts: dict[str, int], columns: int, layer: int) -> list[IntGroups] | None:
         """Return parts as a GGUF file has them, with eight bits where not all have four; None where one has floats."""
         known = self.block_formats(parts, columns, layer) if self.names is GGUF_NAMES else None
         if known is None:
@@ -350,7 +350,7 @@ class _Loading:
     def int8_weight(self, weight: Tensor) -> Weight:
         """Quantise floats to eight bits: with a scale for each row, or in a CPU's panels for each block of it."""
         if self.panels is None:
-            return pack_int4(int8_rows(weight), self.dtype)
+            return pack_ints(int8_rows(weight), self.dtype)
         if weight.shape[1] % BLOCK:
             return weight
         numbers, scales, *_ = int8_rows(weight, BLOCK)
@@ -428,16 +428,16 @@ class _Loading:
             )
         return self.packed(read)
 
-    def packed(self, read: list[Int4Groups]) -> Weight:
+    def packed(self, read: list[IntGroups]) -> Weight:
         size, order = read[0].group_size, read[0].order
         if any(one.group_size != size or not _is_same(one.order, order) for one in read):
             return torch.cat([one.dequantised().to(self.dtype) for one in read])
-        return pack_int4(joined(read), self.dtype)
+        return pack_ints(joined(read), self.dtype)
 
     def has_int8(self, part: str, layer: int) -> bool:
         return self.source.number_type(self.names[part].format(layer)) == "I8"
 
-    def read_int8(self, part: str, rows: int, columns: int, layer: int) -> Int4Groups:
+    def read_int8(self, part: str, rows: int, columns: int, layer: int) -> IntGroups:
         """Read a part that compressed-tensors has as int8, with one scale or one for each row."""
         name = self.found(part, layer, (rows, columns))
         self.unread.discard(name)
@@ -446,15 +446,15 @@ class _Loading:
         scales = self.fp8_scales(name, rows, columns)
         if len(scales) > 1:
             raise ModelError(f"The scales of {name!r} are for blocks; int8 has one scale for each row, or one in all.")
-        return self.turned(part, Int4Groups(numbers, scales.T, None, columns))
+        return self.turned(part, IntGroups(numbers, scales.T, None, columns))
 
-    def read_int4(self, part: str, rows: int, columns: int, layer: int) -> Int4Groups:
+    def read_int4(self, part: str, rows: int, columns: int, layer: int) -> IntGroups:
         assert self.source.int4 is not None
         stem = self.stem(part, layer)
         self.unread.difference_update(f"{stem}{suffix}" for suffix in SUFFIXES)
         return self.turned(part, read_int4(self.source, self.source.int4, stem, rows, columns, self.device))
 
-    def turned(self, part: str, groups: Int4Groups) -> Int4Groups:
+    def turned(self, part: str, groups: IntGroups) -> IntGroups:
         if not self.turns(part):
             return groups
         turned = partial(pairs_from_halves, head_dim=self.config.head_dim)
@@ -529,7 +529,7 @@ def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def int_groups(groups: Groups, bits: int, dtype: torch.dtype) -> Int4Groups:
+def int_groups(groups: Groups, bits: int, dtype: torch.dtype) -> IntGroups:
     """Return blocks of a GGUF file, by their rows, as numbers of four or eight bits in groups of 32. Those in smaller
     groups, of Q6_K, are rounded to eight bits again."""
     numbers, scales, minima = groups[:3]
@@ -541,7 +541,7 @@ def int_groups(groups: Groups, bits: int, dtype: torch.dtype) -> Int4Groups:
         return int8_rows((by_group * scales[..., None]).flatten(1), BLOCK, dtype)
     if bits == 8:
         numbers = (numbers - groups.zero).view(torch.int8)
-    return Int4Groups(numbers, scales, None, BLOCK, minima=None if groups.zero else minima)
+    return IntGroups(numbers, scales, None, BLOCK, minima=None if groups.zero else minima)
 
 
 def pairs_from_halves(tensor: Tensor, head_dim: int) -> Tensor:

@@ -22,13 +22,13 @@ from weft.observe.traces import open_traces
 from weft.observe.watchdog import LoopWatchdog
 from weft.options import Config
 from weft.serving.auth import Keys
-from weft.serving.live import MAX_OPEN_SHOWN, LiveView
+from weft.serving.live import MAX_ENDED_KEPT, MAX_OPEN_SHOWN, LiveView
 from weft.serving.model_pool import ModelPool, StartEngine
 from weft.serving.model_slot import ModelSlot
 from weft.serving.rate_limits import Account, Accounts, RateLimitState
 from weft.serving.request import FieldReport
 from weft.serving.served_model import ServedModel, open_served_model
-from weft.serving.timing import RequestTimer, Timeline, timeline_of
+from weft.serving.timing import EndedRequests, RequestTimer, Timeline, timeline_of
 
 SHUTTING_DOWN = "The server is shutting down."
 DRAINING = "The server takes no new requests for now."
@@ -206,7 +206,8 @@ class Admission:
         self._accounts = Accounts(config.limits, max_body_mb=options.max_body_mb)
         self._batch_accounts = Accounts(config.limits, max_body_mb=options.max_body_mb)
         """Batches have limits of their own, as large: they take nothing from a tenant's other requests."""
-        self.live = LiveView(self.pool, self._open_timelines)
+        self._ended = EndedRequests(MAX_ENDED_KEPT)
+        self.live = LiveView(self.pool, self._open_timelines, self._ended)
         self.watchdog = LoopWatchdog()
         """It watches while a server runs."""
         self._closed_because = ""
@@ -301,7 +302,7 @@ class Admission:
             yield context
         finally:
             if (timeline := context.timeline()) is not None:
-                self.live.ended(timeline)
+                self._ended.add(timeline)
             context.leave()
             self._contexts.discard(context)
             if not self._contexts:

@@ -23,7 +23,7 @@ from weft.observe.metrics import Histogram
 from weft.serving.model_pool import ModelPool
 from weft.serving.model_slot import ModelSlot
 from weft.serving.served_model import ServedModel
-from weft.serving.timing import Timeline
+from weft.serving.timing import EndedRequests, Timeline
 from weft.types import EngineStats, ReadBlocks
 
 log = logging.getLogger(__name__)
@@ -326,11 +326,10 @@ def _not_loaded(slot: ModelSlot) -> LiveModel:
 class LiveView:
     """Makes a snapshot a tick while somebody watches, and hands each to every watcher."""
 
-    def __init__(self, pool: ModelPool, open_timelines: Callable[[], list[Timeline]]) -> None:
+    def __init__(self, pool: ModelPool, open_timelines: Callable[[], list[Timeline]], ended: EndedRequests) -> None:
         self._pool = pool
         self._open_timelines = open_timelines
-        self._ended: deque[Timeline] = deque(maxlen=MAX_ENDED_KEPT)
-        self._num_ended = 0
+        self._ended = ended
         self._watchers: dict[str | None, int] = {}
         """How many watch, by tenant; None: those who see the requests of all."""
         self._watches: dict[str, ModelWatch] = {}
@@ -341,11 +340,6 @@ class LiveView:
         self._encoded: dict[str | None, bytes] = {}
         """The latest snapshot as an event, by the tenant that it is for."""
         self._is_closed = False
-
-    def ended(self, timeline: Timeline) -> None:
-        """Remember a request that ended."""
-        self._ended.append(timeline)
-        self._num_ended += 1
 
     @property
     def num_watchers(self) -> int:
@@ -365,11 +359,11 @@ class LiveView:
         self._watchers[tenant] = self._watchers.get(tenant, 0) + 1
         try:
             if self._ticking is None and not self._is_closed:
-                self._take_snapshot(0.0, self._num_ended)
+                self._take_snapshot(0.0, self._ended.count)
                 self._ticking = asyncio.create_task(self._tick_forever(), name="weft-live-view")
                 self._ticking.add_done_callback(self._end_ticking)
             if self._latest is not None:
-                yield _event(_for_tenant(self._latest, tenant, ended=[*self._ended]))
+                yield _event(_for_tenant(self._latest, tenant, ended=[*self._ended.timelines]))
             # A watcher that reads slowly misses ticks, and waits for none of them.
             while self._ticking is not None:
                 await self._tick.wait()
@@ -389,12 +383,12 @@ class LiveView:
         return self._encoded[tenant]
 
     async def _tick_forever(self) -> None:
-        last, seen = time.monotonic(), self._num_ended
+        last, seen = time.monotonic(), self._ended.count
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
             self._take_snapshot(now - last, seen)
-            last, seen = now, self._num_ended
+            last, seen = now, self._ended.count
             tick, self._tick = self._tick, asyncio.Event()
             tick.set()
 
@@ -406,14 +400,15 @@ class LiveView:
 
     def _take_snapshot(self, seconds: float, num_seen: int) -> None:
         """Look at everything. `num_seen`: requests that had ended at the last tick."""
-        new = min(self._num_ended - num_seen, len(self._ended))
+        kept = self._ended.timelines
+        new = min(self._ended.count - num_seen, len(kept))
         self._encoded.clear()
         self._latest = Snapshot(
             time=round(time.time(), 3),
             tick_s=round(seconds, 3),
             models=[self._look(slot, seconds) for slot in self._pool.slots],
             open=self._open_timelines(),
-            ended=[*islice(self._ended, len(self._ended) - new, None)],
+            ended=[*islice(kept, len(kept) - new, None)],
         )
 
     def _look(self, slot: ModelSlot, seconds: float) -> LiveModel:

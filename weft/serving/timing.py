@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
@@ -99,6 +100,18 @@ class Timeline(Struct, frozen=True, kw_only=True):
     tokens: int
     steps: tuple[int, int] | None
     """Denoise steps that are done, of all its images, and those that were asked for."""
+
+
+class EndedRequests:
+    """The timelines of the last requests that ended, and how many have ended in all."""
+
+    def __init__(self, most: int) -> None:
+        self.timelines: deque[Timeline] = deque(maxlen=most)
+        self.count = 0
+
+    def add(self, timeline: Timeline) -> None:
+        self.timelines.append(timeline)
+        self.count += 1
 
 
 KINDS: dict[type[Task], Literal["text", "image", "embedding"]] = {

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.fp8 import E4M3, GROUP, FloatRows, FloatWeight, Fp8Rows, Fp8Weight, numbers_of, scales_of
-from weft.kernels.int4 import Int4Weight
+from weft.kernels.int_weights import IntWeight
 from weft.kernels.quantised import QuantisedWeight
-from weft.kernels.triton import fp8_linears, gemv, int4_linears
+from weft.kernels.triton import fp8_linears, gemv, int_linears
 from weft.kernels.triton.elementwise import rms_norm, silu_mul, silu_times
 from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
 from weft.kernels.weights import Weight
@@ -253,8 +253,8 @@ def _launch(
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, QuantisedWeight):
         return reference.linear(x, weight, bias)
-    if isinstance(weight, Int4Weight):
-        return int4_linears.linear(x, weight, bias)
+    if isinstance(weight, IntWeight):
+        return int_linears.linear(x, weight, bias)
     if _is_vector(x, weight):
         return gemv.gemv(x, weight, bias)
     return _linear(_rows_for(weight, x), weight, bias, x.dtype)
@@ -263,8 +263,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, QuantisedWeight):
         return reference.norm_linear(x, norm, eps, weight, bias)
-    if isinstance(weight, Int4Weight):
-        return int4_linears.norm_linear(x, norm, eps, weight, bias)
+    if isinstance(weight, IntWeight):
+        return int_linears.norm_linear(x, norm, eps, weight, bias)
     if _is_vector(x, weight):
         return gemv.norm_gemv(x, norm, eps, weight, bias)
     return _linear(_rows_for(weight, x, norm, eps), weight, bias, x.dtype)
@@ -273,8 +273,8 @@ def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Weight, bias: Tenso
 def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
     if isinstance(weight, QuantisedWeight):
         return reference.norm_gate_up(x, norm, eps, weight)
-    if isinstance(weight, Int4Weight):
-        return int4_linears.norm_gate_up(x, norm, eps, weight)
+    if isinstance(weight, IntWeight):
+        return int_linears.norm_gate_up(x, norm, eps, weight)
     if _is_vector(x, weight):
         return gemv.norm_gate_up_gemv(x, norm, eps, weight)
     rows = _rows_for(weight, x, norm, eps)
@@ -286,8 +286,8 @@ def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Weight) -> Tensor:
 def linear_add(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor) -> None:
     if isinstance(weight, QuantisedWeight):
         reference.linear_add(x, weight, bias, residual)
-    elif isinstance(weight, Int4Weight):
-        int4_linears.linear_add(x, weight, bias, residual)
+    elif isinstance(weight, IntWeight):
+        int_linears.linear_add(x, weight, bias, residual)
     elif _is_vector(x, weight):
         gemv.gemv_add(x, weight, bias, residual)
     elif _is_skinny(rows := _rows_for(weight, x), weight, MAX_FP8_ADDED_ROWS):

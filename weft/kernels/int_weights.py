@@ -24,7 +24,7 @@ MOST = 15
 MOST_INT8 = 127
 
 
-class Int4Groups(NamedTuple):
+class IntGroups(NamedTuple):
     """The weight of a linear layer as whole numbers: (number - zero) * scale, or number * scale + minimum."""
 
     numbers: Tensor
@@ -53,7 +53,7 @@ class Int4Groups(NamedTuple):
         return by_group.float().repeat_interleave(self.group_size, dim=1)[:, : self.numbers.shape[1]]
 
 
-class Int4Weight(NamedTuple):
+class IntWeight(NamedTuple):
     """Such a weight as kernels take it."""
 
     numbers: Tensor
@@ -89,7 +89,7 @@ class Int4Weight(NamedTuple):
         )
         assert scales is not None
         held = numbers[:num_rows, :num_columns]
-        return Int4Groups(held, scales, zeros, self.group_size, self.order, minima).dequantised()
+        return IntGroups(held, scales, zeros, self.group_size, self.order, minima).dequantised()
 
 
 def is_multiplied(group_size: int, num_columns: int) -> bool:
@@ -97,7 +97,7 @@ def is_multiplied(group_size: int, num_columns: int) -> bool:
     return group_size in (BLOCK // 4, BLOCK // 2) or group_size % BLOCK == 0 or group_size >= num_columns
 
 
-def pack(groups: Int4Groups, dtype: torch.dtype) -> Int4Weight:
+def pack(groups: IntGroups, dtype: torch.dtype) -> IntWeight:
     """Lay a weight out for kernels, its scales, zeros and minima of this type."""
     numbers, scales, zeros, group_size, order, minima = groups
     num_rows, num_columns = numbers.shape
@@ -125,7 +125,7 @@ def pack(groups: Int4Groups, dtype: torch.dtype) -> Int4Weight:
 
     held = laid(scales)
     assert held is not None
-    return Int4Weight(
+    return IntWeight(
         words.to(torch.int16).reshape(num_tiles, num_blocks, -1),
         held,
         laid(zeros),
@@ -136,7 +136,7 @@ def pack(groups: Int4Groups, dtype: torch.dtype) -> Int4Weight:
     )
 
 
-def joined(parts: list[Int4Groups]) -> Int4Groups:
+def joined(parts: list[IntGroups]) -> IntGroups:
     """Return parts whose numbers have the same bits, groups and order as one weight, one below the other."""
     numbers, scales = torch.cat([one.numbers for one in parts]), torch.cat([one.scales for one in parts])
     middle = 0 if numbers.dtype == torch.int8 else MIDDLE
@@ -146,7 +146,7 @@ def joined(parts: list[Int4Groups]) -> Int4Groups:
     elif any(one.zeros is not None for one in parts):
         zeros = torch.cat([torch.full_like(one.scales, middle) if one.zeros is None else one.zeros for one in parts])
         zeros = None if bool((zeros == middle).all()) else zeros
-    return Int4Groups(numbers, scales, zeros, parts[0].group_size, parts[0].order, minima)
+    return IntGroups(numbers, scales, zeros, parts[0].group_size, parts[0].order, minima)
 
 
 def _by_row(laid: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def _by_row(laid: Tensor) -> Tensor:
     return rows.reshape(num_tiles * TILE, -1)
 
 
-def quantised_groups(weight: Tensor) -> Int4Groups:
+def quantised_groups(weight: Tensor) -> IntGroups:
     """Return the nearest numbers of a weight, [out, in], in groups of GROUP columns. The range of a group is not cut:
     with the range of the least squared error, of 0.8 to 1, SmolLM2's perplexity was 31.4, and is 27.5 so."""
     num_rows, num_columns = weight.shape
@@ -165,10 +165,10 @@ def quantised_groups(weight: Tensor) -> Int4Groups:
     inverse = 1 / scales.where(scales > 0, 1)
     zeros = (-least * inverse).round().clamp(0, MOST)
     numbers = (groups * inverse[..., None] + zeros[..., None]).round_().clamp_(0, MOST).to(torch.uint8)
-    return Int4Groups(numbers.view(num_rows, -1)[:, :num_columns], scales, zeros, GROUP)
+    return IntGroups(numbers.view(num_rows, -1)[:, :num_columns], scales, zeros, GROUP)
 
 
-def int8_rows(weight: Tensor, group_size: int = 0, dtype: torch.dtype | None = None) -> Int4Groups:
+def int8_rows(weight: Tensor, group_size: int = 0, dtype: torch.dtype | None = None) -> IntGroups:
     """Return the nearest numbers of eight bits of a weight, [out, in], with a scale of this type, or its own, for each
     row, or group of it."""
     num_rows, num_columns = weight.shape
@@ -177,4 +177,4 @@ def int8_rows(weight: Tensor, group_size: int = 0, dtype: torch.dtype | None = N
     scales = (groups.abs().amax(-1) / MOST_INT8).to(dtype or weight.dtype).float()
     inverse = 1 / scales.where(scales > 0, 1)
     numbers = (groups * inverse[..., None]).round_().clamp_(-MOST_INT8, MOST_INT8).to(torch.int8)
-    return Int4Groups(numbers.view(num_rows, -1), scales, None, size)
+    return IntGroups(numbers.view(num_rows, -1), scales, None, size)

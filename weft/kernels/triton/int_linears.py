@@ -1,7 +1,7 @@
 """Linear layers with weights of four or eight bits.
 
 A program multiplies tiles of weights by a block of rows: `out` is computed transposed, so that the weights are the
-operand that matrix units take from registers, where they are unpacked. Their layout (`kernels.int4`) is the one in
+operand that matrix units take from registers, where they are unpacked. Their layout (`int_weights`) is the one in
 which the units hold them: nothing is exchanged between threads. Where there are too few tiles for the chip the inner
 dimension is cut, and the program that ends last adds the parts in their order.
 
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.int4 import BLOCK, MIDDLE, TILE, Int4Weight
+from weft.kernels.int_weights import BLOCK, MIDDLE, TILE, IntWeight
 from weft.kernels.triton.elementwise import rms_norm, silu_mul, silu_times
 from weft.kernels.triton.launch import is_last, launch_options, wait_for_inputs, zeroed_counters
 
@@ -68,7 +68,7 @@ def _unpacking(dtype: torch.dtype, bits: int, minima: bool) -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-class Int4Config(NamedTuple):
+class IntConfig(NamedTuple):
     """The tiling of a product: jobs of `tiles` tiles of weights, gates and ups counted alike, and `rows` rows."""
 
     rows: int
@@ -217,7 +217,7 @@ def _values_of(values, tile, num_groups, GROUP: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "num_blocks", "num_groups", "whole"])
-def _int4_kernel(
+def _int_kernel(
     x, numbers, scales, added, bias, residual, out, partials, counters,
     num_rows, num_outputs, k, num_tiles, num_blocks, num_groups, x_stride, residual_stride, whole,
     GROUP: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SPLIT_K: tl.constexpr, EVEN_K: tl.constexpr,
@@ -324,7 +324,7 @@ def _dequantise_kernel(
     )
 
 
-def int4_config(rows: int, num_tiles: int, num_blocks: int, gated: bool, bits: int = 4) -> Int4Config:
+def int_config(rows: int, num_tiles: int, num_blocks: int, gated: bool, bits: int = 4) -> IntConfig:
     """Return the tiling of a product, as measured in steps of a 7B model on an H200: programs that leave room for
     others on a multiprocessor, and large tiles for more rows than 64. What two programs share is in the L2 cache."""
     if rows > 64:
@@ -335,15 +335,15 @@ def int4_config(rows: int, num_tiles: int, num_blocks: int, gated: bool, bits: i
         # One job a multiprocessor, as often as all have one; the others are shared.
         rest = jobs % _MULTIPROCESSORS
         split_k = max(1, min(_MULTIPROCESSORS // max(1, rest), num_blocks // 4))
-        return Int4Config(padded, 2, split_k, 8, 3, whole=jobs - rest)
+        return IntConfig(padded, 2, split_k, 8, 3, whole=jobs - rest)
     padded, neighbours, registers = next(each for each in ((8, 5, 255), (32, 4, 128), (64, 3, 168)) if rows <= each[0])
     tiles = 2 if gated else 1
     jobs = triton.cdiv(num_tiles, tiles)
     split_k = min(neighbours * _MULTIPROCESSORS // jobs, num_blocks // (4 if padded == 8 else 8))
-    return Int4Config(padded, tiles, max(1, split_k), 4, 3, registers)
+    return IntConfig(padded, tiles, max(1, split_k), 4, 3, registers)
 
 
-def dequantised(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
+def dequantised(weight: IntWeight, dtype: torch.dtype) -> Tensor:
     """Return the weight as floats, its columns in the order of its groups."""
     num_rows, num_columns = weight.shape
     num_tiles, num_blocks, _ = weight.numbers.shape
@@ -357,26 +357,26 @@ def dequantised(weight: Int4Weight, dtype: torch.dtype) -> Tensor:
 
 def product(
     x: Tensor,
-    weight: Int4Weight,
+    weight: IntWeight,
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
     gated: bool = False,
-    config: Int4Config | None = None,
+    config: IntConfig | None = None,
 ) -> None:
     """Multiply rows, their columns in the weight's order, into `out`, or add to the residual, which is `out` then."""
     num_rows, k = x.shape
     if num_rows == 0:
         return
     num_tiles, num_blocks, _ = weight.numbers.shape
-    config = config or int4_config(num_rows, num_tiles, num_blocks, gated, weight.bits)
+    config = config or int_config(num_rows, num_tiles, num_blocks, gated, weight.bits)
     rows, tiles, split_k, warps, stages, registers, whole = config
     num_outputs = out.shape[1]
     jobs = triton.cdiv(num_rows, rows) * triton.cdiv(num_outputs, TILE * (tiles // 2 if gated else tiles))
     whole = min(whole, jobs)
     programs = whole + (jobs - whole) * split_k
     partials = torch.empty((programs - whole) * tiles * TILE * rows if split_k > 1 else 0, device=out.device)
-    _int4_kernel[(programs,)](
+    _int_kernel[(programs,)](
         x, *_values(weight), out if bias is None else bias, out if residual is None else residual, out, partials,
         zeroed_counters(out.device),
         num_rows, num_outputs, k, num_tiles, num_blocks, weight.num_groups, x.stride(0),
@@ -387,20 +387,20 @@ def product(
     )  # fmt: skip
 
 
-def _values(weight: Int4Weight) -> tuple[Tensor, Tensor, Tensor]:
+def _values(weight: IntWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Return the numbers of a weight, its scales, and what is beside them: anything where that is nothing."""
     beside = weight.zeros if weight.minima is None else weight.minima
     return weight.numbers, weight.scales, weight.scales if beside is None else beside
 
 
-def _kind(weight: Int4Weight) -> dict[str, int | str]:
+def _kind(weight: IntWeight) -> dict[str, int | str]:
     """Return what kernels for such weights are compiled for."""
     kind = "minima" if weight.minima is not None else "zeros" if weight.zeros is not None else ""
     unpack = _unpacking(weight.scales.dtype, weight.bits, kind == "minima") if weight.numbers.is_cuda else ""
     return {"GROUP": weight.group_size, "BITS": weight.bits, "KIND": kind, "UNPACK": unpack}
 
 
-def linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: IntWeight, bias: Tensor | None) -> Tensor:
     x = _in_order(x, weight)
     if len(x) > MAX_ROWS:
         return F.linear(x, dequantised(weight, x.dtype), bias)
@@ -409,11 +409,11 @@ def linear(x: Tensor, weight: Int4Weight, bias: Tensor | None) -> Tensor:
     return out
 
 
-def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: Int4Weight, bias: Tensor | None) -> Tensor:
+def norm_linear(x: Tensor, norm: Tensor, eps: float, weight: IntWeight, bias: Tensor | None) -> Tensor:
     return linear(rms_norm(x, norm, eps), weight, bias)
 
 
-def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Int4Weight) -> Tensor:
+def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: IntWeight) -> Tensor:
     x = rms_norm(x, norm, eps)
     width = weight.shape[0] // 2
     if width % TILE or len(x) > MAX_ROWS:
@@ -423,7 +423,7 @@ def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Int4Weight) -> Ten
     return out
 
 
-def linear_add(x: Tensor, weight: Int4Weight, bias: Tensor | None, residual: Tensor) -> None:
+def linear_add(x: Tensor, weight: IntWeight, bias: Tensor | None, residual: Tensor) -> None:
     x = _in_order(x, weight)
     if len(x) <= MAX_ROWS:
         product(x, weight, bias, residual, residual)
@@ -433,7 +433,7 @@ def linear_add(x: Tensor, weight: Int4Weight, bias: Tensor | None, residual: Ten
         residual.add_(bias)
 
 
-def _in_order(x: Tensor, weight: Int4Weight) -> Tensor:
+def _in_order(x: Tensor, weight: IntWeight) -> Tensor:
     """Return x with its columns in the weight's order, contiguous in a row."""
     if weight.order is not None:
         return x.index_select(1, weight.order)
