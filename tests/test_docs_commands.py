@@ -1,8 +1,8 @@
-"""The commands of README, quick start and guides are run, in order, against a real server with the default model.
+"""The commands and programs of all pages are run, in order, against a real server with the default model.
 
-A fence ```sh is run; ```sh needs=gpu says what a machine must have for it, and is only read. `weft serve` starts a
-server for the commands after it, up to the next one or the end of the page. In every other page the commands of Weft
-are parsed by the real command line, and the targets of make must be there.
+A fence ```sh is run; ```sh needs=gpu says what a machine must have for it, and is only read: its commands of Weft are
+parsed by the real command line, and the targets of make must be there. `weft serve` starts a server for the commands
+after it, up to the next one or the end of the page.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -28,20 +29,37 @@ from weft.checkpoint.model_files import ModelFiles
 from weft.cli import app
 
 ROOT = Path(__file__).parents[1]
-RUN = [
-    *(ROOT / name for name in ("README.md", "docs/quickstart.md", "examples/README.md")),
-    *sorted((ROOT / "docs/guides").glob("*.md")),
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("examples/README.md", "training/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCES = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SHELL = ("sh", "console", "bash", "")
+SHELL = ("sh", "console")
+DATA = ("text", "toml", "yaml", "json", "nginx")
+COMMAND = re.compile(
+    r"^[ \t]*(?:\$ )?(?:[A-Z_]+=\S+ )*(?:\.venv/bin/|\./)?"
+    r"(?:weft|pip|python3?|curl|grpcurl|docker|kubectl|helm|make|git|npm|vllm|cat|echo|export|sudo|systemctl) ",
+    re.MULTILINE,
+)
+RUN_WITH_A_TINY_MODEL = {(ROOT / "docs/API.md", "python")}
+"""Programs that tests/api/test_api_docs.py runs."""
 
 
 def fences(page: Path) -> Iterator[tuple[str, str, str]]:
-    """The language of every block of commands, what it needs, and its text."""
+    """The language of every block, what it needs, and its text."""
     for info, text in FENCES.findall(page.read_text()):
         language, _, needs = info.partition(" needs=")
         yield language, needs, text
+
+
+def run_fences(page: Path) -> list[tuple[str, str]]:
+    """The language and the text of the blocks that are run here."""
+    return [
+        (language, text)
+        for language, needs, text in fences(page)
+        if language in (*SHELL, "python") and not needs and (page, language) not in RUN_WITH_A_TINY_MODEL
+    ]
 
 
 def commands(text: str) -> list[str]:
@@ -52,7 +70,12 @@ def commands(text: str) -> list[str]:
         if not open_line.endswith("\\") and open_line.count("'") % 2 == 0:
             found.append(open_line)
             open_line = ""
+    assert not open_line, f"a quote is open at the end of the block: {open_line}"
     return [command for command in found if command.strip() and not command.startswith("#")]
+
+
+def is_serve(command: str) -> bool:
+    return command.startswith("weft serve")
 
 
 class Shell:
@@ -69,36 +92,42 @@ class Shell:
         for name, words in (("weft", "-m weft"), ("python", "")):
             (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
             (folder / "bin" / name).chmod(0o755)
+        (folder / ".curlrc").write_text("fail-with-body\n")
 
-    def run(self, command: str) -> str:
-        if command.startswith("weft serve"):
-            self._stack.close()
-            flags = self._serve_flags(command)
-            self._server = self._stack.enter_context(Server(*flags)) if flags else self._plain
-            return ""
-        return self._run(["bash", "-euo", "pipefail", "-c"], command)
+    def run(self, text: str) -> None:
+        for is_server, group in groupby(commands(text), is_serve):
+            if is_server:
+                for command in group:
+                    self._serve(command)
+            else:
+                self._run(["bash", "-euo", "pipefail", "-c"], "\n".join(group))
 
-    def run_python(self, program: str) -> str:
-        return self._run([sys.executable, "-c"], program)
+    def _serve(self, command: str) -> None:
+        self._stack.close()
+        flags = self._serve_flags(command)
+        self._server = self._stack.enter_context(Server(*flags)) if flags else self._plain
 
-    def _run(self, program: list[str], command: str) -> str:
+    def run_python(self, program: str) -> None:
+        self._run([sys.executable, "-c"], program)
+
+    def _run(self, program: list[str], command: str) -> None:
         command = re.sub(r"http://(?:127\.0\.0\.1|localhost):8000", self._server.url, command)
         done = subprocess.run(
             [*program, command],
             cwd=self._folder, env=self._environment(), capture_output=True, text=True, check=False, timeout=PATIENCE,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        return done.stdout
 
     def _serve_flags(self, command: str) -> list[str]:
         """The flags with which a test may start it: this machine's address, and files of this folder."""
-        flags = [word for word in shlex.split(command)[2:] if word not in ("smollm2", "--host", "0.0.0.0")]
+        words = shlex.split(command, comments=True)[2:]
+        flags = [word for word in words if word not in ("smollm2", "--host", "0.0.0.0")]
         return [str(self._folder / flag) if (self._folder / flag).is_file() else flag for flag in flags]
 
     def _environment(self) -> dict[str, str]:
         path = f"{self._folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         where = {"SERVER_URL": self._server.url, "SERVER_GRPC": f"127.0.0.1:{self._server.grpc_port()}"}
-        return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **where}
+        return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "CURL_HOME": str(self._folder), **where}
 
 
 @pytest.fixture(scope="module")
@@ -108,31 +137,31 @@ def plain(smollm2_files: ModelFiles) -> Iterator[Server]:
         yield server
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", filter(run_fences, PAGES), ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_commands_of_a_page_run(page: Path, plain: Server, tmp_path: Path) -> None:
     with ExitStack() as stack:
         shell = Shell(tmp_path, plain, stack)
-        for language, needs, text in fences(page):
-            if language in ("sh", "console") and not needs:
-                for command in commands(text):
-                    shell.run(command)
-            elif language == "python" and not needs:
+        for language, text in run_fences(page):
+            if language == "python":
                 shell.run_python(text)
+            else:
+                shell.run(text)
 
 
-def test_every_block_of_commands_in_these_pages_is_run_or_says_what_it_needs() -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_of_commands_is_run_or_says_what_it_needs(page: Path) -> None:
+    """What is marked as neither a shell's nor Python's is data, and holds no command."""
     spec = importlib.util.spec_from_file_location("reference", ROOT / "tools/reference.py")
     assert spec is not None and spec.loader is not None
     reference = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reference)
-    needed = set()
-    for page in RUN:
-        for language, needs, text in fences(page):
-            assert language or not re.search(r"^(?:weft|pip|python|curl|docker|kubectl|make) ", text, re.MULTILINE), (
-                page
-            )
-            needed |= {*needs.split(",")} - {""}
-    assert needed <= reference.NEEDS.keys()
+    assert not re.search(r"^[ \t]+```", page.read_text(), re.MULTILINE), "a fence inside of a list is not seen here"
+    for language, needs, text in fences(page):
+        assert language in (*SHELL, "python", *DATA), f"```{language}\n{text}"
+        assert language not in DATA or not COMMAND.search(text), f"```{language}\n{text}"
+        assert {*needs.split(",")} - {""} <= reference.NEEDS.keys()
+    marked = [needs for _, needs, _ in fences(page) if needs]
+    assert [needs for _, needs in reference.FENCE.findall(page.read_text())] == marked  # The site tells them in words.
 
 
 def command_of(words: list[str]) -> tuple[TyperCommand | TyperGroup, list[str]]:
@@ -177,6 +206,14 @@ def test_every_command_of_weft_is_one_that_its_command_line_takes(page: Path) ->
 
 
 def test_commands_are_found() -> None:
+    for line in (
+        "weft serve",
+        "$ make show-agents",
+        "WEFT_PORT=1 .venv/bin/weft top ",
+        "    curl -N http://localhost/",
+    ):
+        assert COMMAND.search(f"WARNING The engine\n{line} x"), line
+    assert not COMMAND.search("backends/vllm   engine/client\nThe engine native: pip install vllm")
     assert sum(len(list(weft_commands(page))) for page in PAGES) > 60
     command, _ = command_of(["serve"])
     with pytest.raises(Exception, match="No such option"):

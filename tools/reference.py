@@ -29,8 +29,17 @@ NEEDS = {
     "docker": "Docker",
     "kubernetes": "a Kubernetes cluster",
     "root": "root on a machine with systemd",
+    "files": "the files that it names",
     "network": "a network",
-    "hub": "a model of a hub",
+    "hub": "a model from a hub or of your own",
+    "server": "other servers",
+    "time": "minutes on a machine that has nothing else to do",
+    "checkout": "a checkout of Weft",
+    "grpcurl": "grpcurl",
+    "terminal": "a terminal, where Ctrl-C ends it",
+    "shell": "a shell of your own, whose start-up file it changes",
+    "agents": "the agents themselves",
+    "predecessor": "the program that you come from",
 }
 """What a command may need that a test machine lacks, by the words of the fence ```sh needs=gpu."""
 
@@ -282,7 +291,8 @@ def site_page(text: str, page: Path, target: Path, folder: Path) -> str:
         return f"{before}{Path(*climb, place.relative_to(folder)).as_posix()}{after}"
 
     def needs(match: re.Match[str]) -> str:
-        told = " and ".join(NEEDS[word] for word in match[2].split(","))
+        *others, last = (NEEDS[word] for word in match[2].split(","))
+        told = f"{', '.join(others)} and {last}" if others else last
         return f"*Needs {told}:*\n\n```{match[1]}"
 
     return FENCE.sub(needs, LINK.sub(link, text))

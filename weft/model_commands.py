@@ -138,7 +138,7 @@ def _pullable(installed: set[str]) -> list[ListedModel]:
 def _memory(machine: Machine, gigabytes: float, billions: float, quantisation: str) -> tuple[int, int]:
     """Return how many bytes a model would take, by an estimate, and how many are free for it."""
     if devices := machine.devices_of("cuda"):
-        # On a GPU the weights of a GGUF file are held as bfloat16.
+        # An upper bound: GPUs below compute capability 8.0 hold the weights of a GGUF file as bfloat16.
         return int(billions * GB) * 2 + BESIDE_WEIGHTS, max(device.free for device in devices)
     scale = PANELS_PER_BYTE.get(quantisation.upper(), 2.0)
     return int(gigabytes * GB * scale) + BESIDE_WEIGHTS, machine.memory.available

@@ -16,7 +16,9 @@ from weft.backends import BaseEngine, registry
 from weft.config import load
 
 PAGE = (Path(__file__).parents[2] / "docs" / "API.md").read_text()
-EXAMPLES = re.findall(r"^curl http://localhost:8000(\S+) (?:-H '[^']*' )?--json '([^']*)'", PAGE, re.MULTILINE)
+EXAMPLES = re.findall(
+    r"^(?:ID=\$\()?curl (?:-s )?http://localhost:8000(\S+) (?:-H '[^']*' )?--json '([^']*)'", PAGE, re.MULTILINE
+)
 
 
 def test_examples_are_found() -> None:
