@@ -19,7 +19,7 @@ from typing import BinaryIO
 from tests.waiting import PATIENCE, wait_until
 
 CTRL_C, CTRL_D, ENTER, ALT_ENTER, LEFT, UP = "\x03", "\x04", "\r", "\x1b\r", "\x1b[D", "\x1b[A"
-_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_=>78]")
+ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_=>78]")
 
 
 def pasted(text: str) -> str:
@@ -67,7 +67,7 @@ class PtySession:
     @property
     def text(self) -> str:
         """All that was shown, without the sequences that steer a terminal."""
-        return _ESCAPES.sub("", self.raw).replace("\r", "")
+        return ESCAPES.sub("", self.raw).replace("\r", "")
 
     def send(self, keys: str) -> None:
         os.write(self._master, keys.encode())

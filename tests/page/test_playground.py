@@ -420,6 +420,6 @@ def test_texts_have_contrast_and_controls_have_names(open_page: OpenPage, path: 
     page = open_page(path, dark=dark)
     page.locator(".operation, .image-form, .starters").first.wait_for()
     # Colours that change from one to the other have neither's contrast.
-    page.wait_for_function("document.getAnimations().length === 0")
+    page.evaluate("() => Promise.all(document.getAnimations().map((one) => one.finished))")
     poor, nameless = page.evaluate(CONTRAST)
     assert not poor and not nameless
