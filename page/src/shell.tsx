@@ -28,13 +28,15 @@ export function toggleTheme(): void {
 }
 
 const notice = signal("");
+const isNoticeShown = signal(false);
 let hiding = 0;
 
 /** Shows a short message for a few seconds; screen readers say it. */
 export function tell(text: string): void {
   notice.value = text;
+  isNoticeShown.value = true;
   clearTimeout(hiding);
-  hiding = setTimeout(() => (notice.value = ""), 4000);
+  hiding = setTimeout(() => (isNoticeShown.value = false), 6000);
 }
 
 /** What screen readers hear of an answer that is being written. */
@@ -289,7 +291,7 @@ export function Shell({ children }: { children: ComponentChildren }) {
       <main id="main" tabIndex={-1}>
         {children}
       </main>
-      <div class="toast" role="status" data-shown={notice.value !== ""}>
+      <div class="toast" role="status" data-shown={isNoticeShown.value}>
         {notice.value}
       </div>
       <div class="visually-hidden" aria-live="polite" id="spoken">
