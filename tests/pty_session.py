@@ -38,8 +38,9 @@ class PtySession:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         root = str(Path(__file__).parents[1])
-        # No terminal answers here where the cursor is.
-        environment = {**os.environ, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "PYTHONPATH": root, **env}
+        # No terminal answers here where the cursor is. Workers of the suite have a width of their own.
+        terminal = {"TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "COLUMNS": str(columns), "LINES": "40"}
+        environment = {**os.environ, **terminal, "PYTHONPATH": root, **env}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "weft", *words],
             stdin=slave,

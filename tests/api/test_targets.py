@@ -42,7 +42,7 @@ TARGETS = [
     b"http://localhost:80/v1/models?x", b"https://localhost/v1/models", b"http://health/live", b"http://localhost",
     b"health/live", b"*", b"/", b"/%", b"/%zz", b"/%ff%fe", b"/\xff\xfe", b"/v1/models\t", b"/admin/drain",
     b"/ADMIN/requests", b"/admin/../v1/models", b"//health/live", b"/./health/live", b"/metrics", b"/openapi.json",
-    b"/docs", b"/redoc", b"/v1/models/" + b"a/" * 500, b"/" + b"%25" * 2000 + b"2e", b"/v1/models\\..\\health",
+    b"/redoc", b"/v1/models/" + b"a/" * 500, b"/" + b"%25" * 2000 + b"2e", b"/v1/models\\..\\health",
 ]  # fmt: skip
 
 

@@ -119,7 +119,7 @@ def test_without_an_endpoint_there_are_none() -> None:
 
 def test_missing_packages_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"weft\[otel\]"):
+    with pytest.raises(ConfigError, match=r"weft-serve\[otel\]"):
         open_traces("http://collector")
 
 

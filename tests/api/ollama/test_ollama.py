@@ -358,7 +358,7 @@ def test_a_pull_that_is_waited_for(hub: FakeHub, weft_home: Path) -> None:
     assert ask(ScriptedEngine(), "/api/pull", body).json() == {"status": "success"}, "it is there"
 
 
-@pytest.mark.parametrize("name", ["llama3.2", "/etc", "../secret", "~", "org/name:q4", "x" * 900])
+@pytest.mark.parametrize("name", ["no-such-model", "/etc", "../secret", "~", "x" * 900])
 def test_only_names_are_pulled_and_no_paths(name: str, weft_home: Path) -> None:
     assert refused("/api/pull", {"model": name, "stream": False})[0] == 400
     response = ask(ScriptedEngine(), "/api/pull", {"model": name})
