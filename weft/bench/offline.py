@@ -100,7 +100,11 @@ async def _measured(config: Config, work: OfflineWork, tick: Tick) -> OfflineRep
         startup = time.perf_counter() - began
         while not engine.stats().prepared:
             await asyncio.sleep(0.05)
-        figures = [await _measure(name, unit, once, work.runs, tick) for name, unit, once in bench.lines()]
+        figures: list[Figure] = []
+        for name, unit, once in bench.lines():
+            # On a CPU no step compiles or captures anything: memory is touched once for all lines.
+            is_warm = bool(figures) and engine.model.device == "cpu"
+            figures.append(await _measure(name, unit, once, work.runs, tick, is_warm=is_warm))
         peak = max(map(peak_mib, processes_below(os.getpid())), default=0.0)
     finally:
         await engine.close()
@@ -207,13 +211,17 @@ class _Bench:
         return seconds
 
 
-async def _measure(name: str, unit: str, once: Callable[[], Awaitable[float]], runs: int, tick: Tick) -> Figure:
+async def _measure(
+    name: str, unit: str, once: Callable[[], Awaitable[float]], runs: int, tick: Tick, *, is_warm: bool
+) -> Figure:
+    """Measure a line. Where the engine is not warm, a first run compiles, captures and fills caches; it is not
+    counted."""
+    if not is_warm:
+        await once()
+    tick(name)
     values = []
-    for run in range(runs + 1):
-        value = await once()
-        # The first run compiles, captures and fills caches; it is not counted.
-        if run:
-            values.append(value)
+    for _ in range(runs):
+        values.append(await once())
         tick(name)
     median = statistics.median(values)
     return Figure(name=name, value=median, unit=unit, spread=(max(values) - min(values)) / median, runs=values)
