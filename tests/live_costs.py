@@ -32,7 +32,7 @@ from weft.api.app import admission_app
 from weft.config import load
 from weft.scheduler.block_pool import BlockPool
 from weft.serving.admission import Admission
-from weft.serving.live import MAX_BLOCKS_READ, MAX_ENDED_KEPT, MAX_OPEN_SHOWN, READ_S
+from weft.serving.live import MAX_BLOCKS_READ, MAX_ENDED_KEPT, MAX_OPEN_SHOWN, READ_S, LiveView
 from weft.types import ControlMessage, Output
 
 WATCHERS = (0, 1, 4)
@@ -150,6 +150,12 @@ class Waiting(ScriptedEngine):
         return self._read[message]
 
 
+def has_map(view: LiveView) -> bool:
+    """Return whether every cell of the first model's map was read."""
+    blocks = None if view._latest is None else view._latest.models[0].blocks
+    return blocks is not None and blocks.cached_cells is not None
+
+
 async def api_share(num_watchers: int, seconds: float) -> float:
     """Return the share of a core that watching takes of the api process, while as many requests are open and have
     ended as it shows."""
@@ -170,7 +176,8 @@ async def api_share(num_watchers: int, seconds: float) -> float:
                 pass
 
         watching = [asyncio.create_task(watch()) for _ in range(num_watchers)]
-        await asyncio.sleep(16 * READ_S if num_watchers else 0)  # the whole map was read once
+        if watching:
+            await until(lambda: has_map(admission.live), "the whole map was read once")
         before = time.process_time(), time.monotonic()
         await asyncio.sleep(seconds)
         cpu_s, passed_s = time.process_time() - before[0], time.monotonic() - before[1]

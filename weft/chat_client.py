@@ -312,7 +312,7 @@ def served_as(name: str, names: Sequence[str]) -> str | None:
 
 
 class Probe(Struct, frozen=True):
-    """What is found on the port where `weft serve` listens."""
+    """A probe tells what answers on the port where `weft serve` listens."""
 
     url: str
     models: tuple[str, ...] = ()

@@ -49,7 +49,7 @@ class SavedChat(Struct, frozen=True, kw_only=True):
 
 
 class AnswerTimes(Struct, frozen=True, kw_only=True):
-    """How long an answer took."""
+    """The times say how long an answer took."""
 
     usage: Usage = Usage()
     first_token_seconds: float
@@ -77,7 +77,7 @@ class Leave(Exception):
 class ChatCommand(Struct, frozen=True):
     name: str
     form: str
-    """What follows the name."""
+    """The arguments that follow the name, as /help shows them."""
     about: str
     run: Callable[[Any, str], None]
 

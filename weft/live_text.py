@@ -43,7 +43,7 @@ OpenStream = Callable[[], AbstractContextManager[Iterator[Snapshot]]]
 
 
 class History:
-    """What the plots and the list of requests show of the time before."""
+    """The history holds what the plots and the list of requests show of earlier snapshots."""
 
     def __init__(self) -> None:
         self.speeds: dict[str, deque[float]] = {}

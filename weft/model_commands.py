@@ -19,7 +19,7 @@ GIB, GB = 2**30, 10**9
 CONTEXTS = (2048, 8192, 32768, 131072)
 """The contexts that `weft show` plans, with the model's own."""
 PANELS_PER_BYTE = {"Q4_K_M": 1.5, "Q8_0": 1.06}
-"""What the weights of a GGUF file take on a CPU, for each byte of the file, by its quantisation."""
+"""Bytes that the weights of a GGUF file take on a CPU for each byte of the file, by its quantisation."""
 BESIDE_WEIGHTS = 2**30
 """An estimate of what the cache, a step and the libraries take at least."""
 
@@ -177,7 +177,7 @@ def _size(num_bytes: int) -> str:
 
 
 class ContextMemory(Struct, frozen=True, kw_only=True):
-    """What a model takes on this machine with one context."""
+    """The memory says what a model takes on this machine with one context."""
 
     context: int
     weights_bytes: int

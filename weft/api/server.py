@@ -42,8 +42,8 @@ StartAdmission = Callable[[Admission], Coroutine[Any, Any, None]]
 SHUTDOWN_TIMEOUT_S = 2
 """How long aborted requests have to tell their clients so, and connections to close."""
 IDLE_CONNECTION_S = 75
-"""How long a connection without a request is kept: longer than clients and load balancers do (httpx 5, aiohttp 15,
-most proxies 60 s). A request that is sent while the server closes its connection is lost."""
+"""Seconds for which a connection without a request is kept: longer than clients and load balancers keep it (httpx 5,
+aiohttp 15, most proxies 60 s). A request that is sent while the server closes its connection is lost."""
 
 NO_ENGINE = "The engine died too often and was given up; the server ends."
 NO_ENGINE_HINT = "The log says of what. --keep-serving-without-engine makes the server go on and try again."

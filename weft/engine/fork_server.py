@@ -194,7 +194,7 @@ class DeferredImports(MetaPathFinder):
 
     def __init__(self) -> None:
         self.has_torch = False
-        """Whether torch is imported: before, its own order is the right one."""
+        """True when torch is imported: before that, its own order is the right one."""
 
     def import_torch(self) -> None:
         """Import torch without these modules."""
