@@ -286,6 +286,19 @@ def test_no_more_than_a_bounded_number_watches() -> None:
     run(scenario, ScriptedEngine())
 
 
+def test_watchers_who_are_let_in_at_the_same_moment_are_bounded_too() -> None:
+    async def scenario(admission: Admission, client: httpx.AsyncClient) -> None:
+        streams = [admission.live.watch("one") for _ in range(live.MAX_WATCHERS_PER_KEY + 3)]
+        begun = [await anext(stream, None) is not None for stream in streams]
+        assert begun == [True] * live.MAX_WATCHERS_PER_KEY + [False] * 3
+        assert admission.live.num_watchers == live.MAX_WATCHERS_PER_KEY
+        for stream in streams:
+            await stream.aclose()  # type: ignore[attr-defined]
+        assert admission.live.num_watchers == 0
+
+    run(scenario, ScriptedEngine())
+
+
 def seen_over_http(url: str, path: str, key: str) -> Snapshot:
     headers = {"authorization": f"Bearer {key}"}
     with httpx.stream("GET", url + path, headers=headers, timeout=PATIENCE) as response:

@@ -348,14 +348,20 @@ class LiveView:
     def watch(self, tenant: str | None) -> AsyncIterator[bytes]:
         """Return the events of a stream, with the requests of this tenant; None: of all. Raises Overloaded where too
         many watch already."""
-        if self.num_watchers >= MAX_WATCHERS or self._watchers.get(tenant, 0) >= MAX_WATCHERS_PER_KEY:
+        if self._is_full(tenant):
             raise Overloaded(
                 f"{self.num_watchers} watch already; at most {MAX_WATCHERS} can, {MAX_WATCHERS_PER_KEY} with one key.",
                 hint="Close another live view.",
             )
         return self._events(tenant)
 
+    def _is_full(self, tenant: str | None) -> bool:
+        return self.num_watchers >= MAX_WATCHERS or self._watchers.get(tenant, 0) >= MAX_WATCHERS_PER_KEY
+
     async def _events(self, tenant: str | None) -> AsyncIterator[bytes]:
+        # Others that were let in at the same moment may have begun before: their streams are counted when they begin.
+        if self._is_full(tenant):
+            return
         self._watchers[tenant] = self._watchers.get(tenant, 0) + 1
         try:
             if self._ticking is None and not self._is_closed:
