@@ -42,6 +42,8 @@ COMMAND = re.compile(
     r"(?:weft|pip|python3?|curl|grpcurl|docker|kubectl|helm|make|git|npm|vllm|cat|echo|export|sudo|systemctl) ",
     re.MULTILINE,
 )
+SHORT = ("--max-model-len", "1024")
+"""Answers are drawn at random, and most requests of the pages set no limit: one that rambles would go on for minutes."""
 RUN_WITH_A_TINY_MODEL = {(ROOT / "docs/API.md", "python")}
 """Programs that tests/api/test_api_docs.py runs."""
 
@@ -105,7 +107,7 @@ class Shell:
     def _serve(self, command: str) -> None:
         self._stack.close()
         flags = self._serve_flags(command)
-        self._server = self._stack.enter_context(Server(*flags)) if flags else self._plain
+        self._server = self._stack.enter_context(Server(*flags, *SHORT)) if flags else self._plain
 
     def run_python(self, program: str) -> None:
         self._run([sys.executable, "-c"], program)
@@ -133,7 +135,7 @@ class Shell:
 @pytest.fixture(scope="module")
 def plain(smollm2_files: ModelFiles) -> Iterator[Server]:
     """`weft serve`, for all pages."""
-    with Server() as server:
+    with Server(*SHORT) as server:
         yield server
 
 
