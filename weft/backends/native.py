@@ -17,8 +17,9 @@ from weft.checkpoint.adapter_files import adapter_paths, allowed_adapter
 from weft.checkpoint.model_files import ModelFiles
 from weft.checkpoint.tokenizer_assets import text_assets
 from weft.engine.client import EngineClient
+from weft.engine.journal import Entry
 from weft.engine.process import LaunchedEngine, launch_engine
-from weft.engine.wire import Vocabulary
+from weft.engine.wire import ProcessControl, Vocabulary
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, WeftError
 from weft.hub.resolve import find_model
 from weft.machine.devices import accelerator
@@ -140,6 +141,30 @@ def check_vocabulary(files: ModelFiles, draft: ModelFiles) -> None:
         )
 
 
+class RequestClient(Protocol):
+    """The client of an engine process, or of several, as far as an engine needs it (`EngineClient`)."""
+
+    config: Config
+    state: str
+    model: ModelInfo
+    vocabulary: Vocabulary | None
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def submit(self, request: Request) -> Entry: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def check_capacity(self, tenant: str, num_tokens: int = 1) -> None: ...
+
+    async def control(self, message: ProcessControl) -> str: ...
+
+    def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None: ...
+
+
 class OutputMaker(Protocol):
     """Makes outputs of what arrives for one request. After the output with `finish`, `ended` is true."""
 
@@ -177,7 +202,7 @@ class ImageOutputs:
 class NativeStream(Stream):
     """The outputs of one request, which is queued when this is made."""
 
-    def __init__(self, client: EngineClient, request: Request, reader: OutputMaker, chunk_size: ChunkSize) -> None:
+    def __init__(self, client: RequestClient, request: Request, reader: OutputMaker, chunk_size: ChunkSize) -> None:
         self._client = client
         self._reader = reader
         self._chunk_size = chunk_size
@@ -278,7 +303,7 @@ class NativeEngine:
     name = "native"
     abilities = Abilities()
 
-    def __init__(self, client: EngineClient, text: ModelText, adapters: Adapters) -> None:
+    def __init__(self, client: RequestClient, text: ModelText, adapters: Adapters) -> None:
         self.client = client
         self.text = text
         self.chunk_size = ChunkSize(client.config.backend.stream_chunk_size)
