@@ -1,6 +1,7 @@
 # Two images from one file, for a machine with and without an NVIDIA GPU:
 #   docker build --target cpu -t weft:cpu .
 #   docker build --target cuda -t weft:cuda .
+# With Ray in it, for clusters: --build-arg EXTRAS=ray
 # Both run as an unprivileged user, keep models and clients' files in /var/lib/weft, and compiled kernels in
 # /var/cache/weft. A server that other machines can reach needs a key: WEFT_API_KEY, or a file and WEFT_API_KEY_FILE.
 
@@ -17,6 +18,8 @@ RUN pip install --require-hashes --no-deps --requirement requirements/build.txt 
 # PyTorch's index for CPUs: without it torch brings several gigabytes of CUDA.
 FROM build AS build-cpu
 RUN pip install --constraint constraints.txt --index-url https://download.pytorch.org/whl/cpu torch
+ARG EXTRAS=""
+RUN if [ "$EXTRAS" = ray ]; then pip install --constraint constraints.txt 'ray[serve]'; fi
 COPY pyproject.toml README.md LICENSE ./
 COPY weft weft
 RUN PIP_ONLY_BINARY='' pip install --no-deps --no-build-isolation . && weft version
@@ -24,6 +27,8 @@ RUN PIP_ONLY_BINARY='' pip install --no-deps --no-build-isolation . && weft vers
 # torch of the package index is built for CUDA 13, which needs the driver 580 or newer.
 FROM build AS build-cuda
 RUN pip install --constraint constraints.txt torch
+ARG EXTRAS=""
+RUN if [ "$EXTRAS" = ray ]; then pip install --constraint constraints.txt 'ray[serve]'; fi
 COPY pyproject.toml README.md LICENSE ./
 COPY weft weft
 RUN PIP_ONLY_BINARY='' pip install --no-deps --no-build-isolation . && weft version

@@ -138,6 +138,8 @@ lint-deploy: build/deploy/installed
 	@if command -v kubectl > /dev/null; then kubectl kustomize deploy/kubernetes/gpu > build/kubernetes.yaml \
 	    && build/deploy/bin/kubernetes-validate --strict --quiet build/kubernetes.yaml; \
 	    else echo "deploy/kubernetes/gpu: not built, there is no kubectl here"; fi
+	build/deploy/bin/python tools/ray_pods.py deploy/kubernetes/ray/rayservice.yaml > build/ray-pods.yaml
+	build/deploy/bin/kubernetes-validate --strict --quiet build/ray-pods.yaml
 	build/deploy/bin/yamllint --strict --config-file deploy/yamllint.yaml deploy .github mkdocs.yml
 	$(PYTHON) tools/lint_systemd.py deploy/systemd/weft.service
 

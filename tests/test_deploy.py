@@ -186,3 +186,36 @@ def test_the_version_of_python_in_the_image_is_one_that_the_project_takes() -> N
     )
     found = re.findall(r"^FROM python:3\.(\d+)-slim", DOCKERFILE, re.MULTILINE)
     assert found and all(int(minor) >= int(oldest) for minor in found)
+
+
+(RAY_SERVICE,) = documents(KUBERNETES / "ray/rayservice.yaml")
+
+
+def test_the_application_on_ray_has_settings_that_there_are() -> None:
+    (application,) = yaml.safe_load(RAY_SERVICE["spec"]["serveConfigV2"])["applications"]
+    assert application["import_path"] == "weft.cluster:app"
+    config = load(application["args"], env={})
+    assert config.cluster.min_replicas <= config.cluster.replicas <= config.cluster.max_replicas
+    mounts = RAY_SERVICE["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    keys = next(mount["mountPath"] for mount in mounts["volumeMounts"] if mount["name"] == "keys")
+    assert config.server.api_key_file.startswith(f"{keys}/")
+    assert config.cluster.cluster_key_file.startswith(f"{keys}/")
+    (edge,) = application["deployments"]
+    assert (
+        edge["name"] == re.findall(r'^DEPLOYMENT = "(\w+)"$', (ROOT / "weft/ray_serve.py").read_text(), re.MULTILINE)[0]
+    )
+
+
+def test_the_nodes_on_ray_run_as_nobody_in_particular_and_have_the_gpus_that_replicas_ask_for() -> None:
+    cluster = RAY_SERVICE["spec"]["rayClusterConfig"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    pods = [group["template"]["spec"] for group in groups]
+    for pod in pods:
+        (container,) = pod["containers"]
+        assert pod["securityContext"]["runAsUser"] == 10001
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    limits = [pod["containers"][0]["resources"]["limits"].get("nvidia.com/gpu") for pod in pods]
+    assert limits == [None, "1"]
+    (pinned,) = re.findall(r"^ray==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert cluster["rayVersion"] == pinned

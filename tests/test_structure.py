@@ -35,6 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chat_session": {"chat_client", "command_flags", "terminal"},
     "chat_commands": {"backends", "checkpoint", "chat_client", "chat_session", "command_flags", "terminal"},
     "model_commands": {"backends", "checkpoint", "command_flags", "hub", "machine", "terminal", "text"},
+    "ray_serve": {"api", "serving", "backends"},
+    "cluster_commands": {"cluster", "command_flags"},
     "live_text": {"serving"},
     "live_commands": {"serving", "live_text"},
     "model": {"kernels", "checkpoint"},
@@ -65,6 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "terminal",
         "models_file",
         "live_commands",
+        "cluster_commands",
     },
     "__main__": {"cli"},
 }

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec.structs import replace
 
-from weft import __version__, chat_commands, model_commands
+from weft import __version__, chat_commands, cluster_commands, model_commands
 from weft.command_flags import (
     ENGINE_SECTIONS,
     EPILOG,
@@ -358,6 +358,8 @@ def doctor(config: Config, as_json: JsonFlag = False) -> None:
     else:
         console().print(f"No model can be planned: {problem}", markup=False, highlight=False, soft_wrap=True)
 
+
+app.add_typer(cluster_commands.app, name="cluster")
 
 config_app = typer.Typer(help="Write or check a file of settings.", no_args_is_help=True)
 app.add_typer(config_app, name="config")

@@ -288,6 +288,7 @@ def _status(member: Member) -> MemberStatus:
         kv_usage=report.kv_usage,
         engine_restarts=report.restarts,
         pid=report.pid,
+        actor_pid=report.actor_pid,
     )
 
 

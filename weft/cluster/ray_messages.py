@@ -75,6 +75,8 @@ class MemberStatus(Struct, frozen=True, kw_only=True):
     kv_usage: float
     engine_restarts: int
     pid: int
+    """The process that serves."""
+    actor_pid: int
 
 
 class ClusterStatus(Struct, frozen=True, kw_only=True):

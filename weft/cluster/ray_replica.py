@@ -71,7 +71,7 @@ class ReplicaActor:
 
     async def report(self) -> bytes:
         """Return the newest report. It has an error once the process has ended."""
-        return msgspec.json.encode(self._process.report)
+        return msgspec.json.encode(msgspec.structs.replace(self._process.report, actor_pid=os.getpid()))
 
     async def stop(self) -> None:
         """End the process: open requests are the edges' to move."""
@@ -224,8 +224,13 @@ def _is_alive(pid: int) -> bool:
 
 
 def actor_options(spec: ReplicaSpec) -> dict[str, Any]:
-    """Return Ray's options for the actor of a replica."""
-    options: dict[str, Any] = {"num_cpus": spec.num_cpus, "num_gpus": spec.num_gpus}
+    """Return Ray's options for the actor of a replica. Replicas are on as many nodes as can be: a node that is lost
+    takes few along."""
+    options: dict[str, Any] = {
+        "num_cpus": spec.num_cpus,
+        "num_gpus": spec.num_gpus,
+        "scheduling_strategy": "SPREAD",
+    }
     return options | ({"memory": spec.memory_bytes} if spec.memory_bytes else {})
 
 

@@ -30,6 +30,7 @@ class ReplicaReport(Struct, frozen=True, kw_only=True):
     port: int = 0
     """The port where edges reach it; 0: it is not ready."""
     pid: int = 0
+    actor_pid: int = 0
     node: str = ""
     waiting: int = 0
     running: int = 0
