@@ -41,11 +41,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": {"model", "kernels", "checkpoint", "machine"},
     "engine": {"scheduler", "worker", "checkpoint", "machine"},
     "backends": {"engine", "text", "checkpoint", "machine", "hub", "models_file"},
+    "cluster": {"backends", "engine", "scheduler", "text", "checkpoint", "machine", "hub", "observe"},
     "compat": {"backends", "text", "checkpoint", "machine", "models_file"},
     "serving": {"backends", "text", "observe"},
     "api": {"serving", "backends", "text", "observe", "terminal", "hub"},
     "llm": {"backends", "serving", "api", "checkpoint"},
-    "bench": {"backends", "serving", "api", "machine", "terminal"},
+    "bench": {"backends", "serving", "api", "machine", "terminal", "cluster"},
     "cli": {
         "chat_commands",
         "command_flags",
