@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serving": {"backends", "text", "observe"},
     "api": {"serving", "backends", "text", "observe", "terminal", "hub"},
     "llm": {"backends", "serving", "api", "checkpoint"},
-    "bench": {"backends", "serving", "api", "machine", "terminal"},
+    "bench": {"backends", "serving", "api", "machine", "terminal", "cluster"},
     "cli": {
         "chat_commands",
         "command_flags",

@@ -133,15 +133,13 @@ def replica(
 
     SIGTERM lets its requests end, for 30 s at most, and takes no new ones.
     """
-    import asyncio
-
     from weft import logs
     from weft.cluster.replica_link import read_key, tls_context
-    from weft.cluster.replica_server import run_replica
+    from weft.cluster.replica_server import run, run_replica
 
     logs.set_up(config.server.log_level, form=config.server.log_format)
     key, tls = read_key(config.cluster), tls_context(config.cluster, is_server=True)
-    code = asyncio.run(run_replica(config, host, port, key=key, tls=tls, say=typer.echo))
+    code = run(run_replica(config, host, port, key=key, tls=tls, say=typer.echo))
     raise typer.Exit(code)
 
 

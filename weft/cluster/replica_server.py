@@ -43,6 +43,11 @@ from weft.errors import ConfigError, Overloaded, Unavailable, WeftError
 from weft.options import Config
 from weft.types import Arrival, Event, FinishReason, LatentCheckpoint, Request
 
+try:
+    from uvloop import run as run
+except ImportError:
+    from asyncio import run as run
+
 log = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 64
