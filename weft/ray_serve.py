@@ -33,7 +33,7 @@ DEPLOYMENT = "Edge"
 class EdgeDeployment:
     """One edge: it starts with the replicas, or joins those of the edges before it."""
 
-    async def __init__(self, arguments: dict[str, Any]) -> None:
+    async def __init__(self, arguments: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         config = edge_config(arguments)
         logs.set_up(config.server.log_level, form=config.server.log_format)
         address = config.cluster.ray_address or ray.get_runtime_context().gcs_address
@@ -56,8 +56,8 @@ class EdgeDeployment:
     def check_health(self) -> None:
         """Serve replaces an edge for which this raises."""
         health = self._engine.health()
-        if health.state in ("failed", "closed"):
-            raise RuntimeError(f"The engine of this edge is {health.state}.")
+        if health.reason in ("failed", "closed"):
+            raise RuntimeError(f"The engine of this edge is {health.reason}.")
 
     async def __del__(self) -> None:
         await self._background.stop()
@@ -85,5 +85,5 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     as in {"num_replicas": 2}."""
     options = {"max_ongoing_requests": MAX_ONGOING_REQUESTS, **arguments.pop("edges", {})}
     edge_config(arguments)  # a mistake is told here, and not by an edge that does not start
-    edge = serve.deployment(serve.ingress()(EdgeDeployment), name=DEPLOYMENT).options(**options)
-    return edge.bind(arguments)  # type: ignore[no-any-return]
+    deployed: serve.Deployment = serve.deployment(name=DEPLOYMENT, **options)(serve.ingress()(EdgeDeployment))
+    return deployed.bind(arguments)

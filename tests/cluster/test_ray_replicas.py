@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tests import forked
 from tests.cluster.ray_nodes import ENVIRONMENT, ClusterView, RayCluster, environment, needs_ray
+from tests.cluster.replicas import PATIENT
+from tests.cluster.streams import Following
 from tests.e2e.server import Server
-from tests.waiting import PATIENCE, wait_until
+from tests.e2e.tiny_server import NAME, TinyServer
+from tests.processes import descendants
+from tests.waiting import wait_until
 
-NAME = "kill-matrix"
-LONG = {"prompt": "The weft runs", "max_tokens": 2500, "ignore_eos": True, "seed": 7, "temperature": 1.0}
+CLUSTER = "kill-matrix"
+LONG = {"max_tokens": 1500}
 
-
-class Edge(Server):
-    """A server whose engines are replicas on Ray."""
+Answer = tuple[str, list[str], str]
 
 
 @pytest.fixture(scope="module")
@@ -34,137 +33,116 @@ def cluster() -> Iterator[RayCluster]:
         yield cluster
 
 
+def edge_flags(cluster: RayCluster, name: str) -> tuple[str, ...]:
+    return ("--ray-address", cluster.address, "--cluster-name", name, "--device", "cpu", "--threads", "1", *PATIENT)
+
+
 @pytest.fixture(scope="module")
-def edge(cluster: RayCluster, long_model: Path) -> Iterator[Edge]:
-    flags = ("--replicas", "2", "--ray-address", cluster.address, "--cluster-name", NAME, "--device", "cpu")
-    small = ("--threads", "1", "--image-model", "none", "--kv-cache-memory-mb", "64", "--heartbeat-timeout-s", "60")
-    with Edge("--model", str(long_model), "--served-model-name", "tiny", *flags, *small, env=ENVIRONMENT) as edge:
+def edge(cluster: RayCluster, long_model: Path) -> Iterator[Server]:
+    model = ("--model", str(long_model), "--served-model-name", NAME)
+    with Server(*model, "--replicas", "2", *edge_flags(cluster, CLUSTER), env=ENVIRONMENT) as edge:
         yield edge
 
 
 @pytest.fixture(scope="module")
-def view(cluster: RayCluster, edge: Edge) -> Iterator[ClusterView]:
-    view = ClusterView(cluster.address, NAME)
+def view(cluster: RayCluster, edge: Server) -> Iterator[ClusterView]:
+    view = ClusterView(cluster.address, CLUSTER)
     yield view
     view.close()
 
 
 @pytest.fixture(scope="module")
-def expected(edge: Edge) -> str:
-    """The stream as it is when nothing dies."""
-    with Reading(edge) as reading:
-        return reading.text()
-
-
-class Reading:
-    """A stream that is read in a thread."""
-
-    def __init__(self, edge: Edge) -> None:
-        self.received: list[str] = []
-        self.problem = ""
-        self._url = edge.url
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def __enter__(self) -> Reading:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._thread.join(PATIENCE)
-
-    def _read(self) -> None:
-        body = {"model": "tiny", "stream": True, **LONG}
-        try:
-            with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=PATIENCE) as response:
-                for line in response.iter_lines():
-                    if line.startswith("data: {"):
-                        self._take(json.loads(line.removeprefix("data: ")))
-        except httpx.HTTPError as error:
-            self.problem = str(error)
-
-    def _take(self, event: dict[str, Any]) -> None:
-        if "error" in event:
-            self.problem = json.dumps(event)
-        else:
-            self.received += [choice["text"] for choice in event["choices"]]
-
-    def wait_for_some(self) -> None:
-        wait_until(lambda: len(self.received) > 20 or self.problem, "the stream's beginning")
-
-    def text(self) -> str:
-        self._thread.join(PATIENCE)
-        assert not self.problem
-        return "".join(self.received)
+def unharmed(direct: TinyServer) -> Answer:
+    """The answer of a single server, where nothing dies."""
+    return Following(direct.url, LONG).answer()
 
 
 @contextmanager
-def stream_at_one_replica(edge: Edge, view: ClusterView) -> Iterator[tuple[Reading, dict[str, Any]]]:
+def stream_at_one_replica(edge: Server, view: ClusterView) -> Iterator[tuple[Following, dict[str, Any]]]:
     """A stream that has begun, and the replica that has it."""
     wait_until(lambda: len(view.ready()) == 2, "two replicas")
-    with Reading(edge) as reading:
-        reading.wait_for_some()
-
-        def busy() -> list[dict[str, Any]]:
-            return [one for one in view.replicas.values() if one["open_requests"]]
-
-        wait_until(busy, "the replica of the stream")
-        yield reading, busy()[0]
+    stream = Following(edge.url, LONG).wait_for(20)
+    wait_until(lambda: view.busy() or stream.finish, "the replica of the stream")
+    assert not stream.finish, "the stream is too short for this machine"
+    yield stream, view.busy()[0]
+    stream.ended()
 
 
-def test_a_stream_goes_on_while_its_replica_is_killed(edge: Edge, view: ClusterView, expected: str) -> None:
-    with stream_at_one_replica(edge, view) as (reading, replica):
+def test_a_stream_goes_on_while_its_replica_is_killed(edge: Server, view: ClusterView, unharmed: Answer) -> None:
+    with stream_at_one_replica(edge, view) as (stream, replica):
         os.kill(replica["pid"], signal.SIGKILL)
-        assert reading.text() == expected
+        assert stream.answer() == unharmed
     wait_until(lambda: replica["id"] not in view.replicas and len(view.ready()) == 2, "another in its place")
 
 
 def test_a_stream_goes_on_while_the_actor_of_its_replica_is_killed(
-    edge: Edge, view: ClusterView, expected: str
+    edge: Server, view: ClusterView, unharmed: Answer
 ) -> None:
-    with stream_at_one_replica(edge, view) as (reading, replica):
+    with stream_at_one_replica(edge, view) as (stream, replica):
         os.kill(replica["actor_pid"], signal.SIGKILL)
-        assert reading.text() == expected
+        assert stream.answer() == unharmed
     wait_until(lambda: replica["id"] not in view.replicas and len(view.ready()) == 2, "another in its place")
     wait_until(lambda: not is_alive(replica["pid"]), "the end of the process that the actor had started")
 
 
 def test_a_replica_drains_by_command_and_is_replaced(
-    cluster: RayCluster, edge: Edge, view: ClusterView, expected: str
+    cluster: RayCluster, edge: Server, view: ClusterView, unharmed: Answer
 ) -> None:
-    with stream_at_one_replica(edge, view) as (reading, replica):
-        words = ("cluster", "drain", replica["id"], "--ray-address", cluster.address, "--cluster-name", NAME)
-        told = forked.weft(*words, environment=environment())
-        assert told.returncode == 0, told.stderr
-        assert reading.text() == expected
+    with stream_at_one_replica(edge, view) as (stream, replica):
+        assert "drains" in weft_cluster(cluster, CLUSTER, "drain", replica["id"])
+        assert stream.answer() == unharmed
     wait_until(lambda: replica["id"] not in view.replicas and len(view.ready()) == 2, "another in its place")
 
 
-def test_a_stream_goes_on_while_its_node_dies(
-    cluster: RayCluster, edge: Edge, view: ClusterView, expected: str
+def test_replicas_come_and_go_under_load_without_a_failed_request(
+    cluster: RayCluster, long_model: Path, unharmed: Answer
 ) -> None:
-    with stream_at_one_replica(edge, view) as (reading, replica):
+    model = ("--model", str(long_model), "--served-model-name", NAME, "--max-num-seqs", "2")
+    counts = ("--replicas", "1", "--min-replicas", "1", "--max-replicas", "2")
+    view = ClusterView(cluster.address, "scaling")
+    with Server(*model, *counts, *edge_flags(cluster, "scaling"), env=ENVIRONMENT) as edge:
+        streams = [Following(edge.url, LONG) for _ in range(20)]
+        wait_until(lambda: len(view.ready()) == 2, "a second replica, by the load")
+        wait_until(lambda: len(view.busy()) == 2 or all(stream.finish for stream in streams), "work for both")
+        told = weft_cluster(cluster, "scaling", "scale", "1")
+        assert "1 replicas" in told
+        wait_until(lambda: len(view.replicas) == 1, "the end of one, which drains first")
+        streams += [Following(edge.url, LONG) for _ in range(2)]
+        assert all(stream.answer() == unharmed for stream in streams)
+    view.close()
+
+
+def weft_cluster(cluster: RayCluster, name: str, *words: str) -> str:
+    """Run a command of `weft cluster`, and return what it says."""
+    where = ("--ray-address", cluster.address, "--cluster-name", name)
+    told = forked.weft("cluster", *words, *where, environment=environment())
+    assert told.returncode == 0, told.stderr
+    return told.stdout
+
+
+def test_a_stream_goes_on_while_its_node_dies(
+    cluster: RayCluster, edge: Server, view: ClusterView, unharmed: Answer
+) -> None:
+    with stream_at_one_replica(edge, view) as (stream, replica):
         host = replica["address"].rpartition(":")[0]
         (node,) = (node for node in cluster.nodes if node.host == host)
         node.kill(replica["pid"])
-        assert reading.text() == expected
+        assert stream.answer() == unharmed
     wait_until(lambda: replica["id"] not in view.replicas and len(view.ready()) == 2, "another on another node")
 
 
 def test_the_edge_serves_on_while_the_head_dies(
-    cluster: RayCluster, edge: Edge, view: ClusterView, expected: str
+    cluster: RayCluster, edge: Server, view: ClusterView, unharmed: Answer
 ) -> None:
-    with stream_at_one_replica(edge, view) as (reading, _):
+    with stream_at_one_replica(edge, view) as (stream, _):
         cluster.head.kill()
-        assert reading.text() == expected
+        assert stream.answer() == unharmed
     wait_until(lambda: any("Ray is lost" in line for line in edge.log), "the edge's word on it")
     wait_until(lambda: not any(raylets(node) for node in cluster.nodes[:1]), "the end of a raylet without a head")
-    with Reading(edge) as again:
-        assert again.text() == expected
+    assert Following(edge.url, LONG).answer() == unharmed
 
 
 def raylets(node: Any) -> list[int]:
-    from tests.processes import descendants
-
     return [pid for pid in descendants(node.process.pid) if "raylet" in command_of(pid)]
 
 

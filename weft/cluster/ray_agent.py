@@ -115,7 +115,7 @@ def _controller(cluster: str, spec: ClusterSpec) -> Any:
     from weft.cluster.ray_controller import ControllerActor, controller_options
 
     replica = spec.replica
-    if replica.config.model.device == "auto" and ray.cluster_resources().get("GPU"):
+    if replica.config.model.device == "auto" and ray.cluster_resources().get("GPU"):  # type: ignore[no-untyped-call]
         replica = replace(replica, num_gpus=replica.config.backend.tensor_parallel_size, memory_bytes=0)
     spec = replace(spec, replica=replace(replica, key=replica.key or secrets.token_hex(32)))
     return ray.remote(ControllerActor).options(**controller_options(cluster)).remote(cluster, msgspec.json.encode(spec))

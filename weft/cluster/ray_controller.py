@@ -170,7 +170,7 @@ class ControllerActor:
         for replica_id in decision.stop:
             self._end(replica_id)
         if decision.start and not any(member.state == "starting" for member in self._set.members.values()):
-            self._unplaceable = unplaceable(self._spec.replica, ray.nodes())  # type: ignore[no-untyped-call]
+            self._unplaceable = unplaceable(self._spec.replica, _nodes())
         for _ in range(decision.start):
             self._start(now)
         if self._set.version != self._published:
@@ -247,7 +247,7 @@ class ControllerActor:
         self._history.append(load)
         if ready:
             limits = ScaleLimits(min_replicas=spec.min_replicas, max_replicas=spec.max_replicas)
-            self._set.target = wanted_replicas(tuple(self._history), len(self._set.staying), limits)
+            self._set.target = wanted_replicas(tuple(self._history), self._set.target, limits)
 
     def _problem(self) -> str:
         return self._unplaceable or self._set.last_error
@@ -298,7 +298,7 @@ def controller_name(cluster: str) -> str:
 
 def controller_options(cluster: str) -> dict[str, Any]:
     """Return Ray's options for the controller: beside the head, with which Ray itself would be lost, if that can be."""
-    head = [node["NodeID"] for node in ray.nodes() if node["Alive"] and "node:__internal_head__" in node["Resources"]]
+    head = [node["NodeID"] for node in _nodes() if node["Alive"] and "node:__internal_head__" in node["Resources"]]
     return {
         "name": controller_name(cluster),
         "namespace": NAMESPACE,
@@ -327,3 +327,8 @@ def _resources(amounts: dict[str, float]) -> str:
     if amounts.get("memory"):
         words.append(f"{amounts['memory'] / 2**30:.1f} GiB of memory")
     return ", ".join(words)
+
+
+def _nodes() -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return nodes
