@@ -91,6 +91,7 @@ MAX_LINES = 64_000
 SMALL_LINES = 80
 SMALL_ON_PURPOSE = {
     "weft.__main__": "`python -m weft` needs a module of this name",
+    "weft.cluster.autoscaler": "a pure rule, which is tested alone",
     "weft.text.grammars.sandbox_child": "a script for a process that imports nothing of Weft",
     "weft.compat.factory": "a lazy name of weft.backends, which must not load it before it is asked for",
     "weft.scheduler.parallel_sampling": "a whole idea, named by the field",

@@ -27,6 +27,7 @@ FENCE = re.compile(r"^```(\w*) needs=([\w,]+)$", re.MULTILINE)
 NEEDS = {
     "gpu": "an NVIDIA GPU",
     "docker": "Docker",
+    "ray": "Ray",
     "kubernetes": "a Kubernetes cluster",
     "root": "root on a machine with systemd",
     "files": "the files that it names",
