@@ -15,22 +15,25 @@ from tests.api.http import COMPLETIONS, PROMPT, request_app
 from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.api.app import build_app
 from weft.config import load
+from weft.types import EngineStats
 
-DASHBOARD = json.loads((Path(__file__).parents[2] / "docs" / "grafana" / "weft.json").read_text())
+FOLDER = Path(__file__).parents[2] / "docs" / "grafana"
+DASHBOARD = json.loads((FOLDER / "weft.json").read_text())
+CLUSTER = json.loads((FOLDER / "cluster.json").read_text())
 
 WORD = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 NOT_METRICS = {"sum", "max", "min", "by", "rate", "increase", "histogram_quantile", "label_values"}
 
 
-def panels() -> Iterator[dict[str, Any]]:
-    for panel in DASHBOARD["panels"]:
+def panels(dashboard: dict[str, Any] = DASHBOARD) -> Iterator[dict[str, Any]]:
+    for panel in dashboard["panels"]:
         yield panel
         yield from panel.get("panels", [])
 
 
-def queries() -> list[str]:
-    shown = [target["expr"] for panel in panels() for target in panel.get("targets", [])]
-    return shown + [variable["query"] for variable in DASHBOARD["templating"]["list"] if variable["type"] == "query"]
+def queries(dashboard: dict[str, Any] = DASHBOARD) -> list[str]:
+    shown = [target["expr"] for panel in panels(dashboard) for target in panel.get("targets", [])]
+    return shown + [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
 
 
 def asked_for(query: str) -> tuple[set[str], set[str]]:
@@ -43,10 +46,20 @@ def asked_for(query: str) -> tuple[set[str], set[str]]:
     return metrics, labels
 
 
+class OfReplicas(ScriptedEngine):
+    """A scripted engine that says it has replicas."""
+
+    num_moved = 3
+
+    def replica_stats(self) -> dict[str, tuple[str, EngineStats]]:
+        busy = EngineStats(running=2, waiting=1, blocks_used=1, blocks_total=4, restarts=5)
+        return {"a": ("ready", busy), "b": ("draining", EngineStats())}
+
+
 @pytest.fixture(scope="module")
 def exposed() -> dict[str, set[str]]:
     """Return every sample's labels by its name, after a request was served."""
-    app = build_app(ScriptedEngine(answer("ab", "c")), load(env={}))
+    app = build_app(OfReplicas(answer("ab", "c")), load(env={}))
     assert request_app(app, "POST", COMPLETIONS, json=PROMPT).status_code == 200
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(request_app(app, "GET", "/metrics").text):
@@ -55,12 +68,27 @@ def exposed() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("query", queries())
+@pytest.mark.parametrize("query", [*queries(), *queries(CLUSTER)])
 def test_a_query_resolves(query: str, exposed: dict[str, set[str]]) -> None:
     metrics, labels = asked_for(query)
     assert metrics and metrics <= exposed.keys(), metrics - exposed.keys()
     for metric in metrics:
-        assert labels <= exposed[metric], (metric, labels - exposed[metric])
+        assert labels - {"instance"} <= exposed[metric], (metric, labels - exposed[metric])
+
+
+def test_replicas_are_told_apart_by_a_label() -> None:
+    app = build_app(OfReplicas(answer("ab")), load({"served_model_name": "mine"}, env={}))
+    text = request_app(app, "GET", "/metrics").text
+    assert 'weft_replica_ready{model_name="mine",replica="a"} 1.0' in text
+    assert 'weft_replica_ready{model_name="mine",replica="b"} 0.0' in text
+    assert 'weft_replica_kv_cache_usage_perc{model_name="mine",replica="a"} 0.25' in text
+    assert 'weft_replica_engine_restarts_total{model_name="mine",replica="a"} 5.0' in text
+    assert 'weft_requests_moved_total{model_name="mine"} 3.0' in text
+
+
+def test_a_server_without_replicas_tells_of_none() -> None:
+    app = build_app(ScriptedEngine(answer("ab")), load(env={}))
+    assert "weft_replica" not in request_app(app, "GET", "/metrics").text
 
 
 def test_the_reader_of_queries_reads_them() -> None:

@@ -20,7 +20,7 @@ import logging
 import ssl
 import time
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -594,6 +594,13 @@ class ReplicatedEngine(NativeEngine):
         if self.pool.state != "ready":
             return Health(False, self.pool.state)
         return Health(True) if self.pool.is_alive else Health(False, "no replica is ready")
+
+    def replica_stats(self) -> Mapping[str, tuple[str, EngineStats]]:
+        return self.pool.replica_stats()
+
+    @property
+    def num_moved(self) -> int:
+        return self.pool.moved
 
     async def _load_lora(self, name: str, path: str) -> None:
         """Add an adapter, and try it with one token at every replica. It goes with each request: a replica that joins
