@@ -9,7 +9,6 @@ import select
 import signal
 import threading
 from pathlib import Path
-from types import TracebackType
 
 from tests import forked
 from tests.e2e.server import Server
@@ -63,7 +62,7 @@ class Replica:
     def __enter__(self) -> Replica:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()

@@ -48,6 +48,14 @@ def two(
         yield both
 
 
+@contextmanager
+def one_edge(model: Path, key: Path, *flags: str) -> Iterator[tuple[Replica, Edge]]:
+    """One replica, and an edge."""
+    with Replica(model, key, *PATIENT) as only, Edge(model, key, [only.address], *PATIENT, *flags) as edge:
+        assert isinstance(edge, Edge)
+        yield only, edge
+
+
 def test_a_replica_is_killed(long_model: Path, cluster_key: Path, expected: Answer) -> None:
     with two(long_model, cluster_key) as both:
         streams = both.streams()
@@ -111,24 +119,22 @@ def test_one_after_the_other_dies(long_model: Path, cluster_key: Path, expected:
 
 
 def test_a_stream_waits_for_a_replica(long_model: Path, cluster_key: Path, expected: Answer) -> None:
-    with Replica(long_model, cluster_key, *PATIENT) as only:
-        with Edge(long_model, cluster_key, [only.address], *PATIENT, "--replica-wait-s", "300") as edge:
-            stream = Following(edge.url).wait_for(5)
-            only.kill()
-            edge.wait_connected(0)
-            with Replica(long_model, cluster_key, *PATIENT, port=only.port):
-                assert stream.answer() == expected
+    with one_edge(long_model, cluster_key, "--replica-wait-s", "300") as (only, edge):
+        stream = Following(edge.url).wait_for(5)
+        only.kill()
+        edge.wait_connected(0)
+        with Replica(long_model, cluster_key, *PATIENT, port=only.port):
+            assert stream.answer() == expected
 
 
 def test_without_a_replica_requests_are_refused_in_time(long_model: Path, cluster_key: Path) -> None:
-    with Replica(long_model, cluster_key, *PATIENT) as only:
-        with Edge(long_model, cluster_key, [only.address], *PATIENT, "--replica-wait-s", "1") as edge:
-            only.kill()
-            edge.wait_connected(0)
-            response = httpx.post(edge.url + "/v1/chat/completions", json=CHAT, timeout=PATIENCE)
-            assert response.status_code == 503, response.text
-            assert int(response.headers["retry-after"]) > 0
-            assert edge.get("/health").status_code == 503
+    with one_edge(long_model, cluster_key, "--replica-wait-s", "1") as (only, edge):
+        only.kill()
+        edge.wait_connected(0)
+        response = httpx.post(edge.url + "/v1/chat/completions", json=CHAT, timeout=PATIENCE)
+        assert response.status_code == 503, response.text
+        assert int(response.headers["retry-after"]) > 0
+        assert edge.get("/health").status_code == 503
 
 
 def test_a_drained_replica_finishes_its_requests(long_model: Path, cluster_key: Path, expected: Answer) -> None:

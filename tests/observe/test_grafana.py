@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.api.http import COMPLETIONS, PROMPT, request_app
 from tests.api.scripted_engine import ScriptedEngine, answer
 from weft.api.app import build_app
 from weft.config import load
-from weft.types import EngineStats
+from weft.types import EngineStats, ReplicaStats
 
 FOLDER = Path(__file__).parents[2] / "docs" / "grafana"
 DASHBOARD = json.loads((FOLDER / "weft.json").read_text())
@@ -49,11 +50,10 @@ def asked_for(query: str) -> tuple[set[str], set[str]]:
 class OfReplicas(ScriptedEngine):
     """A scripted engine that says it has replicas."""
 
-    num_moved = 3
-
-    def replica_stats(self) -> dict[str, tuple[str, EngineStats]]:
-        busy = EngineStats(running=2, waiting=1, blocks_used=1, blocks_total=4, restarts=5)
-        return {"a": ("ready", busy), "b": ("draining", EngineStats())}
+    def stats(self) -> EngineStats:
+        busy = ReplicaStats(state="ready", running=2, waiting=1, kv_usage=0.25, restarts=5)
+        replicas = {"a": busy, "b": ReplicaStats(state="draining")}
+        return replace(super().stats(), moved_requests=3, replicas=replicas)
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +82,13 @@ def test_replicas_are_told_apart_by_a_label() -> None:
     assert 'weft_replica_ready{model_name="mine",replica="a"} 1.0' in text
     assert 'weft_replica_ready{model_name="mine",replica="b"} 0.0' in text
     assert 'weft_replica_kv_cache_usage_perc{model_name="mine",replica="a"} 0.25' in text
-    assert 'weft_replica_engine_restarts_total{model_name="mine",replica="a"} 5.0' in text
+    assert 'weft_replica_engine_restarts{model_name="mine",replica="a"} 5.0' in text
     assert 'weft_requests_moved_total{model_name="mine"} 3.0' in text
 
 
 def test_a_server_without_replicas_tells_of_none() -> None:
     app = build_app(ScriptedEngine(answer("ab")), load(env={}))
-    assert "weft_replica" not in request_app(app, "GET", "/metrics").text
+    assert "weft_replica_ready{" not in request_app(app, "GET", "/metrics").text
 
 
 def test_the_reader_of_queries_reads_them() -> None:

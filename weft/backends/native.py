@@ -19,7 +19,7 @@ from weft.checkpoint.tokenizer_assets import text_assets
 from weft.engine.client import EngineClient
 from weft.engine.journal import Entry
 from weft.engine.process import LaunchedEngine, launch_engine
-from weft.engine.wire import ProcessControl, Vocabulary
+from weft.engine.wire import PrefixDigests, ProcessControl, Vocabulary
 from weft.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, WeftError
 from weft.hub.resolve import find_model
 from weft.machine.devices import accelerator
@@ -57,15 +57,19 @@ E = TypeVar("E", bound="NativeEngine")
 
 
 async def start_native(
-    config: Config, files: ModelFiles | None = None, *, launch: Callable[[], LaunchedEngine] = launch_engine
+    config: Config,
+    files: ModelFiles | None = None,
+    *,
+    launch: Callable[[], LaunchedEngine] = launch_engine,
+    on_digests: Callable[[PrefixDigests], None] | None = None,
 ) -> NativeEngine:
-    """Load a model, and return an engine that is ready to generate."""
+    """Load a model, and return an engine that is ready to generate. `on_digests` is told of its prefix cache."""
     refuse(config, files)
     if files is None:
         files = await asyncio.to_thread(find_model, config)
     if files.draft is not None:
         await asyncio.to_thread(check_vocabulary, files, files.draft)
-    return await open_engine(EngineClient(config, files, launch), NativeEngine)
+    return await open_engine(EngineClient(config, files, launch, on_digests=on_digests), NativeEngine)
 
 
 async def open_engine(client: EngineClient, make: Callable[[EngineClient, ModelText, Adapters], E]) -> E:

@@ -26,6 +26,7 @@ from weft.engine.wire import (
     Done,
     FrameReader,
     Heartbeat,
+    PrefixDigests,
     Started,
     Submit,
     Vocabulary,
@@ -110,7 +111,7 @@ class Refused(Struct, frozen=True, tag=True):
 
 
 ToReplica = Hello | Submit | Abort | Vocabulary | ControlCall | Drain | Heartbeat
-FromReplica = ReplicaReady | ReplicaStatus | StepTokens | Started | Refused | Done
+FromReplica = ReplicaReady | ReplicaStatus | StepTokens | Started | Refused | Done | PrefixDigests
 _to_replica: msgspec.msgpack.Decoder[ToReplica] = msgspec.msgpack.Decoder(ToReplica)
 _from_replica: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(FromReplica)
 

@@ -38,15 +38,26 @@ from weft.cluster.replica_link import (
 from weft.cluster.router import ReplicaLoad
 from weft.engine.client import TICK_SECONDS, EngineClient
 from weft.engine.journal import Entry
-from weft.engine.wire import Abort, BrokenFrame, ControlCall, Done, Heartbeat, Started, Submit, Vocabulary, frame
+from weft.engine.wire import (
+    Abort,
+    BrokenFrame,
+    ControlCall,
+    Done,
+    Heartbeat,
+    PrefixDigests,
+    Started,
+    Submit,
+    Vocabulary,
+    frame,
+)
 from weft.errors import ConfigError, Overloaded, Unavailable, WeftError
 from weft.options import Config
 from weft.types import Arrival, Event, FinishReason, LatentCheckpoint, Request
 
 try:
     from uvloop import run as run
-except ImportError:
-    from asyncio import run as run
+except ImportError:  # not on Windows
+    from asyncio import run as run  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +91,8 @@ class _Edge:
         self.name = "unnamed"
         self.missed = 0
         self.heard = True
+        self.missed_digests = False
+        """True when a change of the prefix cache was not sent, because it did not read."""
         self.control_calls: set[asyncio.Task[None]] = set()
         self._prefix = f"{number}."
         self._client = client
@@ -165,11 +178,39 @@ def _events(request_id: str, relayed: _Relayed, arrived: Iterable[Arrival]) -> I
             yield replace(arrival, request_id=request_id)
 
 
+class PublishedDigests:
+    """The digests of what the engine's prefix cache holds now, and the server that passes changes on."""
+
+    def __init__(self) -> None:
+        self.server: ReplicaServer | None = None
+        self._digests: set[bytes] = set()
+
+    def take(self, change: PrefixDigests) -> None:
+        if change.reset:
+            self._digests.clear()
+        self._digests.update(change.added)
+        self._digests.difference_update(change.removed)
+        if self.server is not None:
+            self.server.send_to_all(change)
+
+    @property
+    def all(self) -> PrefixDigests:
+        return PrefixDigests(reset=True, added=list(self._digests))
+
+
 class ReplicaServer:
     """Serves the engine of one client, which is ready, to edges that know the key."""
 
-    def __init__(self, client: EngineClient, key: bytes, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        key: bytes,
+        tls: ssl.SSLContext | None = None,
+        digests: PublishedDigests | None = None,
+    ) -> None:
         self.client = client
+        self._digests = digests or PublishedDigests()
+        self._digests.server = self
         self.port = 0
         self.is_draining = False
         self.failed = asyncio.Event()
@@ -306,6 +347,7 @@ class ReplicaServer:
             case Hello(edge=name):
                 edge.name = name[:MAX_REQUEST_ID]
                 edge.link.send(ReplicaReady(self._boot, self.client.model, self._status()))
+                edge.link.send(self._digests.all)
             case Vocabulary():
                 self.client.vocabulary = self.client.vocabulary or message
             case ControlCall():
@@ -344,6 +386,15 @@ class ReplicaServer:
             done = Done(call.number, error=str(error))
         edge.link.send(done)
 
+    def send_to_all(self, message: PrefixDigests) -> None:
+        """Send a message to every edge that reads. One that does not is told all when it does."""
+        encoded = frame(message)
+        for edge in self._edges:
+            if not edge.link.is_paused:
+                edge.link.send_frame(encoded)
+            else:
+                edge.missed_digests = True
+
     def _status(self) -> ReplicaStatus:
         state = "draining" if self.is_draining else self.client.state
         waiting = self.client.waiting.total
@@ -375,6 +426,9 @@ class ReplicaServer:
                 edge.tell_started()
                 if told and not edge.link.is_paused:
                     edge.link.send_frame(told)
+                    if edge.missed_digests:
+                        edge.missed_digests = False
+                        edge.link.send(self._digests.all)
 
 
 def _drop(link: Link | None, sock: socket.socket) -> None:
@@ -395,9 +449,10 @@ async def serve_replica(
 ) -> ReplicaServer:
     """Load a model, and serve it to edges that know the key. The server, which is returned, listens at its `port`."""
     native = replace(config, backend=replace(config.backend, engine="native"))
-    engine = await load_safely(partial(start_native, files=files), native)
+    digests = PublishedDigests()
+    engine = await load_safely(partial(start_native, files=files, on_digests=digests.take), native)
     assert isinstance(engine, NativeEngine) and isinstance(engine.client, EngineClient)
-    server = ReplicaServer(engine.client, key, tls)
+    server = ReplicaServer(engine.client, key, tls, digests)
     engine.text.close()
     try:
         await server.listen(host, port)

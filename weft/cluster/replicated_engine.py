@@ -20,7 +20,7 @@ import logging
 import ssl
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Set
 from functools import partial
 from pathlib import Path
 
@@ -54,6 +54,7 @@ from weft.engine.wire import (
     ControlCall,
     Done,
     Heartbeat,
+    PrefixDigests,
     ProcessControl,
     Started,
     Submit,
@@ -62,6 +63,7 @@ from weft.engine.wire import (
 from weft.errors import InvalidRequest, ModelError, Unavailable, WeftError
 from weft.hub.resolve import find_model
 from weft.options import Config
+from weft.scheduler.prefix_digests import prompt_digests, tokens_per_digest
 from weft.types import (
     COUNTERS,
     EngineStats,
@@ -71,6 +73,7 @@ from weft.types import (
     LoadLora,
     ModelInfo,
     ReadBlocks,
+    ReplicaStats,
     Request,
     Sample,
 )
@@ -141,6 +144,14 @@ class _Replica:
             return "connecting"
         return "draining" if self.address.state == "draining" else self.status.state
 
+    def stats(self) -> ReplicaStats:
+        if self.status is None:
+            return ReplicaStats(state=self.state)
+        load, restarts = load_of(self.id, self.status), self.status.stats.restarts
+        return ReplicaStats(
+            state=self.state, running=load.running, waiting=load.waiting, kv_usage=load.kv_usage, restarts=restarts
+        )
+
     def send(self, message: Submit | Abort | Vocabulary | ControlCall | Heartbeat) -> None:
         if self.link is not None:
             self.link.send(message)
@@ -157,8 +168,7 @@ class ReplicaPool:
         self.state = "starting"
         self.model: ModelInfo
         self.vocabulary: Vocabulary | None = None
-        self.moved = 0
-        """Requests that went on at another replica."""
+        self._moved = 0
         self._membership = membership
         self._key = key
         self._tls = tls
@@ -170,6 +180,8 @@ class ReplicaPool:
         """The replica that a held request is for, and no other."""
         self._held_since: dict[str, float] = {}
         self._router = Router()
+        self._excluded: frozenset[str] | None = None
+        """The replicas that take no requests now; None: not known since something changed."""
         self._past: dict[str, EngineStats] = {}
         """The counters of every replica's process so far, those that are gone among them."""
         self._forgotten = EngineStats()
@@ -258,15 +270,13 @@ class ReplicaPool:
         stats = _sum([one.status.stats for one in self._replicas.values() if one.status is not None])
         counted = _sum([*self._past.values(), self._forgotten])
         counters = {name: getattr(counted, name) for name in COUNTERS}
-        waiting = stats.waiting + len(self._journal.held)
-        return replace(stats, **counters, waiting=waiting, open_requests=len(self._journal))
-
-    def replica_stats(self) -> dict[str, tuple[str, EngineStats]]:
-        """Return the state of every replica of the table, and how its engine stands as far as is known."""
-        return {
-            one.id: (one.state, EngineStats() if one.status is None else one.status.stats)
-            for one in self._replicas.values()
-        }
+        return replace(
+            stats,
+            **counters | {"moved_requests": self._moved},
+            waiting=self._journal.waiting.total.requests,
+            open_requests=len(self._journal),
+            replicas={one.id: one.stats() for one in self._replicas.values()},
+        )
 
     async def control(self, message: ProcessControl) -> str:
         """Have all replicas carry out a control message, and return their answers: numbers as a sum. Raises
@@ -303,10 +313,15 @@ class ReplicaPool:
 
     def _place(self, entry: Entry) -> bool:
         """Send a request to a replica. Return False when it must wait, as others would have to."""
-        route = _route(entry)
-        name = self._choice(entry, route)
-        if name is None:
+        excluded = self._excluded_now
+        if entry.deaths >= TRIAL_DEATHS:
+            excluded = excluded | {one.id for one in self._replicas.values() if one.trial}
+        if len(excluded) >= len(self._replicas):
             return False
+        route = self._route(entry)
+        name = self._choice(entry, route, excluded)
+        if name is None:
+            return entry.id in self._pinned
         replica = self._replicas[name]
         if entry.request.params.grammar and self.vocabulary is not None and not replica.knows_vocabulary:
             replica.send(self.vocabulary)
@@ -320,21 +335,32 @@ class ReplicaPool:
         self._router.submitted(name, route)
         return True
 
-    def _choice(self, entry: Entry, route: RouteRequest) -> str | None:
-        is_suspect = entry.deaths >= TRIAL_DEATHS
-        takes = {
-            one.id
-            for one in self._replicas.values()
-            if one.state in ("ready", "restarting") and not one.is_full and not (is_suspect and one.trial)
-        }
+    def _route(self, entry: Entry) -> RouteRequest:
+        request = entry.request
+        return RouteRequest(
+            prefix_keys=prompt_digests(entry.resumed(), self.model.block_size) if len(self._replicas) > 1 else (),
+            num_tokens=request.num_prompt_tokens + len(entry.delivered),
+            adapter="" if request.adapter is None else request.adapter.name,
+            tenant=request.tenant,
+            is_image=request.image is not None,
+        )
+
+    def _choice(self, entry: Entry, route: RouteRequest, excluded: Set[str]) -> str | None:
         if (pinned := self._pinned.get(entry.id)) is not None:
-            return pinned if pinned in takes else None
+            return pinned if pinned in self._replicas and pinned not in excluded else None
         leader = self._where.get(entry.request.sibling_of)
-        if leader is not None and leader[0].id in takes:
+        if leader is not None and leader[0].id not in excluded:
             return leader[0].id
-        # While an engine is replaced its replica is the last choice.
-        ready = {name for name in takes if self._replicas[name].state == "ready"}
-        return self._router.choose(route, exclude=self._replicas.keys() - (ready or takes))
+        return self._router.choose(route, exclude=excluded)
+
+    @property
+    def _excluded_now(self) -> Set[str]:
+        """The replicas that take no requests now. While an engine is replaced its replica is the last choice."""
+        if self._excluded is None:
+            states = {one.id: "full" if one.is_full else one.state for one in self._replicas.values()}
+            usable = "ready" if "ready" in states.values() else "restarting"
+            self._excluded = frozenset(name for name, state in states.items() if state != usable)
+        return self._excluded
 
     def _forget(self, request_id: str) -> None:
         """Forget where a request is, when it has ended or is taken back."""
@@ -393,6 +419,7 @@ class ReplicaPool:
 
     def _tell_router(self) -> None:
         """Tell the router which replicas may be chosen."""
+        self._excluded = None
         self._router.set_replicas([one.id for one in self._replicas.values() if one.status is not None])
 
     # Connections.
@@ -436,7 +463,7 @@ class ReplicaPool:
             if owner is replica and not answer.done():
                 answer.set_exception(Unavailable(f"The replica {replica.id} was lost before it was done."))
         self._take_back(entries, is_evidence=is_evidence)
-        self.moved += len(entries)
+        self._moved += len(entries)
         self._tell_router()
         self._dispatch()
 
@@ -452,9 +479,11 @@ class ReplicaPool:
                     case Started(request_ids=request_ids):
                         self._journal.started(request_ids)
                     case Refused(request_id=request_id) if request_id in replica.entries:
-                        replica.is_full = True
+                        replica.is_full, self._excluded = True, None
                         self._take_back([replica.entries[request_id]])
                         self._dispatch()
+                    case PrefixDigests(reset=reset, added=added, removed=removed):
+                        self._router.cached(replica.id, added, removed, reset=reset)
                     case Done(number=number) if number in self._calls:
                         _, answer = self._calls[number]
                         if not answer.done():
@@ -468,6 +497,7 @@ class ReplicaPool:
         """Begin with a replica, unless it has another model."""
         if not self._has_model.done():
             self.model = ready.model
+            self._router = Router(tokens_per_digest(ready.model.block_size))
             self._has_model.set_result(None)
         elif difference := _difference(self.model, ready.model):
             replica.failure = f"it serves another model: {difference}"
@@ -479,7 +509,10 @@ class ReplicaPool:
         log.info("The replica %s is connected.", replica.id)
 
     def _take_status(self, replica: _Replica, status: ReplicaStatus) -> None:
-        is_new, replica.status, replica.is_full = replica.status is None, status, False
+        is_new = replica.status is None
+        if is_new or replica.is_full or status.state != replica.state:
+            self._excluded = None
+        replica.status, replica.is_full = status, False
         self._past[replica.boot] = status.stats
         if len(self._past) > MAX_PAST_REPLICAS + len(self._replicas):
             living = {one.boot for one in self._replicas.values()}
@@ -535,7 +568,7 @@ class ReplicaPool:
 
 def _sum(stats: Collection[EngineStats]) -> EngineStats:
     """Return the sums of all counters and gauges."""
-    names = [name for name in EngineStats.__struct_fields__ if name != "prepared"]
+    names = [name for name in EngineStats.__struct_fields__ if name not in ("prepared", "replicas")]
     sums = {name: sum(getattr(one, name) for one in stats) for name in names}
     return EngineStats(**sums, prepared=all(one.prepared for one in stats))
 
@@ -548,16 +581,6 @@ def _difference(ours: ModelInfo, theirs: ModelInfo) -> str:
     if theirs.max_model_len < ours.max_model_len:
         return f"its context is {theirs.max_model_len} tokens, not {ours.max_model_len}"
     return ""
-
-
-def _route(entry: Entry) -> RouteRequest:
-    request = entry.request
-    return RouteRequest(
-        num_tokens=request.num_prompt_tokens + len(entry.delivered),
-        adapter="" if request.adapter is None else request.adapter.name,
-        tenant=request.tenant,
-        is_image=request.image is not None,
-    )
 
 
 class SharedAdapters(Adapters):
@@ -594,13 +617,6 @@ class ReplicatedEngine(NativeEngine):
         if self.pool.state != "ready":
             return Health(False, self.pool.state)
         return Health(True) if self.pool.is_alive else Health(False, "no replica is ready")
-
-    def replica_stats(self) -> Mapping[str, tuple[str, EngineStats]]:
-        return self.pool.replica_stats()
-
-    @property
-    def num_moved(self) -> int:
-        return self.pool.moved
 
     async def _load_lora(self, name: str, path: str) -> None:
         """Add an adapter, and try it with one token at every replica. It goes with each request: a replica that joins

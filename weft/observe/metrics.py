@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import process_time
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from msgspec import Struct
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from weft.types import EngineStats, FinishReason, ModelInfo
+from weft.types import EngineStats, FinishReason, ModelInfo, ReplicaStats
 
 
 class Histogram:
@@ -93,6 +93,14 @@ GAUGES: tuple[tuple[str, str, StatReader], ...] = (
     ),
 )
 
+REPLICA_GAUGES: tuple[tuple[str, str, Callable[[ReplicaStats], float]], ...] = (
+    ("weft_replica_ready", "1 while the replica takes requests.", lambda own: own.state == "ready"),
+    ("weft_replica_requests_running", "Requests in the replica's steps.", lambda own: own.running),
+    ("weft_replica_requests_waiting", "Requests that wait at the replica.", lambda own: own.waiting),
+    ("weft_replica_kv_cache_usage_perc", "The used part of its KV cache, from 0 to 1.", lambda own: own.kv_usage),
+    ("weft_replica_engine_restarts", "Times that its engine was replaced.", lambda own: own.restarts),
+)
+
 LEDGER_KINDS = ("weights", "kv", "activations", "graphs", "others", "total")
 
 COUNTERS: tuple[tuple[str, str, StatReader], ...] = (
@@ -116,6 +124,8 @@ WEFT_ALONE = frozenset(
     {
         "weft_prepared",
         "weft_engine_restarts",
+        "weft_requests_moved",
+        *(name for name, _, _ in REPLICA_GAUGES),
         "weft_num_requests_rejected",
         "weft_fields_without_effect",
         "weft_images",
@@ -140,40 +150,11 @@ class StatsSource(Protocol):
     def stats(self) -> EngineStats: ...
 
 
-REPLICA_GAUGES: tuple[tuple[str, str, StatReader], ...] = (
-    ("weft_replica_requests_running", "Requests that the replica computes.", lambda stats: stats.running),
-    ("weft_replica_requests_waiting", "Requests that wait at the replica.", lambda stats: stats.waiting),
-    (
-        "weft_replica_kv_cache_usage_perc",
-        "The share of the replica's KV cache that is in use, 0 to 1.",
-        lambda stats: stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0,
-    ),
-)
-REPLICA_COUNTERS: tuple[tuple[str, str, StatReader], ...] = (
-    ("weft_replica_generation_tokens", "Tokens that the replica generated.", lambda stats: stats.generation_tokens),
-    ("weft_replica_prefix_cache_queries", "Prompt tokens looked up there.", lambda stats: stats.prefix_queries),
-    ("weft_replica_prefix_cache_hits", "Prompt tokens found in its cache.", lambda stats: stats.prefix_hits),
-    ("weft_replica_engine_restarts", "Times its engine process was replaced.", lambda stats: stats.restarts),
-)
-
-
-@runtime_checkable
-class ReplicaSource(Protocol):
-    """An engine of several replicas."""
-
-    def replica_stats(self) -> Mapping[str, tuple[str, EngineStats]]:
-        """Return the state and the stats of every replica, by its name."""
-
-    @property
-    def num_moved(self) -> int:
-        """Requests that went on at another replica."""
-
-
 class Metrics(Collector):
     """The metrics of one served model. A client's string never becomes a label: names are the operator's."""
 
     def __init__(self, model_name: str, source: StatsSource) -> None:
-        self.model_name = model_name
+        self._model_name = model_name
         self._source = source
         self.time_to_first_token = Histogram(TTFT_SECONDS)
         self.inter_token_latency = Histogram(ITL_SECONDS)
@@ -201,10 +182,6 @@ class Metrics(Collector):
             label = field if known else "unknown"
             self._without_effect[label] = self._without_effect.get(label, 0) + 1
 
-    @property
-    def replicas(self) -> ReplicaSource | None:
-        return self._source if isinstance(self._source, ReplicaSource) else None
-
     def collect(self) -> Iterator[Metric]:
         for family in self._own():
             yield family
@@ -215,13 +192,15 @@ class Metrics(Collector):
         stats = self._source.stats()
         for name, doc, read in GAUGES:
             gauge = GaugeMetricFamily(name, doc, labels=["model_name"])
-            gauge.add_metric([self.model_name], read(stats))
+            gauge.add_metric([self._model_name], read(stats))
             yield gauge
         yield self._memory(stats)
         for name, doc, read in COUNTERS:
             yield self._counter(name, doc, read(stats))
         yield self._counter("weft_engine_restarts", "Times the engine process was replaced.", stats.restarts)
         yield self._counter("weft_num_requests_rejected", "Requests answered 429.", self._rejected)
+        yield self._counter("weft_requests_moved", "Requests that went on at another replica.", stats.moved_requests)
+        yield from self._replicas(stats)
         yield self._fields_without_effect()
         yield self._finished_by_reason()
         for name, doc, histogram in self._histograms():
@@ -248,17 +227,25 @@ class Metrics(Collector):
         gauge = GaugeMetricFamily(
             "weft_memory_bytes", "Memory of the engine's device, by kind.", labels=["model_name", "kind"]
         )
-        gauge.add_metric([self.model_name, "allocated"], stats.memory_allocated)
-        gauge.add_metric([self.model_name, "reserved"], stats.memory_reserved)
+        gauge.add_metric([self._model_name, "allocated"], stats.memory_allocated)
+        gauge.add_metric([self._model_name, "reserved"], stats.memory_reserved)
         ledger = self._source.model.memory
         for kind in LEDGER_KINDS:
-            gauge.add_metric([self.model_name, kind], getattr(ledger, kind))
+            gauge.add_metric([self._model_name, kind], getattr(ledger, kind))
         return gauge
 
     def _counter(self, name: str, doc: str, value: float) -> Metric:
         counter = CounterMetricFamily(name, doc, labels=["model_name"])
-        counter.add_metric([self.model_name], value)
+        counter.add_metric([self._model_name], value)
         return counter
+
+    def _replicas(self, stats: EngineStats) -> Iterator[Metric]:
+        """Return the gauges of every replica, where there are several; those of one engine are without a label."""
+        for name, doc, read in REPLICA_GAUGES:
+            gauge = GaugeMetricFamily(name, doc, labels=["model_name", "replica"])
+            for replica, own in stats.replicas.items():
+                gauge.add_metric([self._model_name, replica], read(own))
+            yield gauge
 
     def _fields_without_effect(self) -> Metric:
         counter = CounterMetricFamily(
@@ -267,7 +254,7 @@ class Metrics(Collector):
             labels=["model_name", "field"],
         )
         for field, count in self._without_effect.items():
-            counter.add_metric([self.model_name, field], count)
+            counter.add_metric([self._model_name, field], count)
         return counter
 
     def _finished_by_reason(self) -> Metric:
@@ -281,7 +268,7 @@ class Metrics(Collector):
 
     def _histogram(self, name: str, doc: str, histogram: Histogram) -> Metric:
         family = HistogramMetricFamily(name, doc, labels=["model_name"])
-        family.add_metric([self.model_name], histogram.buckets(), histogram.total)
+        family.add_metric([self._model_name], histogram.buckets(), histogram.total)
         return family
 
 
@@ -312,8 +299,6 @@ class _House(Collector):
             for other in others:
                 family.samples.extend(other.samples)
             yield family
-        if any(model.replicas for model in self._models):
-            yield from self._of_replicas()
         if self._residences:
             yield from self._comings_and_goings()
         yield CounterMetricFamily("process_cpu_seconds", "CPU time of the api process.", value=process_time())
@@ -321,23 +306,6 @@ class _House(Collector):
             family = HistogramMetricFamily("weft_event_loop_stall_seconds", "Times the event loop stood still.")
             family.add_metric([], self._stalls.buckets(), self._stalls.total)
             yield family
-
-    def _of_replicas(self) -> Iterator[Metric]:
-        labels = ["model_name", "replica"]
-        ready = GaugeMetricFamily("weft_replica_ready", "1 while the replica takes requests.", labels=labels)
-        moved = CounterMetricFamily("weft_requests_moved", "Requests that went on elsewhere.", labels=labels[:1])
-        gauges = [(GaugeMetricFamily(name, doc, labels=labels), read) for name, doc, read in REPLICA_GAUGES]
-        counters = [(CounterMetricFamily(name, doc, labels=labels), read) for name, doc, read in REPLICA_COUNTERS]
-        for model in self._models:
-            if model.replicas is None:
-                continue
-            moved.add_metric([model.model_name], model.replicas.num_moved)
-            for replica, (state, stats) in model.replicas.replica_stats().items():
-                where = [model.model_name, replica]
-                ready.add_metric(where, state == "ready")
-                for family, read in (*gauges, *counters):
-                    family.add_metric(where, read(stats))
-        yield from (ready, moved, *(family for family, _ in (*gauges, *counters)))
 
     def _comings_and_goings(self) -> Iterator[Metric]:
         loaded = GaugeMetricFamily("weft_model_loaded", "1 while the model is loaded.", labels=["model_name"])
