@@ -553,7 +553,7 @@ class ClusterOptions(Struct, frozen=True, forbid_unknown_fields=True):
         str, _doc("A PEM file with the authority that the other side's certificate must be from.")
     ] = ""
     ray_address: Annotated[
-        str, _doc("The Ray cluster for --replicas, as in 10.0.0.1:6379; auto: this machine's; empty: a new one.")
+        str, _doc("The Ray cluster for --replicas, as in 10.0.0.1:6379; empty: this machine's, or a new one.")
     ] = ""
     cluster_name: Annotated[
         str, _doc("The name under which edges of one cluster find the same replicas.", pattern=r"^[\w.-]{1,64}$")

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+import weft
 from tests import forked
 from tests.cluster.ray_nodes import ENVIRONMENT, ClusterView, RayCluster, environment, needs_ray
 from tests.cluster.replicas import PATIENT
 from tests.cluster.streams import Following
 from tests.e2e.server import Server
 from tests.e2e.tiny_server import NAME, TinyServer
+from tests.ports import reserved_port
 from tests.processes import descendants
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 CLUSTER = "kill-matrix"
 LONG = {"max_tokens": 1500}
@@ -94,6 +100,15 @@ def test_a_replica_drains_by_command_and_is_replaced(
     wait_until(lambda: replica["id"] not in view.replicas and len(view.ready()) == 2, "another in its place")
 
 
+def test_replicas_stay_when_their_controller_is_killed(edge: Server, view: ClusterView, unharmed: Answer) -> None:
+    with stream_at_one_replica(edge, view) as (stream, _):
+        before, known = view.newest["pid"], set(view.replicas)
+        os.kill(before, signal.SIGKILL)
+        assert stream.answer() == unharmed
+    wait_until(lambda: view.newest["pid"] != before and len(view.ready()) == 2, "another controller")
+    assert set(view.replicas) == known
+
+
 def test_replicas_come_and_go_under_load_without_a_failed_request(
     cluster: RayCluster, long_model: Path, unharmed: Answer
 ) -> None:
@@ -111,6 +126,50 @@ def test_replicas_come_and_go_under_load_without_a_failed_request(
         streams += [Following(edge.url, LONG) for _ in range(2)]
         assert all(stream.answer() == unharmed for stream in streams)
     view.close()
+
+
+def test_ray_serve_runs_an_edge_as_an_application(
+    cluster: RayCluster, long_model: Path, unharmed: Answer, tmp_path: Path
+) -> None:
+    engine = {"device": "cpu", "threads": 1, "heartbeat_timeout_s": 120, "cluster_name": "serve"}
+    arguments = {"model": str(long_model), "served_model_name": NAME, "replicas": 1, **engine}
+    application = {"name": "weft", "import_path": "weft.cluster:app", "route_prefix": "/", "args": arguments}
+    deployed = {"name": "Edge", "num_replicas": 1, "ray_actor_options": {"num_cpus": 0}}
+    with reserved_port() as port:
+        proxy = {"host": "127.0.0.1", "port": port}
+        config = {
+            "proxy_location": "HeadOnly",
+            "http_options": proxy,
+            "applications": [{**application, "deployments": [deployed]}],
+        }
+        (tmp_path / "serve.yaml").write_text(json.dumps(config))
+        with served_by_ray(cluster, tmp_path / "serve.yaml"):
+            url = f"http://127.0.0.1:{port}"
+            wait_until(lambda: is_healthy(url), "the application")
+            assert Following(url, LONG).answer() == unharmed
+
+
+@contextmanager
+def served_by_ray(cluster: RayCluster, config: Path) -> Iterator[None]:
+    """`serve run`, to the end."""
+    root = str(Path(weft.__file__).parents[1])
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", cluster.address, "--app-dir", root]
+    with (config.parent / "serve.log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, str(config)], env=environment(), stdout=log, stderr=subprocess.STDOUT, cwd=config.parent
+        )
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE)
+
+
+def is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=PATIENCE).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def weft_cluster(cluster: RayCluster, name: str, *words: str) -> str:

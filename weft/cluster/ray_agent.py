@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import socket
 import sys
+import time
 import uuid
 from typing import Any
 
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
 CALL_S = 30.0
+RETRY_S = 0.5
 OBJECT_STORE_BYTES = 80 << 20
 """The object store of a local Ray: tokens do not go through it."""
 INSTALL = "pip install 'weft-serve[ray]'"
@@ -66,37 +69,56 @@ async def _follow(join: Join, reader: asyncio.StreamReader, writer: asyncio.Stre
     # In the main thread: Ray sets signal handlers. Nothing else is to be done before.
     local = connect(join.address)
     import ray
-    from ray.exceptions import RayError
+    from ray.exceptions import RayActorError, RayError
 
     edge = uuid.uuid4().hex[:12]
     left = asyncio.create_task(reader.read(1))
-    try:
-        controller = await asyncio.to_thread(_controller, join.cluster, join.spec)
-        told = await asyncio.wait_for(_called(controller.join.remote(edge, msgspec.json.encode(join.spec))), CALL_S)
-        joined = msgspec.json.decode(told, type=Joined)
-        if joined.refusal:
-            raise ConfigError(
-                f"The cluster {join.cluster} is there already, and {joined.refusal}.",
-                hint="Give this one another --cluster-name, or start it as the others were.",
-            )
-        _tell(writer, Connected(joined.key, local))
-        known = 0
-        while not left.done():
-            polled = asyncio.ensure_future(_called(controller.next_table.remote(edge, known)))
-            await asyncio.wait({polled, left}, timeout=CALL_S, return_when=asyncio.FIRST_COMPLETED)
-            if left.done():
-                break
-            if not polled.done():
-                raise Unavailable("The controller of the cluster does not answer.")
-            published = msgspec.json.decode(polled.result(), type=Published)
-            known = published.table.version
-            _tell(writer, TableChanged(published.table, published.problem, published.unplaceable))
-        leaving = controller.end.remote() if local else controller.leave.remote(edge)
-        await asyncio.wait_for(_called(leaving), CALL_S)
-    except (RayError, TimeoutError) as error:
-        raise Unavailable(f"Ray is lost: {' '.join(str(error).split())[:300] or type(error).__name__}.") from error
+    first_loss = last_loss = -math.inf
+    while not left.done():
+        try:
+            await _read_tables(join, edge, left, writer, local=local)
+        except RayActorError as error:
+            now = time.monotonic()
+            first_loss, last_loss = now if now - last_loss > CALL_S else first_loss, now
+            if now - first_loss > CALL_S:
+                raise Unavailable(f"The controller is lost: {_short(error)}.") from error
+            await asyncio.sleep(RETRY_S)  # Ray starts it again
+        except (RayError, TimeoutError) as error:
+            raise Unavailable(f"Ray is lost: {_short(error)}.") from error
     if local:
         await asyncio.to_thread(ray.shutdown)
+
+
+async def _read_tables(
+    join: Join, edge: str, left: asyncio.Task[bytes], writer: asyncio.StreamWriter, *, local: bool
+) -> None:
+    """Join the cluster, and pass its tables on until the edge has left."""
+    controller = await asyncio.to_thread(_controller, join.cluster, join.spec)
+    told = await asyncio.wait_for(_called(controller.join.remote(edge, msgspec.json.encode(join.spec))), CALL_S)
+    joined = msgspec.json.decode(told, type=Joined)
+    if joined.refusal:
+        raise ConfigError(
+            f"The cluster {join.cluster} is there already, and {joined.refusal}.",
+            hint="Give this one another --cluster-name, or start it as the others were.",
+        )
+    _tell(writer, Connected(joined.key, local))
+    known = 0
+    while not left.done():
+        polled = asyncio.ensure_future(_called(controller.next_table.remote(edge, known)))
+        await asyncio.wait({polled, left}, timeout=CALL_S, return_when=asyncio.FIRST_COMPLETED)
+        if left.done():
+            break
+        if not polled.done():
+            raise Unavailable("The controller of the cluster does not answer.")
+        published = msgspec.json.decode(polled.result(), type=Published)
+        known = published.table.version
+        _tell(writer, TableChanged(published.table, published.problem, published.unplaceable))
+    leaving = controller.end.remote() if local else controller.leave.remote(edge)
+    await asyncio.wait_for(_called(leaving), CALL_S)
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _tell(writer: asyncio.StreamWriter, message: FromAgent) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
 import uuid
 from collections import deque
@@ -41,6 +42,7 @@ HISTORY = 200
 UNREACHABLE_S = 15.0
 """Seconds after which a replica that Ray cannot reach is given up."""
 STOP_S = 15.0
+RECOVERY_S = 5.0
 
 
 class ControllerActor:
@@ -62,6 +64,7 @@ class ControllerActor:
         self._published = version
         self._unplaceable = ""
         self._is_ending = False
+        self._is_recovered = False
         ray.get_runtime_context().current_actor.run.remote()
 
     # Edges.
@@ -87,6 +90,8 @@ class ControllerActor:
     async def next_table(self, edge: str, known: int) -> bytes:
         """Wait for a table that the edge does not know, for a while, and return the newest."""
         self._note(edge, known)
+        while not self._is_recovered:
+            await asyncio.sleep(TICK_S / 10)
         if known >= self._published and self._changed is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), POLL_S)
@@ -113,6 +118,7 @@ class ControllerActor:
                 max_replicas=spec.max_replicas,
                 edges=len(self._edges),
                 problem=self._problem(),
+                pid=os.getpid(),
                 replicas=[_status(member) for member in self._set.members.values()],
             )
         )
@@ -143,6 +149,7 @@ class ControllerActor:
     async def run(self) -> None:
         self._changed = asyncio.Event()
         await self._recover()
+        self._is_recovered = True
         while not self._is_ending and time.monotonic() - self._asked_at < ABANDONED_S:
             try:
                 self._tick(time.monotonic())
@@ -154,12 +161,18 @@ class ControllerActor:
         ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
     async def _recover(self) -> None:
-        """Find the replicas of a controller that died."""
+        """Find the replicas of a controller that died, and hear from them before edges are told: those that work must
+        not seem to start."""
         for found in ray.util.list_named_actors(all_namespaces=True):
             prefix, _, replica_id = found["name"].rpartition("/")
             if found["namespace"] == NAMESPACE and prefix == controller_name(self._name):
                 self._handles[replica_id] = ray.get_actor(found["name"], namespace=NAMESPACE)
                 self._set.started(replica_id, time.monotonic())
+                self._hear(replica_id, time.monotonic())
+        if self._polls:
+            await asyncio.wait(self._polls.values(), timeout=RECOVERY_S)
+        for replica_id in list(self._handles):
+            self._hear(replica_id, time.monotonic())
 
     def _tick(self, now: float) -> None:
         for replica_id in list(self._handles):

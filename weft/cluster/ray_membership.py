@@ -114,7 +114,8 @@ class RayMembership:
                 key = connected.key.encode()
                 while self._table is None:
                     message = await self._agent.read()
-                    assert isinstance(message, TableChanged)
+                    if not isinstance(message, TableChanged):
+                        continue  # the controller was started again
                     if message.problem and message.problem != problem:
                         log.warning("Replicas do not start: %s", message.problem)
                     problem = message.problem

@@ -90,6 +90,8 @@ class ClusterStatus(Struct, frozen=True, kw_only=True):
     max_replicas: int
     edges: int
     problem: str
+    pid: int
+    """The process of the controller."""
     replicas: list[MemberStatus]
 
 
