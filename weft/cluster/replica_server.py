@@ -29,7 +29,7 @@ from weft.cluster.replica_link import (
     Hello,
     Link,
     NotAuthenticated,
-    Refused,
+    NotTaken,
     ReplicaReady,
     ReplicaStatus,
     StepTokens,
@@ -364,7 +364,7 @@ class ReplicaServer:
 
     def _submit(self, edge: _Edge, request: Request) -> None:
         if self.is_draining:
-            edge.link.send(Refused(request.request_id, "it drains"))
+            edge.link.send(NotTaken(request.request_id, "it drains"))
             return
         if request.adapter is not None:
             self._adapters[request.adapter.name] = None
@@ -374,7 +374,7 @@ class ReplicaServer:
         try:
             edge.submit(request)
         except (Overloaded, Unavailable) as error:
-            edge.link.send(Refused(request.request_id, error.message))
+            edge.link.send(NotTaken(request.request_id, error.message))
         except WeftError as error:
             rejected = Event(request_id=request.request_id, finish=FinishReason.REJECTED, error=str(error))
             edge.link.send(StepTokens({}, [rejected]))
