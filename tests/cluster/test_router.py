@@ -22,6 +22,7 @@ from weft.cluster.router import (
     Router,
     RouteRequest,
 )
+from weft.scheduler.prefix_digests import MAX_PUBLISHED
 
 KEY = 64
 seeds = st.integers(0, 2**32)
@@ -312,6 +313,16 @@ def test_own_requests_count_as_they_are_and_those_of_other_edges_as_they_were_re
     assert replica.tokens == 500 + 2 * RUNNING_TOKENS
     router.update(ReplicaLoad("a", kv_usage=1.0))
     assert replica.tokens == KV_TOKENS
+
+
+def test_digests_are_bounded() -> None:
+    router = Router(KEY)
+    router.set_replicas(["a"])
+    digests = [number.to_bytes(8, "little") for number in range(2 * MAX_PUBLISHED)]
+    router.cached("a", digests, [])
+    assert len(router._index) == MAX_PUBLISHED
+    router.cached("a", digests[MAX_PUBLISHED:], digests[:MAX_PUBLISHED])
+    assert set(router._index) == set(digests[MAX_PUBLISHED:]), "what is removed makes room for what is added"
 
 
 def test_sessions_are_bounded() -> None:

@@ -37,6 +37,7 @@ IMAGE_TOKENS = 12_288
 IMAGE_SLOTS = 4
 BURST_SECONDS, BURST_RATIO = 2.0, 3.0
 """Bursty arrivals: every so often a quarter of the time has so many times the rate of the rest."""
+NUM_DOCUMENTS = 20_000
 WORKLOADS = ("chat", "rag", "unrelated", "mixed")
 ARRIVALS = ("poisson", "bursty")
 POLICIES = ("round robin", "power of two", "cache-aware tree", "weft")
@@ -115,7 +116,7 @@ class _Workload:
         self._num_blocks = 0
         self._num_chats = 0
         self._systems = [self.fresh(self._rnd.randrange(4, 33)) for _ in range(500)]
-        self._documents = [self.fresh(self._rnd.randrange(16, 129)) for _ in range(20_000)]
+        self._documents: dict[int, list[bytes]] = {}
         self._instructions = self.fresh(8)
         self._idle: list[_Chat] = []
 
@@ -131,7 +132,10 @@ class _Workload:
             case "chat":
                 return self._turn()
             case "rag":
-                document = self._documents[self._zipf(len(self._documents))]
+                rank = self._zipf(NUM_DOCUMENTS)
+                if rank not in self._documents:
+                    self._documents[rank] = self.fresh(self._rnd.randrange(16, 129))
+                document = self._documents[rank]
                 return self._asked([*self._instructions, *document, *self.fresh(1)], 128)
             case "image":
                 return _Asked([], IMAGE_TOKENS, 0, None, is_image=True)

@@ -28,6 +28,8 @@ from collections.abc import Iterable, Sequence, Set
 
 from msgspec import Struct
 
+from weft.scheduler.prefix_digests import MAX_PUBLISHED
+
 CACHED_WEIGHT = 2.0
 """A token that is cached is worth so many that wait: it saves time for those that come later, too."""
 RUNNING_TOKENS = 64
@@ -205,19 +207,20 @@ class Router:
         self._place(replica)
 
     def cached(self, name: str, added: Iterable[bytes], removed: Iterable[bytes], *, reset: bool = False) -> None:
-        """Take in what an engine publishes of its prefix cache; with `reset` nothing that was told before holds."""
+        """Take in what an engine publishes of its prefix cache, MAX_PUBLISHED digests at most. With `reset` nothing
+        that was told before holds."""
         replica = self._replicas.get(name)
         if replica is None:
             return
         index, bit = self._index, replica.bit
-        if reset:
-            self._forget_digests(replica, list(replica.digests))
+        self._forget_digests(replica, list(replica.digests) if reset else removed)
         for digest in added:
+            if len(replica.digests) >= MAX_PUBLISHED:
+                break
             holders = index.get(digest)
             # Most digests have one holder, and all of these share the one integer.
             index[digest] = bit if holders is None else holders | bit
             replica.digests.add(digest)
-        self._forget_digests(replica, removed)
 
     # Requests.
 
