@@ -94,9 +94,7 @@ def main() -> None:
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument(
-        "--requests", type=int, default=0, help="of a turn; 0: twice the connections, 8 or more"
-    )
+    parser.add_argument("--requests", type=int, default=0, help="of a turn; 0: twice the connections, 8 or more")
     asked = parser.parse_args()
     table = Table("connections", "", "tokens/s", "first token, ms")
     with (

@@ -70,7 +70,8 @@ MAX_CONTROL_CALLS = 16
 MAX_ADAPTERS = 32
 MAX_NUM_IMAGES = 16
 """Images that an engine is taken to generate at the same time where no number is set."""
-STATUS_SECONDS = 0.25
+STATUS_SECONDS = 0.05
+"""Edges are told so often how the replica stands, while that changes: the sooner, the better they share it."""
 TICKS_PER_HEARTBEAT = round(TICK_SECONDS / STATUS_SECONDS)
 
 

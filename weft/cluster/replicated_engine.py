@@ -530,6 +530,10 @@ class ReplicaPool:
             entry_id = event.request_id
             if event.finish is not None:
                 self._forget(entry_id)
+            elif (event.cached_tokens is not None or event.denoise_step is not None) and entry_id in self._where:
+                # A request's first event at a replica is never a plain token.
+                replica, route = self._where[entry_id]
+                self._router.began(replica.id, route)
             self._journal.record(event)
         if self._journal.held:
             self._dispatch()
