@@ -32,10 +32,10 @@ def key_file(folder: Path) -> Path:
 class Replica:
     """`weft replica` on a tiny model, ready."""
 
-    def __init__(self, model: Path, key: Path, *flags: str, port: int = 0) -> None:
+    def __init__(self, model: Path, key: Path, *flags: str, port: int = 0, threads: int = 1) -> None:
         named = (str(model), "--served-model-name", NAME, "--port", str(port), "--cluster-key-file", str(key))
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-        self.process = forked.start(forked.WEFT, ("replica", *named, "--threads", "1", *flags), environment)
+        self.process = forked.start(forked.WEFT, ("replica", *named, "--threads", str(threads), *flags), environment)
         self.log: list[str] = []
         self._reading = threading.Thread(target=self._read_log, daemon=True)
         self._reading.start()

@@ -149,7 +149,7 @@ def test_the_prefix_caches_of_all_are_reset(edge: Edge) -> None:
     done = httpx.post(edge.url + "/admin/cache/reset", headers=headers, timeout=PATIENCE)
     assert done.status_code == 200, done.text
     again = httpx.post(edge.url + "/admin/cache/reset", headers=headers, timeout=PATIENCE)
-    assert again.json()["blocks"] == 0 < done.json()["blocks"]
+    assert again.json()["forgotten_blocks"] == 0 < done.json()["forgotten_blocks"]
 
 
 def test_metrics_tell_of_every_replica(edge: Edge, replicas: list[Replica]) -> None:

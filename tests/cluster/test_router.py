@@ -13,6 +13,7 @@ from weft.cluster.router import (
     ADAPTER_TOKENS,
     BUCKET_RATIO,
     BUCKET_TOKENS,
+    CACHED_WEIGHT,
     KV_TOKENS,
     MAX_SESSIONS,
     RUNNING_TOKENS,
@@ -21,6 +22,7 @@ from weft.cluster.router import (
     Router,
     RouteRequest,
 )
+from weft.scheduler.prefix_digests import MAX_PUBLISHED
 
 KEY = 64
 seeds = st.integers(0, 2**32)
@@ -126,7 +128,7 @@ def test_the_index_holds_what_was_published(seed: int) -> None:
     for name, request in model.open:
         router.ended(name, request)
     assert router._tenants == {} and router._open_tokens == 0, "tenants without open requests take no memory"
-    assert all(replica.unreported_tokens == 0 for replica in router._replicas.values())
+    assert all(replica.prefill_tokens == 0 for replica in router._replicas.values())
 
 
 @settings(max_examples=100 * EFFORT, deadline=None)
@@ -154,14 +156,10 @@ def test_the_same_calls_give_the_same_choices(seed: int) -> None:
 
 def cost(model: Model, name: str, request: RouteRequest) -> float:
     """What the rule says a request costs at a replica, in the plainest form; tenants aside."""
-    replica = model.router._replicas[name]
     depth = 0
     while depth < len(request.prefix_keys) and request.prefix_keys[depth] in model.cached[name]:
         depth += 1
-    load = model.loads[name]
-    tokens = load.waiting_tokens + RUNNING_TOKENS * (load.waiting + load.running) + replica.unreported_tokens
-    tokens += KV_TOKENS * max(0.0, load.kv_usage - 0.9) / 0.1
-    return tokens + request.num_tokens - KEY * depth
+    return model.router._replicas[name].tokens + request.num_tokens - CACHED_WEIGHT * KEY * depth
 
 
 @settings(max_examples=100 * EFFORT, deadline=None)
@@ -181,7 +179,9 @@ def test_nothing_is_much_cheaper_than_what_is_chosen(seed: int) -> None:
         chosen = model.router.choose(request)
         assert chosen is not None
         least = min(cost(model, name, request) for name in model.names)
-        assert cost(model, chosen, request) <= max(least + BUCKET_TOKENS, least * BUCKET_RATIO)
+        most = max(replica.tokens for replica in model.router._replicas.values())
+        slack = max(BUCKET_TOKENS, (BUCKET_RATIO - 1) * most)
+        assert cost(model, chosen, request) <= least + slack
         if model.rnd.random() < 0.5:
             model.router.submitted(chosen, request)
 
@@ -197,9 +197,10 @@ def test_with_equal_caches_the_less_loaded_is_chosen() -> None:
     assert {router.choose(asking()) for _ in range(50)} == {"free"}
 
 
-def test_a_cached_prefix_is_worth_as_many_waiting_tokens() -> None:
+def test_a_cached_prefix_is_worth_a_number_of_waiting_tokens() -> None:
     keys = chain(*range(20))
-    for waiting, expected in ((20 * KEY - 100, "has"), (20 * KEY + 100, "has not")):
+    worth = int(CACHED_WEIGHT * 20 * KEY)
+    for waiting, expected in ((worth - 100, "has"), (worth + 100, "has not")):
         router = Router(KEY)
         router.set_replicas(["has", "has not"])
         router.cached("has", keys, [])
@@ -270,7 +271,7 @@ def test_a_tenant_that_floods_leaves_replicas_to_others(seed: int, num_replicas:
     light = asking(keys, tenant="light")
     chosen = router.choose(light)
     assert chosen is not None
-    saved = KEY * 10 if chosen == "r0" else 0
+    saved = CACHED_WEIGHT * KEY * 10 if chosen == "r0" else 0
     assert loads[chosen] <= max(min(loads.values()) + BUCKET_TOKENS, min(loads.values()) * BUCKET_RATIO) + saved
     sent = [sum(request.tenant == "flood" for request in router._replicas[name].open) for name in names]
     assert min(sent) > 0, "a flood is spread over all replicas"
@@ -291,19 +292,37 @@ def test_equal_requests_are_spread_evenly(seed: int, num_replicas: int) -> None:
     assert max(counts) <= 20 * BUCKET_RATIO**2 + 1 and min(counts) >= 20 / BUCKET_RATIO**2 - 1
 
 
-def test_a_report_counts_what_was_submitted_before_it() -> None:
+def test_own_requests_count_as_they_are_and_those_of_other_edges_as_they_were_reported() -> None:
     router = Router(KEY)
     router.set_replicas(["a"])
-    first, second = asking(num_tokens=100), asking(num_tokens=100)
+    replica = router._replicas["a"]
+    first, second = asking(num_tokens=100), asking(num_tokens=300)
     router.submitted("a", first)
+    assert replica.tokens == 100 + RUNNING_TOKENS
     router.update(ReplicaLoad("a", waiting=1, waiting_tokens=100))
-    assert router._replicas["a"].tokens == 100 + RUNNING_TOKENS
+    assert replica.tokens == 100 + RUNNING_TOKENS, "the report is of the same request"
+    router.update(ReplicaLoad("a", waiting=2, waiting_tokens=600, running=1))
+    assert replica.tokens == 600 + 3 * RUNNING_TOKENS, "two are another edge's"
     router.submitted("a", second)
+    router.began("a", first)
+    router.began("a", first)
+    assert replica.tokens == 500 + 300 + 4 * RUNNING_TOKENS
     router.ended("a", first)
-    assert router._replicas["a"].tokens == 2 * (100 + RUNNING_TOKENS), "the next report is without the first"
-    router.ended("a", second)
-    router.ended("a", second)
-    assert router._replicas["a"].tokens == 100 + RUNNING_TOKENS
+    for _ in range(2):
+        router.ended("a", second)
+    assert replica.tokens == 500 + 2 * RUNNING_TOKENS
+    router.update(ReplicaLoad("a", kv_usage=1.0))
+    assert replica.tokens == KV_TOKENS
+
+
+def test_digests_are_bounded() -> None:
+    router = Router(KEY)
+    router.set_replicas(["a"])
+    digests = [number.to_bytes(8, "little") for number in range(2 * MAX_PUBLISHED)]
+    router.cached("a", digests, [])
+    assert len(router._index) == MAX_PUBLISHED
+    router.cached("a", digests[MAX_PUBLISHED:], digests[:MAX_PUBLISHED])
+    assert set(router._index) == set(digests[MAX_PUBLISHED:]), "what is removed makes room for what is added"
 
 
 def test_sessions_are_bounded() -> None:

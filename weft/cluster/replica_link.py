@@ -103,7 +103,7 @@ class StepTokens(Struct, frozen=True, tag=True):
     events: list[Event]
 
 
-class Refused(Struct, frozen=True, tag=True):
+class NotTaken(Struct, frozen=True, tag=True):
     """The message that a replica does not take a request now, though another may: its queue is full, or it drains."""
 
     request_id: str
@@ -111,7 +111,7 @@ class Refused(Struct, frozen=True, tag=True):
 
 
 ToReplica = Hello | Submit | Abort | Vocabulary | ControlCall | Drain | Heartbeat
-FromReplica = ReplicaReady | ReplicaStatus | StepTokens | Started | Refused | Done | PrefixDigests
+FromReplica = ReplicaReady | ReplicaStatus | StepTokens | Started | NotTaken | Done | PrefixDigests
 _to_replica: msgspec.msgpack.Decoder[ToReplica] = msgspec.msgpack.Decoder(ToReplica)
 _from_replica: msgspec.msgpack.Decoder[FromReplica] = msgspec.msgpack.Decoder(FromReplica)
 

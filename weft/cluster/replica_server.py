@@ -29,7 +29,7 @@ from weft.cluster.replica_link import (
     Hello,
     Link,
     NotAuthenticated,
-    Refused,
+    NotTaken,
     ReplicaReady,
     ReplicaStatus,
     StepTokens,
@@ -70,7 +70,8 @@ MAX_CONTROL_CALLS = 16
 MAX_ADAPTERS = 32
 MAX_NUM_IMAGES = 16
 """Images that an engine is taken to generate at the same time where no number is set."""
-STATUS_SECONDS = 0.25
+STATUS_SECONDS = 0.05
+"""Edges are told so often how the replica stands, while that changes: the sooner, the better they share it."""
 TICKS_PER_HEARTBEAT = round(TICK_SECONDS / STATUS_SECONDS)
 
 
@@ -364,7 +365,7 @@ class ReplicaServer:
 
     def _submit(self, edge: _Edge, request: Request) -> None:
         if self.is_draining:
-            edge.link.send(Refused(request.request_id, "it drains"))
+            edge.link.send(NotTaken(request.request_id, "it drains"))
             return
         if request.adapter is not None:
             self._adapters[request.adapter.name] = None
@@ -374,7 +375,7 @@ class ReplicaServer:
         try:
             edge.submit(request)
         except (Overloaded, Unavailable) as error:
-            edge.link.send(Refused(request.request_id, error.message))
+            edge.link.send(NotTaken(request.request_id, error.message))
         except WeftError as error:
             rejected = Event(request_id=request.request_id, finish=FinishReason.REJECTED, error=str(error))
             edge.link.send(StepTokens({}, [rejected]))

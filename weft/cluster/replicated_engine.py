@@ -36,7 +36,7 @@ from weft.cluster.membership import Membership, ReplicaAddress, ReplicaTable, st
 from weft.cluster.replica_link import (
     Link,
     NotAuthenticated,
-    Refused,
+    NotTaken,
     ReplicaReady,
     ReplicaStatus,
     StepTokens,
@@ -478,7 +478,7 @@ class ReplicaPool:
                         self._take_status(replica, message)
                     case Started(request_ids=request_ids):
                         self._journal.started(request_ids)
-                    case Refused(request_id=request_id) if request_id in replica.entries:
+                    case NotTaken(request_id=request_id) if request_id in replica.entries:
                         replica.is_full, self._excluded = True, None
                         self._take_back([replica.entries[request_id]])
                         self._dispatch()
@@ -530,6 +530,10 @@ class ReplicaPool:
             entry_id = event.request_id
             if event.finish is not None:
                 self._forget(entry_id)
+            elif (event.cached_tokens is not None or event.denoise_step is not None) and entry_id in self._where:
+                # A request's first event at a replica is never a plain token.
+                replica, route = self._where[entry_id]
+                self._router.began(replica.id, route)
             self._journal.record(event)
         if self._journal.held:
             self._dispatch()

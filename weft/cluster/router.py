@@ -2,7 +2,7 @@
 
 Everything counts in tokens of prefill. A replica's load is the tokens that wait there, and what its running requests
 and a full KV cache cost beside them. The cost of a request at a replica is that load and the tokens of its prompt that
-the replica has not cached; a token that is cached is worth as much as one that waits. What replicas have cached is what
+the replica has not cached; a token that is cached is worth CACHED_WEIGHT that wait. What replicas have cached is what
 their engines publish (`scheduler/prefix_digests`); nothing is guessed from requests of the past.
 
 Replicas are bits of integers. The index holds for each digest the replicas that have it, and the load buckets hold the
@@ -15,7 +15,8 @@ found by bisection. Where a block is cached twice and the older copy is evicted 
 longer than it is. So it does when two digests are equal by chance: with 4 million digests in the index once in
 4 · 10^12 look-ups. Either costs a worse choice and nothing else.
 
-It does no I/O and reads no clock: the same calls give the same choices.
+The load of the edge's own requests is known as it changes; that of other edges' is what a replica reports less the
+own, and as old as the report. It does no I/O and reads no clock: the same calls give the same choices.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from collections.abc import Iterable, Sequence, Set
 
 from msgspec import Struct
 
+from weft.scheduler.prefix_digests import MAX_PUBLISHED
+
+CACHED_WEIGHT = 2.0
+"""A token that is cached is worth so many that wait: it saves time for those that come later, too."""
 RUNNING_TOKENS = 64
 """Tokens of load that an open request counts as, beside those of its prompt that wait."""
 KV_FULL = 0.9
@@ -77,6 +82,9 @@ class RouteRequest(Struct, frozen=True, eq=False):
 
 class _Submitted(Struct):
     tokens: int
+    """The load that it was counted as when it was submitted."""
+    prefill_tokens: int
+    """Tokens of its prompt that are to be computed; 0 once it has begun to be answered."""
     report: int
     """The number of reports that the replica had made when the request was submitted."""
 
@@ -92,19 +100,19 @@ class _Replica:
         self.reports = 0
         self.digests: set[bytes] = set()
         self.open: dict[RouteRequest, _Submitted] = {}
-        self.unreported_tokens = 0
-        """Load of the requests that were submitted since its last report."""
+        self.prefill_tokens = 0
+        """Tokens of the prompts of open requests that are to be computed."""
+        self.others = 0.0
+        """The load that it had by its last report, less that of this edge's own requests."""
         self.unreported_images = 0
         self.tenants: dict[str, int] = {}
         """Open tokens by tenant; only tenants that have some."""
-        self.base = 0.0
-        """Its load by its last report."""
         self.bucket = -1
 
     @property
     def tokens(self) -> float:
         """Its load in tokens."""
-        return self.base + self.unreported_tokens
+        return self.others + self.prefill_tokens + RUNNING_TOKENS * len(self.open)
 
 
 class _LoadBuckets:
@@ -190,26 +198,29 @@ class Router:
             self._set_adapters(replica, load.adapters)
         replica.load = load
         replica.reports += 1
-        replica.unreported_tokens = replica.unreported_images = 0
+        replica.unreported_images = 0
         pressure = max(0.0, load.kv_usage - KV_FULL) / (1 - KV_FULL)
-        replica.base = load.waiting_tokens + RUNNING_TOKENS * (load.waiting + load.running) + KV_TOKENS * pressure
+        requests = max(0, load.waiting + load.running - len(replica.open))
+        tokens = max(0, load.waiting_tokens - replica.prefill_tokens)
+        replica.others = tokens + RUNNING_TOKENS * requests + KV_TOKENS * pressure
         self._allowed = self._allowed & ~replica.bit if load.draining else self._allowed | replica.bit
         self._place(replica)
 
     def cached(self, name: str, added: Iterable[bytes], removed: Iterable[bytes], *, reset: bool = False) -> None:
-        """Take in what an engine publishes of its prefix cache; with `reset` nothing that was told before holds."""
+        """Take in what an engine publishes of its prefix cache, MAX_PUBLISHED digests at most. With `reset` nothing
+        that was told before holds."""
         replica = self._replicas.get(name)
         if replica is None:
             return
         index, bit = self._index, replica.bit
-        if reset:
-            self._forget_digests(replica, list(replica.digests))
+        self._forget_digests(replica, list(replica.digests) if reset else removed)
         for digest in added:
+            if len(replica.digests) >= MAX_PUBLISHED:
+                break
             holders = index.get(digest)
             # Most digests have one holder, and all of these share the one integer.
             index[digest] = bit if holders is None else holders | bit
             replica.digests.add(digest)
-        self._forget_digests(replica, removed)
 
     # Requests.
 
@@ -236,15 +247,16 @@ class Router:
         return best.id
 
     def submitted(self, name: str, request: RouteRequest) -> None:
-        """Count a request that is sent to a replica, until its next report counts it."""
+        """Count a request that is sent to a replica, until it ends."""
         replica = self._replicas.get(name)
         if replica is None or request in replica.open:
             return
-        tokens = RUNNING_TOKENS + self._missing_tokens(replica, request)
-        replica.open[request] = _Submitted(tokens, replica.reports)
-        replica.unreported_tokens += tokens
+        missing = self._missing_tokens(replica, request)
+        submitted = _Submitted(missing + RUNNING_TOKENS, missing, replica.reports)
+        replica.open[request] = submitted
+        replica.prefill_tokens += missing
         replica.unreported_images += request.is_image
-        self._count_tenant(replica, request.tenant, tokens)
+        self._count_tenant(replica, request.tenant, submitted.tokens)
         self._place(replica)
         if request.session:
             self._sessions[request.session] = name
@@ -252,13 +264,21 @@ class Router:
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
 
+    def began(self, name: str, request: RouteRequest) -> None:
+        """Take in that the first token of an answer has come: the prompt does not wait any more."""
+        replica = self._replicas.get(name)
+        if replica is not None and (submitted := replica.open.get(request)) is not None:
+            replica.prefill_tokens -= submitted.prefill_tokens
+            submitted.prefill_tokens = 0
+            self._place(replica)
+
     def ended(self, name: str, request: RouteRequest) -> None:
         """Forget a request that was submitted to a replica and has ended there, or was taken away from it."""
         replica = self._replicas.get(name)
         if replica is None or (submitted := replica.open.pop(request, None)) is None:
             return
+        replica.prefill_tokens -= submitted.prefill_tokens
         if submitted.report == replica.reports:
-            replica.unreported_tokens -= submitted.tokens
             replica.unreported_images -= request.is_image
         self._count_tenant(replica, request.tenant, -submitted.tokens)
         self._place(replica)
@@ -276,7 +296,7 @@ class Router:
             if number == MAX_GROUPS - 1:
                 limit = 0
             depth, holders = self._deepest(keys, limit, group, known)
-            if best is not None and floor - depth * self._tokens_per_key >= best[0]:
+            if best is not None and floor - CACHED_WEIGHT * depth * self._tokens_per_key >= best[0]:
                 break
             found = self._cheaper(self._buckets.least(holders), depth, request)
             if best is None or found[0] < best[0]:
@@ -323,7 +343,7 @@ class Router:
         return replica
 
     def _cost(self, replica: _Replica, depth: int, request: RouteRequest) -> float:
-        cost = replica.tokens + max(0, request.num_tokens - depth * self._tokens_per_key)
+        cost = replica.tokens + request.num_tokens - CACHED_WEIGHT * depth * self._tokens_per_key
         if request.adapter and request.adapter not in replica.load.adapters:
             cost += ADAPTER_TOKENS
         own = replica.tenants.get(request.tenant)
