@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import weft
 from tests.processes import descendants
 from tests.waiting import PATIENCE, wait_until
 
@@ -151,4 +152,5 @@ class ClusterView:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, **ENVIRONMENT}
+    """Return the environment of a node, where Python finds the Weft that is tested."""
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(Path(weft.__file__).parents[1])}

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from weft.cluster.membership import ReplicaTable
-from weft.options import Config
+from weft.options import Config, ServerOptions
 
 
 class ReplicaSpec(Struct, frozen=True, kw_only=True):
@@ -42,8 +42,9 @@ class ClusterSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """The digest of what edges of one cluster must agree on."""
-        return hashlib.sha256(msgspec.json.encode(self.replica.config)).hexdigest()
+        """The digest of what edges of one cluster must agree on: all but how they log."""
+        agreed = msgspec.structs.replace(self.replica.config, server=ServerOptions())
+        return hashlib.sha256(msgspec.json.encode(agreed)).hexdigest()
 
 
 class Joined(Struct, frozen=True):
