@@ -8,6 +8,7 @@ stands on several pages and needs no server is run once.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -81,7 +82,7 @@ def commands(text: str) -> list[str]:
             found.append(open_line)
             open_line = ""
     assert not open_line, f"a quote is open at the end of the block: {open_line}"
-    return [command for command in found if command.strip() and not command.startswith("#")]
+    return [re.sub(r"\s+#.*", "", command) for command in found if command.strip() and not command.startswith("#")]
 
 
 class Shell:
@@ -95,8 +96,13 @@ class Shell:
         self._plain = plain
         self._stack = stack
         self._server = plain
-        for name in ("examples", "deploy"):
-            (folder / name).symlink_to(ROOT / name)
+        (folder / "deploy").symlink_to(ROOT / "deploy")
+        (folder / "examples").mkdir()
+        for path in (ROOT / "examples").iterdir():
+            (folder / "examples" / path.name).symlink_to(path)
+        # It is summarised, and the model would read all of it.
+        (folder / "examples/README.md").unlink()
+        (folder / "examples/README.md").write_text((ROOT / "examples/README.md").read_text()[:400])
         (folder / "bin").mkdir()
         for name, words in (("weft", "-m weft"), ("python", "")):
             (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
@@ -131,7 +137,7 @@ class Shell:
     def _run_weft(self, command: str) -> None:
         found = PLAIN.fullmatch(self._at_the_server(command))
         assert found is not None
-        words = tuple(shlex.split(found["weft"], comments=True))
+        words = tuple(shlex.split(found["weft"]))
         (self._folder / "stdin").write_text(self._run_shell(found["before"] or ""))
         if words not in self._done:
             self._fork(command, forked.WEFT, *words[1:], stdin=self._folder / "stdin")
@@ -159,7 +165,7 @@ class Shell:
 
     def _serve_flags(self, command: str) -> list[str]:
         """The flags with which a test may start it: this machine's address, and files of this folder."""
-        words = shlex.split(command, comments=True)[2:]
+        words = shlex.split(command)[2:]
         flags = [word for word in words if word not in ("smollm2", "--host", "0.0.0.0")]
         return [str(self._folder / flag) if (self._folder / flag).is_file() else flag for flag in flags]
 
@@ -207,12 +213,17 @@ def test_every_block_of_commands_is_run_or_says_what_it_needs(page: Path) -> Non
     assert [needs for _, needs in reference.FENCE.findall(page.read_text())] == marked  # The site tells them in words.
 
 
+@functools.cache
+def parser(of: typer.Typer) -> TyperCommand | TyperGroup:
+    return typer.main.get_command(of)
+
+
 def command_of(words: list[str]) -> tuple[TyperCommand | TyperGroup, list[str]]:
     """The command that words name, and the words behind its name."""
-    group: TyperCommand | TyperGroup = typer.main.get_command(app)
+    group = parser(app)
     while isinstance(group, TyperGroup) and words:
         name, *words = words
-        group = typer.main.get_command(bench_app) if name == "bench" else group.commands[name]
+        group = parser(bench_app) if name == "bench" else group.commands[name]
     return group, words
 
 
@@ -233,7 +244,7 @@ def test_every_command_of_weft_is_one_that_its_command_line_takes(page: Path) ->
             continue  # a form, as in weft COMMAND --help, or several commands at once
         words = shlex.split(text)
         if text.startswith("-"):  # an option of `weft` itself
-            assert words[0] in {"--help", *(flag for each in typer.main.get_command(app).params for flag in each.opts)}
+            assert words[0] in {"--help", *(flag for each in parser(app).params for flag in each.opts)}
             continue
         try:
             while words:
