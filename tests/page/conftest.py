@@ -51,7 +51,9 @@ def open_page(browser: Browser, playground: Server) -> Iterator[Callable[..., Pa
     tell of an error that it did not expect, nor speak to another server."""
     contexts, troubles = [], []
 
-    def open_one(path: str = "/", key: str = KEY, dark: bool = False, size: dict[str, int] = DESKTOP) -> Page:
+    def open_one(
+        path: str = "/", key: str = KEY, dark: bool = False, size: dict[str, int] = DESKTOP, url: str = playground.url
+    ) -> Page:
         context = browser.new_context(
             viewport=size,  # type: ignore[arg-type]
             color_scheme="dark" if dark else "light",
@@ -61,13 +63,13 @@ def open_page(browser: Browser, playground: Server) -> Iterator[Callable[..., Pa
         )
         contexts.append(context)
         context.set_default_timeout(PATIENCE_MS)
-        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=playground.url)
+        context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url)
         if key:
             context.add_init_script(f"sessionStorage.setItem('weft.key', '{key}')")
         page = context.new_page()
         page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda request: _check(request.url, playground.url, troubles))
-        page.goto(playground.url + path)
+        page.on("request", lambda request: _check(request.url, url, troubles))
+        page.goto(url + path)
         return page
 
     yield open_one

@@ -1,4 +1,5 @@
-"""Pictures of the playground. `make screenshots` puts them into docs/images; else they are made and thrown away."""
+"""Pictures of the playground. `make screenshots` puts them into docs/images; else little is on them, and they are
+thrown away."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 OpenPage = Callable[..., "Page"]
 MAX_KB = 200
+IS_KEPT = bool(os.environ.get("SCREENSHOTS"))
 
 MERGE = "Write a Python function that merges two sorted lists."
 RIVERS = "Name three rivers of Europe, as a list."
@@ -43,7 +45,7 @@ def shoot(tmp_path: Path) -> Callable[[Page, str], None]:
 
 def test_screenshot_of_a_chat(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
     page = open_page()
-    set_up(page, params={"temperature": 0, "max_tokens": 200})
+    set_up(page, params={"temperature": 0, "max_tokens": 200 if IS_KEPT else 8})
     say(page, "What is a prefix cache? One sentence.")
     wait_for_answer(page)
     say(page, MERGE)
@@ -53,18 +55,18 @@ def test_screenshot_of_a_chat(open_page: OpenPage, shoot: Callable[[Page, str], 
 
 def test_screenshot_of_the_token_view(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
     page = open_page(dark=True)
-    set_up(page, hasTokens=True, params={"temperature": 0.7, "seed": 3, "max_tokens": 90})
+    set_up(page, hasTokens=True, params={"temperature": 0.7, "seed": 3, "max_tokens": 90 if IS_KEPT else 8})
     say(page, RIVERS)
     answer = wait_for_answer(page)
     page.get_by_label("Tokens and their probabilities").click()
-    answer.locator(".token.p3, .token.p4").first.hover()
+    answer.locator(".token.p3, .token.p4" if IS_KEPT else ".token").first.hover()
     answer.get_by_role("status").wait_for()
     shoot(page, "tokens")
 
 
 def test_screenshot_of_images(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
     page = open_page("/#/images", dark=True)
-    for number, prompt in enumerate(PICTURES):
+    for number, prompt in enumerate(PICTURES if IS_KEPT else PICTURES[:1]):
         page.get_by_label("Prompt", exact=True).fill(prompt)
         page.get_by_label("Seed", exact=True).fill(str(number))
         page.get_by_role("button", name="Make the image").click()
@@ -75,7 +77,7 @@ def test_screenshot_of_images(open_page: OpenPage, shoot: Callable[[Page, str], 
 
 def test_screenshot_of_a_phone(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
     page = open_page(size=PHONE)
-    set_up(page, params={"temperature": 0, "max_tokens": 90})
+    set_up(page, params={"temperature": 0, "max_tokens": 90 if IS_KEPT else 8})
     say(page, RIVERS)
     wait_for_answer(page)
     shoot(page, "phone")
@@ -83,7 +85,7 @@ def test_screenshot_of_a_phone(open_page: OpenPage, shoot: Callable[[Page, str],
 
 def test_screenshot_of_two_sides(open_page: OpenPage, shoot: Callable[[Page, str], None]) -> None:
     page = open_page(dark=True)
-    set_up(page, params={"temperature": 0, "max_tokens": 50})
+    set_up(page, params={"temperature": 0, "max_tokens": 50 if IS_KEPT else 8})
     page.get_by_label("Close the settings").click()
     page.get_by_label("Side by side").click()
     page.get_by_role("button", name="Settings of side B").click()
