@@ -35,7 +35,8 @@ from weft.engine.fork_server import PR_SET_NAME, ForkCommand, ForkServer, shared
 from weft.engine.process import engine_environment
 
 WEFT = "weft.__main__"
-IMPORTED = (WEFT, "weft.api.server", "weft.backends.native", "tests.api.serve_scripted")
+IMPORTED = (WEFT, "weft.api.server", "weft.backends.native", "tests.api.serve_scripted", "openai")
+"""What servers, commands and programs of the documentation import."""
 MAX_BYTES = 1 << 18
 
 
