@@ -600,14 +600,12 @@ class Output(Struct, frozen=True, kw_only=True):
 
 
 class ReplicaStats(Struct, frozen=True, kw_only=True, array_like=True):
-    """The gauges of one of several replicas."""
+    """The gauges of one of several replicas. Its state is connecting, ready, restarting or draining."""
 
     state: str
-    """connecting, ready, restarting or draining."""
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
-    """The part of its KV cache that is in use, from 0 to 1."""
     restarts: int = 0
 
 

@@ -68,6 +68,7 @@ class Cluster(ExitStack):
         for number, replica in enumerate(self.replicas):
             if replica.process.poll() is not None:
                 self.replicas[number] = self._replica(port=replica.port)
+            replica.process.send_signal(signal.SIGCONT)
         for proxy in self.proxies:
             proxy.resume()
         for number, edge in enumerate(self.edges):

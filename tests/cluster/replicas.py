@@ -85,9 +85,8 @@ class Edge(Server):
         super().__init__(*served, "--replica-addresses", ",".join(addresses), *flags)
 
     def connected(self) -> int:
-        """How many replicas are connected now, as its log tells."""
-        log = "".join(self.log)
-        return len(re.findall("is connected", log)) - len(re.findall("is lost", log))
+        """How many replicas take requests now."""
+        return len(re.findall(r"^weft_replica_ready{[^}]*} 1", self.get("/metrics").text, re.MULTILINE))
 
     def wait_connected(self, count: int) -> None:
         wait_until(lambda: self.connected() == count, f"{count} connected replicas")

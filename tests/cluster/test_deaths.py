@@ -74,6 +74,16 @@ def test_an_engine_is_killed(long_model: Path, cluster_key: Path, expected: Answ
         assert both.edge.metric("weft_engine_restarts_total") == 2
 
 
+def test_an_engine_is_given_up(long_model: Path, cluster_key: Path, expected: Answer) -> None:
+    """A replica that has no engine any more ends, and tells no client of it."""
+    with two(long_model, cluster_key, of_replica=(*PATIENT, "--max-restarts", "0")) as both:
+        streams = both.streams()
+        os.kill(both.replicas[0].engine_pid, signal.SIGKILL)
+        assert [stream.answer() for stream in streams] == [expected] * NUM_STREAMS
+        assert both.replicas[0].process.wait(PATIENCE) == 1
+        assert both.num_moved() > 0
+
+
 def test_an_engine_hangs(long_model: Path, cluster_key: Path, expected: Answer) -> None:
     with two(long_model, cluster_key, of_replica=BRIEF) as both:
         streams = both.streams()

@@ -35,7 +35,7 @@ from weft.cluster.replica_link import (
     tls_context,
 )
 from weft.cluster.replica_server import MAX_UNAUTHENTICATED, ReplicaServer
-from weft.engine.client import EngineClient
+from weft.engine.client import EngineClient, engine_config
 from weft.engine.wire import MAX_FRAME_BYTES, Abort, StepOutput, Submit, ToEngine, frame
 from weft.errors import ConfigError
 from weft.options import ClusterOptions, Config, EngineOptions
@@ -75,8 +75,9 @@ class Served:
         return await asyncio.to_thread(self.engine.inbox.get, timeout=PATIENCE)
 
     async def submitted(self) -> Request:
-        message = await self.sent()
-        assert isinstance(message, Submit)
+        """The next request that the engine is sent."""
+        while not isinstance(message := await self.sent(), Submit):
+            pass
         (request,) = message.requests
         return request
 
@@ -289,6 +290,11 @@ def test_a_key_must_be_there_and_long(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=said) as raised:
             read_key(ClusterOptions(cluster_key_file=path))
         assert "too short a secret" not in str(raised.value)
+
+
+def test_an_engine_is_told_nothing_of_the_cluster() -> None:
+    options = ClusterOptions(cluster_key_file="cluster.key", replica_addresses=["10.0.0.7:9400"])
+    assert engine_config(Config(cluster=options)).cluster == ClusterOptions()
 
 
 # TLS.

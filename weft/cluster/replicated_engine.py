@@ -209,6 +209,8 @@ class ReplicaPool:
     async def close(self) -> None:
         """Leave all replicas. Open requests end as aborted."""
         self.state = "closed"
+        for request_id in list(self._where):
+            self._forget(request_id)
         self._journal.end_all(FinishReason.ABORT, "The server is shutting down.")
         for task in self._tasks:
             task.cancel()
