@@ -33,8 +33,7 @@ def random_adapter(c: DenseConfig, rank: int, seed: int, *, without: tuple[str, 
 
     def low_rank(parts: tuple[int, ...], columns: int, rank: int) -> LowRank:
         shrink = torch.randn(len(parts) * rank, columns, generator=generator) * columns**-0.5
-        expand = torch.block_diag(*(torch.randn(rows, rank, generator=generator) for rows in parts)) * rank**-0.5
-        return LowRank(shrink, expand, (rank,) * len(parts))
+        return LowRank(shrink, tuple(torch.randn(rows, rank, generator=generator) * rank**-0.5 for rows in parts))
 
     return AdapterWeights(
         [

@@ -114,3 +114,10 @@ def join(builder: Any, elements: list[Any]) -> Any:
     for i, element in enumerate(elements):
         vector = builder.insert_element(vector, element, ir.IntType(32)(i))
     return vector
+
+
+def splat(builder: Any, value: Any, count: int) -> Any:
+    """A vector of one value."""
+    word = ir.IntType(32)
+    first = builder.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, word(0))
+    return builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(word, count), [0] * count))

@@ -1,0 +1,131 @@
+"""The products of LoRA adapters in a step: each adapter's matrices are read once for all tokens that have it.
+
+A token's result does not depend on what it is computed beside: sums are taken in the order of columns, then of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from weft.kernels.cpu import row_ops
+from weft.kernels.cpu.emit import INDEX, VECTOR, load, loop, multiply_add, prefetch, splat, store
+from weft.kernels.cpu.jit import inner, intrinsic, ir, noinline, types
+from weft.kernels.cpu.job import LANES, PART_FIELDS, PARTS, PLACE_FIELDS, PLACES, RUN, Here
+from weft.kernels.cpu.raw_memory import FLOATS, Floats, at, floats, ints, record_at
+from weft.kernels.cpu.tile import stream_dots
+
+run_at = record_at(RUN)
+
+
+@inner
+def _place(here: Here, run: Any, place: int) -> Any:
+    """The fields of a weight, as `job.PLACE_FIELDS` counts them."""
+    return at(ints(run.places), (here.layer.index * PLACES + place) * PLACE_FIELDS)
+
+
+@inner
+def _is_consecutive(tokens: Any, count: int) -> Any:
+    for i in range(1, count):
+        if tokens[i] != tokens[0] + i:
+            return False
+    return True
+
+
+@noinline
+def shrink(here: Here, index: int, place: int, x: int, in_size: int) -> None:
+    """Multiply an adapter's first matrix with the rows of its tokens in what lies at the address x."""
+    job, run = here.job, run_at(here.runs, index)
+    fields = _place(here, run, place)
+    rank = fields[0]
+    if rank == 0:
+        return
+    tokens = at(ints(job.run_tokens), run.first)
+    source = at(floats(x), tokens[0] * in_size)
+    if not _is_consecutive(tokens, run.num_tokens):
+        source = floats(here.scratch)
+        for i in range(run.num_tokens):
+            row_ops.copy(at(floats(x), tokens[i] * in_size), at(source, i * in_size), in_size)
+    target = at(floats(job.shrunk), run.first * job.shrunk_stride)
+    stream_dots(floats(fields[1]), rank, source, run.num_tokens, in_size, target, job.shrunk_stride)
+
+
+def _panel_sums(num_rows: int) -> Callable[..., Any]:
+    """For each of one or two rows, out += the panel's columns times the ranks of the row. Asks meanwhile for the panel
+    at `following`."""
+
+    @intrinsic
+    def sums(typing: Any, panel: Any, following: Any, rank: Any, ranks: Any, out: Any, more: Any, more_out: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            panel, following, rank = args[:3]
+            rows = [args[3:5], args[5:7]][:num_rows]
+
+            def add_rank(index: Any, totals: list[Any]) -> list[Any]:
+                lanes = builder.mul(index, INDEX(LANES))
+                prefetch(builder, builder.gep(following, [lanes]))
+                column = load(builder, VECTOR, panel, lanes)
+                return [
+                    multiply_add(builder, splat(builder, builder.load(builder.gep(ranks, [index])), LANES), column, total)
+                    for (ranks, _), total in zip(rows, totals, strict=True)
+                ]
+
+            nothing = ir.Constant(VECTOR, [0.0] * LANES)
+            totals = loop(builder, INDEX(0), rank, 1, [nothing] * num_rows, add_rank)
+            for (_, out), total in zip(rows, totals, strict=True):
+                store(builder, builder.fadd(load(builder, VECTOR, out, INDEX(0)), total), out, INDEX(0))
+            return context.get_dummy_value()
+
+        return types.void(FLOATS, FLOATS, types.int64, FLOATS, FLOATS, FLOATS, FLOATS), emit
+
+    return sums
+
+
+_add_one, _add_two = _panel_sums(1), _panel_sums(2)
+
+
+@inner
+def _expand_panel(
+    here: Here, run: Any, panel: Floats, following: Floats, rank: int, first_rank: int, y: Floats, out_size: int,
+    low: int, high: int,
+) -> None:  # fmt: skip
+    """Add to y[:, low : high] of the run's tokens, where y begins at the panel's first output."""
+    job = here.job
+    tokens = at(ints(job.run_tokens), run.first)
+    ranks = at(floats(job.shrunk), run.first * job.shrunk_stride + first_rank)
+    whole = run.num_tokens if high - low == LANES else 0
+    for t in range(0, whole - 1, 2):
+        row, out = at(ranks, t * job.shrunk_stride), at(y, tokens[t] * out_size)
+        more = at(row, job.shrunk_stride)
+        _add_two(panel, following, rank, row, out, more, at(y, tokens[t + 1] * out_size))
+    if whole % 2:
+        row, out = at(ranks, (whole - 1) * job.shrunk_stride), at(y, tokens[whole - 1] * out_size)
+        _add_one(panel, following, rank, row, out, row, out)
+    for t in range(whole, run.num_tokens):
+        row, out, lanes = at(ranks, t * job.shrunk_stride), at(y, tokens[t] * out_size), floats(here.scratch)
+        row_ops.copy(at(out, low), at(lanes, low), high - low)
+        _add_one(panel, following, rank, row, lanes, row, lanes)
+        row_ops.copy(at(lanes, low), at(out, low), high - low)
+
+
+@noinline
+def expand(here: Here, place: int, y: int, out_size: int, first: int, count: int) -> None:
+    """Add to y[:, first : first + count] what the adapters' second matrices make of the shrunk rows."""
+    job = here.job
+    for index in range(job.num_runs):
+        run = run_at(here.runs, index)
+        fields = _place(here, run, place)
+        after = _place(here, run_at(here.runs, min(index + 1, job.num_runs - 1)), place)
+        for part in range(PARTS if fields[0] else 0):
+            offset = 2 + part * PART_FIELDS
+            begin, end, first_rank, rank = fields[offset], fields[offset + 1], fields[offset + 2], fields[offset + 3]
+            low, high = max(first, begin), min(first + count, end)
+            if rank == 0 or low >= high:
+                continue
+            panels = floats(fields[offset + 4])
+            following = floats(after[offset + 4]) if after[offset + 3] == rank else panels
+            for panel in range((low - begin) // LANES, (high - begin + LANES - 1) // LANES):
+                start, skipped = begin + panel * LANES, panel * rank * LANES
+                _expand_panel(
+                    here, run, at(panels, skipped), at(following, skipped), rank, first_rank, at(floats(y), start),
+                    out_size, max(low - start, 0), min(high - start, LANES),
+                )  # fmt: skip
