@@ -104,6 +104,14 @@ def load(builder: Any, kind: Any, pointer: Any, index: Any) -> Any:
     return builder.load(builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer()), align=4)
 
 
+def load_halves(builder: Any, count: int, pointer: Any, index: Any) -> Any:
+    """The float, or the vector of `count` floats, of the halves from pointer[index] on, a pointer to 16 bits."""
+    half = ir.IntType(16)
+    kind = ir.VectorType(half, count) if count > 1 else half
+    there = builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
+    return float_of_half(builder, builder.load(there, align=2))
+
+
 def store(builder: Any, value: Any, pointer: Any, index: Any) -> None:
     builder.store(value, builder.bitcast(builder.gep(pointer, [index]), value.type.as_pointer()), align=4)
 

@@ -341,10 +341,11 @@ def _attention_items(batch: AttentionBatch, tile_tokens: int) -> Iterator[tuple[
 
 
 class _AdapterPlaces:
-    """The matrices of an adapter as native code reads them, and their addresses."""
+    """The matrices of an adapter as native code reads them: as halves where they are such, which are half the bytes of a
+    step."""
 
     def __init__(self, adapter: AdapterWeights) -> None:
-        self.max_rank = adapter.max_rank
+        self.max_rank = -(-adapter.max_rank // 4) * 4
         self._matrices: list[Tensor] = []
         self._places = np.array([[self._place(one) for one in layer] for layer in adapter.layers], np.int64)
 
@@ -356,19 +357,27 @@ class _AdapterPlaces:
         """Return the fields that `job.PLACE_FIELDS` counts."""
         if added is None:
             return [0] * PLACE_FIELDS
-        fields = [len(added.shrink), self._kept(added.shrink)]
+        rank = len(added.shrink)
+        is_half = all(torch.equal(matrix.half().float(), matrix.float()) for matrix in (added.shrink, *added.expand))
+        kind = torch.float16 if is_half else torch.float32
+        fields = [rank, is_half, self._kept(_padded(added.shrink, 4), kind)]
         begin = first_rank = 0
         for part in added.expand:
             size, rank = part.shape
-            rows = torch.nn.functional.pad(part, (0, 0, 0, -size % LANES))
+            rows = _padded(part, LANES)
             panels = rows.view(len(rows) // LANES, LANES, rank).transpose(1, 2)
-            fields += (begin, begin + size, first_rank, rank, self._kept(panels))
+            fields += (begin, begin + size, first_rank, rank, self._kept(panels, kind))
             begin, first_rank = begin + size, first_rank + rank
         return fields + [0] * (PLACE_FIELDS - len(fields))
 
-    def _kept(self, matrix: Tensor) -> int:
-        self._matrices.append(matrix.float().contiguous())
+    def _kept(self, matrix: Tensor, kind: torch.dtype) -> int:
+        self._matrices.append(matrix.to(kind).contiguous())
         return self._matrices[-1].data_ptr()
+
+
+def _padded(matrix: Tensor, multiple: int) -> Tensor:
+    """Add rows of zeros up to a multiple."""
+    return torch.nn.functional.pad(matrix, (0, 0, 0, -len(matrix) % multiple))
 
 
 def _address(weight: Weight) -> int:

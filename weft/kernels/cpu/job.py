@@ -73,10 +73,12 @@ QKV, OUTPUT, GATE_UP, DOWN = range(4)
 PLACES = 4
 """The weights of a layer that an adapter may have a place for, as `AdaptedLayer` has them."""
 PARTS, PART_FIELDS = 3, 5
-PLACE_FIELDS = 2 + PARTS * PART_FIELDS
-"""The int64s of a place: the rank, 0 where there is nothing, and the address of the first matrix, [rank, in]. Then for
-each part of a fused weight where its outputs begin and end, its first rank, its rank, and the address of the second
-matrix of these, in panels: [outputs / LANES, rank, LANES]."""
+FIRST_PART = 3
+PLACE_FIELDS = FIRST_PART + PARTS * PART_FIELDS
+"""The int64s of a place: the rank, 0 where there is nothing, whether matrices are of halves, and the address of the
+first matrix, [rank, in]. Then for each part of a fused weight where its outputs begin and end, its first rank, its
+rank, and the address of its second matrix in panels, [outputs / LANES, rank, LANES]. A first matrix of halves has
+rows of zeros up to a multiple of four."""
 
 
 class Here(NamedTuple):
