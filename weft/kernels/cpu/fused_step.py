@@ -360,7 +360,7 @@ class _AdapterPlaces:
         rank = len(added.shrink)
         is_half = all(torch.equal(matrix.half().float(), matrix.float()) for matrix in (added.shrink, *added.expand))
         kind = torch.float16 if is_half else torch.float32
-        fields = [rank, is_half, self._kept(_padded(added.shrink, 4), kind)]
+        fields = [rank, is_half, self._kept(_padded(added.shrink, 4) if is_half else added.shrink, kind)]
         begin = first_rank = 0
         for part in added.expand:
             size, rank = part.shape
