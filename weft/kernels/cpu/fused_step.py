@@ -341,8 +341,7 @@ def _attention_items(batch: AttentionBatch, tile_tokens: int) -> Iterator[tuple[
 
 
 class _AdapterPlaces:
-    """The matrices of an adapter as native code reads them: as halves where they are such, which are half the bytes of a
-    step."""
+    """The matrices of an adapter as native code reads them: as halves where no number changes by it."""
 
     def __init__(self, adapter: AdapterWeights) -> None:
         self.max_rank = -(-adapter.max_rank // 4) * 4

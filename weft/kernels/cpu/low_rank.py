@@ -24,14 +24,6 @@ def _place(here: Here, run: Any, place: int) -> Any:
     return at(ints(run.places), (here.layer.index * PLACES + place) * PLACE_FIELDS)
 
 
-@inner
-def _is_consecutive(tokens: Any, count: int) -> Any:
-    for i in range(1, count):
-        if tokens[i] != tokens[0] + i:
-            return False
-    return True
-
-
 @noinline
 def shrink(here: Here, index: int, place: int, x: int, in_size: int) -> None:
     """Multiply an adapter's first matrix with the rows of its tokens in what lies at the address x."""
@@ -42,7 +34,8 @@ def shrink(here: Here, index: int, place: int, x: int, in_size: int) -> None:
         return
     tokens = at(ints(job.run_tokens), run.first)
     source = at(floats(x), tokens[0] * in_size)
-    if not _is_consecutive(tokens, run.num_tokens):
+    # Tokens ascend.
+    if tokens[run.num_tokens - 1] - tokens[0] != run.num_tokens - 1:
         source = floats(here.scratch)
         for i in range(run.num_tokens):
             row_ops.copy(at(floats(x), tokens[i] * in_size), at(source, i * in_size), in_size)
@@ -70,13 +63,9 @@ def _panel_sums(num_rows: int, *, of_halves: bool) -> Callable[..., Any]:
             def add_rank(index: Any, totals: list[Any]) -> list[Any]:
                 lanes = builder.mul(index, INDEX(LANES))
                 prefetch(builder, builder.gep(following, [lanes]))
-                column = (
-                    load_halves(builder, LANES, panel, lanes) if of_halves else load(builder, VECTOR, panel, lanes)
-                )
-                return [
-                    multiply_add(builder, splat(builder, builder.load(builder.gep(ranks, [index])), LANES), column, total)
-                    for (ranks, _), total in zip(rows, totals, strict=True)
-                ]
+                column = load_halves(builder, LANES, panel, lanes) if of_halves else load(builder, VECTOR, panel, lanes)
+                factors = [splat(builder, builder.load(builder.gep(ranks, [index])), LANES) for ranks, _ in rows]
+                return [multiply_add(builder, each, column, total) for each, total in zip(factors, totals, strict=True)]
 
             nothing = ir.Constant(VECTOR, [0.0] * LANES)
             totals = loop(builder, INDEX(0), rank, 1, [nothing] * num_rows, add_rank)

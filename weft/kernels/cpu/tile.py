@@ -10,7 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from weft.kernels.cpu.emit import FLOAT, INDEX, LINE, VECTOR, join, load, load_halves, loop, multiply_add, prefetch, store
+from weft.kernels.cpu.emit import (
+    FLOAT,
+    INDEX,
+    LINE,
+    VECTOR,
+    join,
+    load,
+    load_halves,
+    loop,
+    multiply_add,
+    prefetch,
+    store,
+)
 from weft.kernels.cpu.jit import export, intrinsic, ir, types
 from weft.kernels.cpu.raw_memory import BYTES, FLOATS, Bytes, Floats, at
 
