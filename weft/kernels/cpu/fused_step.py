@@ -243,7 +243,8 @@ class FusedStep:
             groups.setdefault(run.weights, []).extend(range(run.first, run.first + run.num_tokens))
         tokens: list[int] = []
         runs: list[tuple[int, int, int]] = []
-        for adapter, own in groups.items():
+        for adapter, found in groups.items():
+            own = sorted(found)
             if adapter not in self._adapters:
                 self.lay_out(adapter)
             address = self._adapters[adapter].address
