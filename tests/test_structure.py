@@ -89,6 +89,7 @@ SMALL_ON_PURPOSE = {
     "weft.__main__": "`python -m weft` needs a module of this name",
     "weft.text.grammars.sandbox_child": "a script for a process that imports nothing of Weft",
     "weft.compat.factory": "a lazy name of weft.backends, which must not load it before it is asked for",
+    "weft.cluster.autoscaler": "a whole idea, named by the field",
     "weft.scheduler.parallel_sampling": "a whole idea, named by the field",
     "weft.scheduler.prefix_cache": "a whole idea, named by the field",
     **{
