@@ -41,11 +41,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": {"model", "kernels", "checkpoint", "machine"},
     "engine": {"scheduler", "worker", "checkpoint", "machine"},
     "backends": {"engine", "text", "checkpoint", "machine", "hub", "models_file"},
+    "cluster": {"backends", "engine", "scheduler", "text", "checkpoint", "machine", "hub", "observe"},
     "compat": {"backends", "text", "checkpoint", "machine", "models_file"},
     "serving": {"backends", "text", "observe"},
     "api": {"serving", "backends", "text", "observe", "terminal", "hub"},
     "llm": {"backends", "serving", "api", "checkpoint"},
-    "bench": {"backends", "serving", "api", "machine", "terminal"},
+    "bench": {"backends", "serving", "api", "machine", "terminal", "cluster"},
     "cli": {
         "chat_commands",
         "command_flags",
@@ -88,6 +89,7 @@ SMALL_ON_PURPOSE = {
     "weft.__main__": "`python -m weft` needs a module of this name",
     "weft.text.grammars.sandbox_child": "a script for a process that imports nothing of Weft",
     "weft.compat.factory": "a lazy name of weft.backends, which must not load it before it is asked for",
+    "weft.cluster.autoscaler": "a whole idea, named by the field",
     "weft.scheduler.parallel_sampling": "a whole idea, named by the field",
     "weft.scheduler.prefix_cache": "a whole idea, named by the field",
     **{

@@ -21,6 +21,7 @@ from weft.engine.wire import (
     Channel,
     ControlCall,
     Done,
+    PrefixDigests,
     Ready,
     Shutdown,
     Start,
@@ -31,6 +32,7 @@ from weft.engine.wire import (
     Vocabulary,
 )
 from weft.errors import InvalidRequest
+from weft.scheduler.prefix_digests import PublishedKeys
 from weft.scheduler.scheduler import Scheduler
 from weft.switches import is_on
 from weft.types import ReadBlocks, ResetPrefixCache, StartProfile, StopProfile
@@ -77,6 +79,36 @@ QUIET_SECONDS = 0.5
 """After so long without work the engine checks its books."""
 
 
+PUBLISH_SECONDS = 0.25
+"""Changes of the prefix cache are told at most so often."""
+
+
+class DigestPublisher:
+    """The publisher tells the api process what changes in the prefix cache, if that asked for it."""
+
+    def __init__(self, core: EngineCore, channel: Channel, *, is_on: bool) -> None:
+        self._keys: PublishedKeys | None = core.scheduler.prefixes.publish() if is_on else None
+        self._channel = channel
+        self._published_at = 0.0
+        if is_on:
+            channel.send(PrefixDigests(reset=True))
+
+    @property
+    def due_in(self) -> float | None:
+        """Return the seconds until there is something to publish; None: nothing has changed."""
+        return max(0.0, self._published_at + PUBLISH_SECONDS - time.monotonic()) if self._keys else None
+
+    def publish_if_due(self) -> None:
+        if self.due_in == 0.0:
+            self.publish()
+
+    def publish(self) -> None:
+        if self._keys:
+            added, removed = self._keys.take()
+            self._channel.send(PrefixDigests(reset=False, added=added, removed=removed))
+            self._published_at = time.monotonic()
+
+
 def serve(start: Start, channel: Channel) -> None:
     """Load the model and serve one api process until it says Shutdown or is gone."""
     worker = Worker(start.config, start.files)
@@ -87,8 +119,9 @@ def serve(start: Start, channel: Channel) -> None:
     _return_freed_memory()
     channel.send(Ready(worker.info, core.stats()))
     recorder = Recorder()
+    publisher = DigestPublisher(core, channel, is_on=start.publishes_digests)
     told = 0.0
-    while _drain(core, channel, recorder):
+    while _drain(core, channel, recorder, publisher):
         channel.step_began = time.monotonic()
         brought = core.step(on_start=lambda request_ids: channel.send(Started(request_ids, core.stats())))
         # The steps of a long prompt bring nothing before the last of them.
@@ -96,6 +129,7 @@ def serve(start: Start, channel: Channel) -> None:
             told = channel.step_began
             channel.send(StepOutput(brought.tokens, brought.events, core.stats()))
         channel.step_began = 0.0
+        publisher.publish_if_due()
 
 
 def _return_freed_memory() -> None:
@@ -104,8 +138,12 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _idle(core: EngineCore, channel: Channel) -> ToEngine | None:
+def _idle(core: EngineCore, channel: Channel, publisher: DigestPublisher) -> ToEngine | None:
     """Wait for a message. Meanwhile prepare what makes later steps faster; then check the books."""
+    if (due_in := publisher.due_in) is not None:
+        with contextlib.suppress(queue.Empty):
+            return channel.inbox.get(timeout=due_in)
+        publisher.publish()
     if not core.prepared:
         while core.prepare():
             with contextlib.suppress(queue.Empty):
@@ -117,7 +155,7 @@ def _idle(core: EngineCore, channel: Channel) -> ToEngine | None:
     return channel.inbox.get()
 
 
-def _drain(core: EngineCore, channel: Channel, recorder: Recorder) -> bool:
+def _drain(core: EngineCore, channel: Channel, recorder: Recorder, publisher: DigestPublisher) -> bool:
     """Take in every message that waits; with nothing to compute, sleep until one comes. Return False to stop."""
     while True:
         if core.has_work:
@@ -126,7 +164,7 @@ def _drain(core: EngineCore, channel: Channel, recorder: Recorder) -> bool:
             except queue.Empty:
                 return True
         else:
-            message = _idle(core, channel)
+            message = _idle(core, channel, publisher)
         match message:
             case Submit(requests=requests):
                 refused = core.submit(requests)
