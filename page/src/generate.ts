@@ -5,7 +5,9 @@ import {
   add,
   conversation,
   type Conversation,
+  leave,
   type Message,
+  order,
   pathTo,
   type Settings,
   type Stats,
@@ -28,6 +30,13 @@ function setRunning(id: string, controller: AbortController | null): void {
   else running.delete(id);
   runningIds.value = new Set(running.keys());
 }
+
+addEventListener("pagehide", () => {
+  for (const id of order.peek()) {
+    const item = conversation(id)?.peek();
+    if (item && isWriting(item)) leave(id);
+  }
+});
 
 /** Stops the answers of a conversation; of all conversations without one. */
 export function stop(item?: Conversation): void {
