@@ -218,21 +218,28 @@ class ChatSession:
             if value not in ("on", "off"):
                 raise InvalidRequest(f"{name} is on or off.", hint=f"As in /set {name} off.")
             self._shows[name] = value == "on"
+            self._say(f"{name}: {value}")
         elif name not in SAMPLING:
             raise InvalidRequest(
                 f"There is no setting {name!r}.", hint=f"Possible: {', '.join([*SAMPLING, *self._shows])}."
             )
         elif value == "default":
             self._sampling.pop(name, None)
+            self._say(f"{name}: {self._shown(name)}")
         else:
             changed = {**self._sampling, name: _value(name, value)}
             check_sampling(changed)
             self._sampling = changed
+            self._say(f"{name}: {self._shown(name)}")
+
+    def _shown(self, name: str) -> str:
+        unset = "not set" if name in ("max_tokens", "seed", "stop") else "the model's own"
+        return printable(str(self._sampling.get(name, unset)))
 
     def _show_settings(self) -> None:
         table = Table(box=None, show_header=False, pad_edge=False)
         for name in SAMPLING:
-            table.add_row(name, printable(str(self._sampling.get(name, "the model's own"))))
+            table.add_row(name, self._shown(name))
         for name, is_on in self._shows.items():
             table.add_row(name, "on" if is_on else "off")
         self._console.print(table, highlight=False, markup=False)
@@ -296,6 +303,7 @@ class ChatSession:
 
     def _run_clear(self, argument: str) -> None:
         self._messages = []
+        self._say("The conversation is forgotten.")
 
     def _run_exit(self, argument: str) -> None:
         raise Leave

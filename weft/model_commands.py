@@ -56,10 +56,16 @@ def rm(
     revision: Annotated[str, typer.Option(help="Remove this commit of a hub model alone.")] = "",
 ) -> None:
     """Remove a model from this machine, if Weft pulled it."""
+    from weft.chat_client import probe, served_as
+    from weft.config import load
     from weft.hub.resolve import remove
 
     freed = remove(name, revision)
-    console().print(f"{name} is removed: {freed / GB:.2f} GB", highlight=False, markup=False, soft_wrap=True)
+    told = f"{name} is removed: {_size(freed)} are free again."
+    server = probe(load().server.port)
+    if served_as(name, server.models) is not None:
+        told += f"\nThe server at {server.url} still has it in memory, but cannot load it again if its engine fails."
+    console().print(told, highlight=False, markup=False, soft_wrap=True)
 
 
 class ListedModel(Struct, frozen=True, kw_only=True):
