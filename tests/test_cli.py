@@ -345,7 +345,7 @@ def test_settings_of_a_chat_reach_the_model(local: LocalEngine) -> None:
     told = converse(local, "/set temperature 0.5", "/set stop \\n\\n", "/set top_k x", "hi", sampling={"seed": 7})
     params = local.engine.submitted[-1].params  # type: ignore[attr-defined]
     assert (params.temperature, params.stop, params.seed) == (0.5, ("\n\n",), 7)
-    assert "top_k is a whole number, and 'x' is none." in told
+    assert "top_k must be a whole number, not 'x'." in told
     assert "tok/s" not in converse(local, "/set stats off", "hi")
 
 
@@ -379,7 +379,7 @@ def test_what_is_too_long_is_not_sent(local: LocalEngine, monkeypatch: pytest.Mo
 def test_a_file_that_is_no_conversation_changes_nothing(local: LocalEngine, tmp_path: Path) -> None:
     for content in ("[]", '{"messages": [{"role": "boss", "content": "x"}]}', "\0"):
         (tmp_path / "chat.json").write_text(content)
-        assert "is no saved conversation" in converse(local, f"/load {tmp_path / 'chat.json'}")
+        assert "is not a saved conversation" in converse(local, f"/load {tmp_path / 'chat.json'}")
     (tmp_path / "there.json").write_text("")
     assert "exists. Give another name." in converse(local, f"/save {tmp_path / 'there.json'}")
 

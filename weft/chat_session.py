@@ -276,7 +276,7 @@ class ChatSession:
         except OSError as error:
             raise InvalidRequest(f"{path}: {error.strerror}.") from error
         except msgspec.DecodeError as error:
-            raise InvalidRequest(f"{path} is no saved conversation: {error}.") from error
+            raise InvalidRequest(f"{path} is not a saved conversation: {error}.") from error
         self._system = next((turn.content for turn in saved.messages if turn.role == "system"), "")
         self._messages = [turn for turn in saved.messages if turn.role != "system"]
         self._say(f"{path}: {len(saved.messages)} messages")
@@ -335,7 +335,7 @@ def _value(name: str, text: str) -> Any:
         return kind(text)
     except ValueError as error:
         wanted = "a whole number" if kind is int else "a number"
-        raise InvalidRequest(f"{name} is {wanted}, and {text!r:.80} is none.", hint=f"As in /set {name} 1.") from error
+        raise InvalidRequest(f"{name} must be {wanted}, not {text!r:.80}.", hint=f"As in /set {name} 1.") from error
 
 
 def _path(argument: str, command: str) -> Path:
@@ -344,7 +344,7 @@ def _path(argument: str, command: str) -> Path:
     try:
         return Path(argument).expanduser()
     except RuntimeError as error:
-        raise InvalidRequest(f"{argument!r:.200} is no file.") from error
+        raise InvalidRequest(f"{argument!r:.200} is not a file.") from error
 
 
 # The line editor.

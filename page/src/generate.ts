@@ -235,6 +235,8 @@ export async function answer(id: string, lane: number, parent: string, round = 0
   } catch (error) {
     if (controller.signal.aborted) for (const draft of drafts) draft.finish ||= "stopped";
     else if (error instanceof ApiError) trouble = [error.message, error.hint].filter(Boolean).join(" ");
+    // Browsers call it a TypeError, each with words of its own, when a connection is lost.
+    else if (error instanceof TypeError) trouble = "The answer broke off: the connection to the server was lost.";
     else trouble = `The answer broke off: ${error instanceof Error ? error.message : error}`;
   }
   clearTimeout(timer);
