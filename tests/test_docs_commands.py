@@ -43,7 +43,7 @@ COMMAND = re.compile(
     re.MULTILINE,
 )
 SHORT = ("--max-model-len", "1024")
-"""Answers are drawn at random, and most requests of the pages set no limit: one that rambles would go on for minutes."""
+"""Answers are drawn at random, and most requests of the pages set no limit: one that rambles would take minutes."""
 RUN_WITH_A_TINY_MODEL = {(ROOT / "docs/API.md", "python")}
 """Programs that tests/api/test_api_docs.py runs."""
 

@@ -117,6 +117,8 @@ function Sidebar() {
 
 function SidebarItem({ id }: { id: string }) {
   const isRenamed = useSignal(false);
+  const title = useRef<HTMLInputElement>(null);
+  useEffect(() => title.current?.select(), [isRenamed.value]);
   const item = conversation(id)?.value;
   if (!item) return null;
   const isCurrent = currentId.value === id;
@@ -130,7 +132,7 @@ function SidebarItem({ id }: { id: string }) {
             isRenamed.value = false;
           }}
         >
-          <input name="title" aria-label="Title" autofocus defaultValue={item.title} onBlur={(event) => event.currentTarget.form?.requestSubmit()} />
+          <input ref={title} name="title" aria-label="Title" defaultValue={item.title} onBlur={(event) => event.currentTarget.form?.requestSubmit()} />
         </form>
       </li>
     );
@@ -238,8 +240,13 @@ function ToolCallCard(props: { item: Conversation; lane: number; message: Messag
 
 function Editor({ item, lane, message }: { item: Conversation; lane: number; message: Message }) {
   const draft = useSignal(message.content);
+  const field = useRef<HTMLTextAreaElement>(null);
   const isUser = message.role === "user";
-  const done = () => (editing.value = "");
+  const done = () => {
+    editing.value = "";
+    composer.element?.focus();
+  };
+  useEffect(() => field.current?.focus(), []);
   const submit = () => {
     done();
     const text = draft.value;
@@ -256,9 +263,9 @@ function Editor({ item, lane, message }: { item: Conversation; lane: number; mes
       }}
     >
       <textarea
+        ref={field}
         aria-label={isUser ? "Your message" : "The answer"}
         dir="auto"
-        autofocus
         rows={Math.min(14, draft.value.split("\n").length + 1)}
         value={draft.value}
         onInput={(event) => (draft.value = event.currentTarget.value)}

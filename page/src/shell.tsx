@@ -42,7 +42,7 @@ export function tell(text: string, action: NoticeAction | null = null): void {
   noticeAction.value = action;
   isNoticeShown.value = true;
   clearTimeout(hiding);
-  hiding = setTimeout(() => (isNoticeShown.value = false), 6000);
+  hiding = setTimeout(() => (isNoticeShown.value = false), action ? 12_000 : 6000);
 }
 
 /** What screen readers hear of an answer that is being written. */
