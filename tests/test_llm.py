@@ -102,7 +102,7 @@ def test_whole_numbers_of_any_kind_are_token_ids(llm: LLM) -> None:
         ([1, {"role": "user", "content": "hi"}], "'role'.* is not a token id"),
         (np.array([1.5, 2.0]), "1.5.* is not a prompt"),
         (np.array([[1.5, 2.0]]), "--allow-prompt-embeds"),
-        ([[{"role": "user", "content": "hi"}, 1]], "1 is no message"),
+        ([[{"role": "user", "content": "hi"}, 1]], "1 is not a message"),
         (["hi", 1], "1 is not a prompt"),
         ([None], "None is not a prompt"),
         ([[]], "empty"),
