@@ -338,7 +338,7 @@ REFUSED: dict[str, tuple[GrammarSpec, str]] = {
     "no tools": (ToolCallsSpec(shape=TOOL_STYLES[0].shape, tools=[]), "no tools"),
     "arguments that are a list": (
         ToolCallsSpec(shape=TOOL_STYLES[0].shape, tools=[ToolSpec(name="f", parameters={"type": "array"})]),
-        "'f' are no object",
+        "'f' are not an object",
     ),
 }
 
