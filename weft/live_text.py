@@ -116,7 +116,7 @@ def _bar(name: PhaseName, length: int, console: Console) -> tuple[str, str]:
 MIN_WIDTH_OF_ENGINES = 64
 
 
-def models_table(models: list[LiveModel], width: int) -> Table:
+def models_table(models: list[LiveModel], width: int = 80) -> Table:
     """Return a line for each model; a narrow terminal is not told of the engines."""
     table = Table("name", "state", box=None, pad_edge=False)
     is_wide = width >= MIN_WIDTH_OF_ENGINES
