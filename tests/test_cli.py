@@ -249,6 +249,7 @@ def test_doctor_and_models_on_an_empty_home(monkeypatch: pytest.MonkeyPatch, tmp
     text = invoke("doctor").output
     for name in ("python", "cores", "memory", "torch", "cuda", str(tmp_path)):
         assert name in text
+    assert re.search(r"^weft +" + re.escape(__version__), text, re.MULTILINE)
 
 
 @pytest.fixture
