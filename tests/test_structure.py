@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chat_client": {"backends", "serving", "text", "hub", "terminal"},
     "chat_session": {"chat_client", "command_flags", "terminal"},
     "chat_commands": {"backends", "checkpoint", "chat_client", "chat_session", "command_flags", "terminal"},
-    "model_commands": {"backends", "checkpoint", "command_flags", "hub", "machine", "terminal", "text"},
+    "model_commands": {"chat_client", "backends", "checkpoint", "command_flags", "hub", "machine", "terminal", "text"},
     "live_text": {"serving"},
     "live_commands": {"serving", "live_text"},
     "model": {"kernels", "checkpoint"},
