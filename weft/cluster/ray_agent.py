@@ -93,7 +93,9 @@ async def _read_tables(
     join: Join, edge: str, left: asyncio.Task[bytes], writer: asyncio.StreamWriter, *, local: bool
 ) -> None:
     """Join the cluster, and pass its tables on until the edge has left."""
-    controller = await asyncio.to_thread(_controller, join.cluster, join.spec)
+    host = "127.0.0.1" if local else ""
+    spec = replace(join.spec, replica=replace(join.spec.replica, host=host))
+    controller = await asyncio.to_thread(_controller, join.cluster, spec)
     told = await asyncio.wait_for(_called(controller.join.remote(edge, msgspec.json.encode(join.spec))), CALL_S)
     joined = msgspec.json.decode(told, type=Joined)
     if joined.refusal:
@@ -147,12 +149,12 @@ def connect(address: str, *, may_start: bool = True) -> bool:
     """Connect this process to Ray: at the address, at RAY_ADDRESS, or at this machine's own, which is started where
     there is none. Return whether it was started. Raises ConfigError and Unavailable."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
     except ImportError as error:
         raise ConfigError("Replicas need Ray, which is not installed.", hint=f"{INSTALL} installs it.") from error
+    logging.getLogger("ray").setLevel(logging.ERROR)
     address = address or os.environ.get("RAY_ADDRESS", "") or "auto"
     if "://" in address:
         raise ConfigError(
@@ -182,7 +184,6 @@ def connect(address: str, *, may_start: bool = True) -> bool:
         address="local",
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
         **options,
     )
     return True

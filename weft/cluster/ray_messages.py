@@ -17,6 +17,8 @@ class ReplicaSpec(Struct, frozen=True, kw_only=True):
     config: Config
     key: str
     """The key of the cluster, by which edges and replicas know each other."""
+    host: str = ""
+    """The address where it listens; empty: that of its node."""
     num_cpus: float = 1
     num_gpus: int = 0
     """GPUs of one replica, one for each of its ranks: Ray finds them on one node."""

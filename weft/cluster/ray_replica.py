@@ -56,16 +56,16 @@ class _Order(Struct, frozen=True):
 class ReplicaActor:
     """The actor: Ray gives it the devices, and it starts the process and tells how that stands."""
 
-    def __init__(self, spec: bytes, host: str = "", node: str = "") -> None:
+    def __init__(self, spec: bytes) -> None:
         import ray
 
-        context = ray.get_runtime_context()
+        wanted = msgspec.json.decode(spec, type=ReplicaSpec)
         self._process = _Process(
             _Order(
-                spec=msgspec.json.decode(spec, type=ReplicaSpec),
+                spec=wanted,
                 raylet_pid=os.getppid(),
-                host=host or ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
-                node=node or context.get_node_id()[:12],
+                host=wanted.host or ray.util.get_node_ip_address(),  # type: ignore[no-untyped-call]
+                node=ray.get_runtime_context().get_node_id()[:12],
             )
         )
 
