@@ -130,9 +130,6 @@ class ClusterView:
     def ready(self) -> list[str]:
         return [name for name, one in self.replicas.items() if one["state"] == "ready"]
 
-    def busy(self) -> list[dict[str, Any]]:
-        return [one for one in self.replicas.values() if one["open_requests"]]
-
     def close(self) -> None:
         self._is_closed = True
         if self._process is not None:
