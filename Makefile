@@ -18,7 +18,7 @@
 #   make docs    the documentation as a site in build/site (mkdocs-material goes into build/docs)
 #   make lint-deploy  check Dockerfile, compose, systemd and Kubernetes files (the tools go into build/deploy)
 #   make first-token  measure, step by step, how long a fresh clone and a fresh install take to their first token
-#   make proto   write the Python of the gRPC door's messages from its .proto file
+#   make proto   write the Python of gRPC's messages from its .proto file
 #   make show-vllm-bench   let vLLM's own benchmark drive the server (vLLM goes into build/vllm: 2 GB)
 #   make show-agreement    one server measured by weft bench, vLLM's benchmark and guidellm in turns (the last in build/guidellm)
 #   make bench-cpu-peers   the default model by Weft and by llama.cpp on this machine's CPU (built in build/llama.cpp)

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chat_client": {"backends", "serving", "text", "hub", "terminal"},
     "chat_session": {"chat_client", "command_flags", "terminal"},
     "chat_commands": {"backends", "checkpoint", "chat_client", "chat_session", "command_flags", "terminal"},
-    "model_commands": {"backends", "checkpoint", "command_flags", "hub", "machine", "terminal", "text"},
+    "model_commands": {"chat_client", "backends", "checkpoint", "command_flags", "hub", "machine", "terminal", "text"},
     "live_text": {"serving"},
     "live_commands": {"serving", "live_text"},
     "model": {"kernels", "checkpoint"},
@@ -90,6 +90,7 @@ SMALL_ON_PURPOSE = {
     "weft.__main__": "`python -m weft` needs a module of this name",
     "weft.text.grammars.sandbox_child": "a script for a process that imports nothing of Weft",
     "weft.compat.factory": "a lazy name of weft.backends, which must not load it before it is asked for",
+    "weft.cluster.autoscaler": "a whole idea, named by the field",
     "weft.scheduler.parallel_sampling": "a whole idea, named by the field",
     "weft.scheduler.prefix_cache": "a whole idea, named by the field",
     **{

@@ -123,7 +123,7 @@ def test_the_commands(chat: PtySession, tmp_path: Path) -> None:
         "/help": "/system [TEXT]",
         "/system Answer in French.": "The system message: Answer in French.",
         "/system none": "There is no system message.",
-        "/set temperature 7x": "temperature is a number, and '7x' is none.",
+        "/set temperature 7x": "temperature must be a number, not '7x'.",
         "/set temperature -1": "temperature",
         "/set nothing 1": "There is no setting 'nothing'.",
         "/set top_p 0.5": "",

@@ -109,8 +109,11 @@ def test_answers_and_messages_have_branches(open_page: OpenPage) -> None:
     wait_for_answer(page)
     page.get_by_label("Previous branch").click()
     page.get_by_text("1/2").wait_for()
-    page.get_by_label("Edit the message").click()
-    page.get_by_label("Your message").get_by_role("textbox").or_(page.locator(".editor textarea")).fill("Good evening")
+    page.get_by_label("Message", exact=True).press("ArrowUp")
+    editor = page.locator(".editor textarea")
+    editor.wait_for()
+    wait_until(lambda: editor.evaluate("field => field === document.activeElement"), "the editor has the focus")
+    editor.fill("Good evening")
     page.keyboard.press("Enter")
     page.get_by_role("article", name="Your message").get_by_text("Good evening").wait_for()
     wait_for_answer(page)
@@ -184,7 +187,7 @@ def test_two_sides_answer_with_settings_of_their_own(open_page: OpenPage) -> Non
     assert "6 tokens" in stats[0] and "3 tokens" in stats[1]
 
 
-def test_an_image_shows_its_steps_and_stays_in_the_gallery(open_page: OpenPage) -> None:
+def test_an_image_shows_its_steps_and_stays_in_the_gallery(open_page: OpenPage, tmp_path: Path) -> None:
     page = open_page("/#/images")
     page.get_by_label("Prompt", exact=True).fill("a red circle on a blue background")
     page.get_by_label("Seed", exact=True).fill("7")
@@ -210,6 +213,20 @@ def test_an_image_shows_its_steps_and_stays_in_the_gallery(open_page: OpenPage) 
     with page.expect_download() as download:
         page.get_by_role("button", name="Download").click()
     assert Path(download.value.path()).read_bytes().startswith(b"\x89PNG")
+    page.get_by_role("button", name="Close", exact=True).click()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export", exact=True).click()
+    file = tmp_path / "images.json"
+    kept = json.loads(Path(download.value.path()).read_text())
+    hostile = {**kept["images"][0], "id": "x", "b64": "PHN2ZyBvbmxvYWQ9ImFsZXJ0KCkiPg=="}
+    file.write_text(json.dumps({**kept, "images": [*kept["images"], hostile, None]}))
+    other = open_page("/#/images")
+    other.get_by_label("A file of exported images").set_input_files(file)
+    other.get_by_text("1 image was imported.").wait_for()
+    other.get_by_role("button", name="Show: a red circle").click()
+    other.get_by_role("button", name="Delete").click()
+    other.get_by_role("button", name="Undo").click()
+    other.get_by_role("button", name="Show: a red circle").wait_for()
 
 
 def test_a_phone_has_it_all(open_page: OpenPage) -> None:
@@ -322,6 +339,32 @@ def test_chats_are_exported_and_imported(open_page: OpenPage, tmp_path: Path) ->
     other.get_by_text("Not imported").wait_for()
 
 
+def test_two_tabs_write_in_one_chat(open_page: OpenPage) -> None:
+    first = open_page(params={"max_tokens": 2000, "ignore_eos": True})
+    say(first, "Count to a thousand.")
+    wait_for_letters(first, 10)
+    second = first.context.new_page()
+    second.goto(first.url)
+    answers(second).locator(".markdown").wait_for()
+    # The second tab sees that the first one is writing, and its own message does not replace the first one's answer.
+    expect_count(second.locator("article[aria-busy=true]"), 1)
+    say(second, "Hello")
+    answers(first).nth(1).wait_for()
+    first.get_by_label("Stop the answer").click()
+    second.get_by_label("Stop the answer").click()
+    for page in (first, second):
+        expect_count(page.locator("article[aria-busy=true]"), 0)
+    wait_until(lambda: not any(message.get("isPending") for message in kept_messages(first)), "the store")
+    first.reload()
+    answers(first).nth(1).wait_for()
+    assert [answer.get_by_role("alert").count() for answer in answers(first).all()] == [0, 0]
+    first.get_by_role("navigation", name="Chats").get_by_text("Count to a thousand.").hover()
+    first.get_by_role("button", name="Delete Count to a thousand.").click()
+    expect_count(second.get_by_role("navigation", name="Chats").get_by_text("Count to a thousand."), 0)
+    first.get_by_role("button", name="Undo").click()
+    second.get_by_role("navigation", name="Chats").get_by_text("Count to a thousand.").wait_for()
+
+
 def test_a_request_is_copied_without_the_key(open_page: OpenPage) -> None:
     page = open_page(params={"max_tokens": 4}, system="It's brief.")
     say(page, "Hi")
@@ -369,25 +412,29 @@ def test_the_keyboard_is_enough(open_page: OpenPage) -> None:
 
 
 CONTRAST = """() => {
-    const light = (text) => {
-        const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3).map(Number).map((v) => {
+    const parse = (text) => {
+        const [r, g, b, a = 1] = text.match(/-?[\\d.]+/g).map(Number);
+        return text.startsWith('color(') ? [255 * r, 255 * g, 255 * b, a] : [r, g, b, a];
+    };
+    const over = (top, below) => [0, 1, 2].map((at) => top[at] * top[3] + below[at] * (1 - top[3])).concat(1);
+    const light = (colour) => {
+        const [r, g, b] = colour.slice(0, 3).map((v) => {
             const share = v / 255;
             return share <= 0.03928 ? share / 12.92 : ((share + 0.055) / 1.055) ** 2.4;
         });
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
     const ground = (element) => {
-        for (let at = element; at; at = at.parentElement) {
-            const colour = getComputedStyle(at).backgroundColor;
-            if (!/, 0\\)$|transparent/.test(colour)) return colour;
-        }
-        return 'rgb(255, 255, 255)';
+        if (!element) return [255, 255, 255, 1];
+        const own = parse(getComputedStyle(element).backgroundColor);
+        return own[3] === 1 ? own : over(own, ground(element.parentElement));
     };
     const poor = [];
     for (const element of document.querySelectorAll('#page *')) {
         const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
         if (!own || !element.checkVisibility() || element.closest(':disabled, .toast')) continue;
-        const [one, other] = [light(getComputedStyle(element).color), light(ground(element))];
+        const below = ground(element);
+        const [one, other] = [light(over(parse(getComputedStyle(element).color), below)), light(below)];
         const ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
         if (ratio < 4.5) poor.push([element.className, element.textContent.slice(0, 40), ratio.toFixed(2)]);
     }
@@ -399,6 +446,32 @@ CONTRAST = """() => {
 }"""
 
 
+MARKDOWN = """# A heading
+
+Text with `code`, **strong**, a [link](https://example.org).
+
+| a | b |
+|--:|---|
+| 1 | 2 |
+
+> A quotation
+
+```python
+def f(x: int) -> str:  # a comment
+    return "a" + str(42)
+```
+"""
+ANSWERED: dict[str, Any] = {
+    "id": "a",
+    "title": "Markdown",
+    "messages": {
+        "q": {"parent": None, "role": "user", "content": "Show me."},
+        "r": {"parent": "q", "role": "assistant", "content": MARKDOWN, "stats": {"ttftMs": 40, "promptTokens": 9}},
+        "s": {"parent": "r", "role": "user", "content": "مرحبا"},
+        "t": {"parent": "s", "role": "assistant", "content": "- أهلا\n- word", "error": "It broke off."},
+    },
+    "lanes": [{"head": "t", "settings": {}}],
+}
 SETTLED = """async () => {
     for (let quiet = 0; quiet < 3; quiet++) {
         await new Promise(requestAnimationFrame);
@@ -412,11 +485,20 @@ begin to."""
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=("light", "dark"))
-@pytest.mark.parametrize("path", ["/", "/#/images", "/docs"])
-def test_texts_have_contrast_and_controls_have_names(open_page: OpenPage, path: str, dark: bool) -> None:
+@pytest.mark.parametrize("path", ["/", "/#/chat/a", "/#/images", "/docs"])
+def test_texts_have_contrast_and_controls_have_names(
+    open_page: OpenPage, tmp_path: Path, path: str, dark: bool
+) -> None:
     """The contrast is WCAG's AA: 4.5 to 1."""
     page = open_page(path, dark=dark)
     page.locator(".operation, .image-form, .starters").first.wait_for()
+    if path.endswith("/a"):
+        file = tmp_path / "chats.json"
+        file.write_text(json.dumps({"weft": 1, "conversations": [ANSWERED]}))
+        page.get_by_label("A file of exported chats").set_input_files(file)
+        page.get_by_role("navigation", name="Chats").get_by_text("Markdown").click()
+        page.get_by_role("alert").get_by_text("It broke off.").wait_for()
+        assert page.locator("ul", has_text="word").last.evaluate("list => getComputedStyle(list).direction") == "rtl"
     page.evaluate(SETTLED)
     poor, nameless = page.evaluate(CONTRAST)
     assert not poor and not nameless

@@ -138,25 +138,30 @@ def _return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _idle(core: EngineCore, channel: Channel, publisher: DigestPublisher) -> ToEngine | None:
-    """Wait for a message. Meanwhile prepare what makes later steps faster; then check the books."""
+def _idle(
+    core: EngineCore, channel: Channel, publisher: DigestPublisher, *, is_settled: bool
+) -> tuple[ToEngine | None, bool]:
+    """Wait for a message. Meanwhile prepare what makes later steps faster; then check the books, unless they are
+    settled already. Return the message, and whether they are."""
     if (due_in := publisher.due_in) is not None:
         with contextlib.suppress(queue.Empty):
-            return channel.inbox.get(timeout=due_in)
+            return channel.inbox.get(timeout=due_in), False
         publisher.publish()
     if not core.prepared:
         while core.prepare():
             with contextlib.suppress(queue.Empty):
-                return channel.inbox.get_nowait()
+                return channel.inbox.get_nowait(), False
         channel.send(StepOutput({}, [], core.stats()))
-    with contextlib.suppress(queue.Empty):
-        return channel.inbox.get(timeout=QUIET_SECONDS)
-    core.settle()
-    return channel.inbox.get()
+    if not is_settled:
+        with contextlib.suppress(queue.Empty):
+            return channel.inbox.get(timeout=QUIET_SECONDS), False
+        core.settle()
+    return channel.inbox.get(), True
 
 
 def _drain(core: EngineCore, channel: Channel, recorder: Recorder, publisher: DigestPublisher) -> bool:
     """Take in every message that waits; with nothing to compute, sleep until one comes. Return False to stop."""
+    is_settled = False
     while True:
         if core.has_work:
             try:
@@ -164,7 +169,8 @@ def _drain(core: EngineCore, channel: Channel, recorder: Recorder, publisher: Di
             except queue.Empty:
                 return True
         else:
-            message = _idle(core, channel, publisher)
+            message, is_settled = _idle(core, channel, publisher, is_settled=is_settled)
+            is_settled = is_settled and isinstance(message, ControlCall) and isinstance(message.message, ReadBlocks)
         match message:
             case Submit(requests=requests):
                 refused = core.submit(requests)

@@ -47,7 +47,7 @@ class LoraRows:
         """Make slots, when there are any, for adapters of at least this rank."""
         self.slots: AdapterSlots | None = None
         self._model = stepper.model
-        self._has_slots = stepper.fast_step is None
+        self._fast_step = stepper.fast_step
         self._max_adapters = max_adapters
         self._rank = rank
         self._loaded: OrderedDict[int, Loaded] = OrderedDict()
@@ -69,8 +69,7 @@ class LoraRows:
             known = Future()
             known.set_result(self._loaded[adapter.number].weights)
         elif known is None or (known.done() and known.exception() is not None):
-            model = self._model
-            known = self._reader.submit(read_adapter, Path(adapter.path), model.config, model.weights.dtype)
+            known = self._reader.submit(self._from_files, Path(adapter.path))
         self._read[adapter.number] = known
         return known
 
@@ -125,9 +124,15 @@ class LoraRows:
                 found.append(AdaptedRun(loaded.weights, first, row.count))
         return found
 
+    def _from_files(self, folder: Path) -> AdapterWeights:
+        weights = read_adapter(folder, self._model.config, self._model.weights.dtype)
+        if self._fast_step is not None:
+            self._fast_step.lay_out(weights)
+        return weights
+
     def _fill(self, loaded: Loaded) -> None:
         """Write an adapter to its slot. One of a larger rank than slots have needs all of them anew."""
-        if not self._has_slots:
+        if self._fast_step is not None:
             return
         rank = loaded.weights.max_part_rank
         if self.slots is None or rank > self.slots.rank:

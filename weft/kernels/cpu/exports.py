@@ -39,7 +39,7 @@ def step(job_at: int, layers: int, items: int, runs: int, thread: int) -> None:
         base = phases.attention_norm(here, num_tokens, base)
         if num_runs:
             base = phases.shrink_qkv(here, num_runs, base)
-        base = phases.qkv(here, num_pieces(job, layer.qkv_kind, qkv_size, hidden_size), base)
+        base = phases.qkv(here, num_pieces(job, qkv_size, hidden_size), base)
         base = phases.rotate_and_store(here, num_tokens, base)
         base = phases.attend(here, num_items * job.num_kv_heads, base)
         if job.num_parts:
@@ -48,20 +48,20 @@ def step(job_at: int, layers: int, items: int, runs: int, thread: int) -> None:
             base = phases.shrink_output(here, num_runs, base)
         if layer.output_kind:
             base = phases.quantise_attended(here, num_tokens, base)
-        base = phases.output(here, num_pieces(job, layer.output_kind, hidden_size, job.num_heads * job.head_dim), base)
+        base = phases.output(here, num_pieces(job, hidden_size, job.num_heads * job.head_dim), base)
         base = phases.mlp_norm(here, num_tokens, base)
         if num_runs:
             base = phases.shrink_gate_up(here, num_runs, base)
-        base = phases.gate_up(here, num_pieces(job, layer.gate_up_kind, intermediate_size, hidden_size), base)
+        base = phases.gate_up(here, num_pieces(job, intermediate_size, hidden_size), base)
         if num_runs:
             base = phases.shrink_down(here, num_runs, base)
         if layer.down_kind:
             base = phases.quantise_gated(here, num_tokens, base)
-        base = phases.down(here, num_pieces(job, layer.down_kind, hidden_size, intermediate_size), base)
+        base = phases.down(here, num_pieces(job, hidden_size, intermediate_size), base)
     if job.num_hidden:
         base = phases.hidden_norm(here, job.num_hidden, base)
     base = phases.final_norm(here, job.num_outputs, base)
-    phases.head(here, num_pieces(job, job.head_kind, job.vocab_size, hidden_size), base)
+    phases.head(here, num_pieces(job, job.vocab_size, hidden_size), base)
 
 
 # Floats compared before a row's winner so far is looked at again.
