@@ -15,6 +15,7 @@ ReplicaState = Literal["starting", "ready", "draining", "dead"]
 """An edge connects to replicas that are ready or draining, and sends new requests to ready ones alone."""
 
 MAX_REPLICAS = 10_000
+"""Replicas that an edge takes from its flags: each is a connection."""
 
 
 class ReplicaAddress(Struct, frozen=True):
