@@ -15,6 +15,7 @@ ReplicaState = Literal["starting", "ready", "draining", "dead"]
 """An edge connects to replicas that are ready or draining, and sends new requests to ready ones alone."""
 
 MAX_REPLICAS = 10_000
+"""Replicas that an edge takes from its flags: each is a connection."""
 
 
 class ReplicaAddress(Struct, frozen=True):
@@ -51,7 +52,11 @@ class StaticMembership:
     def __init__(self, addresses: list[str]) -> None:
         self._table = ReplicaTable(1, tuple(map(address_of, addresses)))
         if len({replica.id for replica in self._table.replicas}) < len(addresses):
-            raise ConfigError("--replica-addresses names a replica twice.")
+            raise ConfigError("--replica-addresses names a replica twice.", hint="Name each host:port once.")
+        if len(addresses) > MAX_REPLICAS:
+            raise ConfigError(
+                f"--replica-addresses names {len(addresses)} replicas; at most {MAX_REPLICAS} can be used."
+            )
 
     async def tables(self) -> AsyncIterator[ReplicaTable]:
         yield self._table

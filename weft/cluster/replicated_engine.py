@@ -258,6 +258,9 @@ class ReplicaPool:
         """Let a request that is submitted next be sent to one replica alone, while that is there."""
         self._pinned[request_id] = replica
 
+    def unpin(self, request_id: str) -> None:
+        self._pinned.pop(request_id, None)
+
     @property
     def ready_ids(self) -> list[str]:
         return [one.id for one in self._replicas.values() if one.state == "ready"]
@@ -348,8 +351,9 @@ class ReplicaPool:
         )
 
     def _choice(self, entry: Entry, route: RouteRequest, excluded: Set[str]) -> str | None:
-        if (pinned := self._pinned.get(entry.id)) is not None:
-            return pinned if pinned in self._replicas and pinned not in excluded else None
+        pinned = self._replicas.get(self._pinned.get(entry.id, ""))
+        if pinned is not None and pinned.link is not None:
+            return None if pinned.id in excluded else pinned.id
         leader = self._where.get(entry.request.sibling_of)
         if leader is not None and leader[0].id not in excluded:
             return leader[0].id
@@ -644,4 +648,7 @@ class ReplicatedEngine(NativeEngine):
         trial = GenerationRequest(
             prompt=[0], task=Sample(params=LORA_TRIAL_PARAMS), adapter=name, request_id=request_id
         )
-        await final_output(await self.submit(trial))
+        try:
+            await final_output(await self.submit(trial))
+        finally:
+            self.pool.unpin(request_id)
