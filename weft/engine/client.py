@@ -115,7 +115,7 @@ class _Connection(Struct):
     """True when anything came since the last tick."""
     failure: str = ""
     was_stopped: bool = False
-    """True when it was silent because a signal had stopped it."""
+    """True when it was silent because a signal had stopped it, or failed because a rank of it was ended so."""
     knows_vocabulary: bool = False
 
     def ended_from_outside(self, end: str) -> bool:
@@ -369,8 +369,9 @@ class EngineClient:
                         return
                     case Done(number=number) if number in self._control_calls:
                         _answer(self._control_calls.pop(number), message)
-                    case Failed(kind=kind, message=text):
+                    case Failed(kind=kind, message=text, from_outside=from_outside):
                         connection.failure = f"{kind}: {text}"
+                        connection.was_stopped = from_outside
         except BrokenFrame as error:
             connection.failure = f"it sent what is no message: {error}"
 

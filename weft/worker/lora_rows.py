@@ -69,8 +69,7 @@ class LoraRows:
             known = Future()
             known.set_result(self._loaded[adapter.number].weights)
         elif known is None or (known.done() and known.exception() is not None):
-            model = self._model
-            known = self._reader.submit(read_adapter, Path(adapter.path), model.config, model.weights.dtype)
+            known = self._reader.submit(self._read_files, Path(adapter.path))
         self._read[adapter.number] = known
         return known
 
@@ -124,6 +123,9 @@ class LoraRows:
             else:
                 found.append(AdaptedRun(loaded.weights, first, row.count))
         return found
+
+    def _read_files(self, folder: Path) -> AdapterWeights:
+        return read_adapter(folder, self._model.config, self._model.weights.dtype)
 
     def _fill(self, loaded: Loaded) -> None:
         """Write an adapter to its slot. One of a larger rank than slots have needs all of them anew."""
