@@ -7,6 +7,7 @@ and the api process replaces all of it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import select
@@ -19,7 +20,7 @@ import traceback
 import msgspec
 from msgspec.structs import replace
 
-from weft.engine.fork_server import end_with_parent, exit_text
+from weft.engine.fork_server import PR_SET_NAME, end_with_parent, exit_text
 from weft.engine.plan_broadcast import PlanReader, PlanWriter
 from weft.engine.process import OUTSIDE_ENDS, LaunchedEngine, is_stopped, launch_engine, num_oom_kills, run_engine
 from weft.engine.wire import Channel, Failed, RankPlace, Start, frame, receive_from_rank
@@ -31,6 +32,8 @@ from weft.worker.worker import Worker
 log = logging.getLogger(__name__)
 
 END_SECONDS = 2.0
+RANK_NAME = b"weft-rank"
+"""The name of a rank's process in `ps -o comm` and `top`."""
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 
@@ -66,6 +69,7 @@ def _be_a_rank(sock: socket.socket, not_its_own: list[int], parent: int) -> None
     code = 1
     try:
         end_with_parent()
+        ctypes.CDLL(None).prctl(PR_SET_NAME, RANK_NAME)
         for fd in not_its_own:
             os.close(fd)
         if os.getppid() == parent:
