@@ -113,7 +113,8 @@ def test_quantised_weights_are_shared_too(
     tiny_gguf: Callable[[str, str], Path],
     tiny_directory: Callable[[str], Path],
 ) -> None:
-    """What is rounded on the way may be rounded otherwise once its sum is another: most tokens are the same."""
+    """Inputs of quantised weights are rounded to eight bits, and one whose sum differs in its last bit may be rounded
+    otherwise: the native step and the reference differ as much on one process (0.05)."""
     model = tiny_gguf(name, kind) if kind else tiny_directory(name)
 
     async def logprobs(client: EngineClient) -> list[list[float]]:
@@ -122,7 +123,7 @@ def test_quantised_weights_are_shared_too(
         return [[one.logprob for event in events for one in event.prompt_logprobs or []] for events in lasts]
 
     expected, found = (with_ranks(model, size, logprobs, **settings) for size in (1, 2))
-    tolerance = 0.2 if settings.get("dtype") == "bfloat16" else 2e-2
+    tolerance = 0.2 if settings.get("dtype") == "bfloat16" else 0.1
     for one, other in zip(expected, found, strict=True):
         assert len(one) > 1
         np.testing.assert_allclose(other, one, atol=tolerance)
@@ -184,7 +185,8 @@ def test_drafts_change_no_token(kind: str, tiny_directory: Callable[[str], Path]
     draft = {"speculative_model": str(noisy_copy(model, tmp_path))}
     settings: dict[str, object] = {"speculative": "ngram"} if kind == "ngram" else draft
     asked = [
-        request(f"{kind} {i}", [11, 12, 13, 14] * 8, 40, **params) for i, params in enumerate(({}, {"seed": 3}, SAMPLED))
+        request(f"{kind} {i}", [11, 12, 13, 14] * 8, 40, **params)
+        for i, params in enumerate(({}, {"seed": 3}, SAMPLED))
     ]
 
     async def work(client: EngineClient) -> list[list[int]]:
@@ -226,9 +228,7 @@ def test_prompt_embeds_reach_all_ranks(tiny_directory: Callable[[str], Path]) ->
     """Also those of more bytes than a slot of the plans' memory has."""
     rows = torch.randn(180, 64, generator=torch.Generator().manual_seed(1)) * 0.1
     prompts = [MixedPrompt.of([PROMPTS[0], embeds(rows[:20]), [4, 5]]), MixedPrompt.of([embeds(rows)])]
-    asked = [
-        replace(request(f"e {i}", prompt.token_ids, 12), embeds=prompt.embeds) for i, prompt in enumerate(prompts)
-    ]
+    asked = [replace(request(f"e {i}", prompt.token_ids, 12), embeds=prompt.embeds) for i, prompt in enumerate(prompts)]
     expected, found = (
         with_ranks(tiny_directory("llama3"), size, plain(asked), allow_prompt_embeds=True) for size in (1, 2)
     )
@@ -256,15 +256,17 @@ def ranks_of(client: EngineClient) -> list[int]:
     return [one for one in descendants(client.engine_pid) if Path(f"/proc/{one}/comm").read_text() == "weft-rank\n"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_dies_or_hangs_in_mid_stream_changes_no_byte(number: int, tiny_directory: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(("number", "size"), [(signal.SIGKILL, 2), (signal.SIGKILL, 4), (signal.SIGSTOP, 2)])
+def test_a_rank_that_dies_or_hangs_in_mid_stream_changes_no_byte(
+    number: int, size: int, tiny_directory: Callable[[str], Path]
+) -> None:
     """Nothing that the engine had is left, and no request is blamed for what another process did."""
 
     async def scenario() -> None:
-        async with serving(tiny_directory("llama3"), 2, heartbeat_timeout_s=3.0) as client:
+        async with serving(tiny_directory("llama3"), size, heartbeat_timeout_s=3.0) as client:
             expected = await tokens_of(client, requests("undisturbed", 150))
             for time in range(2):
-                first_pid, [rank] = client.engine_pid, ranks_of(client)
+                first_pid, [rank, *_] = client.engine_pid, ranks_of(client)
                 generated = client.stats().generation_tokens
                 streams = asyncio.create_task(tokens_of(client, requests(f"disturbed {time}", 150)))
                 await until(lambda before=generated: client.stats().generation_tokens > before + 100, "tokens")

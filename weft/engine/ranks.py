@@ -20,6 +20,7 @@ import traceback
 import msgspec
 from msgspec.structs import replace
 
+import weft.errors
 from weft.engine.fork_server import PR_SET_NAME, end_with_parent, exit_text
 from weft.engine.plan_broadcast import PlanReader, PlanWriter
 from weft.engine.process import OUTSIDE_ENDS, LaunchedEngine, is_stopped, launch_engine, num_oom_kills, run_engine
@@ -93,6 +94,8 @@ class Ranks:
         self._writer = PlanWriter(size - 1)
         self._is_open = True
         self._lost = threading.Event()
+        """Set when the api process was told of the first rank that was lost."""
+        self._lock = threading.Lock()
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
         self.group = RankGroup(Shard(0, size), port, listener=listener)
@@ -129,6 +132,9 @@ class Ranks:
             while (message := receive_from_rank(engine.socket)) is not None:
                 engine.socket.settimeout(self._silence_s)
                 if isinstance(message, Failed):
+                    if not hasattr(weft.errors, message.kind):
+                        # It may have failed because another has ended, which is heard of in a moment.
+                        self._lost.wait(END_SECONDS / 2)
                     self._fail(message)
                     return
         except TimeoutError:
@@ -144,9 +150,12 @@ class Ranks:
         self._fail(Failed(EngineFault.__name__, f"rank {rank} {why}", from_outside=from_outside))
 
     def _fail(self, failure: Failed) -> None:
-        log.error("The engine ends: %s", failure.message)
-        self._channel.send(failure)
-        self._lost.set()
+        with self._lock:
+            if self._lost.is_set():
+                return
+            log.error("The engine ends: %s", failure.message)
+            self._channel.send(failure)
+            self._lost.set()
         # The process ends with its channel, whatever its main thread waits for.
         self._channel.close()
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from torch import Tensor
 
-from weft.errors import ConfigError
+from weft.errors import ConfigError, EngineFault
 from weft.kernels.weights import AdapterWeights
 from weft.model.lora import read_adapter
 from weft.model.shard import Shard
@@ -177,21 +178,34 @@ class ShardedRunner(Runner):
         self._group.share_tokens(table.tokens, rows, positions)
 
 
+@contextmanager
+def no_way_back() -> Iterator[None]:
+    """Let a shortage of memory end the engine: a step that other ranks have begun cannot be taken back."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise EngineFault(
+            f"There is no memory for a step of several ranks: {error}", hint="Set a lower --max-num-batched-tokens."
+        ) from error
+
+
 class LeadingRunner(ShardedRunner):
     """The runner of the first rank, which tells the others of each plan before it executes it."""
 
     def execute(self, plan: StepPlan) -> Pending | Deferred:
         if plan.rows or plan.release or plan.admit:
             self._group.tell(FollowStep(followed(plan)))
-        return super().execute(plan)
+        with no_way_back():
+            return super().execute(plan)
 
     def _sampled(
         self, rows: list[Row], output: ForwardOutput, drafts: DraftedTokens | None, masks: Masks | None = None
     ) -> SampledBatch | None:
-        sampled = super()._sampled(rows, output, drafts, masks)
-        if rows:
-            self._share_sampled(rows)
-        return sampled
+        with no_way_back():
+            sampled = super()._sampled(rows, output, drafts, masks)
+            if rows:
+                self._share_sampled(rows)
+            return sampled
 
 
 class FollowingRunner(ShardedRunner):
