@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from weft.engine.core import EngineCore
-from weft.engine.ranks import Ranks, follow
+from weft.engine.ranks import Ranks, RunRank, follow
 from weft.engine.wire import (
     Abort,
     BrokenFrame,
@@ -78,15 +78,16 @@ QUIET_SECONDS = 0.5
 """After so long without work the engine checks its books."""
 
 
-def serve(start: Start, channel: Channel) -> None:
-    """Load the model and serve one api process until it says Shutdown or is gone; or follow the first rank so long."""
+def serve(start: Start, channel: Channel, run_rank: RunRank | None = None) -> None:
+    """Load the model and serve one api process until it says Shutdown or is gone; or follow the first rank so long.
+    Processes of other ranks call `run_rank`; None: there can be none."""
     if start.rank is not None:
         follow(start, start.rank, channel)
         return
     if start.config.backend.tensor_parallel_size == 1:
         serve_model(Worker(start.config, start.files), channel)
         return
-    ranks = Ranks(start, channel)
+    ranks = Ranks(start, channel, run_rank)
     try:
         serve_model(Worker(start.config, start.files, ranks.group), channel)
     except WeftError:

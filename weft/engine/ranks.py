@@ -16,22 +16,30 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 
 import msgspec
 from msgspec.structs import replace
 
 import weft.errors
-from weft.engine.fork_server import PR_SET_NAME, end_with_parent, exit_text
+from weft.engine.fork_server import (
+    OUTSIDE_ENDS,
+    PR_SET_NAME,
+    end_with_parent,
+    exit_text,
+    is_stopped,
+    num_oom_kills,
+)
 from weft.engine.plan_broadcast import PlanReader, PlanWriter
-from weft.engine.process import OUTSIDE_ENDS, LaunchedEngine, is_stopped, launch_engine, num_oom_kills, run_engine
 from weft.engine.wire import Channel, Failed, RankPlace, Start, frame, receive_from_rank
-from weft.errors import EngineFault
-from weft.model.shard import Shard
+from weft.errors import ConfigError, EngineFault
 from weft.worker.tensor_parallel import LOOPBACK, FollowingRunner, RankGroup, ToRank
 from weft.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
+RunRank = Callable[[socket.socket], int]
+"""Runs an engine process whose channel is this socket, and returns its exit code."""
 END_SECONDS = 2.0
 RANK_NAME = b"weft-rank"
 """The name of a rank's process in `ps -o comm` and `top`."""
@@ -42,15 +50,15 @@ _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
 class ForkedRank:
     """A rank that was forked from the first one, which has imported all that it needs and computed nothing yet."""
 
-    def __init__(self, not_its_own: list[int]) -> None:
-        """Fork a process without these files of the first rank's."""
+    def __init__(self, run: RunRank, not_its_own: list[int]) -> None:
+        """Fork a process that runs, without these files of the first rank's."""
         self.socket, theirs = socket.socketpair()
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            _be_a_rank(theirs, [*not_its_own, self.socket.fileno()], parent)
+            _be_a_rank(run, theirs, [*not_its_own, self.socket.fileno()], parent)
         theirs.close()
-        self.pid: int | None = pid
+        self.pid = pid
         self._process = os.pidfd_open(pid)
         self._end: str | None = None
 
@@ -60,12 +68,11 @@ class ForkedRank:
 
     def wait(self, timeout_s: float) -> str | None:
         if self._end is None and select.select([self._process], [], [], timeout_s)[0]:
-            assert self.pid is not None
             self._end = exit_text(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]))
         return self._end
 
 
-def _be_a_rank(sock: socket.socket, not_its_own: list[int], parent: int) -> None:
+def _be_a_rank(run: RunRank, sock: socket.socket, not_its_own: list[int], parent: int) -> None:
     """Be the process of a rank, to its end."""
     code = 1
     try:
@@ -74,7 +81,7 @@ def _be_a_rank(sock: socket.socket, not_its_own: list[int], parent: int) -> None
         for fd in not_its_own:
             os.close(fd)
         if os.getppid() == parent:
-            code = run_engine(sock, owns_process=True)
+            code = run(sock)
         logging.shutdown()
     except BaseException:  # noqa: BLE001 - nothing may return into the first rank's code
         traceback.print_exc()
@@ -85,8 +92,12 @@ def _be_a_rank(sock: socket.socket, not_its_own: list[int], parent: int) -> None
 class Ranks:
     """The other ranks as the first one sees them."""
 
-    def __init__(self, start: Start, channel: Channel) -> None:
+    def __init__(self, start: Start, channel: Channel, run: RunRank | None) -> None:
         """Start the processes; they load their parts of the model while this one does."""
+        if run is None or sys.platform != "linux":
+            raise ConfigError(
+                "--tensor-parallel-size needs an engine in a process of its own, on Linux.", hint="Leave it out."
+            )
         size = start.config.backend.tensor_parallel_size
         self._channel = channel
         self._silence_s = start.config.engine.heartbeat_timeout_s
@@ -98,13 +109,12 @@ class Ranks:
         self._lock = threading.Lock()
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
-        self.group = RankGroup(Shard(0, size), port, listener=listener)
+        self.group = RankGroup(0, size, port, listener=listener)
         self.group.tell = self._tell
-        self._engines: list[LaunchedEngine] = []
-        can_fork = sys.platform == "linux" and threading.current_thread() is threading.main_thread()
+        self._engines: list[ForkedRank] = []
         for _ in range(1, size):
             theirs = [channel.fileno(), listener.fileno(), *(engine.socket.fileno() for engine in self._engines)]
-            self._engines.append(ForkedRank(theirs) if can_fork else launch_engine())
+            self._engines.append(ForkedRank(run, theirs))
         for rank, engine in enumerate(self._engines, start=1):
             engine.socket.sendall(frame(replace(start, rank=RankPlace(rank, size, port, self._writer.path))))
             watch = threading.Thread(target=self._watch, args=(rank, engine), name=f"weft-rank-{rank}", daemon=True)
@@ -125,7 +135,7 @@ class Ranks:
     def _tell(self, message: ToRank) -> None:
         self._writer.write(_encoder.encode(message), lambda: self._is_open and not self._lost.is_set())
 
-    def _watch(self, rank: int, engine: LaunchedEngine) -> None:
+    def _watch(self, rank: int, engine: ForkedRank) -> None:
         """Wait for the end of a rank, and tell the api process of it, which replaces the engine."""
         why, from_outside = "", False
         try:
@@ -162,7 +172,7 @@ class Ranks:
 
 def follow(start: Start, place: RankPlace, channel: Channel) -> None:
     """Be a rank behind the first, to the end of that."""
-    group = RankGroup(Shard(place.rank, place.size), place.store_port)
+    group = RankGroup(place.rank, place.size, place.store_port)
     worker = Worker(start.config, start.files, group)
     runner = worker.runner
     assert isinstance(runner, FollowingRunner)

@@ -98,15 +98,9 @@ class DenseModel:
         return self.ops.linear(hidden, self.weights.head, None)
 
     def add_adapted(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        added: SlotLowRank,
-        groups: AdapterGroups,
-        residual: Tensor,
+        self, x: Tensor, weight: Weight, bias: Tensor | None, added: SlotLowRank, groups: AdapterGroups, out: Tensor
     ) -> None:
-        """Add linear(x, weight, bias), with what the slots' adapters add to it, to the residual in place."""
+        """Add linear(x, weight, bias), with what the slots' adapters add to it, to `out` in place."""
         ranks = self.ops.lora_shrink(x, added, groups)
-        self.ops.linear_add(x, weight, bias, residual)
-        self.ops.lora_expand_add(ranks, added, groups, residual)
+        self.ops.linear_add(x, weight, bias, out)
+        self.ops.lora_expand_add(ranks, added, groups, out)

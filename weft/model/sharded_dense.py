@@ -68,15 +68,9 @@ class ShardedDense(DenseModel):
         return torch.cat([part[:, :size] for part, size in zip(gathered, sizes, strict=True)], 1) if gathered else own
 
     def add_adapted(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        added: SlotLowRank,
-        groups: AdapterGroups,
-        residual: Tensor,
+        self, x: Tensor, weight: Weight, bias: Tensor | None, added: SlotLowRank, groups: AdapterGroups, out: Tensor
     ) -> None:
         product = self.ops.linear(x, weight, bias)
         self.ops.lora_expand_add(self.ops.lora_shrink(x, added, groups), added, groups, product)
         self._ranks.all_reduce(product)
-        residual.add_(product)
+        out.add_(product)

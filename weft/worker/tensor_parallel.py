@@ -58,9 +58,9 @@ ToRank = FollowStep | PlaceAdapter
 class RankGroup:
     """The ranks of one model, as one of them sees them. Sockets of the group are on the loopback interface alone."""
 
-    def __init__(self, shard: Shard, store_port: int, *, listener: socket.socket | None = None) -> None:
+    def __init__(self, rank: int, size: int, store_port: int, *, listener: socket.socket | None = None) -> None:
         """Make a group whose first rank has the `listener` of the store, over which the ranks find each other."""
-        self.shard = shard
+        self.shard = Shard(rank, size)
         self._store_port = store_port
         self._listener = listener
         self.tell: Callable[[ToRank], None] = lambda message: None
@@ -221,8 +221,8 @@ class FollowingRunner(ShardedRunner):
             case PlaceAdapter(adapter=adapter, in_use=in_use):
                 # One that cannot be read here ends this rank, and its engine with it.
                 weights = self.adapters.read(adapter).result()
-                is_placed = self.adapters.place(adapter, weights, in_use)
-                assert is_placed, "the first rank has placed it"
+                if not self.adapters.place(adapter, weights, in_use):
+                    raise RuntimeError(f"There is no slot for {adapter.name}, which the first rank has loaded.")
 
 
 NOT_SAMPLED = SamplingParams(temperature=0, seed=0)
