@@ -62,10 +62,16 @@ class ShardedDense(DenseModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits on the first rank; on others something of another width."""
-        own = super().logits(hidden)
+        return self.gathered(super().logits(hidden))
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Return the logits of all ranks side by side, on the first rank; on others their own."""
         sizes = [stop - first for first, stop in self._tokens]
         gathered = self._ranks.gather(F.pad(own, (0, max(sizes) - own.shape[1])).contiguous())
         return torch.cat([part[:, :size] for part, size in zip(gathered, sizes, strict=True)], 1) if gathered else own
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._ranks.all_reduce(tensor)
 
     def add_adapted(
         self, x: Tensor, weight: Weight, bias: Tensor | None, added: SlotLowRank, groups: AdapterGroups, out: Tensor

@@ -402,6 +402,5 @@ def _most_decodes(limits: Limits) -> int:
 
 
 def _native_step(model: DenseModel, kv_cache: KvCache) -> FastStep | None:
-    if isinstance(model, ShardedDense):
-        return None  # its steps meet those of other ranks twice a layer
-    return native_step(model.weights, model.config.heads, model.config.norm_eps, model.rotations, kv_cache)
+    ranks = model if isinstance(model, ShardedDense) else None
+    return native_step(model.weights, model.config.heads, model.config.norm_eps, model.rotations, kv_cache, ranks)
